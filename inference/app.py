@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -43,6 +44,7 @@ from inference.api.routes import (
 )
 from inference.api.token_guard import OPEN_PATHS, Guard
 from inference.authority.shell import Authority
+from inference.authority.state import Timing
 from inference.devices.inventory import Inventory
 from inference.dumps import Dumps
 from inference.environment_settings import set_without_effect
@@ -81,8 +83,20 @@ class Service:
     """All parts of one inference service, built from a configuration and not started yet."""
 
     def __init__(
-        self, config: InferenceConfig, state: StateDir, token: str, *, command: tuple[str, ...] = WORKER_COMMAND
+        self,
+        config: InferenceConfig,
+        state: StateDir,
+        token: str,
+        *,
+        command: tuple[str, ...] = WORKER_COMMAND,
+        inventory: Inventory | None = None,
+        estimator: Estimator | None = None,
+        supervisor: Supervisor | None = None,
+        headrooms: Headrooms | None = None,
+        timing: Timing | None = None,
+        cores: int | None = None,
     ) -> None:
+        """The parts after `command` stand in for those that measure, start and bound things."""
         said = config.settings
         self.draining = False
         self.metrics = Metrics()
@@ -97,19 +111,24 @@ class Service:
         )
         self.authority = Authority(
             config,
-            inventory=Inventory.of(said, socket_directory(state)),
-            estimator=Estimator(state, seconds=said.estimate_timeout_seconds),
-            supervisor=Supervisor(
-                state, patience, command=command, build_is_trusted=lambda: self.build_check.is_trusted
-            ),
+            inventory=inventory or Inventory.of(said, socket_directory(state)),
+            estimator=estimator or Estimator(state, seconds=said.estimate_timeout_seconds),
+            supervisor=supervisor
+            or Supervisor(state, patience, command=command, build_is_trusted=lambda: self.build_check.is_trusted),
             crashes=self.crashes,
             bus=Bus(),
             metrics=self.metrics,
-            headrooms=Headrooms(state),
+            headrooms=headrooms or Headrooms(state),
             build_check=self.build_check,
+            timing=timing,
+            cores=cores,
         )
-        self.metrics.gauges = lambda: gauges(self.authority)
+        self.metrics.gauges = self._gauges
         self.app = self._app(token, said.admin_key, said.max_body_bytes)
+
+    def _gauges(self) -> Iterator[GaugeMetricFamily]:
+        self.authority.observe()
+        return gauges(self.authority.state, self.authority.now)
 
     def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> App:
         app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
@@ -205,7 +224,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         await asyncio.sleep(LINGER_SECONDS)
         running.authority.bus.close()
         server.should_exit = True
-        await asyncio.sleep(running.authority.settings.drain_seconds)
+        await asyncio.sleep(running.authority.state.settings.drain_seconds)
         log.warning("the drain is over: open streams are ended")
         running.authority.end()
 
@@ -216,7 +235,9 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
             running.authority.end()
             server.should_exit = True
             return
-        log.info("%s: not ready any more; open streams have up to %g s", name, running.authority.settings.drain_seconds)
+        log.info(
+            "%s: not ready any more; open streams have up to %g s", name, running.authority.state.settings.drain_seconds
+        )
         running.draining = True
         stopping.task = asyncio.ensure_future(stop())
 
@@ -230,7 +251,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         running.authority.quiesce(BrokenBuild())
         on_restart(why)
 
-    running.authority.health.restart = on_restart
+    running.authority.on_restart = on_restart
     running.build_check.broken = on_broken_build
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_stop, number.name)

@@ -17,27 +17,38 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from inference import figures
+from inference.authority.state import ModelRecord, State
 from inference.errors import InvalidRequestError
 from inference.protocol import Code, ModelState, Priority
 from inference.workers.crash_records import CrashStore
 from inference.workers.os_api import private_bytes
-
-if TYPE_CHECKING:
-    from inference.authority.shell import Authority
-    from inference.model import Model
 
 MOST_DUMPS = 16
 _ABSENT = object()
 _TOLD_OF_A_CRASH = ("time", "cause", "message", "requests", "last_lines")
 
 
+class Source(Protocol):
+    """What has a state."""
+
+    @property
+    def state(self) -> State:
+        """The state at this moment."""
+        ...
+
+    @property
+    def now(self) -> float:
+        """The time of the loop's clock."""
+        ...
+
+
 class Dumps:
     """Makes dumps of one authority and remembers the last ones."""
 
-    def __init__(self, authority: Authority, crashes: CrashStore) -> None:
+    def __init__(self, authority: Source, crashes: CrashStore) -> None:
         self._authority = authority
         self._crashes = crashes
         self._numbers = itertools.count(1)
@@ -75,39 +86,25 @@ class Dumps:
         return dump
 
     def _now(self) -> dict[str, Any]:
-        authority = self._authority
-        models = authority.models
+        state, now = self._authority.state, self._authority.now
+        models = state.models
         return {
             "id": f"dump-{next(self._numbers)}",
             "timestamp": round(time.time(), 3),
-            "devices": figures.per_device(authority),
-            "ledger": self._ledger(),
-            "models": {name: _model(model, authority) for name, model in models.items()},
+            "devices": figures.per_device(state, now),
+            "ledger": _ledger(state),
+            "models": {name: _model(state, model, now) for name, model in models.items()},
             "queues": {
                 name: {str(priority): model.queue.count(priority) for priority in Priority}
                 for name, model in models.items()
             },
-            "workers": {name: _worker(model, authority) for name, model in models.items() if model.running},
-            "recovery": {name: self._recovery(model) for name, model in models.items()},
+            "workers": {name: _worker(state, model, now) for name, model in models.items() if model.worker},
+            "recovery": {name: self._recovery(model, now) for name, model in models.items()},
             "python": _python(),
         }
 
-    def _ledger(self) -> dict[str, Any]:
-        ledger = self._authority.ledger
-        return {
-            "limit_mb": None if ledger.limit_bytes is None else figures.mib(ledger.limit_bytes),
-            "holdings": {
-                holding.id: {
-                    "owner": holding.owner,
-                    "phase": str(holding.phase),
-                    "devices_mb": {device: figures.mib(count) for device, count in holding.bytes.items()},
-                }
-                for holding in ledger.holdings.values()
-            },
-        }
-
-    def _recovery(self, model: Model) -> dict[str, Any]:
-        rest = model.retry_at - self._authority.loop.time() if model.state is ModelState.FAILED else 0.0
+    def _recovery(self, model: ModelRecord, now: float) -> dict[str, Any]:
+        rest = model.retry_at - now if model.state is ModelState.FAILED else 0.0
         crashes = self._crashes.of(model.id)
         return {
             "failures": model.backoff.failures,
@@ -118,25 +115,40 @@ class Dumps:
         }
 
 
-def _model(model: Model, authority: Authority) -> dict[str, Any]:
-    known = figures.model(model, authority)
+def _ledger(state: State) -> dict[str, Any]:
+    ledger = state.ledger
+    return {
+        "limit_mb": None if ledger.limit_bytes is None else figures.mib(ledger.limit_bytes),
+        "holdings": {
+            holding.id: {
+                "owner": holding.owner,
+                "phase": str(holding.phase),
+                "devices_mb": {device: figures.mib(count) for device, count in holding.bytes.items()},
+            }
+            for holding in ledger.holdings.values()
+        },
+    }
+
+
+def _model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
+    known = figures.model(state, model, now)
     told = ("state", "location", "memory_mb", "idle_seconds", "use_count", "ref_count")
     return {name: known[name] for name in told} | {"loads": model.loads}
 
 
-def _worker(model: Model, authority: Authority) -> dict[str, Any]:
-    running = model.running
-    assert running is not None
-    host = private_bytes(running.worker.pid)
+def _worker(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
+    worker = state.worker_of(model)
+    assert worker is not None
+    host = None if worker.pid is None else private_bytes(worker.pid)
     return {
-        "pid": running.worker.pid,
-        "holding": running.holding,
-        "device": running.device.id,
-        "seconds": round(authority.loop.time() - running.began_at, 3),
-        "ready": running.ready is not None,
-        "leaves": str(running.departure.reason) if running.departure else None,
+        "pid": worker.pid,
+        "holding": worker.holding,
+        "device": worker.device.id,
+        "seconds": round(now - worker.began_at, 3),
+        "ready": worker.ready is not None,
+        "leaves": str(worker.departure.reason) if worker.departure else None,
         "process_mb": None if host is None else figures.mib(host),
-        "beat": asdict(running.worker.beat) if running.worker.beat else None,
+        "beat": asdict(worker.beat) if worker.beat else None,
     }
 
 

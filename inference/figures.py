@@ -1,4 +1,4 @@
-"""Memory as `/memory/*` and `/devices` tell it: MiB, percent, names of fields; reads only, changes nothing.
+"""Memory as `/memory/*` and `/devices` show it: MiB, percent, names of fields. Functions of the state.
 
 Bytes of models and accounts come from the ledger, use of devices from their readings, allocations from the workers.
 """
@@ -6,21 +6,20 @@ Bytes of models and accounts come from the ledger, use of devices from their rea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from inference.api.inference_metrics import Metrics
 from inference.authority.device_health.health import USABLE
+from inference.authority.handlers.watching import advisor, device_view, pressure_view
+from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
+from inference.authority.state import ModelRecord, State
 from inference.devices.device import Reading
 from inference.devices.host import CPU
-from inference.evictions import Action
 from inference.gauges import bytes_by_kind
 from inference.protocol import ExitCause, ModelState
 from inference.workers.os_api import private_bytes
-
-if TYPE_CHECKING:
-    from inference.authority.shell import Authority
-    from inference.model import Model
 
 MIB = 2**20
 
@@ -59,17 +58,17 @@ def _device(reading: Reading, balance: Balance, use: Use, level: Level, usable_b
     }
 
 
-def per_device(authority: Authority) -> dict[str, dict[str, Any]]:
+def per_device(state: State, now: float) -> dict[str, dict[str, Any]]:
     """Every device by its id, accelerators first."""
-    levels = authority.governor.levels()
+    levels = pressure_view.levels(state, now)
     return {
         reading.id: _device(
             reading,
-            authority.ledger.balance(reading.id),
+            state.ledger.balance(reading.id),
             *levels[reading.id],
-            authority.ledger.accounts[authority.ledger.account_of(reading.id)].budget_bytes,
+            state.ledger.accounts[state.ledger.account_of(reading.id)].budget_bytes,
         )
-        for reading in authority.inventory.readings()
+        for reading in device_view.readings(state, now)
         if reading.id in levels
     }
 
@@ -88,17 +87,17 @@ def _sum(devices: Iterable[Mapping[str, Any]], name: str) -> float:
 
 
 # --- stats and health ------------------------------------------------------------------------------------------------
-def stats(authority: Authority) -> dict[str, Any]:
+def stats(state: State, now: float) -> dict[str, Any]:
     """The totals of `/memory/stats`: of all accelerators, or of the host where there is none."""
-    devices = per_device(authority)
+    devices = per_device(state, now)
     planned = _planned(devices)
-    limit = authority.ledger.limit_bytes
+    limit = state.ledger.limit_bytes
     usable = _sum(planned, "budget_usable_mb")
     total, used = _sum(planned, "total_mb"), _sum(planned, "used_mb")
     host = devices.get(CPU, {})
-    states = [model.state for model in authority.models.values()]
-    gone = authority.evictions.totals
-    alerts = authority.governor.adviser.alerts()
+    states = [model.state for model in state.models.values()]
+    gone = state.departures
+    alerts = advisor.alerts(state, now)
     return {
         "total_mb": total,
         "free_mb": _sum(planned, "free_mb"),
@@ -116,7 +115,7 @@ def stats(authority: Authority) -> dict[str, Any]:
         "pressure_level": _worst(figures["pressure_level"] for figures in devices.values()),
         "total_evictions": gone.total(),
         "total_offloads": gone[Action.OFFLOAD],
-        "total_restorations": authority.warm.restorations,
+        "total_restorations": state.restorations,
         "total_unloads": gone[Action.UNLOAD],
         "gpu_available": any(name != CPU and figures["state"] in USABLE for name, figures in devices.items()),
         "per_device": devices,
@@ -128,9 +127,9 @@ def stats(authority: Authority) -> dict[str, Any]:
 _LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
-def health(authority: Authority) -> dict[str, Any]:
+def health(state: State, now: float) -> dict[str, Any]:
     """Whether devices are well: false at CRITICAL pressure or with a lost device; `message` says which and why."""
-    devices = per_device(authority)
+    devices = per_device(state, now)
     ill = []
     for name, figures in devices.items():
         if figures["state"] not in USABLE:
@@ -158,20 +157,22 @@ def health(authority: Authority) -> dict[str, Any]:
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-def location(model: Model) -> str:
+def location(state: State, model: ModelRecord) -> str:
     """Where the model's weights are: `disk`, `host` (warm), or the ids of its devices joined by `+`."""
     if model.state is ModelState.WARM:
         return "host"
-    if model.running is None:
+    worker = state.worker_of(model)
+    if worker is None:
         return "disk"
-    return "+".join(sorted(set(model.running.placement.need) - {CPU}) or [CPU])
+    return "+".join(sorted(set(worker.placement.need) - {CPU}) or [CPU])
 
 
-def model(model: Model, authority: Authority) -> dict[str, Any]:
+def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
     """One model of `/memory/models`. `observed` is what the ledger holds for it since its load was measured."""
-    held = authority.ledger.owned_by(model.id)
-    estimate = next(iter(model.estimates.values()), None)
-    ready = model.running.ready if model.running else None
+    held = state.ledger.owned_by(model.id)
+    estimate = next(iter(state.estimates_of(model.effective).values()), None)
+    worker, in_flight = state.worker_of(model), state.in_flight(model)
+    ready = worker.ready if worker else None
     is_known = ready is not None or model.state is ModelState.WARM
     seen = bool(held) and is_known
     return {
@@ -179,17 +180,15 @@ def model(model: Model, authority: Authority) -> dict[str, Any]:
         "model_type": estimate.architecture if estimate else None,
         "quantization": estimate.quantization if estimate else None,
         "state": str(model.state),
-        "location": location(model),
+        "location": location(state, model),
         "memory_mb": {
             "predicted": mib(sum(estimate.need.values())) if estimate else None,
             "observed": mib(sum(held.values())) if seen else None,
         },
         "devices_mb": {name: mib(count) for name, count in held.items()},
-        "idle_seconds": round(authority.loop.time() - model.last_used_at, 3)
-        if is_known and not model.in_flight
-        else None,
+        "idle_seconds": round(now - model.last_used_at, 3) if is_known and not in_flight else None,
         "use_count": model.uses,
-        "ref_count": model.in_flight,
+        "ref_count": in_flight,
         "pinned": model.spec.pinned,
         "estimate": estimate.to_json() if estimate else None,
         "buffers": [
@@ -199,15 +198,16 @@ def model(model: Model, authority: Authority) -> dict[str, Any]:
     }
 
 
-def kv(authority: Authority) -> dict[str, Any]:
+def kv(state: State, now: float) -> dict[str, Any]:
     """What the KV caches of models hold: cells in their contexts, and sequences saved with warm models."""
-    saved = {entry["model_key"]: entry for entry in authority.warm.offloaded()}
-    return {"models": [_cached(model, saved.get(model.id)) for model in authority.models.values() if model.running]}
+    saved = {entry["model_key"]: entry for entry in offloaded(state, now)}
+    return {"models": [_cached(state, model, saved.get(model.id)) for model in state.models.values() if model.worker]}
 
 
-def _cached(model: Model, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-    kinds = bytes_by_kind(model)
-    beat = model.running.worker.beat if model.running and kinds else None
+def _cached(state: State, model: ModelRecord, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    kinds = bytes_by_kind(state, model)
+    worker = state.worker_of(model)
+    beat = worker.beat if worker and kinds else None
     return {
         "model_name": model.id,
         "hot_mb": mib(kinds.get("kv", 0)),
@@ -219,21 +219,40 @@ def _cached(model: Model, saved: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def offloaded(state: State, now: float) -> list[dict[str, Any]]:
+    """The warm models as `/memory/offloaded` shows them: bytes, Unix seconds, seconds."""
+    unix = now + state.unix_offset
+    return [
+        {
+            "model_key": model.id,
+            "original_device": model.kept.original_device,
+            "offload_time": model.kept.since,
+            "seconds_offloaded": round(max(0.0, unix - model.kept.since), 3),
+            "bytes": model.kept.count_bytes,
+            "mechanism": str(model.kept.mechanism),
+            "sequences": model.kept.sequences,
+            "tokens": model.kept.tokens,
+        }
+        for model in state.models.values()
+        if model.kept is not None
+    ]
+
+
 # --- fragmentation ---------------------------------------------------------------------------------------------------
-def fragmentation(authority: Authority) -> dict[str, Any]:
+def fragmentation(state: State, now: float, metrics: Metrics) -> dict[str, Any]:
     """Tracked against observed bytes, cells used against reserved, and how far free memory is spread over devices."""
-    balances = authority.balances()
-    readings = [reading for reading in authority.inventory.readings() if reading.id in balances]
+    balances = device_view.balances(state, now)
+    readings = [reading for reading in device_view.readings(state, now) if reading.id in balances]
     rooms = [balances[reading.id].room_bytes for reading in readings if reading.id != CPU]
     rooms = rooms or [balances[reading.id].room_bytes for reading in readings]
     return {
         "devices": {reading.id: _tracked(reading, balances[reading.id]) for reading in readings},
-        "models": [_spread(model, authority) for model in authority.models.values() if model.running is not None],
+        "models": [_spread(state, model) for model in state.models.values() if model.worker is not None],
         "room_mb": mib(sum(rooms)),
         "largest_room_mb": mib(max(rooms, default=0)),
         "fragmentation_percent": percent(sum(rooms) - max(rooms, default=0), sum(rooms)),
-        "num_alloc_retries": authority.metrics.total(authority.metrics.alloc_retries),
-        "num_ooms": authority.metrics.total(authority.metrics.exits, cause=(ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)),
+        "num_alloc_retries": metrics.total(metrics.alloc_retries),
+        "num_ooms": metrics.total(metrics.exits, cause=(ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)),
     }
 
 
@@ -247,15 +266,15 @@ def _tracked(reading: Reading, balance: Balance) -> dict[str, Any]:
     }
 
 
-def _spread(model: Model, authority: Authority) -> dict[str, Any]:
-    running = model.running
-    assert running is not None
-    host = private_bytes(running.worker.pid)
-    cells = {name: count for name, count in _cached(model, None).items() if name.startswith("kv_cells")}
+def _spread(state: State, model: ModelRecord) -> dict[str, Any]:
+    worker = state.worker_of(model)
+    assert worker is not None
+    host = None if worker.pid is None else private_bytes(worker.pid)
+    cells = {name: count for name, count in _cached(state, model, None).items() if name.startswith("kv_cells")}
     return {
         "model_name": model.id,
-        "tracked_mb": mib(sum(authority.ledger.owned_by(model.id).values())),
-        "allocated_mb": mib(sum(buffer.bytes for buffer in running.ready.buffers)) if running.ready else None,
+        "tracked_mb": mib(sum(state.ledger.owned_by(model.id).values())),
+        "allocated_mb": mib(sum(buffer.bytes for buffer in worker.ready.buffers)) if worker.ready else None,
         "process_mb": None if host is None else mib(host),
         **cells,
     }

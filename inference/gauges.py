@@ -1,27 +1,24 @@
-"""The gauges of `/metrics`, read from the authority at each scrape; names, labels and numbers, and no decision."""
+"""The gauges of `/metrics`, read from the state at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import GaugeMetricFamily
 
+from inference.authority.handlers.watching import device_view, pressure_view
+from inference.authority.state import ModelRecord, State
 from inference.protocol import DeviceState, ModelState, Priority
-
-if TYPE_CHECKING:
-    from inference.authority.shell import Authority
-    from inference.model import Model
 
 _COOLDOWN = "Time until a model is tried again after a failure, or as it is configured after memory ran out"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
 
 
-def gauges(authority: Authority) -> Iterator[GaugeMetricFamily]:
+def gauges(state: State, now: float) -> Iterator[GaugeMetricFamily]:
     """Every gauge of this moment."""
-    yield from _devices(authority)
-    yield from _models(authority)
-    yield from _workers(authority)
+    yield from _devices(state, now)
+    yield from _models(state, now)
+    yield from _workers(state)
 
 
 def numbered(states: type[ModelState] | type[DeviceState]) -> str:
@@ -29,66 +26,67 @@ def numbered(states: type[ModelState] | type[DeviceState]) -> str:
     return ", ".join(f"{number} {state}" for number, state in enumerate(states))
 
 
-def _devices(authority: Authority) -> Iterator[GaugeMetricFamily]:
+def _devices(state: State, now: float) -> Iterator[GaugeMetricFamily]:
     account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
     used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
     health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
     level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
-    for device, (use, rank) in authority.governor.levels().items():
-        balance = authority.ledger.balance(device)
+    for device, (use, rank) in pressure_view.levels(state, now).items():
+        balance = state.ledger.balance(device)
         for name in ACCOUNTS:
             account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
         used.add_metric([device], use.share)
         level.add_metric([device], rank)
-        if (reading := authority.reading(device)) is not None:
+        if (reading := device_view.reading(state, device, now)) is not None:
             health.add_metric([device], list(DeviceState).index(reading.state))
     yield from (account, used, health, level)
 
 
-def _models(authority: Authority) -> Iterator[GaugeMetricFamily]:
-    state = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
+def _models(state: State, now: float) -> Iterator[GaugeMetricFamily]:
+    states = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
     refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
     queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
     rest = GaugeMetricFamily("inference_recovery_cooldown_seconds", _COOLDOWN, labels=["model"])
-    for model in authority.models.values():
-        state.add_metric([model.id], list(ModelState).index(model.state))
-        refs.add_metric([model.id], model.in_flight)
+    for model in state.models.values():
+        states.add_metric([model.id], list(ModelState).index(model.state))
+        refs.add_metric([model.id], state.in_flight(model))
         for priority in Priority:
             queued.add_metric([model.id, str(priority)], model.queue.count(priority))
-        rest.add_metric([model.id], cooldown_seconds(model, authority.loop.time()))
-    yield from (state, refs, queued, rest)
+        rest.add_metric([model.id], cooldown_seconds(model, now))
+    yield from (states, refs, queued, rest)
 
 
-def cooldown_seconds(model: Model, now: float) -> float:
+def cooldown_seconds(model: ModelRecord, now: float) -> float:
     """Until the model is tried again after a failure, or with its configured sizes or devices after a shortage."""
     backoff = model.retry_at - now if model.state is ModelState.FAILED else 0.0
     return max(0.0, backoff, model.descent.rest(now), model.sheltered_until - now)
 
 
-def _workers(authority: Authority) -> Iterator[GaugeMetricFamily]:
+def _workers(state: State) -> Iterator[GaugeMetricFamily]:
     size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
     kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of KV caches", labels=["model", "tier"])
     sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
-    for model in authority.models.values():
-        kinds = bytes_by_kind(model)
+    for model in state.models.values():
+        kinds = bytes_by_kind(state, model)
         for kind, count in kinds.items():
             size.add_metric([model.id, kind], count)
         if "kv" in kinds:
             kv.add_metric([model.id, "hot"], kinds["kv"])
-        if (saved_bytes := authority.warm.saved_bytes(model)) is not None:
-            kv.add_metric([model.id, "warm"], saved_bytes)
-        if model.running is not None and (beat := model.running.worker.beat) is not None:
+        if model.kept is not None:
+            kv.add_metric([model.id, "warm"], model.kept.saved_bytes)
+        worker = state.worker_of(model)
+        if worker is not None and (beat := worker.beat) is not None:
             sequences.add_metric([model.id, "active"], beat.active)
             sequences.add_metric([model.id, "queued"], beat.queued)
     yield from (size, kv, sequences)
 
 
-def bytes_by_kind(model: Model) -> dict[str, int]:
+def bytes_by_kind(state: State, model: ModelRecord) -> dict[str, int]:
     """What the worker of a model that can answer allocated: weights, kv, compute, other."""
-    running = model.running
-    if running is None or running.ready is None or model.state is ModelState.WARM:
+    worker = state.worker_of(model)
+    if worker is None or worker.ready is None or model.state is ModelState.WARM:
         return {}
     kinds: dict[str, int] = {}
-    for buffer in running.ready.buffers:
+    for buffer in worker.ready.buffers:
         kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.bytes
     return kinds

@@ -34,13 +34,13 @@ from headgate.shared.asgi import (
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.flow_control import Flow
+from inference.api.reruns import CrashedError, Rerun
 from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine.docket import SUSPICIOUS, Crash
-from inference.authority.shell import Authority
+from inference.authority.shell import Authority, Lease, Ticket
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
 from inference.estimate import tokenize_client
 from inference.estimate.tokenize_client import Vocabulary
-from inference.model import Lease, Model, Ticket
 from inference.protocol import (
     H_DEADLINE,
     H_DEVICE,
@@ -58,9 +58,7 @@ from inference.protocol import (
     Progress,
     device_frame,
 )
-from inference.quarantine import CrashedError, Trial
 from inference.shape import shape_of
-from inference.wishes import error_of
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class Relay:
             model = self._authority.resolve(wish.model)
             if wish.probe and await self._probe(model, out):
                 return
-            if path in tokenize_client.PATHS and model.state not in (ModelState.READY, ModelState.BUSY):
+            if path in tokenize_client.PATHS and not self._is_ready(model):
                 await self._count(model, wish, path, body, out)
                 return
             try:
@@ -171,43 +169,46 @@ class Relay:
             log.exception("request %s failed in the service", out.request_id)
             await out.fail(InferenceError("the inference service failed; its log says why"))
 
-    async def _count(self, model: Model, wish: Wish, path: str, body: bytes, out: Response) -> None:
-        patience = self._authority.settings.estimate_timeout_seconds
+    def _is_ready(self, model: str) -> bool:
+        return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
+
+    async def _count(self, model: str, wish: Wish, path: str, body: bytes, out: Response) -> None:
+        patience = self._authority.state.settings.estimate_timeout_seconds
         seconds = patience if wish.deadline_seconds is None else min(patience, wish.deadline_seconds)
-        status, answer = await self._vocabulary.ask(model.spec, path, body, seconds=seconds)
+        status, answer = await self._vocabulary.ask(self._authority.model(model).spec, path, body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
-    async def _serve(self, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> None:
-        trial = self._authority.quarantine.trial(path, body)
-        await trial.admit(model)
+    async def _serve(self, model: str, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> None:
+        rerun = Rerun(self._authority, path, body)
+        await rerun.admit(model)
         while True:
             try:
-                has_computed = await self._run(trial, model, wish, path, headers, body, out)
+                has_computed = await self._run(rerun, model, wish, path, headers, body, out)
             except CrashedError as error:
-                if not await trial.crashed(model, error) or wish.probe:
-                    raise error.told from error
+                if not await rerun.crashed(model, error) or wish.probe:
+                    raise error.error from error
                 model = self._authority.resolve(wish.model)
             else:
                 if has_computed:
-                    trial.answered(model)
+                    rerun.answered(model)
                 return
 
     async def _run(
-        self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Response
+        self, rerun: Rerun, model: str, wish: Wish, path: str, headers: Headers, body: bytes, out: Response
     ) -> bool:
         """Whether the model computed the answer: a refusal says nothing of it, nor does what its vocabulary knows."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
             priority=wish.priority,
-            seconds=wish.seconds_left(now) if trial.crashes else wish.deadline_seconds,
+            seconds=wish.seconds_left(now) if rerun.crashes else wish.deadline_seconds,
             counts=not wish.probe and path not in tokenize_client.PATHS,
-            alone=trial.alone,
-            again=trial.crashes > 0,
+            alone=rerun.alone,
+            retries=rerun.crashes,
         ) as ticket:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
-            await trial.admit(model)  # a twin of it may have been convicted meanwhile
+            await rerun.admit(model)  # a twin of it may have been convicted meanwhile
             lease.shape = {**wish.shape, "alone": lease.alone}
             answer = self._stream if wish.stream else self._whole
             has_computed = (
@@ -228,16 +229,16 @@ class Relay:
         shape = shape_of(path, len(body), data)
         return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, shape)
 
-    async def _probe(self, model: Model, out: Response) -> bool:
+    async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe that must not load anything; False when the model is ready and can be asked."""
-        if model.state in (ModelState.READY, ModelState.BUSY):
+        if self._is_ready(model):
             return False
-        outlook = self._authority.outlook.of(model)
-        if model.state is ModelState.FAILED and outlook is not None:
-            raise self._authority.loads.resting(model)
-        if model.state is ModelState.COLD and isinstance(outlook, Refusal) and not outlook.waits_for:
-            raise error_of(model, outlook, self._authority.inventory.readings(), self._authority.settings)
-        await out.json(200, {"headgate": {"probe": str(model.state)}})
+        state, prospect = self._authority.model(model).state, self._authority.prospect(model)
+        if state is ModelState.FAILED and prospect is not None:
+            raise self._authority.resting(model)
+        if state is ModelState.COLD and isinstance(prospect, Refusal) and not prospect.waits_for:
+            raise self._authority.refusal(model, prospect)
+        await out.json(200, {"headgate": {"probe": str(state)}})
         return True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -303,23 +304,23 @@ class Relay:
 
     async def _broken(self, lease: Lease, error: Exception, *, relayed: bool) -> Exception:
         """What to tell when the connection to a worker broke: its death is known a moment later."""
-        worker, model = lease.running.worker, lease.model
+        worker, model = lease.process, lease.model
         await asyncio.wait({worker.exited}, timeout=_EXIT_SECONDS)
         if not worker.exited.done():
-            return ModelFailed(f"the worker of {model.id!r} closed the connection ({type(error).__name__})")
+            return ModelFailed(f"the worker of {model!r} closed the connection ({type(error).__name__})")
         exit = worker.exited.result()
         if exit.cause is ExitCause.REQUESTED and not relayed:
             return _WorkerLeftError()
         if exit.cause is ExitCause.DEVICE_LOST:
-            return self._authority.health.loss(model, lease.running.placement.devices, exit.message)
+            return self._authority.loss(model, lease.devices, exit.message)
         cause = exit.cause
         if cause is ExitCause.BROKEN_BUILD:
             if not await self._authority.build_holds():
                 return BrokenBuild()
             cause = ExitCause.ASSERT  # as every further such death is classified
         told = ModelFailed(
-            f"the worker of {model.id!r} ended before the answer did: {exit.message}",
-            retry_after=model.backoff.delay_seconds or None,
+            f"the worker of {model!r} ended before the answer did: {exit.message}",
+            retry_after=self._authority.model(model).backoff.delay_seconds or None,
             details={"cause": str(exit.cause)},
         )
         if cause not in SUSPICIOUS:
@@ -340,7 +341,7 @@ class _UnreachableError(Exception):
 
 async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes) -> Answer:
     """The worker's answer to a stream, once its head is here; raises BrokenError or _UnreachableError."""
-    worker = Hop(hop.unix(str(lease.running.worker.socket_path)), "worker")
+    worker = Hop(hop.unix(str(lease.process.socket_path)), "worker")
     try:
         return await worker.post(path, body, _passed(wish, headers), CONNECT_SECONDS)
     except OSError as error:
@@ -366,7 +367,7 @@ def _back(lease: Lease, headers: Headers) -> list[tuple[bytes, bytes]]:
 
 def _where(lease: Lease) -> str:
     """The devices that the worker computes on."""
-    return ",".join(lease.running.placement.devices)
+    return ",".join(lease.devices)
 
 
 def _parse(body: bytes) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from inference.devices.device import HIDDEN, Reading
 from inference.devices.host import CPU
 from inference.errors import ModelFailed
 from inference.estimate.file_stamp import NO_FILE, Fingerprint, changed
-from inference.estimate.header_formula import Parameters, Parts
+from inference.estimate.header_formula import Parts
+from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import Overheads
 from inference.helpers.helper_client import HelperError, run_helper
 from inference.settings import ModelSpec
@@ -40,54 +41,6 @@ _KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers",
 _MOST_ENTRIES = 2000
 _MOST_TRIES = 3
 """How often a model is measured whose files change meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees.
-
-    `sizes` are those of its repeating layers; `counts` says how many layers each of several devices takes, in order.
-    """
-
-    parts: Mapping[str, Parts]
-    overhead_bytes: Mapping[str, int]
-    source: str
-    note: str
-    context_trained: int
-    capabilities: tuple[str, ...] = ()
-    """What the file can do; empty when only its header was read."""
-    sizes: tuple[Sizes, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
-    headroom_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of `overhead_bytes`, what was learned when memory ran out although the estimate allowed it."""
-    architecture: str = ""
-    quantization: str = ""
-    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
-
-    @property
-    def need(self) -> dict[str, int]:
-        """Bytes to reserve per device."""
-        devices = {**dict.fromkeys(self.parts, 0), **dict.fromkeys(self.overhead_bytes, 0)}
-        return {
-            device: (self.parts[device].total_bytes if device in self.parts else 0) + self.overhead_bytes.get(device, 0)
-            for device in devices
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """As `/memory/plan` shows it."""
-        return {
-            "devices": {
-                device: {
-                    **asdict(parts),
-                    "overhead_bytes": self.overhead_bytes.get(device, 0),
-                    "headroom_bytes": self.headroom_bytes.get(device, 0),
-                }
-                for device, parts in self.parts.items()
-            },
-            "total_bytes": sum(self.need.values()),
-            "source": self.source,
-            "note": self.note,
-        }
 
 
 class Estimator:
@@ -259,19 +212,6 @@ def _why_missing(path: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return "it appeared a moment ago; try again"
-
-
-def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
-    """What decides the size of `spec` there."""
-    return Parameters(
-        context_length=spec.context_length,
-        parallel=spec.parallel,
-        kv_type=spec.kv_type,
-        batch=spec.batch,
-        ubatch=spec.ubatch,
-        gpu_layers=0 if device.id == CPU else spec.gpu_layers,
-        flash_attention=spec.flash_attention,
-    )
 
 
 def _size(path: str) -> int:

@@ -19,8 +19,8 @@ from headgate.shared.units import format_bytes
 from inference.authority.placement.headroom import Headroom, asked, eased, grown, proven
 from inference.devices.device import Reading
 from inference.devices.host import CPU
-from inference.estimate.estimator import Estimate, parameters_of
 from inference.estimate.file_stamp import stamp
+from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import key_of
 from inference.settings import ModelSpec
 

@@ -12,7 +12,6 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from inference.workers.exit_cause import ExitEvidence, classify, is_silent_abort
 from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
 from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.launch import launch
+from inference.workers.worker_exit import WorkerExit
 from inference.workers.worker_link import (
     Drain,
     Failed,
@@ -49,25 +49,6 @@ STOP_SECONDS = 5.0
 KEPT_LINES = 200
 _MOST_LINE_BYTES = 2**20
 _STARVED = "the kernel killed the worker because host memory ran out (killed)"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
-    """How a worker ended.
-
-    `message` is one sentence, `last_lines` the end of its output, `status` the exit status or minus the signal number.
-    `starved`: the kernel killed it because host memory ran out. `silent_abort`: it got SIGABRT without an error
-    message, so another process may have sent it. `beat` is its last heartbeat.
-    """
-
-    cause: ExitCause
-    status: int
-    message: str
-    last_lines: tuple[str, ...]
-    was_ready: bool
-    starved: bool = False
-    silent_abort: bool = False
-    beat: Heartbeat | None = None
 
 
 class WorkerGone(Exception):  # noqa: N818 - an event, not an error

@@ -84,15 +84,13 @@ async def _busy_service(start: Start) -> Service:
     await ask(service.app, "POST", "/models/broken/load")
     await ask(service.app, "POST", "/models/large/load")
     suspected = authority.resolve("other")
-    suspected.docket = suspected.docket.crashed(
-        "0" * 16, Crash(ExitCause.ASSERT, "", alone=False), authority.loop.time()
-    )
+    suspected.docket = suspected.docket.crashed("0" * 16, Crash(ExitCause.ASSERT, "", alone=False), authority.now)
     lease = await authority.ask(authority.resolve("a")).wait(10)
     assert lease is not None
-    await until("it is heard", lambda: lease.running.worker.beat is not None)
-    await until("it is on record", lambda: bool(authority.evictions.records))
+    await until("it is heard", lambda: lease.process.beat is not None)
+    await until("it is on record", lambda: bool(authority.state.evictions))
     gpu.foreign_mib = 700
-    authority.governor.check(regular=True)
+    authority.check(regular=True)
     return service
 
 

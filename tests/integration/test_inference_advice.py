@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +13,9 @@ import pytest
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
-from inference.authority import shell as authorities
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
+from inference.authority.state import Timing
 from inference.devices.host import CPU
-from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError, QueueFull
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
@@ -24,6 +24,8 @@ from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Shared
 
 LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel": 8}
 """A cache of 128 MiB."""
+
+QUICK = {"timing": Timing(watch_seconds=0.1)}
 
 
 class Site:
@@ -40,7 +42,7 @@ class Site:
 
     def alerts(self) -> dict[Kind, dict[str, str]]:
         """What is recommended, by the kind of alert."""
-        found = self.service.authority.governor.adviser.alerts()
+        found = self.service.authority.alerts()
         return {alert.kind: {change.setting: change.value for change in alert.changes} for alert in found}
 
     def apply(self, recommended: dict[str, str]) -> None:
@@ -85,12 +87,12 @@ async def test_a_share_of_a_gpu_that_others_fill(tmp_path: Path, start: Start) -
     with service.authority.ask(service.authority.resolve("a")) as ticket:
         assert await ticket.wait(10) is not None
         gpu.foreign_mib = 550
-        service.authority.governor.check(regular=True)
+        service.authority.check(regular=True)
         expected = {Kind.PRESSURE: {}, Kind.FOREIGN_USE: {"INFERENCE_GPU_MEMORY_LIMIT_MB": "330"}}
         assert site.alerts() == expected
         site.apply(expected[Kind.FOREIGN_USE])
         assert site.alerts() == {Kind.PRESSURE: {}}, "who works is not interrupted"
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     await until("the model left, and the pressure with it", lambda: site.alerts() == {})
     with pytest.raises(MemoryLimitExceededError):
         await site.load("a")
@@ -102,21 +104,20 @@ async def test_where_others_alone_fill_a_device_nothing_is_recommended(tmp_path:
     service = await site.begin(accelerator=gpu)
     assert site.alerts() == {Kind.PRESSURE: {}, Kind.FOREIGN_USE: {}}
     gpu.foreign_mib = 100
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     assert site.alerts() == {Kind.FOREIGN_USE: {}}, "it was so lately"
 
 
 async def test_a_share_of_host_memory_that_others_fill(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {"pinned": True}}, CPU_MEMORY_MAX_PERCENT="0.90")
-    service = await site.begin()
     host = SharedDevice(id=CPU, kind="cpu")
+    service = await site.begin(probes=[host])
     host.service = service
-    service.authority.inventory = Inventory([host])
     await site.load("a")
     host.foreign_mib = 820
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     host.foreign_mib = 500
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     assert site.alerts() == {Kind.FOREIGN_USE: {"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.06"}}
     site.apply(site.alerts()[Kind.FOREIGN_USE])
     assert site.alerts() == {}
@@ -184,8 +185,7 @@ async def test_a_limit_that_keeps_a_model_out_is_raised_as_far_as_it_needs(
 
 async def test_a_share_of_host_memory_that_keeps_a_model_out_is_raised(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {}}, CPU_MEMORY_MAX_PERCENT="0.05")
-    service = await site.begin()
-    service.authority.inventory = Inventory([SharedDevice(100, id=CPU, kind="cpu")])
+    await site.begin(probes=[SharedDevice(100, id=CPU, kind="cpu")])
     with pytest.raises(MemoryLimitExceededError):
         await site.load("a")
     assert site.alerts() == {Kind.REFUSED: {"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.1"}}
@@ -204,10 +204,9 @@ async def test_a_device_that_is_too_small_is_no_matter_of_settings(tmp_path: Pat
     assert site.alerts() == {Kind.REFUSED: {}}
 
 
-async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authorities, "WATCH_SECONDS", 0.1)
+async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {**LARGE}})
-    service = await site.begin({"a": {"grow": 600 * MIB}}, estimator=real_estimator(tmp_path))
+    service = await site.begin({"a": {"grow": 600 * MIB}}, estimator=real_estimator(tmp_path), parts=QUICK)
     await site.load("a")
     await until("the growth is booked", lambda: Kind.OUTGROWN in site.alerts())
     (setting,) = recommended = site.alerts()[Kind.OUTGROWN]
@@ -216,7 +215,7 @@ async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start, m
     assert site.alerts() == {}
     await until("it left, for its configuration changed", lambda: site.state("a") is ModelState.COLD)
     await site.load("a")
-    service.authority.loads.watch()
+    await asyncio.sleep(0.3)  # it is looked at meanwhile
     assert site.alerts() == {}, "and it does not outgrow this"
     running = service.authority.resolve("a").running
     assert running is not None
@@ -245,18 +244,17 @@ async def test_a_queue_that_is_full_again_and_again(tmp_path: Path, start: Start
 async def test_alerts_are_logged_once_and_when_they_are_over(
     tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "inference.adviser")
+    caplog.set_level(logging.INFO, "inference.authority")
     site = Site(tmp_path, start, {"a": {}}, QUEUE_NORMAL="0")
     service = await site.begin()
-    adviser = service.authority.governor.adviser
     for _ in range(TURNED_AWAY):
         with pytest.raises(QueueFull):
             service.authority.ask(service.authority.resolve("a"))
     for _ in range(2):
-        adviser.tell()
+        service.authority.check(regular=True)
     site.apply({"INFERENCE_QUEUE_NORMAL": "5"})
-    adviser.tell()
-    begun, over = (record.getMessage() for record in caplog.records)
+    service.authority.check(regular=True)
+    begun, over = (record.getMessage() for record in caplog.records if "alert" in record.getMessage())
     assert begun.startswith("alert queue_full: 5 requests of normal priority found 0 waiting already in 300 s")
     assert begun.endswith("; recommended: INFERENCE_QUEUE_NORMAL=5")
     assert over == "alert queue_full is over: normal"
@@ -266,6 +264,6 @@ async def test_without_alerts_nothing_is_said(tmp_path: Path, start: Start, capl
     site = Site(tmp_path, start, {"a": {}}, ENABLE_MEMORY_ALERTS="false")
     gpu = SharedDevice(930)
     service = await site.begin(accelerator=gpu)
-    service.authority.governor.adviser.tell()
+    service.authority.check(regular=True)
     assert site.alerts() == {}
     assert "alert" not in caplog.text

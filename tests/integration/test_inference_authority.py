@@ -36,10 +36,10 @@ async def test_thirty_two_waiters_share_one_load_in_order(start: Start) -> None:
     tickets = [authority.ask(model) for _ in range(32)]
     urgent = authority.ask(model, priority=Priority.HIGH)
     await until("loading", lambda: model.state is ModelState.LOADING)
-    assert model.queue.waiters[0].id == urgent.waiter.id
+    assert model.queue.waiters[0].id == urgent.id
     assert urgent.progress().stage == "loading"
     leases = [await ticket.wait(10) for ticket in [*tickets, urgent]]
-    assert len({lease.running.worker.pid for lease in leases if lease}) == 1
+    assert len({lease.process.pid for lease in leases if lease}) == 1
     assert (model.loads, model.in_flight) == (1, 33)
     for ticket in [*tickets, urgent]:
         ticket.close()
@@ -49,11 +49,11 @@ async def test_thirty_two_waiters_share_one_load_in_order(start: Start) -> None:
 async def test_a_ticket_given_up_before_during_and_after_a_load_leaves_nothing(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"load_seconds": 0.2}})
     authority, model = service.authority, service.authority.resolve("a")
-    service.authority.background.estimator.gate = asyncio.Event()
+    service.estimator.gate = asyncio.Event()
     early = authority.ask(model)
     early.close()
     assert len(model.queue) == 0
-    service.authority.background.estimator.gate.set()
+    service.estimator.gate.set()
     during = authority.ask(model)
     await until("loading", lambda: model.state is ModelState.LOADING)
     during.close()
@@ -69,7 +69,7 @@ async def test_a_lease_of_a_dead_worker_does_not_touch_its_successor(start: Star
     authority, model = service.authority, service.authority.resolve("a")
     old = await authority.ask(model).wait(10)
     assert old is not None
-    os.kill(old.running.worker.pid, signal.SIGKILL)
+    os.kill(old.process.pid, signal.SIGKILL)
     await until("dead", lambda: model.running is None)
     assert empty(service)
     fresh = await authority.ask(model).wait(10)
@@ -89,7 +89,7 @@ async def test_failing_loads_back_off_and_tell_how_long(start: Start) -> None:
         assert caught.value.retry_after is not None
         assert caught.value.retry_after == pytest.approx(2 ** (failures - 1), abs=0.3)
         assert empty(service)
-    model.retry_at += 60
+    authority.restate(model, retry_at=model.retry_at + 60)
     with pytest.raises(ModelFailed, match="told to fail"):
         await authority.ask(model).wait(1)
     status = authority.status(model)
@@ -109,10 +109,10 @@ async def test_more_than_planned_fails_the_load(start: Start) -> None:
 async def test_deadlines_say_whether_it_waited_or_loaded(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"load_seconds": 1.0}})
     authority, model = service.authority, service.authority.resolve("a")
-    service.authority.background.estimator.gate = asyncio.Event()
+    service.estimator.gate = asyncio.Event()
     with pytest.raises(DeadlineExceeded):
         await authority.ask(model, seconds=0.1).wait(5)
-    service.authority.background.estimator.gate.set()
+    service.estimator.gate.set()
     with pytest.raises(ModelLoading) as caught:
         await authority.ask(model, seconds=0.6).wait(5)
     assert caught.value.retry_after is not None
@@ -187,7 +187,7 @@ async def test_at_start_nobody_leaves_for_anybody(start: Start, caplog: pytest.L
     a, b, c = service.authority.models.values()
     await until("two are ready", lambda: a.state is b.state is ModelState.READY)
     assert (c.state, c.loads) == (ModelState.COLD, 0)
-    assert not service.authority.evictions.records
+    assert not service.authority.state.evictions
 
 
 async def test_limits_on_the_number_of_models_evict(start: Start) -> None:
@@ -249,7 +249,8 @@ async def test_chaos_gives_every_byte_and_place_back(start: Start, seed: int) ->
     ]
     assert unexpected == []
     for model in authority.models.values():
-        assert (model.in_flight, len(model.queue), model.tickets) == (0, 0, {})
+        assert (model.in_flight, len(model.queue)) == (0, 0)
         await asyncio.wait_for(authority.unload(model, now=True), 10)
+    assert not authority.state.tickets
     await until("every byte is back", lambda: empty(service))
     assert authority.balances()["cpu"].ours_bytes == 0

@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.events import Refresh, SuspensionTested
+from inference.authority.lifecycle.departures import Action
+from inference.authority.state import Timing
 from inference.devices.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.errors import InferenceError
-from inference.evictions import Action
 from inference.helpers.helper_client import run_helper
-from inference.model import Model
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
 from tests.rigs.cuda_stub import CudaStub
+from tests.rigs.live_authority import LiveModel as Model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
 S = ModelState
@@ -49,14 +51,18 @@ async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tu
     """A service that was told that the driver can do it, and its first model, loaded on the device."""
     more.setdefault("accelerator", FakeAccelerator())
     service: Service = await start({name: {} for name in models}, **more)
-    checkpoint = service.authority.warm.checkpoint
-    await until("it was looked at", lambda: "cuda" in checkpoint.obstacles)
-    checkpoint.obstacles["cuda"] = None
+    await until("it was looked at", lambda: "cuda" in service.authority.state.devices.suspension)
+    proven(service)
     return service, await use(service, models[0])
 
 
+def proven(service: Service) -> None:
+    """As if its test had succeeded."""
+    service.authority.dispatch(SuspensionTested("cuda", None))
+
+
 def obstacle(service: Service) -> str | None:
-    return service.authority.warm.checkpoint.obstacles.get("cuda", "not tested")
+    return service.authority.state.devices.suspension.get("cuda", "not tested")
 
 
 async def use(service: Service, name: str = "a") -> Model:
@@ -88,16 +94,16 @@ async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_wa
     assert model.state is S.WARM
     assert driver.state(pid) == 2
     await until("the device is free", lambda: booked(service) == (0, 100))
-    (kept,) = service.authority.warm.offloaded()
+    (kept,) = service.authority.offloaded()
     assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("checkpoint", "gpu-0", 100 * MIB)
-    assert service.authority.evictions.records[-1].action is Action.OFFLOAD
-    ticks = service.authority.loop.time() + 2.5
-    await until("it was silent for long", lambda: service.authority.loop.time() > ticks)
+    assert service.authority.state.evictions[-1].action is Action.OFFLOAD
+    ticks = service.authority.now + 2.5
+    await until("it was silent for long", lambda: service.authority.now > ticks)
     assert model.state is S.WARM
     await use(service)
     assert model.running.worker.pid == pid
     assert (driver.state(pid), booked(service), model.loads) == (0, (100, 0), 1)
-    assert service.authority.warm.restorations == 1
+    assert service.authority.state.restorations == 1
     await service.authority.offload(model)
     assert model.state is S.WARM
 
@@ -115,9 +121,7 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
     start: Start, driver: CudaStub, way: str, call: str, how: str
 ) -> None:
     """The process is killed, the model is loaded from its file when it is wanted, and the way is not tried again."""
-    service, model = await ready(start)
-    if how == "hang":
-        service.authority.warm.checkpoint.patience = lambda _bytes: 0.3
+    service, model = await ready(start, parts={"timing": Timing(suspend_seconds=0.3)} if how == "hang" else {})
     assert model.running is not None
     pid = model.running.worker.pid
     if way == "resume":
@@ -127,8 +131,8 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
         await service.authority.offload(model)
         await until("it is cold", lambda: model.state is S.COLD)
         await until("nothing is booked", lambda: empty(service))
-        assert service.authority.evictions.records[-1].action is Action.UNLOAD
-        assert len(service.authority.evictions.records) == 1
+        assert service.authority.state.evictions[-1].action is Action.UNLOAD
+        assert len(service.authority.state.evictions) == 1
     await use(service)
     assert model.running is not None
     assert model.running.worker.pid != pid
@@ -138,7 +142,7 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
     assert call in str(obstacle(service))
     driver.say()
     await service.authority.offload(model)
-    assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"
+    assert service.authority.offloaded()[0]["mechanism"] == "resident"
 
 
 @pytest.mark.parametrize("moment", ["warm", "restoring", "offloading"])
@@ -200,8 +204,7 @@ async def test_a_suspended_model_whose_device_is_gone_is_loaded_elsewhere(start:
     await service.authority.offload(model)
     await until("the device is free", lambda: booked(service)[0] == 0)
     accelerator.names = ["gpu-1"]
-    await service.authority.inventory.refresh()
-    service.authority.observe()
+    await service.authority.command(Refresh())
     await use(service)
     assert model.running is not None
     assert (model.running.device.id, model.loads) == ("gpu-1", 2)
@@ -227,12 +230,12 @@ async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub,
                 os.kill(model.running.worker.pid, signal.SIGKILL)
                 await asyncio.sleep(0)
                 await until("it is seen", lambda m=model: m.state not in (S.LOADING, S.RESTORING, S.OFFLOADING))  # type: ignore[misc]
-                model.retry_at = 0.0
+                service.authority.restate(model, retry_at=0.0)
             case "fault":
                 driver.say(f"error {chance.choice(SUSPENDS + RESUMES)} 401")
             case _:
                 driver.say()
-                service.authority.warm.checkpoint.obstacles["cuda"] = None
+                proven(service)
         held = service.authority.ledger.owned_by(model.id)
         assert sum(held.values()) <= 2 * 100 * MIB + 65 * MIB
     for model in service.authority.models.values():
@@ -274,7 +277,7 @@ async def test_without_a_driver_models_are_kept_as_ever(
     assert "libcuda.so.1 cannot be opened" in caplog.text
     model = await use(service)
     await service.authority.offload(model)
-    assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"
+    assert service.authority.offloaded()[0]["mechanism"] == "resident"
 
 
 class Simulated(FakeAccelerator):
@@ -307,7 +310,7 @@ async def kept_as(service: Service) -> str:
     model = await use(service)
     await service.authority.offload(model)
     await until("it has left", lambda: model.state in (S.WARM, S.COLD))
-    offloaded = service.authority.warm.offloaded()
+    offloaded = service.authority.offloaded()
     return offloaded[0]["mechanism"] if offloaded else ""
 
 
@@ -327,7 +330,7 @@ async def test_the_setting_says_which_devices_are_even_tested(
     carrier = FakeCarrier()
     accelerator = Simulated() if kind == "sim" else FakeAccelerator()
     service = await start({"a": {}}, accelerator=accelerator, carriers={kind: carrier}, WARM_CHECKPOINT=said)
-    await until("it was looked at", lambda: kind in service.authority.warm.checkpoint.obstacles)
+    await until("it was looked at", lambda: kind in service.authority.state.devices.suspension)
     assert carrier.asked == (["test"] if mechanism == "checkpoint" else [])
     assert await kept_as(service) == mechanism
 
@@ -336,7 +339,7 @@ async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Sta
     """And by default; where the test fails, models are kept as on any device, and one line says why."""
     carrier = FakeCarrier(test=Trouble("its bytes changed"))
     service = await start({"a": {}}, accelerator=Simulated(), carriers={"sim": carrier})
-    assert service.authority.warm.checkpoint.obstacles == {"sim": "its bytes changed"}
+    assert service.authority.state.devices.suspension == {"sim": "its bytes changed"}
     assert await kept_as(service) == "resident"
     assert carrier.asked == ["test"]
 

@@ -12,9 +12,9 @@ import pytest
 
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
+from inference.authority.lifecycle.departures import Reason
 from inference.devices.device import Reading
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
-from inference.evictions import Reason
 from inference.helpers.helper_client import HelperError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
@@ -61,9 +61,8 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
         async def begin(models: dict[str, Any], gpus: Ailing, load_seconds: dict[str, float] | None = None,
                         **environ: str) -> Service:  # fmt: skip
-            service: Service = await make(models, accelerator=gpus, **environ)
-            supervisor: Any = InstantSupervisor(load_seconds)
-            service.authority.loads.supervisor = supervisor
+            parts = {"supervisor": InstantSupervisor(load_seconds)}
+            service: Service = await make(models, accelerator=gpus, parts=parts, **environ)
             return service
 
         yield begin
@@ -78,7 +77,7 @@ def state_of(service: Service, device: str = "gpu-0") -> DeviceState:
 async def loses(service: Service, gpus: Ailing, device: str = "gpu-0", note: str = "it fell off the bus") -> None:
     """The device is read as lost, at once."""
     gpus.signs[device] = (Sign.DEAD, note)
-    service.authority.health.tick()
+    service.authority.tick()
 
 
 async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notices(start: Start) -> None:
@@ -113,12 +112,12 @@ async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it
                           EVICTION_IDLE_THRESHOLD_SECONDS="5")  # fmt: skip
     authority = service.authority
     free, bound, idle = (authority.resolve(name) for name in ("free", "bound", "idle"))
-    await authority.moving.move(free, "gpu-0")
+    await authority.move(free, "gpu-0")
     await authority.load(bound)
     await authority.load(idle)
-    idle.last_used_at -= 1000
+    authority.restate(idle, last_used_at=idle.last_used_at - 1000)
     assert idle.running is not None
-    idle.running.ready_at -= 1000
+    authority.restate_worker(idle, ready_at=idle.running.ready_at - 1000)
     await loses(service, gpus)
     await until("it is elsewhere", lambda: free.state is ModelState.READY)
     assert authority.status(free).devices == ("gpu-1",)
@@ -140,7 +139,7 @@ async def test_what_a_lost_device_could_hold_is_told_with_its_name_and_when_it_i
     service = await start({"a": {}}, gpus)
     authority = service.authority
     await loses(service, gpus)
-    authority.background.estimator.sizes = {"a": 5000}  # type: ignore[attr-defined]
+    service.estimator.sizes = {"a": 5000}  # type: ignore[attr-defined]
     with pytest.raises(MemoryLimitExceededError, match=r"; gpu-0 is lost \(it fell off the bus\)$") as caught:
         await authority.load(authority.resolve("a"))
     assert 1 <= (caught.value.retry_after or 0) <= 10
@@ -162,7 +161,7 @@ async def test_a_worker_that_loses_its_device_alone_harms_nobody(start: Start) -
     with pytest.raises(DeviceLost, match="the model 'a' lost gpu-0: it could not be loaded"):
         await loading.wait(10)
     assert state_of(service) is DeviceState.PROBING
-    assert b.running is running
+    assert b.running == running
     await authority.unload(b, now=True)
     asking = asyncio.create_task(authority.load(b))
     await asyncio.sleep(0)
@@ -179,11 +178,11 @@ async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
     lease = await authority.ask(model).wait(10)
     assert lease is not None
     gpus.signs["gpu-0"] = (Sign.ILL, "Xid 63")
-    authority.health.tick()
+    authority.tick()
     assert (state_of(service), model.state) == (DeviceState.DRAINING, ModelState.DRAINING)
     lease.release(completed=True)
     await until("quarantined", lambda: state_of(service) is DeviceState.QUARANTINED)
-    assert [record.reason for record in authority.evictions.records] == [Reason.DEVICE]
+    assert [record.reason for record in authority.state.evictions] == [Reason.DEVICE]
     with pytest.raises(DeviceLost, match=r"gpu-0 is quarantined \(Xid 63\)"):
         await authority.load(model)
     gpus.signs["gpu-0"] = (Sign.FINE, "")
@@ -193,25 +192,25 @@ async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
 async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) -> None:
     gpus = Ailing(1)
     service = await start({"a": {}}, gpus)
-    health = service.authority.health
+    authority = service.authority
     gpus.failures["gpu-0"] = "it computes 3 of 8192 numbers wrong"
-    found = await health.recover("gpu-0")
+    found = await authority.recover("gpu-0")
     assert (found.state, found.note) == (DeviceState.LOST, "it computes 3 of 8192 numbers wrong")
     gpus.failures.clear()
-    assert (await health.recover("gpu-0")).state is DeviceState.HEALTHY
+    assert (await authority.recover("gpu-0")).state is DeviceState.HEALTHY
     assert gpus.renewals == 2
     answer = await ask(service.app, "POST", "/devices/gpu-0/recover")
     assert (answer.status, answer.body["device"]["state"]) == (200, "healthy")
     for name in ("cpu", "gpu-7"):
         with pytest.raises(InvalidRequestError, match=f"no accelerator '{name}'; there are: gpu-0"):
-            await health.recover(name)
+            await authority.recover(name)
 
 
 async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> None:
     gpus = Ailing(1)
     service = await start({"a": {}}, gpus)
     asked: list[str] = []
-    service.authority.health.restart = asked.append
+    service.service.authority.on_restart = asked.append
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
     gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
     await until("it asks", lambda: bool(asked))
@@ -224,7 +223,7 @@ async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(st
     model = service.authority.resolve("a")
     await service.authority.load(model)
     gone = gpus.signs.pop("gpu-1")
-    service.authority.health.tick()
+    service.authority.tick()
     assert model.state is ModelState.COLD
     gpus.signs["gpu-1"] = gone
     await until("it is back", lambda: model.state is ModelState.READY)
@@ -234,7 +233,7 @@ async def test_a_reading_as_it_was_taken_stays_beside_what_is_shown(start: Start
     gpus = Ailing(1)
     service = await start({"a": {}}, gpus)
     await loses(service, gpus)
-    (shown, _host), (measured, _) = service.authority.inventory.readings(), service.authority.inventory.measured()
+    (shown, _host), (measured, _) = service.authority.readings(), service.authority.inventory.measured()
     assert (shown.state, measured.state) == (DeviceState.LOST, DeviceState.HEALTHY)
     assert (shown.used_bytes, shown.free_bytes, measured.free_bytes) == (0, 0, 1000 * MIB)
     figures = {"used_bytes": measured.used_bytes, "free_bytes": measured.free_bytes}

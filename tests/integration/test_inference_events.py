@@ -44,7 +44,7 @@ async def heard(listening: AsyncIterator[bytes], kind: str) -> dict[str, Any]:
 async def test_a_load_is_told_from_the_queue_to_the_last_percent_and_the_way_out_as_well(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"load_seconds": 0.4}})
     authority, model = service.authority, service.authority.resolve("a")
-    authority.background.estimator.gate = asyncio.Event()
+    service.estimator.gate = asyncio.Event()
     listening = authority.bus.listen()
     first = await heard(listening, "snapshot")
     assert [entry["id"] for entry in first["models"]] == ["a"]
@@ -54,7 +54,7 @@ async def test_a_load_is_told_from_the_queue_to_the_last_percent_and_the_way_out
     assert (queued["model"]["headgate"]["queued"], queued["model"]["headgate"]["state"]) == (2, "cold")
     tickets.pop().close()
     assert (await heard(listening, "model"))["model"]["headgate"]["queued"] == 1
-    authority.background.estimator.gate.set()
+    service.estimator.gate.set()
     progress = [await heard(listening, "load") for _ in range(3)]
     assert [event["progress"] for event in progress] == sorted(event["progress"] for event in progress)
     assert queued["number"] < progress[0]["number"] < progress[-1]["number"]
@@ -72,7 +72,6 @@ async def test_devices_that_fall_ill_or_go_are_told(start: Start) -> None:
     authority = service.authority
     listening = authority.bus.listen()
     await heard(listening, "snapshot")
-    authority.teller.look_at_devices()
     gpu.state = DeviceState.SUSPECT
     told = await heard(listening, "device")
     assert (told["device"]["id"], told["device"]["state"]) == ("gpu-0", "suspect")

@@ -132,7 +132,7 @@ async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatc
     assert value(service, "inference_restorations_total") == 0
     assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
     await service.authority.offload(model)
-    await until("it is on record", lambda: bool(service.authority.evictions.records))
+    await until("it is on record", lambda: bool(service.authority.state.evictions))
     assert value(service, "inference_evictions_total", action="offload", reason="by hand") == 1
     assert value(service, "inference_kv_bytes", model="a", tier="warm") == MIB
     assert value(service, "inference_kv_bytes", model="a", tier="hot") is None

@@ -79,7 +79,7 @@ async def _what_a_worker_is_told(directory: Path, start: Start) -> None:
 @shows("aliases")
 async def _other_names_of_it(directory: Path, start: Start) -> None:
     service = await start({"a": {"aliases": ["other"]}, "b": {}})
-    assert service.authority.resolve("other") is service.authority.resolve("a")
+    assert service.authority.resolve("other") == service.authority.resolve("a")
 
 
 @shows("gpu_index", "dedicated")
@@ -107,7 +107,8 @@ async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
     service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false", ENABLE_MEMORY_GOVERNOR="false")
     await load(service, "young", "pinned", "a")
     for name in ("young", "pinned"):
-        service.authority.resolve(name).last_used_at -= 200  # less than what ends a model that idles
+        model = service.authority.resolve(name)
+        service.authority.restate(model, last_used_at=model.last_used_at - 200)  # not idle long enough
     await load(service, "b")
     assert [name for name, model in service.authority.models.items() if model.running] == ["young", "pinned", "b"]
 

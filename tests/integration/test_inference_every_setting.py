@@ -24,17 +24,17 @@ from inference import settings
 from inference.app import Service
 from inference.authority.placement.plan import Standing
 from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.host import CPU, CpuProbe
 from inference.devices.inventory import Inventory
 from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
 from inference.errors import DeadlineExceeded, MemoryLimitExceededError, QueueFull
-from inference.history import History
-from inference.model import Model
+from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
 from tests.rigs import authority_rig, tiny_gguf
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 from tests.rigs.cuda_stub import CudaStub
+from tests.rigs.live_authority import LiveModel as Model
 from tests.rigs.processes import Service as Process
 from tests.rigs.processes import free_port, http_status, private_env
 
@@ -243,7 +243,7 @@ async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
     for enabled, state in (("true", ModelState.WARM), ("false", ModelState.COLD)):
         service, model = await bench.loaded(ENABLE_CPU_OFFLOAD=enabled, MODEL_IDLE_TIMEOUT_SECONDS="0.1")
         await until("it has left", functools.partial(_is, model, state))
-        assert len(service.authority.warm.offloaded()) == (enabled == "true")
+        assert len(service.authority.offloaded()) == (enabled == "true")
 
 
 @shows("WARM_CHECKPOINT")
@@ -256,11 +256,11 @@ async def _which_devices_keep_models_by_a_checkpoint(bench: Bench) -> None:
         wanted = None if said == "auto" else f"INFERENCE_WARM_CHECKPOINT is {said}"
         await until("it was tested", functools.partial(_has_obstacle, service, wanted), 30)
         await service.authority.offload(model)
-        assert service.authority.warm.offloaded()[0]["mechanism"] == mechanism
+        assert service.authority.offloaded()[0]["mechanism"] == mechanism
 
 
 def _has_obstacle(service: Service, wanted: str | None) -> bool:
-    return service.authority.warm.checkpoint.obstacles.get("cuda", "not tested") == wanted
+    return service.authority.state.devices.suspension.get("cuda", "not tested") == wanted
 
 
 def _is(model: Model, state: ModelState) -> bool:
@@ -272,7 +272,7 @@ async def _how_long_nobody_evicts_it(bench: Bench) -> None:
     said: dict[str, dict[str, Any]] = {"a": {"min_residency": None}}
     for seconds, standing in (("0", Standing.IDLE), ("1000", Standing.YOUNG)):
         service, model = await bench.loaded(said, MIN_RESIDENCY_SECONDS=seconds)
-        assert model.standing(service.authority.loop.time()) is standing
+        assert service.authority.state.standing(model.record, service.authority.now) is standing
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -368,11 +368,9 @@ async def _how_long_an_estimate_may_take(bench: Bench) -> None:
     for number, (environ, source) in enumerate((({"ESTIMATE_TIMEOUT_SECONDS": "0.01"}, "header"), ({}, "llama.cpp"))):
         config = bench.configured(f"models: {{a: {{path: {path}}}}}", FORCE_CPU_MODE="true", **environ)
         state = StateDir.from_env({"HEADGATE_STATE_DIR": str(bench.directory / f"state-{number}")})
-        service = Service(config, state, "token")
-        await service.authority.inventory.start()
-        reading = service.authority.inventory.get(CPU)
-        assert reading is not None
-        estimate = await service.authority.background.estimator.get(config.models["a"], reading)
+        (reading,) = CpuProbe().readings()
+        estimator = Estimator(state, seconds=config.settings.estimate_timeout_seconds)
+        estimate = await estimator.get(config.models["a"], reading)
         assert (estimate.source, estimate.architecture) == (source, "llama")
 
 
@@ -414,21 +412,24 @@ async def _where_the_levels_begin(bench: Bench) -> None:
         assert found["per_device"]["gpu-0"]["pressure_level"] == level
 
 
-async def _presses(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, History]:
+async def _presses(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, Any]:
     """An idle model beside which others take memory, on a device that is looked at ten times a second."""
     accelerator = SharedDevice()
     said = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false", **environ}
     service, model = await bench.loaded(accelerator=accelerator, **said)
     accelerator.service, accelerator.foreign_mib = service, foreign_mb
-    return model, service.authority.governor.history
+    return model, service
 
 
 @shows("ENABLE_MEMORY_GOVERNOR")
 async def _whether_pressure_is_acted_on(bench: Bench) -> None:
     model, _ = await _presses(bench, 850)
     await until("it has left", lambda: model.running is None)
-    model, history = await _presses(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
-    await until("it was looked at", lambda: history.since(0.0)[-1].devices["gpu-0"].pressure_level == "critical")
+    model, site = await _presses(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
+    await until(
+        "it was looked at",
+        lambda: site.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level == "critical",
+    )
     assert model.state is ModelState.READY
 
 
@@ -437,22 +438,21 @@ async def _whether_it_is_acted_on_before_memory_is_wanted(bench: Bench) -> None:
     model, _ = await _presses(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
     await until("it has left", lambda: model.running is None)
     for environ in ({"PRESSURE_EAGER": "true"}, {"EVICTION_IDLE_THRESHOLD_SECONDS": "0"}):
-        model, history = await _presses(bench, 10, **environ)
-        await until("it was looked at", functools.partial(_looked_at, history, 4))
+        model, site = await _presses(bench, 10, **environ)
+        await until("it was looked at", functools.partial(_looked_at, site, 4))
         assert model.state is ModelState.READY
 
 
-def _looked_at(history: History, times: int) -> bool:
-    return len(history.since(0.0)) >= times
+def _looked_at(site: Any, times: int) -> bool:
+    return len(site.authority.state.pressure.history) >= times
 
 
 @shows("PRESSURE_CHECK_INTERVAL_SECONDS")
 async def _how_often_devices_are_looked_at(bench: Bench) -> None:
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator(), PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
-    history = service.authority.governor.history
-    await until("three looks", lambda: len(history.since(0.0)) >= 3)
+    await until("three looks", lambda: len(service.authority.state.pressure.history) >= 3)
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator())
-    assert len(service.authority.governor.history.since(0.0)) == 1
+    assert len(service.authority.state.pressure.history) == 1
 
 
 @shows("ENABLE_MEMORY_ALERTS")

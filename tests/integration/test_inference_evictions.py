@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference import loads
-from inference.evictions import MOST_RECORDS, Action, Departure, Reason
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.state import Timing
 from tests.rigs.authority_rig import FakeAccelerator, Start, services, until
 
 
@@ -28,12 +28,12 @@ async def test_who_makes_room_is_recorded_with_the_plan_that_said_so(start: Star
         lease = await authority.ask(authority.resolve(name)).wait(10)
         assert lease is not None
         lease.release()
-    (record,) = authority.evictions.records
+    (record,) = authority.state.evictions
     assert (record.model_name, record.reason, record.action) == ("a", Reason.MEMORY_WANTED, Action.UNLOAD)
     assert record.memory_freed_mb == 100
     assert record.explanation[0] == "room for b"
     assert "fits once a left" in record.explanation[-1]
-    assert authority.evictions.totals == {Action.UNLOAD: 1}
+    assert authority.state.departures == {Action.UNLOAD: 1}
     sample = {"action": "unload", "reason": "memory wanted"}
     assert service.metrics.registry.get_sample_value("inference_evictions_total", sample) == 1
     async for frame in listening:
@@ -42,21 +42,18 @@ async def test_who_makes_room_is_recorded_with_the_plan_that_said_so(start: Star
             break
 
 
-async def test_memory_that_did_not_come_back_is_not_counted_as_freed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loads, "RETURN_SECONDS", 0.3)
+async def test_memory_that_did_not_come_back_is_not_counted_as_freed(start: Start) -> None:
     accelerator = FakeAccelerator()
-    service = await start({"a": {}}, accelerator=accelerator)
+    service = await start({"a": {}}, accelerator=accelerator, parts={"timing": Timing(return_seconds=0.3)})
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
     assert lease is not None
     lease.release()
     accelerator.used_bytes = 900 * 2**20
     await asyncio.wait_for(authority.unload(model), 10)
-    await until("recorded", lambda: len(authority.evictions.records) == 1)
-    assert authority.evictions.records[0].reason is Reason.BY_HAND
-    assert authority.evictions.records[0].memory_freed_mb == 0
+    await until("recorded", lambda: len(authority.state.evictions) == 1)
+    assert authority.state.evictions[0].reason is Reason.BY_HAND
+    assert authority.state.evictions[0].memory_freed_mb == 0
 
 
 async def test_a_load_that_is_given_up_is_on_record(start: Start) -> None:
@@ -66,16 +63,7 @@ async def test_a_load_that_is_given_up_is_on_record(start: Start) -> None:
     ticket = authority.ask(model)
     await until("loading", lambda: model.running is not None)
     ticket.close()
-    authority.loads.leave(model, Reason.IDLE)
-    authority.loads.leave(model, Reason.BY_HAND)
+    authority.leave(model, Reason.IDLE)
+    authority.leave(model, Reason.BY_HAND)
     await until("gone", lambda: model.running is None)
-    assert [record.reason for record in authority.evictions.records] == [Reason.IDLE]
-
-
-async def test_the_last_thousand_are_kept(start: Start) -> None:
-    evictions = (await start({"a": {}})).authority.evictions
-    for number in range(MOST_RECORDS + 1):
-        evictions.add(str(number), Departure(Reason.IDLE), 2**20)
-    assert len(evictions.records) == MOST_RECORDS
-    assert evictions.records[0].model_name == "1"
-    assert evictions.totals[Action.UNLOAD] == MOST_RECORDS + 1
+    assert [record.reason for record in authority.state.evictions] == [Reason.IDLE]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference import views
+from inference.authority.events import Progressed
 from inference.protocol import ModelStatus
 from inference.workers.worker_link import Heartbeat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
@@ -21,12 +22,13 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
-    service = await start({"a": {"parallel": 2}, "b": {}})
+    service = await start(
+        {"a": {"parallel": 2}, "b": {}}, parts={"supervisor": InstantSupervisor({"a": 0.2, "b": 30.0})}
+    )
     authority, model = service.authority, service.authority.resolve("a")
-    authority.loads.supervisor = InstantSupervisor({"a": 0.2, "b": 30.0})
 
     def told(name: str = "a") -> ModelStatus:
-        return views.status(authority.resolve(name), authority, authority.loop.time())
+        return authority.status(name)
 
     assert (told().load_seconds, told().queue_seconds, told().prefill_tokens_per_second) == (None, 0, None)
     await authority.load(model)
@@ -34,9 +36,10 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
     leases = [await authority.ask(model).wait(1) for _ in range(3)]
     assert told().queue_seconds is None, "no answer was timed yet"
     assert model.running is not None
-    model.running.worker.beat = Heartbeat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
+    beat = Heartbeat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
+    authority.dispatch(Progressed(model.running.id, 1.0, beat))
     assert told().prefill_tokens_per_second == 250
-    model.pace = model.pace.answered(4.0)
+    authority.restate(model, pace=model.pace.answered(4.0))
     assert told().answer_seconds == 4
     assert told().queue_seconds == 8, "two have to end before a third that waits has a place"
     for lease in leases:
@@ -50,15 +53,14 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
 
 
 async def test_a_load_that_runs_is_told_by_what_is_left_of_it(start: Start) -> None:
-    service = await start({"a": {}})
+    service = await start({"a": {}}, parts={"supervisor": InstantSupervisor({"a": 60.0})})
     authority, model = service.authority, service.authority.resolve("a")
-    authority.loads.supervisor = InstantSupervisor({"a": 60.0})
-    model.loads, model.reload_seconds = 1, 60.0
+    authority.restate(model, loads=1, reload_seconds=60.0)
     with authority.ask(model):
-        left = views.status(model, authority, authority.loop.time()).load_seconds
+        left = authority.status(model).load_seconds
         assert left is not None
         assert 50 < left <= 60
-        changed = views.status(model, authority, authority.loop.time())
+        changed = authority.status(model)
         assert not views.differs(changed, changed)
     authority.quiesce()
 
@@ -76,15 +78,15 @@ async def test_what_cannot_fit_is_told_by_what_the_policy_leaves_to_try(start: S
         },
         accelerator=FakeAccelerator(),
         estimator=estimator,
+        parts={"supervisor": InstantSupervisor({})},
     )
     authority = service.authority
-    authority.loads.supervisor = InstantSupervisor({})
 
     def told(name: str) -> ModelStatus:
-        return views.status(authority.resolve(name), authority, authority.loop.time())
+        return authority.status(name)
 
     for name in ("fast", "reduce", "cpu", "small"):
-        await authority.background.measure(authority.resolve(name))
+        await authority.measure(name)
     assert told("fast").fits is False
     assert "gpu-0" in (told("fast").reason or "")
     assert told("reduce").fits is None, "with a smaller context it may"

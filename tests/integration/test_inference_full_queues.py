@@ -13,6 +13,11 @@ from tests.rigs.authority_rig import Start, services, until
 from tests.rigs.instant_workers import InstantSupervisor
 
 
+def slow() -> dict[str, InstantSupervisor]:
+    """A model that never is loaded."""
+    return {"supervisor": InstantSupervisor({"a": 60.0})}
+
+
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     async with services(tmp_path, monkeypatch) as make:
@@ -20,9 +25,8 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_every_priority_has_its_own_places(start: Start) -> None:
-    service = await start({"a": {}}, QUEUE_HIGH="1", QUEUE_NORMAL="2", QUEUE_LOW="3")
+    service = await start({"a": {}}, QUEUE_HIGH="1", QUEUE_NORMAL="2", QUEUE_LOW="3", parts=slow())
     authority, model = service.authority, service.authority.resolve("a")
-    authority.loads.supervisor = InstantSupervisor({"a": 60.0})
     for priority, places in ((Priority.HIGH, 1), (Priority.NORMAL, 2), (Priority.LOW, 3)):
         for _ in range(places):
             authority.ask(model, priority=priority)
@@ -34,9 +38,8 @@ async def test_every_priority_has_its_own_places(start: Start) -> None:
 
 
 async def test_whoever_comes_back_when_he_was_told_to_is_let_in(start: Start) -> None:
-    service = await start({"a": {}}, QUEUE_NORMAL="1")
+    service = await start({"a": {}}, QUEUE_NORMAL="1", parts={"supervisor": InstantSupervisor({"a": 1.2})})
     authority, model = service.authority, service.authority.resolve("a")
-    authority.loads.supervisor = InstantSupervisor({"a": 1.2})
     await authority.load(model)
     await authority.unload(model)
     first = authority.ask(model)
@@ -44,19 +47,17 @@ async def test_whoever_comes_back_when_he_was_told_to_is_let_in(start: Start) ->
         authority.ask(model)
     told = caught.value.retry_after
     assert told == 2, "the last load took 1.2 s, in whole seconds"
-    asked_at = authority.loop.time()
+    asked_at = authority.now
     await until("it is ready", lambda: model.state is not ModelState.LOADING and model.running is not None, 20)
-    assert authority.loop.time() - asked_at <= told
+    assert authority.now - asked_at <= told
     assert await authority.ask(model).wait(1) is not None
     first.close()
 
 
 async def test_those_before_him_count_with_what_an_answer_took_lately(start: Start) -> None:
-    service = await start({"a": {}}, QUEUE_NORMAL="4", QUEUE_LOW="0")
+    service = await start({"a": {}}, QUEUE_NORMAL="4", QUEUE_LOW="0", parts=slow())
     authority, model = service.authority, service.authority.resolve("a")
-    authority.loads.supervisor = InstantSupervisor({"a": 60.0})
-    model.pace = model.pace.answered(5.0)
-    model.loads, model.reload_seconds = 1, 60.0
+    authority.restate(model, pace=model.pace.answered(5.0), loads=1, reload_seconds=60.0)
     for _ in range(4):
         authority.ask(model)
     with pytest.raises(QueueFull) as caught:

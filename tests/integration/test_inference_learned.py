@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
+from inference.authority.handlers.running.keeping import droppable
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import load
@@ -51,6 +52,6 @@ async def test_of_equal_models_the_one_that_loaded_slower_stays(start: Start) ->
         await authority.load(model, 10)
     assert (slow.state, new.state) == (ModelState.READY, ModelState.READY)
     await until("it is warm", lambda: quick.state is ModelState.WARM)
-    (kept,) = authority.warm.droppable()
+    (kept,) = droppable(authority.state)
     assert (kept.model, kept.saves_seconds) == ("quick", quick.reload_seconds)
     assert 0 < quick.reload_seconds < slow.reload_seconds

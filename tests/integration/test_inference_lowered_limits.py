@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.shell import Lease
 from inference.errors import MemoryLimitExceededError
-from inference.evictions import Action, Reason
-from inference.model import Lease, Model
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, reload, services, until
+from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
 
@@ -46,7 +47,7 @@ async def test_the_idle_leave_at_once_and_the_busy_one_when_it_is_done(start: St
     reload(service, tmp_path, models, **environ, MEMORY_LIMIT_GB=gib(250))
     await until("the idle one is gone", lambda: b.state is S.COLD)
     assert (a.state, c.state) == (S.READY, S.BUSY)
-    record = service.authority.evictions.records[-1]
+    record = service.authority.state.evictions[-1]
     assert (record.reason, record.action) == (Reason.LOWERED, Action.UNLOAD)
     assert record.explanation == ("loaded models hold 50.0 MiB more than INFERENCE_MEMORY_LIMIT_GB from now on",)
     reload(service, tmp_path, models, **environ, MEMORY_LIMIT_GB=gib(250), MAX_MODELS="5")
@@ -77,13 +78,13 @@ async def test_every_limit_that_is_lowered_holds_afterwards(
     device.service = service
     for name in models:
         (await taken(service, name)).release(completed=True)
-        service.authority.resolve(name).reload_seconds = 1.0
+        service.authority.restate(name, reload_seconds=1.0)
     reload(service, tmp_path, models, **lower)
     a, b = (service.authority.resolve(name) for name in models)
     await until("one is warm", lambda: a.state is S.WARM)
     assert b.state is S.READY
     assert service.authority.ledger.excess("gpu-0") == 0
-    assert service.authority.evictions.records[-1].action is Action.OFFLOAD
+    assert service.authority.state.evictions[-1].action is Action.OFFLOAD
 
 
 async def test_who_leaves_for_host_memory_that_was_lowered_is_not_kept_there(start: Start, tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ async def test_who_leaves_for_host_memory_that_was_lowered_is_not_kept_there(sta
     a, b = (authority.resolve(name) for name in models)
     for name in models:
         (await taken(service, name)).release(completed=True)
-    authority.loads.leave(a, Reason.PRESSURE, Action.OFFLOAD)
+    authority.leave(a, Reason.PRESSURE, Action.OFFLOAD)
     assert a.state is S.OFFLOADING
-    total = authority.inventory.readings()[-1].total_bytes
+    total = authority.readings()[-1].total_bytes
     reload(service, tmp_path, models, FORCE_CPU_MODE="true", CPU_MEMORY_MAX_PERCENT=str(50 * MIB / total))
     await until("both are cold", lambda: (a.state, b.state) == (S.COLD, S.COLD))
     assert authority.ledger.excess("cpu") == 0
@@ -117,4 +118,4 @@ async def test_a_warm_model_counts_for_the_limit_once_it_is_loaded_again(start: 
         assert (leaver.state, other.state) == (S.WARM, S.READY)
         assert authority.ledger.loaded_bytes == 100 * MIB
         assert authority.ledger.balance("cpu").ours_bytes == 164 * MIB
-    assert (a.loads, b.loads, authority.warm.restorations) == (1, 1, 2)
+    assert (a.loads, b.loads, authority.state.restorations) == (1, 1, 2)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from inference.api.preload import preload
+from inference.authority.lifecycle.departures import Reason
 from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
-from inference.evictions import Reason
-from inference.preload import preload
 from inference.protocol import ModelState, Priority
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services, until
@@ -43,7 +43,7 @@ async def test_a_model_in_use_finishes_moves_and_answers_there(start: Start) -> 
     assert lease is not None
     before = model.running.placement.device
     other = {"gpu-0": "gpu-1", "gpu-1": "gpu-0"}[before]
-    moving = asyncio.create_task(authority.moving.move(model, other))
+    moving = asyncio.create_task(authority.move(model, other))
     await until("draining", lambda: model.state is ModelState.DRAINING)
     newcomer = authority.ask(model)
     lease.release(completed=True)
@@ -51,10 +51,10 @@ async def test_a_model_in_use_finishes_moves_and_answers_there(start: Start) -> 
     assert (await newcomer.wait(1)) is not None
     newcomer.close()
     assert authority.status(model).devices == (other,)
-    assert [record.reason for record in authority.evictions.records] == [Reason.MOVED]
+    assert [record.reason for record in authority.state.evictions] == [Reason.MOVED]
     assert (model.target, model.home) == (None, None)
     pid = model.running.worker.pid
-    await authority.moving.move(model, other)
+    await authority.move(model, other)
     assert model.running.worker.pid == pid, "it is there already"
 
 
@@ -62,32 +62,32 @@ async def test_a_cold_model_is_loaded_where_it_was_told_to_go(start: Start) -> N
     service = await start({"a": {}}, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
     for device in ("gpu-1", "cpu"):
-        await authority.moving.move(model, device)
+        await authority.move(model, device)
         assert authority.status(model).devices == (device,)
 
 
 async def test_what_cannot_fit_there_is_refused_with_numbers_and_nothing_is_touched(start: Start) -> None:
     service = await start({"a": {}, "b": {"gpu_layers": 0}}, accelerator=TwoAccelerators(second=950))
     authority, model = service.authority, service.authority.resolve("a")
-    await authority.moving.move(model, "gpu-0")
+    await authority.move(model, "gpu-0")
     pid = model.running.worker.pid
     with pytest.raises(MemoryLimitExceededError) as caught:
-        await authority.moving.move(model, "gpu-1")
+        await authority.move(model, "gpu-1")
     (shortage,) = caught.value.shortages
     assert (shortage.device, shortage.need_bytes) == ("gpu-1", 100 * MIB)
     assert model.state is ModelState.READY
     assert model.running.worker.pid == pid
     for name, device, why in (("a", "gpu-7", "there is no device"), ("b", "gpu-0", "no accelerator")):
         with pytest.raises(InvalidRequestError, match=why):
-            await authority.moving.move(authority.resolve(name), device)
+            await authority.move(authority.resolve(name), device)
 
 
 async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_path: Path) -> None:
     behavior = {"a": {"fail_on": {"gpu-1": "oom_load"}}}
     service = await start({"a": {}}, behavior, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
-    await authority.moving.move(model, "gpu-0")
-    moving = asyncio.create_task(authority.moving.move(model, "gpu-1"))
+    await authority.move(model, "gpu-0")
+    moving = asyncio.create_task(authority.move(model, "gpu-1"))
     await until("on its way", lambda: model.target == "gpu-1" and model.state is ModelState.LOADING)
     waiting = authority.ask(model)
     with pytest.raises(MemoryRefused, match="oom_load"):
@@ -101,7 +101,7 @@ async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_p
 async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(start: Start) -> None:
     service = await start({"a": {}})
     model = service.authority.resolve("a")
-    estimator = service.authority.background.estimator
+    estimator = service.estimator
     estimator.gate = asyncio.Event()
     for said in Priority:
         body = {"models": ["a"], "priority": str(said)}
@@ -121,8 +121,8 @@ async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(st
 async def test_preloading_tells_what_became_of_each_model(start: Start) -> None:
     service = await start({"a": {}, "p": {}, "big": {}}, {"p": {"fail": "startup"}}, MEMORY_LIMIT_GB="0.5")
     authority = service.authority
-    authority.background.estimator.sizes.update(big=900)
-    a, p, big, nobody = await preload(authority, ["a", "p", "big", "nobody", "a"], Priority.HIGH, 20)
+    service.estimator.sizes.update(big=900)
+    a, p, big, nobody = await preload(authority.shell, ["a", "p", "big", "nobody", "a"], Priority.HIGH, 20)
     assert (a["model"], a["loaded"], a["state"], a["devices"], a["error"]) == ("a", True, "ready", ["cpu"], None)
     assert (p["loaded"], p["error"]["code"]) == (False, "model_failed")
     assert (big["loaded"], big["error"]["code"]) == (False, "memory_limit_exceeded")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference import solo
 from inference.app import Service
-from inference.model import Lease
+from inference.authority.state import Timing
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
 from tests.rigs.authority_rig import Start, services, until
@@ -87,12 +86,12 @@ async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes
     assert b"[DONE]" not in broken.body
     (case,) = await _held(service)
     assert case["standing"] == "suspect"
-    runs: list[tuple[Lease | None, int]] = []
+    runs: list[tuple[int | None, int]] = []
     again = _chat(service, "BAD", stream=True)
-    await until("it runs alone", lambda: model.running is not None and model.running.solo is not None)
+    await until("it runs alone", lambda: model.running is not None and model.running.alone is not None)
     beside = _chat(service, "fine", stream=True)
     await until("others wait", lambda: len(model.queue) == 1)
-    runs.append((model.running.solo if model.running else None, model.in_flight))
+    runs.append((model.running.alone if model.running else None, model.in_flight))
     assert runs[0][1] == 1
     assert b'"code":"model_failed"' in (await again).body, "it had a part of the answer again"
     assert (await _held(service))[0]["standing"] == "convicted"
@@ -103,8 +102,7 @@ async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes
 async def test_a_suspect_that_completes_is_acquitted_and_keeps_nobody_out_for_long(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(solo, "SHUT_SECONDS", 0.1)
-    service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}})
+    service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}}, parts={"timing": Timing(alone_seconds=0.1)})
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
     slow = [_chat(service, "slow") for _ in range(2)]

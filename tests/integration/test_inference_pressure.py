@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.handlers.watching.governor import limits
+from inference.authority.lifecycle.departures import Reason
 from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Rung
 from inference.devices.device import Reading
-from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError
-from inference.evictions import Reason
-from inference.history import History, Sample
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
@@ -53,7 +52,8 @@ async def load(service: Service, *names: str) -> None:
 
 def age(service: Service, seconds: float, *names: str) -> None:
     for name in names:
-        service.authority.resolve(name).last_used_at -= seconds
+        model = service.authority.resolve(name)
+        service.authority.restate(model, last_used_at=model.last_used_at - seconds)
 
 
 def state(service: Service, name: str) -> ModelState:
@@ -61,7 +61,7 @@ def state(service: Service, name: str) -> ModelState:
 
 
 def level(service: Service) -> Level:
-    return service.authority.governor.levels()[GPU][1]
+    return service.authority.levels()[GPU][1]
 
 
 async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
@@ -89,9 +89,9 @@ async def test_others_who_take_memory_make_idle_models_leave_before_anything_fai
     await load(service, "old", "new")
     age(service, 200, "old")
     gpu.foreign_mib = 100
-    await until("the idle model left", lambda: bool(service.authority.evictions.records))
+    await until("the idle model left", lambda: bool(service.authority.state.evictions))
     assert state(service, "new") is ModelState.READY
-    record = service.authority.evictions.records[-1]
+    record = service.authority.state.evictions[-1]
     assert (record.model_name, record.reason) == ("old", Reason.PRESSURE)
     assert (
         "gpu-0 is at moderate: 700.0 MiB of 1000.0 MiB are in use, 100.0 MiB of it by others" in record.explanation[0]
@@ -116,7 +116,7 @@ async def test_a_model_that_fills_its_budget_is_left_alone(start: Start) -> None
     age(service, 290, "a")
     for foreign in (20, 25, 15, 30):
         gpu.foreign_mib = foreign
-        service.authority.governor.check(regular=True)
+        service.authority.check(regular=True)
     assert (level(service), state(service, "a")) == (Level.HIGH, ModelState.READY)
     gpu.foreign_mib = 60
     await until("it left", lambda: state(service, "a") is ModelState.COLD)
@@ -128,7 +128,7 @@ async def test_without_the_governor_nothing_leaves_and_admission_is_as_strict(st
     age(service, 290, "a")
     gpu.foreign_mib = 690
     for _ in range(8):
-        service.authority.governor.check(regular=True)
+        service.authority.check(regular=True)
     assert (level(service), state(service, "a")) == (Level.EMERGENCY, ModelState.READY)
     with pytest.raises(MemoryLimitExceededError):
         await load(service, "b")
@@ -139,7 +139,7 @@ async def test_below_critical_idle_models_leave_unasked_only_if_eager(start: Sta
     service, _ = await begin(start, {"a": {}}, {"a": 700}, PRESSURE_EAGER=eager)
     await load(service, "a")
     age(service, 200, "a")
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     assert (state(service, "a") is not ModelState.READY) == left
 
 
@@ -150,7 +150,7 @@ async def test_the_idle_threshold_is_a_setting(start: Start, seconds: str, left:
     )
     await load(service, "a")
     age(service, 100, "a")
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     assert (state(service, "a") is not ModelState.READY) == left
 
 
@@ -158,32 +158,32 @@ async def test_the_ladder_slows_workers_down_and_refuses_loads_and_lets_go_again
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     service, gpu = await begin(start, {"busy": {"parallel": 16}, "b": {}}, {"busy": 300, "b": 80})
-    authority, governor = service.authority, service.authority.governor
+    authority = service.authority
     await load(service, "busy")
     caplog.set_level(logging.INFO)
     with authority.ask(authority.resolve("busy")) as ticket:
         assert await ticket.wait(10) is not None
         gpu.foreign_mib = 690
         for _ in range(6):
-            governor.check(regular=True)
-        assert governor.rungs() == {GPU: Rung.NO_LOADS, "cpu": Rung.NONE}
+            authority.check(regular=True)
+        assert authority.rungs() == {GPU: Rung.NO_LOADS, "cpu": Rung.NONE}
         gpu.foreign_mib = 510  # there is room again, and the ladder has not been left yet
-        governor.check(regular=True)
+        authority.check(regular=True)
         with pytest.raises(MemoryLimitExceededError) as caught:
             await load(service, "b")
         assert "too full (high) for any load until its use is below HIGH" in caught.value.message
         assert "810.0 MiB of 1000.0 MiB are in use, 510.0 MiB of it by others" in caught.value.message
         assert authority.status(authority.resolve("b")).fits is False
-        refusal, _ = await authority.outlook.dry_run(authority.resolve("b"), {"context_length": 512})
+        refusal, _ = await authority.dry_run(authority.resolve("b"), {"context_length": 512})
         assert "too full" in getattr(refusal, "reason", "")
         gpu.foreign_mib = 100
         for _ in range(5):
-            governor.check(regular=True)
-        assert governor.rungs()[GPU] is Rung.NONE
+            authority.check(regular=True)
+        assert authority.rungs()[GPU] is Rung.NONE
         await load(service, "b")
-    said = [record.getMessage() for record in caplog.records if record.name == "inference.governor"]
-    limits = [line.split(":")[0] for line in said if "admits at" in line]
-    assert limits == [f"busy admits at most {count} at once" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
+    said = [record.getMessage() for record in caplog.records if record.name == "inference.authority"]
+    halved = [line.split(":")[0] for line in said if "admits at" in line]
+    assert halved == [f"busy admits at most {count} at once" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
     assert sum("drops the prefixes" in line for line in said) == 4
     (worst,) = [line for line in said if line.startswith("gpu-0 is at emergency (low before)")]
     assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
@@ -195,16 +195,16 @@ async def test_before_all_loads_those_with_vision_or_adapters_are_refused(start:
     service, gpu = await begin(
         start, {"busy": {}, "plain": {}, **extras}, {"busy": 300} | dict.fromkeys(["plain", *extras], 40)
     )
-    governor = service.authority.governor
+    authority = service.authority
     await load(service, "busy")
     with service.authority.ask(service.authority.resolve("busy")) as ticket:
         assert await ticket.wait(10) is not None
         gpu.foreign_mib = 690
         for _ in range(4):
-            governor.check(regular=True)
-        assert governor.rungs()[GPU] is Rung.NO_EXTRAS
+            authority.check(regular=True)
+        assert authority.rungs()[GPU] is Rung.NO_EXTRAS
         gpu.foreign_mib = 510
-        governor.check(regular=True)
+        authority.check(regular=True)
         for name in extras:
             with pytest.raises(MemoryLimitExceededError) as caught:
                 await load(service, name)
@@ -212,21 +212,21 @@ async def test_before_all_loads_those_with_vision_or_adapters_are_refused(start:
         await load(service, "plain")
         gpu.foreign_mib = 100
         for _ in range(2):
-            governor.check(regular=True)
+            authority.check(regular=True)
         await load(service, "sees")
 
 
 async def test_a_worker_that_starts_late_is_slowed_down_too(start: Start) -> None:
     service, gpu = await begin(start, {"a": {"parallel": 8}}, {"a": 300})
-    governor = service.authority.governor
+    authority = service.authority
     gpu.foreign_mib = 990
     for _ in range(3):
-        governor.check(regular=True)
+        authority.check(regular=True)
     gpu.foreign_mib = 550
     service.authority.observe()
     await load(service, "a")
-    governor.check(regular=True)
-    assert governor.limits() == {"a": 4}, "and a rung was left, because what is in use now was admitted"
+    authority.check(regular=True)
+    assert limits(authority.state) == {"a": 4}, "and a rung was left, because what is in use now was admitted"
 
 
 async def test_a_service_that_starts_on_a_full_device_starts_says_so_and_refuses_with_numbers(
@@ -234,7 +234,7 @@ async def test_a_service_that_starts_on_a_full_device_starts_says_so_and_refuses
 ) -> None:
     caplog.set_level(logging.INFO)
     service, gpu = await begin(start, {"a": {}}, {"a": 300}, foreign_mib=930)
-    assert service.authority.started
+    assert service.authority.state.started
     assert (
         "gpu-0 is at critical (low before): 930.0 MiB of 1000.0 MiB are in use, 930.0 MiB of it by others"
         in caplog.text
@@ -250,22 +250,20 @@ async def test_a_service_that_starts_on_a_full_device_starts_says_so_and_refuses
 async def test_what_is_lost_is_under_no_pressure(start: Start) -> None:
     """Its last figures may say anything; that it is lost is told elsewhere."""
     service, gpu = await begin(start, {"a": {}}, {"a": 300}, foreign_mib=990)
-    assert service.authority.governor.adviser.alerts()
+    assert service.authority.alerts()
     seen = gpu.readings()
     gpu.readings = lambda: (replace(seen[0], state=DeviceState.LOST),)  # type: ignore[method-assign]
-    service.authority.governor.check(regular=True)
-    assert set(service.authority.governor.rungs()) == {"cpu"}
-    assert GPU not in [
-        alert.subject for alert in service.authority.governor.adviser.alerts() if alert.kind == "pressure"
-    ]
-    assert GPU in service.authority.governor.levels()
+    service.authority.check(regular=True)
+    assert set(service.authority.rungs()) == {"cpu"}
+    assert GPU not in [alert.subject for alert in service.authority.alerts() if alert.kind == "pressure"]
+    assert GPU in service.authority.levels()
 
 
 async def test_readings_that_fail_end_no_check(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     service, gpu = await begin(start, {"a": {}}, {"a": 300}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
     gpu.failure = OSError("gone")
-    before = len(service.authority.governor.history.since(0))
-    await until("checks go on", lambda: len(service.authority.governor.history.since(0)) > before + 1)
+    before = len(service.authority.state.pressure.history)
+    await until("checks go on", lambda: len(service.authority.state.pressure.history) > before + 1)
     assert "could not be read for a check" in caplog.text
 
 
@@ -299,52 +297,47 @@ async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) 
         def readings(self) -> tuple[Reading, ...]:
             return (Reading(GPU, "mtl", "fake", 1000 * MIB, 1000 * MIB, 0, unified=True),)
 
-    service = await start({"a": {"warm": False}, "b": {}}, accelerator=Unified(), CPU_MEMORY_MAX_PERCENT="0.9", **NEVER)
+    service = await start(
+        {"a": {"warm": False}, "b": {}}, probes=[Unified(), host], accelerator=Unified(), CPU_MEMORY_MAX_PERCENT="0.9",
+        **NEVER,
+    )  # fmt: skip
     authority = service.authority
-    authority.inventory, host.service = Inventory([Unified(), host]), service
-    authority.governor.check(regular=False)
+    host.service = service
+    authority.check(regular=False)
     await load(service, "a")
     age(service, 200, "a")
     host.foreign_mib = 600
-    authority.governor.check(regular=False)
-    assert {name: str(found) for name, (_, found) in authority.governor.levels().items()} == {
+    authority.check(regular=False)
+    assert {name: str(found) for name, (_, found) in authority.levels().items()} == {
         GPU: "moderate",
         "cpu": "moderate",
     }
-    await until("the model left", lambda: bool(authority.evictions.records))
+    await until("the model left", lambda: bool(authority.state.evictions))
     host.foreign_mib = 990
     for _ in range(5):
-        authority.governor.check(regular=True)
-    assert authority.governor.rungs() == {"cpu": Rung.NO_LOADS}
+        authority.check(regular=True)
+    assert authority.rungs() == {"cpu": Rung.NO_LOADS}
     host.foreign_mib = 830
     with pytest.raises(MemoryLimitExceededError, match="cpu is too full"):
         await load(service, "b")
-    assert authority.governor.adviser.alerts()
+    assert authority.alerts()
 
 
 async def test_a_sample_says_which_share_of_all_sequences_is_in_use(start: Start) -> None:
     service = await start({"a": {"parallel": 4}}, {"a": {"answer_seconds": 20}}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
-    history = service.authority.governor.history
     asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
-    await until("its sequence is seen", lambda: history.since(0)[-1].pool_utilization > 0)
-    sample = history.since(0)[-1]
+    await until("its sequence is seen", lambda: service.authority.state.pressure.history[-1].pool_utilization > 0)
+    sample = service.authority.state.pressure.history[-1]
     assert (sample.active_requests, sample.pool_utilization, sample.models_loaded) == (1, 0.25, 1)
     asking.cancel()
     await asyncio.wait({asking})
-
-
-def test_the_newest_thousand_samples_are_kept() -> None:
-    history = History()
-    for second in range(1001):
-        history.add(Sample(second, {}, 0, 0, 0.0, 0, 0))
-    assert [sample.timestamp for sample in history.since(0)] == list(range(1, 1001))
 
 
 async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start) -> None:
     service, gpu = await begin(start, {"a": {"parallel": 4}}, {"a": 300})
     await load(service, "a")
     gpu.foreign_mib = 650
-    service.authority.governor.check(regular=True)
+    service.authority.check(regular=True)
     for path in ("/health", "/memory/health"):
         status, body = await get(service, path)
         assert (status, json.loads(body)["devices"][GPU]["pressure"]) == (503, "critical")

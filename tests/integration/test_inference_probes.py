@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ async def probe(service: Any, model: str) -> Answer:
 async def test_cold_models_answer_for_themselves_without_being_loaded(start: Start) -> None:
     service = await start({"a": {}, "b": {}, "large": {}}, MEMORY_LIMIT_GB="0.15")
     authority = service.authority
-    authority.background.estimator.sizes.update(large=900)
+    service.estimator.sizes.update(large=900)
     await until("all measured", lambda: all(model.estimates for model in authority.models.values()))
     assert (await probe(service, "a")).body == {"headgate": {"probe": "cold"}}
     refused = await probe(service, "large")
@@ -63,7 +64,8 @@ async def test_a_probe_that_lost_its_worker_does_not_load_another(start: Start) 
         await until("it is under way", lambda: model.in_flight == 1)
         await authority.unload(model, now=True)
 
-    authority.background.spawn(leave())
+    leaving = asyncio.create_task(leave())
     answered = await probe(service, "a")
+    await leaving
     assert answered.body == {"headgate": {"probe": "cold"}}
     assert (model.loads, model.running) == (1, None)

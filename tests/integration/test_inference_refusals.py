@@ -47,6 +47,6 @@ async def test_a_refusal_that_is_known_asks_no_estimator(start: Start, tmp_path:
     for _ in range(3):
         with pytest.raises(MemoryLimitExceededError) as again:
             await authority.load(model, 20)
-        decision, _estimate = await authority.outlook.dry_run(model, {})
+        decision, _estimate = await authority.dry_run(model, {})
         assert again.value.fix == first.value.fix == getattr(decision, "fix", None)
     assert estimator.asked == asked

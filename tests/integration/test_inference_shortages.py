@@ -22,10 +22,11 @@ from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.estimate.headrooms import Headrooms
 from inference.gauges import cooldown_seconds
 from inference.protocol import Code, ModelState
-from inference.shortages import EASE_SECONDS
+from inference.workers.hang_detection import HangTimeouts
 from inference.workers.kernel_oom_kills import KernelOomKills
+from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
+from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start, empty, services, until
 
 CUDA = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:503\n"
 
@@ -36,7 +37,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **environ: str) -> Service:
+async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **environ: Any) -> Service:
     """One model `a` of 160 MiB on a GPU of 1,000 MiB."""
     device = SharedDevice()
     estimator = FakeEstimator()
@@ -56,7 +57,7 @@ async def die_computing(service: Service) -> None:
     os.kill(pid, signal.SIGABRT)
     await until("it is gone", lambda: model.running is None)
     assert service.crashes.of("a")[0]["cause"] == "oom_compute"
-    model.retry_at = service.authority.loop.time()  # nobody has to wait for the backoff here
+    service.authority.restate(model, retry_at=service.authority.now)  # nobody has to wait for the backoff here
 
 
 def reserved(service: Service) -> int:
@@ -80,7 +81,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
     assert 0 < error.retry_after <= 1
 
     await until("nothing is booked", lambda: empty(service))
-    await service.authority.background.measure(model)
+    await service.authority.measure(model)
     assert reserved(service) == 170
     assert model.estimates["gpu-0"].headroom_bytes == {"gpu-0": 10 * MIB}
     assert service.authority.status(model).headroom_bytes == 10 * MIB
@@ -99,7 +100,7 @@ async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"buffers": 96 * MIB}}))
     await service.authority.load(service.authority.resolve("a"), 10)
     assert service.authority.ledger.balance("gpu-0").ours_bytes == 180 * MIB
-    spec, (device, *_) = service.authority.resolve("a").spec, service.authority.inventory.readings()
+    spec, (device, *_) = service.authority.resolve("a").spec, service.authority.readings()
     again = Headrooms(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}))
     assert again.of(spec, device).compute_bytes == 20 * MIB
     spec.path.write_bytes(b"another file")
@@ -124,10 +125,10 @@ async def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context(start: St
     assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 3
     assert service.metrics.total(service.metrics.alloc_retries) == 2
     assert model.backoff.failures == 0
-    assert 0 < model.descent.rest(authority.loop.time()) <= REST_SECONDS
+    assert 0 < model.descent.rest(authority.now) <= REST_SECONDS
     await authority.unload(model)
     assert model.reduced is not None, "what helped is kept until the rest is over"
-    model.descent = type(model.descent)(model.descent.taken, authority.loop.time() - 1)
+    authority.restate(model, descent=type(model.descent)(model.descent.taken, authority.now - 1))
     await until("the configured sizes count again", lambda: model.reduced is None)
 
 
@@ -140,7 +141,7 @@ async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
     assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 4
     assert model.backoff.failures == 1
     assert model.reduced is None
-    assert not authority.shortages.may_bend(model, Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit"))
+    assert not authority.may_bend(model, Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit"))
 
 
 async def test_a_model_that_died_computing_comes_back_smaller(start: Start) -> None:
@@ -169,32 +170,36 @@ async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.
     with pytest.raises(MemoryRefused):
         await service.authority.load(model, 10)
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"fail": "startup"}}))
-    model.retry_at = service.authority.loop.time()
+    service.authority.restate(model, retry_at=service.authority.now)
     with pytest.raises(InferenceError) as failed:
         await service.authority.load(model, 10)
     assert isinstance(failed.value, ModelFailed)
     assert model.shortages == ()
 
 
-async def test_what_counts_less_by_now_is_measured_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_counts_less_by_now_is_measured_again(start: Start, tmp_path: Path) -> None:
     """A model that is not asked for would otherwise be refused for ever because of what it did long ago."""
-    service = await begin(start, {}, {})
+    later = [0.0]
+    state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
+    headrooms = Headrooms(state, clock=lambda: time.time() + later[0])
+    service = await begin(start, {}, {}, parts={"headrooms": headrooms})
     await die_computing(service)
     model = service.authority.resolve("a")
-    await service.authority.background.measure(model)
+    await service.authority.measure(model)
     assert reserved(service) == 170
-    later = time.time() + HALF_LIFE_SECONDS
-    monkeypatch.setattr(service.authority.shortages.headrooms, "clock", lambda: later)
-    service.authority.shortages.tick(service.authority.loop.time() + EASE_SECONDS)
+    later[0] = HALF_LIFE_SECONDS
+    service.authority.restate(ease_at=0.0)
     await until("measured again", lambda: "gpu-0" in model.estimates and reserved(service) == 165)
 
 
 async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
     """In the message, in the crash record, and in what the model is planned with; a kill from outside says nothing."""
-    service = await begin(start, {}, {})
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 0\n")
-    service.authority.loads.supervisor.kills = KernelOomKills(tmp_path)
+    state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
+    supervisor, headrooms = Supervisor(state, HangTimeouts(), command=COMMAND), Headrooms(state)
+    supervisor.kills = KernelOomKills(tmp_path)
+    service = await begin(start, {}, {}, parts={"supervisor": supervisor, "headrooms": headrooms})
     model = service.authority.resolve("a")
     for count in (0, 1):
         await service.authority.load(model, 10)
@@ -206,9 +211,9 @@ async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, 
     assert (newest["cause"], before["cause"]) == ("killed", "killed")
     assert newest["message"] == "the kernel killed the worker because host memory ran out (killed)"
     assert "memory" not in before["message"]
-    host = service.authority.inventory.get("cpu")
+    host = service.authority.reading("cpu")
     assert host is not None
-    assert service.authority.shortages.headrooms.of(model.spec, host).compute_bytes > 0
+    assert headrooms.of(model.spec, host).compute_bytes > 0
 
 
 async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
@@ -220,12 +225,12 @@ async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
     assert (answer.status, answer.headers["x-headgate-device"]) == (200, "cpu")
     assert authority.status(model).fallback
-    assert cooldown_seconds(model, authority.loop.time()) > 0
+    assert cooldown_seconds(model, authority.now) > 0
     await until("nobody uses it", lambda: model.state is ModelState.READY)
-    authority.homecoming.tick(authority.loop.time() + 1)
+    authority.tick()
     assert authority.status(model).devices == ("cpu",), "it rests from the accelerator first"
     monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
-    model.sheltered_until = 0.0
+    authority.restate(model, sheltered_until=0.0)
     await until("it is home", lambda: authority.status(model).devices == ("gpu-0",) and model.state is ModelState.READY)
     assert not authority.status(model).fallback
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
@@ -237,7 +242,7 @@ async def test_who_was_put_on_the_cpu_by_hand_stays_there(start: Start) -> None:
     """That is no fallback, whatever the policy says."""
     service = await begin(start, {"oom_policy": "cpu"}, {})
     authority, model = service.authority, service.authority.resolve("a")
-    await authority.moving.move(model, "cpu")
+    await authority.move(model, "cpu")
     assert authority.status(model).devices == ("cpu",)
     assert not authority.status(model).fallback
 

@@ -28,10 +28,10 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_threads_follow_who_is_busy(start: Start) -> None:
-    service = await start({"a": {}, "b": {}, "fixed": {"threads": 3}})
+    service = await start(
+        {"a": {}, "b": {}, "fixed": {"threads": 3}}, parts={"supervisor": InstantSupervisor(), "cores": 8}
+    )
     authority = service.authority
-    authority.loads.supervisor = InstantSupervisor()
-    authority.threads.cores = 8
     a, b, fixed = (authority.resolve(name) for name in ("a", "b", "fixed"))
     leases = [await authority.ask(a).wait(10)]
     assert a.running.worker.threads is None, "alone it has them all, as it began"

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.evictions import Reason
-from inference.model import Lease, Model
+from inference.authority.lifecycle.departures import Reason
+from inference.authority.shell import Lease
 from inference.protocol import ModelState, Priority
 from tests.rigs.authority_rig import Start, empty, services, until
 from tests.rigs.instant_workers import InstantSupervisor
+from tests.rigs.live_authority import LiveModel as Model
 
 
 @pytest.fixture
@@ -57,15 +58,20 @@ async def test_a_model_that_is_never_idle_lets_another_one_have_its_turn(start: 
         lease.release()
         await until("a is back", lambda: len(served) > before + 3)
         assert (a.loads, b.loads) == (2, 1)
-    first = authority.evictions.records[0]
+    first = authority.state.evictions[0]
     assert (first.model_name, first.reason) == ("a", Reason.MEMORY_WANTED)
     assert "the turn of a is over" in first.explanation[0]
 
 
 async def test_fifty_swaps_under_mixed_load_fail_no_request(start: Start) -> None:
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
+    parts = {"supervisor": InstantSupervisor({"a": 0.02, "b": 0.05})}
+    service = await start(
+        {"a": {}, "b": {}},
+        MEMORY_LIMIT_GB="0.15",
+        ENABLE_CPU_OFFLOAD="false",
+        parts=parts,
+    )
     authority = service.authority
-    authority.loads.supervisor = InstantSupervisor({"a": 0.02, "b": 0.05})
     a, b = authority.resolve("a"), authority.resolve("b")
     async with kept_busy(authority, a) as of_a, kept_busy(authority, b) as of_b:
         async with asyncio.timeout(60):
@@ -110,7 +116,7 @@ async def test_who_drains_for_somebody_that_left_stays(start: Start) -> None:
     assert a.loads == 1
     lease.release()
     newcomer.close()
-    assert not authority.evictions.records
+    assert not authority.state.evictions
 
 
 async def test_min_residency_is_kept_against_a_model_that_is_wanted(start: Start) -> None:
@@ -119,10 +125,10 @@ async def test_min_residency_is_kept_against_a_model_that_is_wanted(start: Start
     a, b = authority.resolve("a"), authority.resolve("b")
     async with kept_busy(authority, a) as served:
         await until("a is used", lambda: len(served) > 3)
-        ready_at, wanted_at = a.running.ready_at, authority.loop.time()
+        ready_at, wanted_at = a.running.ready_at, authority.now
         with authority.ask(b) as ticket:
             await until("draining", lambda: a.state is not ModelState.BUSY and a.state is not ModelState.READY)
-            left_at = authority.loop.time()
+            left_at = authority.now
             assert left_at - ready_at >= 1.5
             assert left_at - wanted_at >= 1.5
             assert await ticket.wait(20) is not None
@@ -145,7 +151,7 @@ async def test_a_load_that_everybody_left_is_given_up_only_for_another_model(sta
 async def test_the_room_for_the_first_is_not_taken_by_a_smaller_one_behind_it(start: Start) -> None:
     service = await start({"a": {}, "big": {}, "small": {}}, {}, MEMORY_LIMIT_GB="0.2")
     authority = service.authority
-    authority.background.estimator.sizes.update(big=180, small=90)
+    service.estimator.sizes.update(big=180, small=90)
     a, big, small = (authority.resolve(name) for name in ("a", "big", "small"))
     lease = await authority.ask(a).wait(10)
     assert lease is not None
@@ -168,10 +174,10 @@ async def test_priorities_decide_which_model_is_next(start: Start) -> None:
     authority = service.authority
     a, b, c = (authority.resolve(name) for name in "abc")
     lease = await authority.ask(a).wait(10)
-    authority.background.estimator.gate = asyncio.Event()  # neither is measured until both are wanted
+    service.estimator.gate = asyncio.Event()  # neither is measured until both are wanted
     later = authority.ask(b, priority=Priority.LOW)
     sooner = authority.ask(c, priority=Priority.HIGH)
-    authority.background.estimator.gate.set()
+    service.estimator.gate.set()
     await until("both measured", lambda: bool(b.estimates and c.estimates))
     lease.release()
     got = await sooner.wait(10)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from inference.authority.handlers.watching import device_view
+from inference.authority.state import Devices, State
 from inference.devices.device import Reading
-from inference.devices.inventory import Inventory
+from inference.environment_settings import InferenceSettings
+from inference.settings import InferenceConfig
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
 
 HOST = 16 * 1024 * MIB
@@ -35,14 +38,21 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
+def shown(*probes: FakeAccelerator) -> tuple[Reading, ...]:
+    """Readings as decisions see them."""
+    config = InferenceConfig(InferenceSettings(), {}, {}, Path())
+    state = State(config, devices=Devices(measured=tuple(item for probe in probes for item in probe.readings())))
+    return device_view.readings(state, 0.0)
+
+
 async def test_the_readings_of_unified_memory_are_the_hosts() -> None:
     """What the host has left, of what the accelerator may use of it."""
-    accelerator, _host = Inventory([UnifiedAccelerator(), FakeHost()]).readings()
+    accelerator, _host = shown(UnifiedAccelerator(), FakeHost())
     assert accelerator.total_bytes == HOST * 2 // 3
     assert accelerator.free_bytes == HOST * 2 // 3
     full = FakeHost()
     full.readings = lambda: (Reading("cpu", "cpu", "fake", HOST, MIB, HOST - MIB),)  # type: ignore[method-assign]
-    accelerator, _host = Inventory([UnifiedAccelerator(), full]).readings()
+    accelerator, _host = shown(UnifiedAccelerator(), full)
     assert (accelerator.free_bytes, accelerator.used_bytes) == (MIB, HOST * 2 // 3 - MIB)
 
 
@@ -63,7 +73,6 @@ async def test_a_model_on_unified_memory_is_booked_on_the_host(start: Start) -> 
 async def test_the_host_may_give_as_much_as_its_accelerator_may_use(start: Start) -> None:
     """Half of the host is for models on the CPU; with unified memory what the accelerator may use is more."""
     for accelerator, budget in ((UnifiedAccelerator(), int(HOST * 2 // 3 * 0.9)), (FakeAccelerator(), HOST // 2)):
-        service = await start({}, accelerator=accelerator)
-        service.authority.inventory = Inventory([accelerator, FakeHost()])
+        service = await start({}, accelerator=accelerator, probes=[accelerator, FakeHost()])
         service.authority.observe()
         assert service.authority.ledger.accounts["cpu"].budget_bytes == budget

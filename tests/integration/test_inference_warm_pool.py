@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.state import Timing
 from inference.devices.host import CpuProbe
 from inference.errors import InferenceError, InvalidRequestError
-from inference.evictions import Action, Reason
-from inference.model import Model
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, empty, services, until
+from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
 
@@ -46,7 +47,7 @@ def on_host(service: Service) -> int:
     return service.authority.ledger.balance("cpu").ours_bytes
 
 
-async def on_gpu(start: Start, models: dict[str, Any], behavior: dict[str, Any] | None = None, **env: str) -> Service:
+async def on_gpu(start: Start, models: dict[str, Any], behavior: dict[str, Any] | None = None, **env: Any) -> Service:
     service: Service = await start(models, behavior, accelerator=FakeAccelerator(), **env)
     return service
 
@@ -59,17 +60,17 @@ async def test_a_model_of_the_cpu_keeps_its_process_and_what_that_still_holds(st
     pid = model.running.worker.pid
     await settled(model, S.WARM)
     assert on_host(service) == (64 + 10) * MIB
-    (kept,) = service.authority.warm.offloaded()
+    (kept,) = service.authority.offloaded()
     assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("standby", "cpu", 74 * MIB)
-    record = service.authority.evictions.records[-1]
+    record = service.authority.state.evictions[-1]
     assert (record.action, record.reason, record.memory_freed_mb) == (Action.OFFLOAD, Reason.IDLE, 26)
     lease = await service.authority.ask(model).wait(10)
     assert lease is not None
     assert model.state is S.BUSY
     assert model.running.worker.pid == pid
     assert on_host(service) == 100 * MIB
-    assert service.authority.warm.restorations == 1
-    assert service.authority.warm.offloaded() == []
+    assert service.authority.state.restorations == 1
+    assert service.authority.offloaded() == []
     assert model.loads == 1
 
 
@@ -85,7 +86,7 @@ async def test_a_model_of_an_accelerator_leaves_it_and_is_kept_by_another_proces
     keeper = model.running.worker.pid
     assert keeper != pid
     assert not Path(f"/proc/{pid}").exists()
-    (kept,) = service.authority.warm.offloaded()
+    (kept,) = service.authority.offloaded()
     assert (kept["mechanism"], kept["original_device"]) == ("resident", "gpu-0")
     assert kept["bytes"] == on_host(service) == 64 * MIB + 4 + MIB
     await use(service, "a")
@@ -112,12 +113,11 @@ async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, devic
     """A worker that dies or hangs while it leaves, holds or comes back: the model answers again, from its file."""
     behavior = {"a": {step: how}, "x": {step: how}}
     models: dict[str, Any] = {"a": {}}
-    patience = {"LOAD_TIMEOUT_SECONDS": "1"}
+    patience = {"LOAD_TIMEOUT_SECONDS": "1", "parts": {"timing": Timing(save_seconds=0.5)}}
     if device == "cpu":
         service = await start(models, behavior, **patience)
     else:
         service = await on_gpu(start, models, behavior, **patience)
-    service.authority.warm.leaving.patience = lambda _bytes: 0.5
     model = await use(service, "a")
     await service.authority.offload(model)
     assert model.state in (S.WARM, S.FAILED, S.COLD)
@@ -141,7 +141,7 @@ async def test_a_warm_model_that_is_killed_is_cold_soon_and_nothing_is_left(star
     assert model.running is not None
     os.kill(model.running.worker.pid, signal.SIGKILL)
     await until("nothing is booked", lambda: empty(service))
-    assert service.authority.warm.offloaded() == []
+    assert service.authority.offloaded() == []
     await use(service, "a")
     assert model.loads == 2
 
@@ -157,8 +157,8 @@ async def test_an_evicted_model_is_kept_where_there_is_room(start: Start) -> Non
         a = await use(service, "a")
         await settled(b, S.WARM)
         assert a.state is S.READY
-    assert service.authority.warm.restorations == 2
-    assert {record.action for record in service.authority.evictions.records} == {Action.OFFLOAD}
+    assert service.authority.state.restorations == 2
+    assert {record.action for record in service.authority.state.evictions} == {Action.OFFLOAD}
 
 
 async def test_warm_models_go_before_one_that_is_loaded(start: Start) -> None:
@@ -184,9 +184,9 @@ async def test_who_may_be_kept_is_asked_anew_when_the_configuration_changes(star
     model = await use(service, "a")
     with pytest.raises(InvalidRequestError, match="INFERENCE_ENABLE_CPU_OFFLOAD"):
         await service.authority.offload(model)
-    service.authority.loads.leave(model, Reason.IDLE, Action.OFFLOAD)
+    service.authority.leave(model, Reason.IDLE, Action.OFFLOAD)
     await settled(model, S.COLD)
-    assert service.authority.evictions.records[-1].action is Action.UNLOAD
+    assert service.authority.state.evictions[-1].action is Action.UNLOAD
 
 
 async def test_a_file_that_changed_is_not_taken_up_again(start: Start, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ async def test_a_file_that_changed_is_not_taken_up_again(start: Start, tmp_path:
     (tmp_path / "x.gguf").write_bytes(b"GGUF anew")
     await use(service, "a")
     assert model.loads == 2
-    assert service.authority.warm.restorations == 0
+    assert service.authority.state.restorations == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -231,15 +231,15 @@ async def test_chaos_books_every_byte_once(start: Start, seed: int) -> None:
             case "unload":
                 await authority.unload(model, now=True)
             case "leave":
-                authority.loads.leave(model, Reason.PRESSURE, chance.choice(list(Action)))
+                authority.leave(model, Reason.PRESSURE, chance.choice(list(Action)))
         for device in ("cpu", "gpu-0"):
             balance = authority.ledger.balance(device)
             assert balance.ours_bytes <= authority.ledger.accounts[device].budget_bytes
     for model in authority.models.values():
-        authority.waiting.fail(model, InferenceError("the test ends"))
+        assert not model.queue.waiters
     for model in authority.models.values():
         await authority.unload(model, now=True)
     await until("nothing is booked", lambda: empty(service))
-    await until("nobody runs", lambda: not authority.loads.supervisor.workers)
-    assert authority.warm.offloaded() == []
+    await until("nobody runs", lambda: not authority.state.workers)
+    assert authority.offloaded() == []
     await until("descriptors are closed", lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)

@@ -17,6 +17,7 @@ from inference import settings
 from inference.app import Service
 from tests.rigs.asgi import Answer, ask
 from tests.rigs.authority_rig import until
+from tests.rigs.live_authority import LiveAuthority
 from tests.rigs.poisoned_worker import MARK
 
 COMMAND = (sys.executable, "-m", "tests.rigs.poisoned_worker")
@@ -50,12 +51,13 @@ async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
     config = settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {})
     state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
     service = Service(config, state, TOKEN, command=COMMAND)
+    authority = LiveAuthority(service.authority)
     await service.authority.start()
     try:
         alone = [(await _chat(service, text)).body["choices"][0]["message"]["content"] for text in TEXTS]
-        running = service.authority.resolve("m")
+        running = authority.resolve("m")
         assert running.running is not None
-        pid = running.running.worker.pid
+        pid = running.running.pid
         os.kill(pid, signal.SIGSTOP)
         neighbors = [_chat(service, text) for text in TEXTS]
         culprit = _chat(service, CULPRIT, stream=True)

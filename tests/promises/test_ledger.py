@@ -12,9 +12,10 @@ import pytest
 from inference.app import Service
 from inference.authority.placement.ledger import Ledger
 from inference.errors import InferenceError
-from inference.model import Model
 from inference.protocol import ModelState
+from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.authority_rig import Start, empty, until
+from tests.rigs.live_authority import LiveModel as Model
 
 pytestmark = pytest.mark.timeout(60)
 S = ModelState
@@ -90,14 +91,13 @@ async def test_memory_is_released_exactly_once_however_a_worker_ends(
 
 async def test_memory_is_reserved_before_a_process_starts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the moment of the spawn the bytes of the placement are in the books."""
-    service = await start({"a": {}})
-    supervisor = service.authority.loads.supervisor
-    spawn, reserved = supervisor.spawn, []
+    spawn, reserved = Supervisor.spawn, []
 
     def seen(*arguments: Any, **more: Any) -> Any:
         reserved.append(sum(sum(item.bytes.values()) for item in service.authority.ledger.holdings.values()))
         return spawn(*arguments, **more)
 
-    monkeypatch.setattr(supervisor, "spawn", seen)
+    monkeypatch.setattr(Supervisor, "spawn", seen)
+    service = await start({"a": {}})
     await service.authority.load(service.authority.resolve("a"))
     assert reserved == [100 * 2**20]

@@ -87,7 +87,7 @@ async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: 
     service = await start({"a": {}}, accelerator=accelerator)
     assert (await ask(service.app, "GET", "/health", key=None)).status == 200
     accelerator.used_bytes = 995 * MIB
-    service.authority.governor.tick(service.authority.loop.time() + 60)
+    service.authority.check(regular=True)
     await until("pressure is seen", lambda: service.authority.ledger.balance("gpu-0").foreign_bytes > 900 * MIB)
     for path in ("/health", "/memory/health"):
         assert (await ask(service.app, "GET", path)).status == 503

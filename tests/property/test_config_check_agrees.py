@@ -89,7 +89,7 @@ def service(directory: Path, runner: asyncio.Runner) -> Iterator[Service]:
     async def start() -> Service:
         state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")})
         service = Service(settings.load(directory, {}, {}), state, "token", command=COMMAND)
-        service.authority.background.estimator = FakeEstimator()  # type: ignore[assignment]
+        service.estimator = FakeEstimator()  # type: ignore[assignment]
         await service.authority.start()
         return service
 

@@ -23,7 +23,7 @@ async def test_whether_it_fits_reduced_is_not_known_before(start: Start) -> None
     models = {"bends": {"oom_policy": "reduce"}, "breaks": {}}
     service = await start(models, accelerator=FakeAccelerator(), estimator=estimator)
     authority = service.authority
-    await authority.background.foresee()
-    authority.outlook.forget()
-    assert authority.outlook.of(authority.resolve("bends")) is None
-    assert isinstance(authority.outlook.of(authority.resolve("breaks")), Refusal)
+    for name in models:
+        await authority.measure(name)
+    assert authority.prospect("bends") is None
+    assert isinstance(authority.prospect("breaks"), Refusal)

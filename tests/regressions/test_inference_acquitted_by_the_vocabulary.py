@@ -24,7 +24,7 @@ async def test_only_what_a_model_computed_speaks_for_it(tmp_path: Path, monkeypa
         service = await start({"a": {}})
         model = service.authority.resolve("a")
         await service.authority.load(model)
-        model.docket, model.backoff = Docket(row=ROW), Backoff(3)
+        service.authority.restate(model, docket=Docket(row=ROW), backoff=Backoff(3))
         body = {"model": "a", "messages": [{"role": "user", "content": "Hello!"}]}
         for path, more, status in (("/tokenize", {}, 200), (CHAT, {"max_tokens": -1}, 400)):
             assert (await ask(service.app, "POST", path, {**body, **more})).status == status

@@ -26,7 +26,7 @@ async def test_a_dry_run_outlives_a_reload(start: Start, tmp_path: Path) -> None
     estimator.gate = asyncio.Event()
     service = await start({"a": {}}, estimator=estimator)
     authority = service.authority
-    asked = asyncio.create_task(authority.outlook.dry_run(authority.resolve("a"), {}))
+    asked = asyncio.create_task(authority.dry_run(authority.resolve("a"), {}))
     await asyncio.sleep(0)
     rewrite(tmp_path, {"a": {"context_length": 512}})
     authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {}))
@@ -49,7 +49,7 @@ async def test_a_device_that_comes_while_another_is_measured_is_measured_too(sta
     service = await start({"a": {}}, estimator=estimator, accelerator=accelerator)
     authority = service.authority
     estimator.gate = asyncio.Event()
-    asked = asyncio.create_task(authority.outlook.dry_run(authority.resolve("a"), {"parallel": 1}))
+    asked = asyncio.create_task(authority.dry_run(authority.resolve("a"), {"parallel": 1}))
     await asyncio.sleep(0)
     accelerator.grown = True
     estimator.gate.set()
@@ -62,10 +62,10 @@ async def test_of_two_moves_at_once_one_is_refused(start: Start) -> None:
     estimator = FakeEstimator()
     service = await start({"a": {}}, estimator=estimator, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
-    await authority.background.join()
-    model.estimates.clear()
+    await authority.measure(model)
+    authority.restate(estimates={})
     estimator.gate = asyncio.Event()
-    moves = [asyncio.create_task(authority.moving.move(model, device)) for device in ("gpu-0", "gpu-1")]
+    moves = [asyncio.create_task(authority.move(model, device)) for device in ("gpu-0", "gpu-1")]
     await asyncio.sleep(0)
     estimator.gate.set()
     first, second = await asyncio.gather(*moves, return_exceptions=True)

@@ -37,7 +37,7 @@ async def test_an_unforeseen_failure_of_an_estimate_is_told_to_those_who_wait(
             with pytest.raises(ModelFailed, match="cannot be measured"):
                 await ticket.wait(5)
         with pytest.raises(ModelFailed):
-            await service.authority.outlook.dry_run(service.authority.resolve("b"), {})
+            await service.authority.dry_run(service.authority.resolve("b"), {})
         assert "Traceback" in caplog.text
 
 

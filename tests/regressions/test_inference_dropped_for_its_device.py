@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from inference.authority.lifecycle.departures import Reason
 from inference.devices.checkpoint_support import Trouble
 from inference.devices.device import Reading
-from inference.evictions import Reason
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start, services, until
 
@@ -58,11 +58,11 @@ async def test_the_record_names_the_device_and_its_state(start: Start) -> None:
         if accelerator.state is DeviceState.HEALTHY:
             await service.authority.offload(model)
             assert model.state is ModelState.WARM
-            (kept,) = service.authority.warm.offloaded()
+            (kept,) = service.authority.offloaded()
             assert (kept["mechanism"], kept["original_device"]) == ("checkpoint", "gpu-0")
             accelerator.state = DeviceState.PROBING
-    await until("it was recorded", lambda: len(service.authority.evictions.records) == 2)
-    told = {record.reason: record.explanation for record in service.authority.evictions.records}
+    await until("it was recorded", lambda: len(service.authority.state.evictions) == 2)
+    told = {record.reason: record.explanation for record in service.authority.state.evictions}
     assert told == {Reason.BY_HAND: (), Reason.DEVICE: ("gpu-0 is probing",)}, "in the order in which memory is back"
     assert model.running is not None
     assert model.running.device.id == "gpu-1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import figures, views
+from inference import figures
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import Start, services, until
 
@@ -23,9 +23,9 @@ async def test_what_was_never_used_is_not_idle(start: Start) -> None:
     authority, model = service.authority, service.authority.resolve("a")
     with authority.ask(model, seconds=30) as ticket:
         await until("it is loading", lambda: model.state is ModelState.LOADING)
-        assert views.status(model, authority, authority.loop.time()).idle_seconds is None
-        assert figures.model(model, authority)["idle_seconds"] is None
+        assert authority.status(model).idle_seconds is None
+        assert figures.model(authority.state, model.record, authority.now)["idle_seconds"] is None
         (await ticket.wait()).release(completed=True)
-    idle = views.status(model, authority, authority.loop.time()).idle_seconds
+    idle = authority.status(model).idle_seconds
     assert idle is not None
     assert idle < 5

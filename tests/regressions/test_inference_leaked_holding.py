@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import loads
+from inference.authority.state import Timing
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import FakeAccelerator, empty, services, until
 
@@ -14,11 +14,9 @@ from tests.rigs.authority_rig import FakeAccelerator, empty, services, until
 async def test_memory_of_a_gone_worker_comes_off_the_books_although_its_device_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loads, "RETURN_SECONDS", 0.6)
-    monkeypatch.setattr(loads, "RETURN_EVERY_SECONDS", 0.05)
     accelerator = FakeAccelerator()
     async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}}, accelerator=accelerator)
+        service = await start({"a": {}}, accelerator=accelerator, parts={"timing": Timing(return_seconds=0.6)})
         authority, model = service.authority, service.authority.resolve("a")
         await authority.load(model)
         accelerator.failure = OSError("no such device")

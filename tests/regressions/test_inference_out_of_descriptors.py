@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from inference.authority.lifecycle.departures import Action, Reason
 from inference.errors import ModelFailed
-from inference.evictions import Reason
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import FakeAccelerator, empty, services, until
 
@@ -37,7 +37,7 @@ async def test_a_load_without_descriptors_fails_and_holds_nothing(
     async with services(tmp_path, monkeypatch) as start:
         service = await start({"a": {}})
         authority, model = service.authority, service.authority.resolve("a")
-        await authority.background.measure(model)
+        await authority.measure(model)
         before = len(os.listdir("/dev/fd"))
         with descriptors_left(count), pytest.raises(ModelFailed, match="cannot be started"):
             await authority.load(model)
@@ -56,5 +56,5 @@ async def test_a_model_that_cannot_be_kept_for_want_of_descriptors_is_unloaded(
         authority, model = service.authority, service.authority.resolve("a")
         await authority.load(model)
         with descriptors_left(1):
-            authority.loads.leave(model, Reason.IDLE, authority.warm.action(model))
+            authority.leave(model, Reason.IDLE, Action.OFFLOAD)
         await until("it is gone", lambda: model.state is ModelState.COLD and empty(service))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority import shell
+from inference.authority.state import Timing
 from inference.protocol import ModelState
 from inference.workers.os_api import private_bytes
 from tests.rigs.authority_rig import MIB, empty, services, until
@@ -19,11 +19,13 @@ async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
 
     Whenever they are looked at while they grow, at least 319 MiB are booked in the end: 64 and a tenth may be missing.
     """
-    monkeypatch.setattr(shell, "WATCH_SECONDS", 0.1)
     caplog.set_level("INFO")
     async with services(tmp_path, monkeypatch) as start:
         service = await start(
-            {"small": {}, "a": {}, "b": {}}, {name: {"grow": 400 * MIB} for name in "ab"}, MEMORY_LIMIT_GB="0.6"
+            {"small": {}, "a": {}, "b": {}},
+            {name: {"grow": 400 * MIB} for name in "ab"},
+            parts={"timing": Timing(watch_seconds=0.1)},
+            MEMORY_LIMIT_GB="0.6",
         )
         authority = service.authority
         small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))

@@ -10,11 +10,12 @@ import pytest
 
 from inference import settings
 from inference.app import Service
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.shell import Lease, Ticket
 from inference.devices.host import CpuProbe
-from inference.evictions import Action, Departure, Reason
-from inference.model import Lease, Model, Ticket
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, rewrite, services, until
+from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
 ENVIRON = {"INFERENCE_FORCE_CPU_MODE": "true", "INFERENCE_MEMORY_LIMIT_GB": "0.15"}
@@ -47,7 +48,7 @@ async def test_a_model_unloaded_by_hand_while_it_drains_is_unloaded(start: Start
     lease.release(completed=True)
     await asyncio.wait_for(unloading, 10)
     assert model.state is S.COLD
-    assert service.authority.evictions.records[-1].reason is Reason.BY_HAND
+    assert service.authority.state.evictions[-1].reason is Reason.BY_HAND
 
 
 @pytest.mark.parametrize("change", ["changed", "removed"])
@@ -62,38 +63,37 @@ async def test_a_reload_counts_while_a_model_drains(start: Start, tmp_path: Path
     assert ("a" in service.authority.models) == (change == "changed")
 
 
-async def waiting_for_the_pool(start: Start) -> tuple[Service, Model]:
+async def waiting_for_the_pool(start: Start, reason: Reason = Reason.BY_HAND) -> tuple[Service, Model]:
     """`a` has no answer under way and leaves, once `w`, which is warm and worth less, has made room in the pool."""
     share = str(100 * MIB / CpuProbe().readings()[0].total_bytes)
     service: Service = await start({"w": {}, "a": {}}, accelerator=FakeAccelerator(), CPU_MEMORY_MAX_PERCENT=share)
     authority, model, other = service.authority, service.authority.resolve("a"), service.authority.resolve("w")
     await authority.load(other)
-    other.reload_seconds = 0.0
+    authority.restate(other, reload_seconds=0.0)
     await authority.offload(other)
     await until("its device is free", lambda: not authority.ledger.balance("gpu-0").ours_bytes)
     await authority.load(model)
-    authority.loads.leave(model, Reason.BY_HAND, Action.OFFLOAD)
-    assert (model.state, other.state) == (S.DRAINING, S.UNLOADING)
+    authority.leave(model, reason, Action.OFFLOAD)
     return service, model
 
 
 async def test_who_waits_for_the_pool_goes_at_once_when_told_to_go_for_good(start: Start) -> None:
     """Nothing is under way that it could finish."""
     service, model = await waiting_for_the_pool(start)
-    service.authority.loads.leave(model, Reason.CHANGED)
+    assert (model.state, service.authority.resolve("w").state) == (S.DRAINING, S.UNLOADING)
+    service.authority.leave(model, Reason.CHANGED)
     assert model.state is S.UNLOADING
     await until("it is gone", lambda: model.state is S.COLD and empty(service))
 
 
 async def test_who_stays_without_an_answer_under_way_is_idle(start: Start) -> None:
     """It was called busy for ever; and its next answer was cut when the room it had waited for was there."""
-    service, model = await waiting_for_the_pool(start)
+    service, model = await waiting_for_the_pool(start, Reason.MEMORY_WANTED)
     authority = service.authority
-    authority.loads.stay(model)
-    assert model.state is S.READY
+    assert (model.state, authority.resolve("w").state) == (S.READY, S.UNLOADING)
     lease = await authority.ask(model).wait(1)
     assert lease is not None
-    authority.loads.leave(model, Reason.BY_HAND, Action.OFFLOAD)
+    authority.leave(model, Reason.BY_HAND, Action.OFFLOAD)
     await until("there is room", lambda: authority.resolve("w").state is S.COLD)
     for _ in range(10):
         await asyncio.sleep(0)

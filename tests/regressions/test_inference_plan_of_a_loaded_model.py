@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.authority.placement.plan import Placement, Result
-from inference.estimate.estimator import Estimate
+from inference.estimate.model_estimate import Estimate
 from tests.rigs.authority_rig import MIB, FakeEstimator, Start, services
 
 
@@ -28,14 +28,13 @@ class _ByContext(FakeEstimator):
 
 
 async def test_other_settings_plan_a_reload_and_the_same_ones_do_not(start: Start) -> None:
-    service = await start({"a": {"context_length": 4096}}, MEMORY_LIMIT_GB="0.25")
+    service = await start({"a": {"context_length": 4096}}, estimator=_ByContext(), MEMORY_LIMIT_GB="0.25")
     authority = service.authority
-    authority.background.estimator = _ByContext()
     model = authority.resolve("a")
     (await authority.ask(model).wait(10)).release(completed=True)
 
     async def outcome(**changes: Any) -> tuple[Result, int, bool]:
-        decision, _ = await authority.outlook.dry_run(model, changes)
+        decision, _ = await authority.dry_run(model, changes)
         assert isinstance(decision, Placement)
         told = "a is on cpu with other settings, and would be loaded anew" in decision.trace
         return decision.result, sum(decision.need.values()) // MIB, told

@@ -26,11 +26,11 @@ async def test_who_waits_for_a_verdict_is_told_that_the_service_stops(
     async with services(tmp_path, monkeypatch) as start:
         service = await start({"a": {}}, accelerator=_Slow())
         authority = service.authority
-        asking = [asyncio.create_task(authority.health.recover("gpu-0")) for _ in range(2)]
+        asking = [asyncio.create_task(authority.recover("gpu-0")) for _ in range(2)]
         await until("it is tried", lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
         authority.quiesce()
         for task in asking:
             with pytest.raises(ShuttingDown):
                 await task
         with pytest.raises(ShuttingDown):
-            await authority.health.recover("gpu-0")
+            await authority.recover("gpu-0")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from inference import settings
+from inference.authority.effects import NotifyModels
 from inference.devices.device import Reading
-from inference.devices.inventory import Inventory
 from tests.rigs.authority_rig import FakeAccelerator, rewrite, services
 
 
@@ -25,7 +25,7 @@ async def test_a_removed_cold_model_is_told_to_listeners(tmp_path: Path, monkeyp
         authority = (await start({"a": {}, "b": {}})).authority
         listening = authority.bus.listen()
         assert b"snapshot" in await anext(listening)
-        authority.teller.changed()
+        authority.perform(NotifyModels())
         while b'"b"' not in (frame := await anext(listening)):
             assert b"event: model" in frame
         rewrite(tmp_path, {"a": {}})
@@ -41,8 +41,7 @@ async def test_the_cap_for_devices_of_unknown_size_outlives_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with services(tmp_path, monkeypatch) as start:
-        authority = (await start({"a": {}})).authority
-        authority.inventory = Inventory([Mute()])
+        authority = (await start({"a": {}}, probes=[Mute()])).authority
         for environ, limit in (({}, 16 * 2**30), ({"INFERENCE_MEMORY_LIMIT_GB": "1"}, 2**30), ({}, 16 * 2**30)):
             authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true", **environ}, {}))
             assert authority.ledger.limit_bytes == limit

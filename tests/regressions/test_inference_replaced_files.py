@@ -65,10 +65,10 @@ async def test_a_model_that_did_not_fit_is_measured_again_once_its_file_changes(
     service = await start({"a": {}}, estimator=fake, MEMORY_LIMIT_GB="0.25")
     authority, model = service.authority, service.authority.resolve("a")
     await until("it is measured", lambda: bool(model.estimates))
-    assert isinstance(authority.outlook.of(model), Refusal)
+    assert isinstance(authority.prospect("a"), Refusal)
     fake.sizes["a"] = 100
     replace_file(tmp_path)
-    await until("it is measured again", lambda: authority.outlook.of(model) is True)
+    await until("it is measured again", lambda: authority.prospect(model.id) is True)
 
 
 async def test_a_failed_model_is_tried_at_once_when_its_file_changes(
@@ -80,10 +80,10 @@ async def test_a_failed_model_is_tried_at_once_when_its_file_changes(
     for _ in range(3):
         with pytest.raises(ModelFailed):
             await authority.load(model)
-        model.retry_at = 0.0
+        authority.restate(model, retry_at=0.0)
     assert model.backoff.failures == 3
     monkeypatch.setenv("FAKE_WORKER", "{}")
-    model.retry_at = authority.loop.time() + 300
+    authority.restate(model, retry_at=authority.now + 300)
     replace_file(tmp_path)
     await until("the change is seen", lambda: model.backoff.failures == 0)
     await authority.load(model)

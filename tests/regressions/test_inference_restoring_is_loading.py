@@ -27,7 +27,8 @@ async def test_it_is_loading_and_tells_when_it_is_there(start: Start) -> None:
     assert model.state is ModelState.WARM
     with authority.ask(model, seconds=30) as ticket:
         assert model.state is ModelState.RESTORING
-        authority.waiting.expire(ticket)
+        authority.restate(timers={**authority.state.timers, ("ticket", ticket.id): authority.now})
+        authority.tick()
         with pytest.raises(ModelLoading) as caught:
             await asyncio.wait_for(ticket.wait(), 5)
     assert caught.value.retry_after is not None

@@ -26,14 +26,14 @@ async def test_who_slept_ends_nobodys_wait_and_no_worker(start: Start) -> None:
     authority = service.authority
     await authority.load(authority.resolve("b"))
     loaded = authority.resolve("b").running
-    authority.background.estimator.gate = asyncio.Event()
+    service.estimator.gate = asyncio.Event()
     ticket = authority.ask(authority.resolve("a"), seconds=1.2)
     time.sleep(1.8)  # the whole process sleeps: that is the case
     await asyncio.sleep(0)
     assert ticket.pending
-    authority.background.estimator.gate.set()
+    service.estimator.gate.set()
     assert await ticket.wait(10) is not None
     ticket.close()
     await until("it is heard", lambda: loaded is not None and loaded.worker.beat is not None)
-    assert authority.resolve("b").running is loaded
+    assert authority.resolve("b").running == loaded
     assert authority.resolve("b").state is ModelState.READY

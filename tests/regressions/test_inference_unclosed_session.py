@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from inference.evictions import Reason
+from inference.authority.lifecycle.departures import Reason
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import services
 
@@ -18,11 +19,17 @@ async def test_the_client_of_a_worker_is_closed_although_the_service_ends_in_the
         authority = (await start({"a": {}})).authority
         model = authority.resolve("a")
         await authority.load(model)
-        assert model.running is not None
-        running = model.running
-        running.worker.exited.add_done_callback(lambda _: authority.background.cancel())
-        authority.loads.leave(model, Reason.BY_HAND)
-        await running.worker.exited
+        ticket = authority.ask(model)
+        lease = await ticket.wait(10)
+        assert lease is not None
+        session = lease.session
+        ticket.close()
+        process = lease.process
+        closing: list[asyncio.Task[None]] = []
+        process.exited.add_done_callback(lambda _: closing.append(asyncio.create_task(authority.close())))
+        authority.leave(model, Reason.BY_HAND)
+        await process.exited
+        await asyncio.sleep(0)
+        await asyncio.gather(*closing)
     assert model.state is ModelState.COLD
-    assert running.session is not None
-    assert running.session.closed
+    assert session.closed

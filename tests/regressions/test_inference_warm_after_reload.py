@@ -29,8 +29,8 @@ async def test_a_lowered_limit_is_kept_by_dropping_the_least_worthy(start: Start
         await authority.load(authority.resolve(name))
         await authority.offload(authority.resolve(name))
     held = authority.ledger.balance("cpu").ours_bytes
-    authority.resolve("b").reload_seconds = 100.0
-    total = authority.inventory.readings()[-1].total_bytes
+    authority.restate("b", reload_seconds=100.0)
+    total = authority.readings()[-1].total_bytes
     reload(service, tmp_path, models, FORCE_CPU_MODE="true", CPU_MEMORY_MAX_PERCENT=str(held * 0.75 / total))
     await until("one is dropped", lambda: authority.resolve("a").state is S.COLD)
     assert authority.resolve("b").state is S.WARM

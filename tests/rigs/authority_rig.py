@@ -7,8 +7,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,16 +19,21 @@ from inference import settings
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
 from inference.authority.placement.ledger import Phase
+from inference.authority.shell import Authority
 from inference.devices.checkpoint_support import Carrier
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
-from inference.estimate.estimator import Estimate
 from inference.estimate.header_formula import Parts
+from inference.estimate.model_estimate import Estimate
+from tests.rigs.live_authority import LiveAuthority
 
 MIB = 2**20
 COMMAND = (sys.executable, "-m", "tests.rigs.fake_worker")
 Start = Callable[..., Any]
+FIRST: Any = {"return_when": asyncio.FIRST_COMPLETED}
+RUNNING: list[Authority] = []
+"""The authorities of the services of this test."""
 
 
 class FakeEstimator:
@@ -97,7 +103,7 @@ class SharedDevice(FakeAccelerator):
     def __init__(self, foreign_mib: int = 0, *, id: str = "gpu-0", kind: str = "cuda") -> None:
         super().__init__()
         self.foreign_mib = foreign_mib
-        self.service: Service | None = None
+        self.service: Any = None
         self._id, self._kind = id, kind
 
     def readings(self) -> tuple[Reading, ...]:
@@ -114,7 +120,7 @@ def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
     (directory / "models.yaml").write_text(json.dumps({"models": entries}))
 
 
-def reload(service: Service, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
+def reload(service: LiveService, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
     """As an operator does it: the file of the models stays what it is; `environ` is INFERENCE_*."""
     file = directory / "x.gguf"
     before = file.stat()
@@ -126,7 +132,7 @@ def reload(service: Service, directory: Path, models: dict[str, dict[str, Any]],
 @contextlib.asynccontextmanager
 async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """A function that starts services with (models, behavior of workers, INFERENCE_*); all are closed at the end."""
-    started: list[Service] = []
+    started: list[LiveService] = []
 
     async def make(
         models: dict[str, dict[str, Any]],
@@ -135,38 +141,69 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         accelerator: FakeAccelerator | None = None,
         estimator: Any = None,
         carriers: Mapping[str, Carrier] | None = None,
+        probes: Sequence[Any] = (),
+        parts: Mapping[str, Any] = MappingProxyType({}),
+        begins: bool = True,
         **environ: str,
-    ) -> Service:
+    ) -> LiveService:
+        """`parts` are given to Service; a service that does not begin finds no devices."""
         monkeypatch.setenv("FAKE_WORKER", json.dumps(behavior or {}))
         rewrite(directory, models)
         said = {"INFERENCE_FORCE_CPU_MODE": "true"} if accelerator is None else {}
         config = settings.load(directory, said | {f"INFERENCE_{key}": value for key, value in environ.items()}, {})
         state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")})
-        service = Service(config, state, "token", command=COMMAND)
-        if accelerator is not None:
-            service.authority.inventory = Inventory([accelerator, CpuProbe()], carriers)
-        service.authority.background.estimator = estimator or FakeEstimator()
-        await service.authority.start()
+        probes = probes or ([CpuProbe()] if accelerator is None else [accelerator, CpuProbe()])
+        service = LiveService(
+            config,
+            state,
+            "token",
+            command=COMMAND,
+            inventory=Inventory(probes, carriers),
+            estimator=estimator or FakeEstimator(),
+            **parts,
+        )
         started.append(service)
+        if begins:
+            await service.authority.start()
         return service
 
     yield make
     for service in started:
         async with asyncio.timeout(30):
             await service.authority.close()
+        RUNNING.remove(service.service.authority)
         assert not list(directory.rglob("*.sock"))
 
 
+class LiveService:
+    """A service whose `authority` shows models and workers as they are now; everything else is the service's."""
+
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        self.service = Service(*args, **parts)
+        self.authority = LiveAuthority(self.service.authority)
+        self.estimator = parts["estimator"]
+        RUNNING.append(self.service.authority)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.service, name)
+
+
 async def until(what: str, probe: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Waits until `probe` holds; fails with `what` after `seconds`."""
+    """Waits until `probe` holds, looked at after each step of an authority; fails with `what` after `seconds`.
+
+    What no step shows (a file, a process) is looked at now and then.
+    """
     try:
         async with asyncio.timeout(seconds):
             while not probe():
-                await asyncio.sleep(0.01)
+                steps = [asyncio.ensure_future(item.reached(lambda _: probe())) for item in RUNNING]
+                await asyncio.wait([*steps, pause := asyncio.ensure_future(asyncio.sleep(0.05))], **FIRST)
+                for task in (*steps, pause):
+                    task.cancel()
     except TimeoutError:
         raise AssertionError(f"never: {what}") from None
 
 
-def empty(service: Service) -> bool:
+def empty(service: LiveService) -> bool:
     """Whether nothing is booked."""
     return not service.authority.ledger.holdings

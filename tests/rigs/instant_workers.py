@@ -9,7 +9,7 @@ from pathlib import Path
 
 from inference.protocol import ExitCause
 from inference.workers import worker_link
-from inference.workers.worker_process import WorkerExit
+from inference.workers.worker_exit import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20
 """What tests.rigs.authority_rig.FakeEstimator calls the worker's own."""

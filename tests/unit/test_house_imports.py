@@ -69,7 +69,38 @@ def test_packages_stay_small() -> None:
 
 
 MOST_FILES = 16
-TWICE = {"app.py", "errors.py", "settings.py", "health.py", "quarantine.py"}
-"""The same role in both services; the last two are still to be renamed."""
+TWICE = {"app.py", "errors.py", "settings.py", "state.py"}
+"""The same role in both services, and the two states: of the authority, and of the state directory."""
 LARGE = {"inference", "headgate/cli", "headgate/shared", "inference/worker/dialects"}
 """One file per family of templates, and packages that are still to be divided."""
+
+
+SHELL = "inference.authority.shell"
+AUTHORITY = ROOT / "inference" / "authority"
+
+
+def test_only_the_api_imports_the_shell_of_the_authority() -> None:
+    """Decisions and views get the state."""
+    found = [
+        name
+        for path in FILES
+        if any(module.startswith(SHELL) for module, _ in _imports(path))
+        and not (name := str(path.relative_to(ROOT))).startswith("inference/api/")
+        and name != "inference/app.py"
+    ]
+    assert found == []
+
+
+def test_the_state_of_the_authority_is_assigned_in_its_shell_alone() -> None:
+    """A draft lives within one step, and is named so."""
+    package = ROOT / "inference"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for item in (target.elts if isinstance(target, ast.Tuple) else [target])
+        if isinstance(item, ast.Attribute) and item.attr == "_state" and AUTHORITY in path.parents
+    }
+    assert found <= {"authority/shell.py", "authority/handlers/placing/prospects.py"}

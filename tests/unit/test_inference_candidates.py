@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from inference.authority.handlers.watching.device_view import candidates
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState
 from inference.settings import ModelEntry, ModelSpec, _spec
-from inference.wishes import candidates
 
 GPUS = tuple(Reading(f"gpu-{number}", "cuda", "H200", 1000, 1000, 0) for number in range(2))
 HOST = Reading("cpu", "cpu", "EPYC", 1000, 1000, 0)

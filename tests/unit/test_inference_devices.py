@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference import views
+from inference.authority.handlers.watching import device_view
 from inference.devices.device import Reading, narrowed, outer_set
 from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory
@@ -141,7 +141,7 @@ def gpu(total: int) -> Reading:
     ],
 )
 def test_allowances(reading: Reading, said: dict[str, Any], capacity: int, budget: int) -> None:
-    assert views.allowance(reading, InferenceSettings.model_validate(said)) == (capacity, budget)
+    assert device_view.allowance(reading, InferenceSettings.model_validate(said)) == (capacity, budget)
 
 
 async def test_a_machine_without_accelerators_has_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headgate.shared.parameters import Sampling
-from inference.quarantine import key_of
+from inference.api.reruns import key_of
 from inference.worker.answers.generation import Generation, Output
 from inference.worker.answers.structured_answer import DividedGeneration, Reading
 from inference.worker.api import generation_body

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from inference.authority.events import Move, Offload, Unload
 from inference.authority.shell import Authority
 from inference.workers.crash_records import CrashStore
 
@@ -40,13 +41,13 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     @routes.post("/models/{model_id:path}/unload")
     async def unload(model_id: str, now: bool = False) -> dict[str, Any]:
         model = authority.resolve(model_id)
-        await authority.unload(model, now=now)
+        await authority.command(Unload(model, now))
         return authority.status(model).to_json()
 
     @routes.post("/models/{model_id:path}/offload")
     async def offload(model_id: str) -> dict[str, Any]:
         model = authority.resolve(model_id)
-        await authority.offload(model)
+        await authority.command(Offload(model))
         return authority.status(model).to_json()
 
     @routes.post("/models/{model_id:path}/move")
@@ -54,20 +55,20 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
         model_id: str, wanted: MoveRequest, seconds: float | None = Query(None, ge=0, le=86400)
     ) -> dict[str, Any]:
         model = authority.resolve(model_id)
-        await authority.moving.move(model, wanted.device, seconds)
+        await authority.command(Move(model, wanted.device, seconds))
         return authority.status(model).to_json()
 
     @routes.post("/models/{model_id:path}/restart")
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
         model = authority.resolve(model_id)
-        await authority.unload(model)
-        model = authority.resolve(model_id)  # a reload may have replaced it
+        await authority.command(Unload(model))
+        model = authority.resolve(model_id)  # it may have been removed meanwhile, and be there anew
         await authority.load(model, seconds)
         return authority.status(model).to_json()
 
     @routes.get("/models/{model_id:path}/crashes")
     async def show_crashes(model_id: str) -> dict[str, Any]:
         model = authority.resolve(model_id)
-        return {"id": model.id, "crashes": crashes.of(model.id)}
+        return {"id": model, "crashes": crashes.of(model)}
 
     return routes

@@ -10,9 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared.openapi import NOT_NOW
 from inference import figures, views
+from inference.authority.events import Refresh
+from inference.authority.handlers.running.endings import MOST_RECORDS
+from inference.authority.handlers.watching import device_view, pressure_view
 from inference.authority.shell import Authority
 from inference.dumps import Dumps
-from inference.evictions import MOST_RECORDS
 
 
 class DumpRequest(BaseModel):
@@ -38,55 +40,61 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
     @routes.get("/devices")
     async def devices() -> dict[str, Any]:
-        levels = authority.governor.levels()
+        authority.observe()
+        state, now = authority.state, authority.now
+        levels = pressure_view.levels(state, now)
         return {
             "devices": [
                 {
                     **reading.to_json(),
                     "pressure_level": str(levels[reading.id][1]),
-                    "ledger": views.balance_json(authority.ledger.balance(reading.id)),
+                    "ledger": views.balance_json(state.ledger.balance(reading.id)),
                 }
-                for reading in authority.inventory.readings()
+                for reading in device_view.readings(state, now)
                 if reading.id in levels
             ]
         }
 
     @routes.get("/memory/stats")
     async def stats() -> dict[str, Any]:
-        return figures.stats(authority)
+        authority.observe()
+        return figures.stats(authority.state, authority.now)
 
     @routes.get("/memory/fragmentation")
     async def fragmentation() -> dict[str, Any]:
-        await authority.inventory.refresh()  # stale readings would show as differences
-        return figures.fragmentation(authority)
+        await authority.command(Refresh())  # old readings would look like a difference
+        return figures.fragmentation(authority.state, authority.now, authority.metrics)
 
     @routes.get("/memory/kv")
     async def kv() -> dict[str, Any]:
-        return figures.kv(authority)
+        return figures.kv(authority.state, authority.now)
 
     @routes.get("/memory/health", responses=NOT_NOW)
     async def health(response: Response) -> dict[str, Any]:
-        found = figures.health(authority)
+        authority.observe()
+        found = figures.health(authority.state, authority.now)
         response.status_code = 200 if found["healthy"] else 503
         return found
 
     @routes.get("/memory/history")
     async def history(minutes: Annotated[float, Query(gt=0, le=10_000)] = 60.0) -> dict[str, Any]:
-        samples = authority.governor.history.since(time.time() - 60 * minutes)
+        since = time.time() - 60 * minutes
+        samples = [sample for sample in authority.state.pressure.history if sample.timestamp >= since]
         return {"minutes": minutes, "samples": [sample.to_json() for sample in samples]}
 
     @routes.get("/memory/models")
     async def models() -> dict[str, Any]:
-        return {"models": [figures.model(model, authority) for model in authority.models.values()]}
+        state = authority.state
+        return {"models": [figures.model(state, model, authority.now) for model in state.models.values()]}
 
     @routes.get("/memory/evictions")
     async def evictions(limit: Annotated[int, Query(ge=1, le=MOST_RECORDS)] = MOST_RECORDS) -> dict[str, Any]:
-        records = list(authority.evictions.records)[-limit:]
-        return {"total": authority.evictions.totals.total(), "evictions": [record.to_json() for record in records]}
+        records = authority.state.evictions[-limit:]
+        return {"total": authority.state.departures.total(), "evictions": [record.to_json() for record in records]}
 
     @routes.get("/memory/offloaded")
     async def offloaded() -> dict[str, Any]:
-        return {"offloaded": authority.warm.offloaded()}
+        return {"offloaded": figures.offloaded(authority.state, authority.now)}
 
     @routes.post("/memory/dump")
     async def dump(wanted: DumpRequest | None = None) -> dict[str, Any]:

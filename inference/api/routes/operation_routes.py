@@ -7,12 +7,15 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference import cleanup, views
+from inference import views
+from inference.api.preload import preload
+from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover
+from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.queueing.poison_cases import listing
+from inference.authority.lifecycle.departures import Action
 from inference.authority.shell import Authority
-from inference.evictions import Action
-from inference.preload import preload
-from inference.protocol import Priority
-from inference.wishes import lost_for
+from inference.errors import InvalidRequestError
+from inference.protocol import Code, Priority
 
 
 class PlanRequest(BaseModel):
@@ -38,6 +41,18 @@ class PreloadRequest(BaseModel):
     seconds: float | None = Field(None, ge=0, le=86400)
 
 
+def _clear(authority: Authority, key: str | None = None) -> list[dict[str, Any]]:
+    """Forgets one case of the quarantine, or all; returns them. Raises InvalidRequestError for an unknown key."""
+    found = [case for case in listing(authority.state, authority.now) if key is None or case["key"] == key]
+    if key is not None and not found:
+        raise InvalidRequestError(
+            f"no request {key[:100]!r} is in quarantine; GET /quarantine lists them", code=Code.NOT_FOUND, param="key"
+        )
+    for case in found:
+        authority.dispatch(CaseCleared(case["model"], case["key"]))
+    return found
+
+
 def router(authority: Authority) -> APIRouter:
     """The operations on memory, devices and the quarantine."""
     routes = APIRouter()
@@ -46,12 +61,11 @@ def router(authority: Authority) -> APIRouter:
     async def plan(wanted: PlanRequest) -> dict[str, Any]:
         model = authority.resolve(wanted.model)
         changes = wanted.model_dump(exclude={"model"}, exclude_none=True)
-        decision, estimate = await authority.outlook.dry_run(model, changes)
-        lost, _ = lost_for(model.effective, authority.inventory.readings())
+        planned: Planned = await authority.command(Plan(model, changes))
         return {
-            "model": model.id,
-            **views.decision_json(decision, lost),
-            "estimate": estimate.to_json() if estimate else None,
+            "model": model,
+            **views.decision_json(planned.outcome, planned.lost),
+            "estimate": planned.estimate.to_json() if planned.estimate else None,
         }
 
     @routes.post("/memory/preload")
@@ -59,31 +73,31 @@ def router(authority: Authority) -> APIRouter:
         return {"results": await preload(authority, wanted.models, wanted.priority, wanted.seconds)}
 
     @routes.post("/memory/evict/{model_id:path}")
-    async def evict(model_id: str, action: Action = Action.UNLOAD) -> dict[str, Any]:
-        return await cleanup.evict(authority, authority.resolve(model_id), action)
+    async def evict(model_id: str, action: Action = Action.UNLOAD) -> Any:
+        return await authority.command(Evict(authority.resolve(model_id), action))
 
     @routes.post("/memory/gc")
-    async def collect() -> dict[str, Any]:
-        return await cleanup.collect(authority)
+    async def collect() -> Any:
+        return await authority.command(Collect())
 
     @routes.post("/memory/defragment")
-    async def defragment() -> dict[str, Any]:
-        return await cleanup.defragment(authority)
+    async def defragment() -> Any:
+        return await authority.command(Defragment())
 
     @routes.post("/devices/{id}/recover")
     async def recover(id: str) -> dict[str, Any]:
-        return {"device": (await authority.health.recover(id)).to_json()}
+        return {"device": (await authority.command(Recover(id))).to_json()}
 
     @routes.get("/quarantine")
     async def show_quarantine() -> dict[str, Any]:
-        return {"requests": authority.quarantine.listing()}
+        return {"requests": listing(authority.state, authority.now)}
 
     @routes.delete("/quarantine")
     async def clear_all() -> dict[str, Any]:
-        return {"cleared": authority.quarantine.clear()}
+        return {"cleared": _clear(authority)}
 
     @routes.delete("/quarantine/{key}")
     async def clear_one(key: str) -> dict[str, Any]:
-        return {"cleared": authority.quarantine.clear(key)}
+        return {"cleared": _clear(authority, key)}
 
     return routes

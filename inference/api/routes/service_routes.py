@@ -27,17 +27,18 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
     async def readyz() -> JSONResponse:
         if is_draining():
             return JSONResponse({"status": "draining"}, 503, headers={"retry-after": "5"})
-        if not authority.started:
+        if not authority.state.started:
             return JSONResponse({"status": "starting"}, 503, headers={"retry-after": "1"})
         return JSONResponse({"status": "ready"})
 
     @routes.get("/health", responses=NOT_NOW)
     async def health() -> JSONResponse:
-        found = figures.health(authority)
+        authority.observe()
+        found = figures.health(authority.state, authority.now)
         found |= {
             "service": "inference",
             "version": getattr(headgate, "__version__", None),
-            "models": {model.id: str(model.state) for model in authority.models.values()},
+            "models": {model.id: str(model.state) for model in authority.state.models.values()},
         }
         return JSONResponse(found, 200 if found["healthy"] else 503)
 

@@ -1,0 +1,67 @@
+"""Tells listeners which models changed; changes that come together go out together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from inference import views
+from inference.api.event_bus import Bus
+from inference.authority.handlers.placing.prospects import Moment
+from inference.authority.state import State
+from inference.protocol import ModelStatus
+
+
+class Source(Protocol):
+    """What has a state."""
+
+    @property
+    def state(self) -> State:
+        """The state at this moment."""
+        ...
+
+    @property
+    def now(self) -> float:
+        """The time of the loop's clock."""
+        ...
+
+
+class Notifier:
+    """What listeners know of each model, and the timer for what they learn next."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0
+        self._closed = False
+        self._known: dict[str, ModelStatus] = {}
+
+    def close(self) -> None:
+        """Publishes nothing any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def changed(self, source: Source, seconds: float = 0.0) -> None:
+        """Publishes within `seconds` what differs from what listeners know."""
+        due = source.now + seconds
+        if self._timer is not None:
+            if self._due_at <= due:
+                return
+            self._timer.cancel()
+        if not self._closed:
+            self._due_at = due
+            self._timer = asyncio.get_running_loop().call_at(due, self._publish, source)
+
+    def _publish(self, source: Source) -> None:
+        self._timer = None
+        state, now = source.state, source.now
+        moment = Moment(state, now)
+        for model in state.models.values():
+            status = views.status(state, model, now, moment)
+            if views.differs(status, self._known.get(model.id)):
+                self._known[model.id] = status
+                self._bus.publish("model", {"model": status.to_json()})
+        for name in [name for name in self._known if name not in state.models]:
+            del self._known[name]
+            self._bus.publish("removed", {"id": name})

@@ -1,0 +1,154 @@
+"""The working copy of one step: handlers change it, and `step` returns what it has become.
+
+A draft lives within one call of `step`. It replaces frozen records, collects effects, and offers what every handler
+needs: the lifecycle table, timers, log lines, new numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from inference.authority.effects import Count, Effect, Log, NotifyModels
+from inference.authority.lifecycle.transitions import Event, advance
+from inference.authority.state import ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
+from inference.errors import InferenceError
+from inference.protocol import ModelState
+
+SETTLE_SECONDS = 0.2
+"""How soon listeners learn of what changes often."""
+_KEEPS = (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
+
+
+class Draft:
+    """`observed`: the readings are of this moment, so models may be placed now."""
+
+    __slots__ = ("effects", "now", "observed", "retime", "settled", "state", "threads_of", "used_files")
+
+    def __init__(self, state: State, now: float, *, observed: bool = False) -> None:
+        self.state = state
+        self.now = now
+        self.observed = observed
+        self.effects: list[Effect] = []
+        self.threads_of: list[str] = []
+        """models whose change may change the threads of others"""
+        self.settled: list[tuple[TicketRecord, InferenceError | None]] = []
+        """internal tickets that were granted, or failed"""
+        self.used_files: set[str] = set()
+        """models whose files were looked at for a decision of this step; the next one looks again"""
+        self.retime = False
+
+    # --- records -----------------------------------------------------------------------------------------------------
+    def set(self, **changes: Any) -> None:
+        """Replaces fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def model(self, id: str) -> ModelRecord:
+        """One model."""
+        return self.state.models[id]
+
+    def set_model(self, id: str, **changes: Any) -> ModelRecord:
+        """Replaces fields of a model."""
+        model = replace(self.state.models[id], **changes)
+        self.set(models={**self.state.models, id: model})
+        return model
+
+    def drop_model(self, id: str) -> None:
+        """Removes a model."""
+        self.set(models={name: model for name, model in self.state.models.items() if name != id})
+
+    def worker(self, id: str) -> WorkerRecord:
+        """One worker."""
+        return self.state.workers[id]
+
+    def worker_of(self, model: str) -> WorkerRecord | None:
+        """The worker of a model."""
+        return self.state.worker_of(self.state.models[model])
+
+    def set_worker(self, id: str, **changes: Any) -> WorkerRecord:
+        """Replaces fields of a worker."""
+        worker = replace(self.state.workers[id], **changes)
+        self.set(workers={**self.state.workers, id: worker})
+        return worker
+
+    def is_current(self, worker: WorkerRecord) -> bool:
+        """Whether it is the worker of its model, and not one that the model has left."""
+        model = self.state.models.get(worker.model)
+        return model is not None and model.worker == worker.id
+
+    def set_devices(self, **changes: Any) -> None:
+        """Replaces what is known of the devices."""
+        self.set(devices=replace(self.state.devices, **changes))
+
+    def number(self) -> int:
+        """A number that was not given before."""
+        self.set(numbers=self.state.numbers + 1)
+        return self.state.numbers
+
+    # --- lifecycle ---------------------------------------------------------------------------------------------------
+    def advance(self, id: str, event: Event, *, quietly: bool = False) -> None:
+        """The one way a model changes its state. Raises IllegalTransition."""
+        model = self.state.models[id]
+        state = advance(model.state, event)
+        self.set_model(id, state=state, kept=model.kept if state in _KEEPS else None)
+        self.threads_of.append(id)
+        self.changed(SETTLE_SECONDS if quietly else 0.0)
+        self.plan()
+
+    def plan(self) -> None:
+        """The models that are wanted are looked at before this step, or the next one that observes, ends."""
+        if not self.state.unplanned:
+            self.set(unplanned=True)
+
+    # --- effects -----------------------------------------------------------------------------------------------------
+    def emit(self, effect: Effect) -> None:
+        """Adds an effect."""
+        self.effects.append(effect)
+
+    def changed(self, seconds: float = 0.0) -> None:
+        """Listeners learn within `seconds` what changed."""
+        self.set(revision=self.state.revision + 1)
+        self.emit(NotifyModels(seconds))
+
+    def count(self, metric: str, *labels: str, amount: float = 1.0) -> None:
+        """Adds to a metric."""
+        self.emit(Count(metric, labels, amount))
+
+    def debug(self, text: str, *values: object) -> None:
+        """A line of the log for developers."""
+        self.emit(Log("DEBUG", text % values))
+
+    def info(self, text: str, *values: object) -> None:
+        """A line of the log."""
+        self.emit(Log("INFO", text % values))
+
+    def warning(self, text: str, *values: object) -> None:
+        """A line of the log that an operator should see."""
+        self.emit(Log("WARNING", text % values))
+
+    def error(self, text: str, *values: object) -> None:
+        """A line of the log about something that broke."""
+        self.emit(Log("ERROR", text % values))
+
+    # --- time --------------------------------------------------------------------------------------------------------
+    @property
+    def unix(self) -> float:
+        """Now, in Unix seconds."""
+        return self.now + self.state.unix_offset
+
+    def timer(self, kind: TimerKind, id: str | int, at: float) -> None:
+        """Sets a deadline, or moves it."""
+        self.set(timers={**self.state.timers, (kind, id): at})
+        self.retime = True
+
+    def cancel(self, kind: TimerKind, id: str | int) -> None:
+        """Takes a deadline back, if it is set."""
+        if (kind, id) in self.state.timers:
+            self.set(timers={timer: at for timer, at in self.state.timers.items() if timer != (kind, id)})
+            self.retime = True
+
+    def wake_in(self, seconds: float) -> None:
+        """Models that are wanted are looked at again in `seconds` at the latest."""
+        due = self.now + seconds
+        if self.state.timers.get((TimerKind.PLAN, 0), due + 1) > due:
+            self.timer(TimerKind.PLAN, 0, due)

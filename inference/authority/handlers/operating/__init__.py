@@ -1,0 +1,1 @@
+"""The start, other configurations, and the commands of operators."""

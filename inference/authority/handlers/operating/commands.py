@@ -1,0 +1,338 @@
+"""Requests of operators: begun here, gone on with until they are done, and answered exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from inference.authority.draft import Draft
+from inference.authority.effects import Answer, ReadFiles, Refuse, RenewProbes, StopWorker, TrimWorkers
+from inference.authority.events import (
+    Abandoned,
+    Collect,
+    Commanded,
+    Defragment,
+    Evict,
+    Move,
+    Offload,
+    Plan,
+    Recover,
+    Refresh,
+    Trimmed,
+    Unload,
+)
+from inference.authority.handlers.placing import decision, defragmentation, measuring, moving
+from inference.authority.handlers.placing.questions import held_models
+from inference.authority.handlers.running import departure, keeping, oom_ladder
+from inference.authority.handlers.running.growth_watch import reclaim, serving
+from inference.authority.handlers.watching import device_care, device_view
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.placement.plan import Placement, Refusal, Standing
+from inference.authority.state import (
+    CollectCommand,
+    Command,
+    DefragmentCommand,
+    EvictCommand,
+    ModelRecord,
+    MoveCommand,
+    OffloadCommand,
+    PlanCommand,
+    RecoverCommand,
+    RefreshCommand,
+    TimerKind,
+    UnloadCommand,
+    placement_key,
+)
+from inference.errors import (
+    DeadlineExceeded,
+    InferenceError,
+    InvalidRequestError,
+    ModelNotFound,
+    ShuttingDown,
+)
+from inference.estimate.file_stamp import changed
+from inference.estimate.model_estimate import Estimate
+from inference.protocol import ModelState
+from inference.settings import ModelSpec
+
+LEAVE_SECONDS = 30.0
+"""Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
+_IDLE = (Standing.IDLE, Standing.WARM)
+_S = ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The answer to a dry run: the decision, what was measured, and which accelerators are missing."""
+
+    outcome: Placement | Refusal
+    estimate: Estimate | None
+    lost: str
+
+
+# --- beginning -------------------------------------------------------------------------------------------------------
+def begin(draft: Draft, event: Commanded) -> None:
+    """An operator's request has come."""
+    id, request = event.command, event.request
+    if isinstance(request, Move):
+        moving.begin(draft, id, request)
+    elif isinstance(request, Collect):
+        _collect(draft, id)
+    elif isinstance(request, Defragment):
+        defragmentation.begin(draft, id)
+    elif isinstance(request, Refresh):
+        _put(draft, id, RefreshCommand(device_view.read(draft)))
+    elif isinstance(request, Recover):
+        _recover(draft, id, request)
+    else:
+        model = draft.state.models.get(request.model)
+        if model is None:
+            draft.emit(Refuse(id, ModelNotFound(request.model, sorted(draft.state.config.models))))
+        elif isinstance(request, Unload):
+            _unload(draft, id, request, model)
+        elif isinstance(request, Offload):
+            _offload(draft, id, model)
+        elif isinstance(request, Evict):
+            _evict(draft, id, request, model)
+        else:
+            _plan(draft, id, request, model)
+
+
+def _put(draft: Draft, id: int, command: Command) -> None:
+    draft.set(commands={**draft.state.commands, id: command})
+
+
+def _remove(draft: Draft, id: int) -> None:
+    draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
+    draft.cancel(TimerKind.COMMAND, id)
+
+
+def _answer(draft: Draft, id: int, value: object = None) -> None:
+    _remove(draft, id)
+    draft.emit(Answer(id, value))
+
+
+def _refuse(draft: Draft, id: int, error: InferenceError) -> None:
+    _remove(draft, id)
+    draft.emit(Refuse(id, error))
+
+
+def _unload(draft: Draft, id: int, request: Unload, model: ModelRecord) -> None:
+    worker = draft.worker_of(model.id)
+    if worker is None:
+        draft.emit(Answer(id))
+        return
+    _put(draft, id, UnloadCommand(model.id, worker.id))
+    departure.leave(draft, model.id, Reason.BY_HAND)
+    if request.now:
+        draft.emit(StopWorker(worker.id))
+    else:
+        departure.stop_in(draft, model.id, draft.state.settings.drain_seconds)
+
+
+def _offload(draft: Draft, id: int, model: ModelRecord) -> None:
+    if model.state is _S.WARM:
+        draft.emit(Answer(id))
+        return
+    if model.state not in (_S.READY, _S.BUSY):
+        why = f"the model {model.id!r} is {model.state}; only a loaded one can be offloaded"
+        draft.emit(Refuse(id, InvalidRequestError(why)))
+        return
+    if obstacle := keeping.obstacle(draft.state, model):
+        draft.emit(Refuse(id, InvalidRequestError(f"the model {model.id!r} cannot be offloaded: {obstacle}")))
+        return
+    _put(draft, id, OffloadCommand(model.id))
+    departure.leave(draft, model.id, Reason.BY_HAND, Action.OFFLOAD)
+    departure.stop_in(draft, model.id, draft.state.settings.drain_seconds)
+
+
+def _evict(draft: Draft, id: int, request: Evict, model: ModelRecord) -> None:
+    if model.spec.pinned:
+        why = f"the model {model.id!r} is pinned and is not evicted"
+        why += f"; POST /models/{model.id}/unload unloads it all the same"
+        draft.emit(Refuse(id, InvalidRequestError(why, param="model")))
+        return
+    if model.worker is None:
+        draft.emit(Answer(id, {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0}))
+        return
+    _put(draft, id, EvictCommand(model.id))
+    drain_seconds = draft.state.settings.drain_seconds
+    departure.leave(draft, model.id, Reason.BY_HAND, request.action)
+    departure.stop_in(draft, model.id, drain_seconds)
+    draft.timer(TimerKind.COMMAND, id, draft.now + drain_seconds + LEAVE_SECONDS)
+
+
+def _collect(draft: Draft, id: int) -> None:
+    idle = [
+        model.id
+        for model in draft.state.models.values()
+        if model.worker is not None and draft.state.standing(model, draft.now) in _IDLE
+    ]
+    _put(draft, id, CollectCommand(frozenset(idle)))
+    draft.timer(TimerKind.COMMAND, id, draft.now + draft.state.timing.return_seconds + LEAVE_SECONDS)
+    for name in idle:
+        departure.leave(draft, name, Reason.BY_HAND, explanation=("idle when memory was collected",))
+
+
+def _recover(draft: Draft, id: int, request: Recover) -> None:
+    if error := device_care.refuse_recovery(draft.state, request.device):
+        draft.emit(Refuse(id, error))
+    elif draft.state.closing:
+        draft.emit(Refuse(id, ShuttingDown()))
+    else:
+        _put(draft, id, RecoverCommand(request.device))
+        draft.emit(RenewProbes(id))
+
+
+def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
+    spec = replace(model.spec, **request.changes)
+    anew = bool(request.changes) and spec != model.effective
+    _put(draft, id, PlanCommand(model.id, spec if anew else None))
+    draft.plan()
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+def advance(draft: Draft) -> None:
+    """Goes on with every command that something has changed for."""
+    for id, command in list(draft.state.commands.items()):
+        match command:
+            case UnloadCommand(_, worker):
+                if worker not in draft.state.workers:
+                    _answer(draft, id)
+            case OffloadCommand(name):
+                model = draft.state.models.get(name)
+                if model is None or model.state not in (_S.DRAINING, _S.OFFLOADING):
+                    _answer(draft, id)
+            case EvictCommand(_, record):
+                if record is not None:
+                    _answer(draft, id, {"evicted": True, **record.to_json()})
+            case CollectCommand(awaited, _, trimming):
+                if not awaited and not trimming:
+                    _trim(draft, id, command)
+            case RecoverCommand():
+                device_care.recovered(draft, id, command)
+            case RefreshCommand(needed):
+                if draft.state.devices.done >= needed:
+                    _answer(draft, id)
+            case _:
+                pass
+
+
+def advance_planned(draft: Draft) -> None:
+    """Goes on with the commands that plan; the readings are of this moment."""
+    for id, command in list(draft.state.commands.items()):
+        if isinstance(command, PlanCommand):
+            _go_on_planning(draft, id, command)
+        elif isinstance(command, MoveCommand):
+            moving.advance(draft, id, command)
+        elif isinstance(command, DefragmentCommand):
+            defragmentation.advance(draft, id, command)
+
+
+def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
+    state = draft.state
+    if command.model not in state.models:
+        _refuse(draft, id, ModelNotFound(command.model, sorted(state.config.models)))
+        return
+    asked = decision.as_asked(state, command.model, command.spec)
+    model = asked.models[command.model]
+    found = decision.consider(asked, command.model, draft.now, divisions=command.divisions)
+    match found:
+        case decision.NeedsEstimate(key, divides):
+            if divides and not any(other.spec == key.spec for other in state.measuring):
+                _put(draft, id, replace(command, divisions=command.divisions + 1))
+            if not measuring.request(draft, key):
+                _refuse(draft, id, measuring.gone(model))
+        case decision.NeedsReading():
+            device_view.read(draft)
+        case decision.NeedsFiles():
+            draft.emit(ReadFiles(model.id, model.effective))
+        case decision.NeedsCheck(check, _):
+            draft.set(checks={(check.spec, check.kinds): check, **state.checks})
+        case _:
+            _answer(draft, id, _planned(draft, command, model, found.outcome))
+
+
+def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Placement | Refusal) -> Planned:
+    state = draft.state
+    own = [item for item in held_models(state, draft.now) if item.model == command.model]
+    if command.spec is not None and own:
+        line = f"{command.model} is on {own[0].device} with other settings, and would be loaded anew"
+        outcome = replace(outcome, trace=(line, *outcome.trace))
+    worker = state.worker_of(model)
+    if command.spec is None and worker is not None and (found := changed(worker.files, model.seen_files)):
+        line = f"the file of {model.id} changed since it was loaded: {found}; the next load reads the new file"
+        outcome = replace(outcome, trace=(line, *outcome.trace))
+    draft.used_files.add(command.model)
+    known = state.estimates_of(model.effective)
+    estimate = next(iter(known.values()), None)
+    if isinstance(outcome, Placement):
+        estimate = known.get(placement_key(outcome.devices, outcome.tensor_split), estimate)
+    lost, _ = device_view.lost_for(state.models[command.model].effective, device_view.readings(state, draft.now))
+    return Planned(outcome, estimate, lost)
+
+
+def _trim(draft: Draft, id: int, command: CollectCommand) -> None:
+    draft.cancel(TimerKind.COMMAND, id)
+    _put(draft, id, replace(command, trimming=True))
+    draft.emit(TrimWorkers(id, serving(draft.state)))
+
+
+def trimmed(draft: Draft, event: Trimmed) -> None:
+    """Workers have dropped what they retained."""
+    if isinstance(event.job, str):
+        oom_ladder.cleaned(draft, event)
+        return
+    command = draft.state.commands.get(event.job)
+    if isinstance(command, DefragmentCommand):
+        defragmentation.trimmed(draft, event.job, command, event)
+    elif isinstance(command, CollectCommand):
+        reclaim(draft, event.bytes)
+        freed = sum(record.memory_freed_mb for record in command.records)
+        trimmed_mb = round(event.freed_bytes / 2**20, 3)
+        answer = {
+            "freed_mb": round(freed + trimmed_mb, 3),
+            "models_unloaded": len(command.records),
+            "models": [record.model_name for record in command.records],
+            "trimmed_mb": trimmed_mb,
+        }
+        _answer(draft, event.job, answer)
+
+
+def overdue(draft: Draft, id: int) -> None:
+    """The deadline of a command has passed."""
+    command = draft.state.commands.get(id)
+    if isinstance(command, EvictCommand):
+        _refuse(draft, id, DeadlineExceeded(f"{command.model!r} leaves, and its memory is not back yet"))
+    elif isinstance(command, CollectCommand) and not command.trimming:
+        _trim(draft, id, replace(command, awaited=frozenset()))
+
+
+def abandoned(draft: Draft, event: Abandoned) -> None:
+    """The client that waited for a command is gone."""
+    command = draft.state.commands.get(event.command)
+    if isinstance(command, MoveCommand):
+        moving.abandon(draft, event.command, command)
+    elif command is not None:
+        _remove(draft, event.command)
+
+
+def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
+    """A model cannot be measured: the commands that wait for it fail."""
+    moving.cannot_measure(draft, spec, error)
+    defragmentation.cannot_measure(draft, spec, error)
+    for id, command in list(draft.state.commands.items()):
+        if isinstance(command, PlanCommand) and command.model == spec.id:
+            model = draft.state.models.get(command.model)
+            asked = command.spec or (None if model is None else model.effective)
+            if asked == spec:
+                _refuse(draft, id, error)
+
+
+_BEGIN = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, CollectCommand)
+
+
+def quiesce(draft: Draft) -> None:
+    """The service takes nothing new: commands that begin something fail."""
+    for id, command in list(draft.state.commands.items()):
+        if isinstance(command, _BEGIN) or (isinstance(command, MoveCommand) and not command.begun):
+            _refuse(draft, id, ShuttingDown())

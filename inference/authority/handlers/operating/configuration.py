@@ -1,0 +1,113 @@
+"""Another configuration: what differs changes, what does not is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inference.authority.draft import Draft
+from inference.authority.events import SettingsChanged
+from inference.authority.handlers.placing.questions import held_models
+from inference.authority.handlers.queueing import tickets
+from inference.authority.handlers.running import departure, keeping, model_files
+from inference.authority.handlers.watching import device_view
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.placement.stage import Standing
+from inference.authority.pressure.lowered_limits import Limits, surplus
+from inference.authority.state import ModelRecord, State
+from inference.authority.warm.retention import HOST
+from inference.environment_settings import AT_START
+from inference.errors import ModelNotFound
+from inference.protocol import ModelState
+from inference.settings import InferenceConfig, ModelSpec
+
+
+def differences(state: State, config: InferenceConfig) -> list[str]:
+    """What is different in another configuration, one sentence each."""
+    found = []
+    for name, spec in config.models.items():
+        model = state.models.get(name)
+        if model is None:
+            found.append(f"model {name} added")
+            continue
+        if model.removed:  # by an earlier reload, and its worker has not left yet
+            found.append(f"model {name} added again")
+        if changed := model.spec.changed(spec):
+            found.append(f"model {name} changed: {', '.join(changed)}")
+    found += [
+        f"model {name} removed"
+        for name, model in state.models.items()
+        if name not in config.models and not model.removed
+    ]
+    old, new = state.settings.model_dump(), config.settings.model_dump()
+    found += [
+        f"INFERENCE_{key.upper()} changed{' (applied at the next start)' if key in AT_START else ''}"
+        for key in old
+        if old[key] != new[key]
+    ]
+    return found
+
+
+def apply(draft: Draft, event: SettingsChanged) -> None:
+    """Applies another configuration; the listening address stays."""
+    config, before = event.config, _limits(draft)
+    for name, spec in config.models.items():
+        model = draft.state.models.get(name)
+        if model is None:
+            draft.set(models={**draft.state.models, name: ModelRecord(spec)})
+            continue
+        if model.removed:
+            draft.set_model(name, removed=False)
+        if changed := model.spec.changed(spec):
+            _respecify(draft, name, spec, changed)
+    for name in [name for name in draft.state.models if name not in config.models]:
+        draft.set_model(name, removed=True)
+        tickets.fail(draft, name, ModelNotFound(name, sorted(config.models)))
+        if draft.model(name).worker is None:
+            draft.drop_model(name)
+        else:
+            departure.leave(draft, name, Reason.REMOVED)
+    ordered = {name: draft.model(name) for name in config.models}
+    draft.set(models={**ordered, **draft.state.models}, config=config)
+    draft.state = device_view.limited(device_view.entered(draft.state, draft.now))
+    for model in list(draft.state.models.values()):
+        if model.state is ModelState.WARM and keeping.obstacle(draft.state, model):
+            departure.leave(draft, model.id, Reason.CHANGED)
+    _keep_lowered_limits(draft, before)
+    draft.set(foreseen=tuple(draft.state.models))
+    draft.changed()
+    draft.plan()
+
+
+def _limits(draft: Draft) -> Limits:
+    return Limits(draft.state.ledger, device_view.policy(draft.state.settings, draft.now))
+
+
+def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
+    """Limits that were lowered hold from now on: idle models leave at once, busy ones when they are done."""
+    now = _limits(draft)
+    found = surplus(before, now, held_models(draft.state, now.policy.now))
+    is_host_short = now.ledger.excess(HOST) > 0
+    for held in found.leavers:
+        model = draft.state.models.get(held.model)
+        if model is None:
+            continue
+        if held.standing is Standing.FIXED:
+            draft.warning("%s is pinned or dedicated and has to leave: %s", model.id, "; ".join(found.reasons))
+        action = Action.UNLOAD if is_host_short else keeping.action_of(draft.state, model)
+        departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)
+
+
+def _respecify(draft: Draft, name: str, spec: ModelSpec, changed: tuple[str, ...]) -> None:
+    before = draft.model(name).effective
+    model = draft.set_model(name, spec=spec)
+    if set(changed) <= ModelSpec.SOFT:
+        if model.reduced is not None:
+            soft = {field: getattr(spec, field) for field in changed}
+            model = draft.set_model(name, reduced=replace(model.reduced, **soft))
+        if known := draft.state.estimates_of(before):
+            draft.set(estimates={**draft.state.estimates, model.effective: known})
+        return
+    model_files.forget(draft, name)
+    draft.set_model(name, reduced=None, files=None)
+    if model.worker is not None:
+        departure.leave(draft, name, Reason.CHANGED)

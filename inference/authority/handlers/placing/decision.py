@@ -1,0 +1,194 @@
+"""Where a model would go now: the one decision that loads commit and dry runs report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inference.authority.handlers.placing import relocation
+from inference.authority.handlers.placing.questions import Subject, held_models, request_for, residents
+from inference.authority.handlers.running import keeping, oom_ladder
+from inference.authority.handlers.running.model_files import FILES_SECONDS
+from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.watching.pressure_view import open_to
+from inference.authority.placement.fix import smaller
+from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
+from inference.authority.placement.turns import Decision, Scenery, Wish, decide
+from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.protocol import ModelState
+from inference.settings import ModelSpec
+
+FRESH_SECONDS = 1.0
+"""Readings of accelerators this old are good enough to decide on."""
+MOST_DIVISIONS = 2
+"""How often a model that needs several devices is measured before it is decided on what is known."""
+MOST_TRIES = 3
+"""How often a suggested setting is made smaller before none is suggested."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsEstimate:
+    """The model must be measured first. `divides`: as the planner divided it over devices."""
+
+    key: EstimateKey
+    divides: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsReading:
+    """The devices must be read first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsFiles:
+    """The files of the model must be looked at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsCheck:
+    """The suggestion of a refusal must be verified first."""
+
+    check: FixCheck
+    refusal: Refusal
+
+
+Missing = NeedsEstimate | NeedsReading | NeedsFiles | NeedsCheck
+
+
+def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:
+    """The devices that a load of the model is planned for, whatever the pressure on them."""
+    found = device_view.readings(state, now)
+    allowed = device_view.candidates(model.effective, found, state.settings)
+    return relocation.options(model, oom_ladder.options(model, allowed, now), found)
+
+
+def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
+    """The first device that the model is not measured on, of those it may be planned for."""
+    known, spec = state.estimates_of(model.effective), model.effective
+    return next(
+        (EstimateKey(spec, (item.id,)) for item in devices_for(state, model, now) if item.id not in known), None
+    )
+
+
+def consider(state: State, id: str, now: float, *, divisions: int | None = None) -> Decision | Missing:
+    """Where the model goes now, or what has to be known first. It is the same for a request and for a dry run.
+
+    `divisions` counts how often it was measured as the planner divided it; None for the model's own count.
+    """
+    model = state.models[id]
+    spec = model.effective
+    if now - model.files_seen_at > FILES_SECONDS:
+        return NeedsFiles()
+    divisions = model.divisions if divisions is None else divisions
+    options = open_to(state, spec, devices_for(state, model, now), now)
+    if isinstance(options, Refusal):
+        return Decision(options)
+    known = state.estimates_of(spec)
+    missing = next((item.id for item in options if item.id not in known), None)
+    if missing is not None:
+        return NeedsEstimate(EstimateKey(spec, (missing,)))
+    is_old = now - state.devices.refreshed_at > FRESH_SECONDS
+    if is_old and any(item.id != CPU for item in options):
+        return NeedsReading()
+    request = request_for(Subject(spec, known), options, divide=divisions < MOST_DIVISIONS)
+    assert request is not None
+    decision = _decide(state, model, request, now)
+    outcome = decision.outcome
+    if isinstance(outcome, Placement):
+        if outcome.measured:
+            return decision
+        return NeedsEstimate(EstimateKey(spec, outcome.devices, tuple(map(int, outcome.tensor_split))), divides=True)
+    if outcome.waits_for or not outcome.fix:
+        return decision
+    key = fix_key(spec, outcome.fix)
+    until, fix = state.fixes.get(key, (0.0, {}))
+    if now < until:
+        return replace(decision, outcome=replace(outcome, fix=fix))
+    return NeedsCheck(FixCheck(id, spec, key[1], outcome.fix), outcome)
+
+
+def _decide(state: State, model: ModelRecord, request: Request, now: float) -> Decision:
+    ledger, held = state.ledger, held_models(state, now)
+    if model.state is ModelState.WARM:
+        request, ledger = keeping.adapted(state, model, request), keeping.counted(state, model)
+        held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
+    scenery = Scenery(
+        ledger,
+        tuple(held),
+        residents(state),
+        device_view.policy(state.settings, now),
+        frozenset(
+            item.id for item in state.models.values() if item.state is ModelState.LOADING and not item.queue.waiters
+        ),
+    )
+    since = model.wanted_at if model.queue.waiters else now
+    claims = [claim for claim in state.claims if claim.model != model.id]
+    return decide(request, Wish(since, model.reload_seconds), scenery, claims)
+
+
+# --- suggested settings ----------------------------------------------------------------------------------------------
+def fix_key(spec: ModelSpec, fix: Mapping[str, Any]) -> FixKey:
+    """Of the same kind of change, one check is enough: the figure itself wavers with what others use."""
+    return spec, tuple(sorted(fix))
+
+
+def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
+    """Whether the model would be placed with the suggested settings once all models left that ever leave."""
+    spec = replace(check.spec, **check.fix)
+    found = device_view.readings(state, now)
+    devices = device_view.candidates(spec, found, state.settings)
+    known = state.estimates_of(spec)
+    missing = next((item.id for item in devices if item.id not in known), None)
+    if missing is not None:
+        return NeedsEstimate(EstimateKey(spec, (missing,)))
+    request = request_for(Subject(spec, known), devices, divide=check.divisions < 1)
+    assert request is not None
+    held = held_models(state, now)
+    emptied = Scene.of(state.ledger, [item for item in held if item.model != check.model]).emptied
+    own = {item.holding for item in held if item.model == check.model} & emptied.ledger.holdings.keys()
+    decision = plan(request, emptied.ledger.without(own), emptied.models, device_view.policy(state.settings, now))
+    if not isinstance(decision, Placement):
+        return False
+    if decision.measured:
+        return True
+    return NeedsEstimate(EstimateKey(spec, decision.devices, tuple(map(int, decision.tensor_split))), divides=True)
+
+
+def next_try(check: FixCheck) -> FixCheck:
+    """The check of the next smaller suggestion; its `fix` is empty when there is none."""
+    fix = smaller(check.fix) if check.tries < MOST_TRIES else {}
+    return replace(check, fix=fix, tries=check.tries + 1, divisions=0)
+
+
+# --- dry runs --------------------------------------------------------------------------------------------------------
+def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
+    """A copy of the state as a request for the model would find it.
+
+    With another `spec` the model is not loaded: with other settings it has to leave first.
+    """
+    model = state.models[id]
+    if spec is None:
+        return state
+    worker = state.worker_of(model)
+    ledger = state.ledger
+    if worker is not None:
+        own = {item.holding for item in held_models(state, 0.0) if item.model == id}
+        ledger = ledger.without(own)
+    asked = replace(
+        model, spec=spec, reduced=None, worker=None, kept=None, state=ModelState.COLD, target=None, sheltered_until=0.0
+    )
+    return replace(state, ledger=ledger, models={**state.models, id: asked})
+
+
+def is_deployed(state: State, model: ModelRecord) -> bool:
+    """Whether the model is on a device already, or on its way there."""
+    return model.worker is not None and model.state not in (ModelState.WARM, ModelState.UNLOADING)
+
+
+def needs_of(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:
+    """The first of these devices that the model is not measured on."""
+    known = state.estimates_of(model.effective)
+    return next((EstimateKey(model.effective, (name,)) for name in devices if name not in known), None)

@@ -1,0 +1,149 @@
+"""Brings free memory together: retained cells and grown heaps are given back, idle models move to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any
+
+from inference.authority.draft import Draft
+from inference.authority.effects import Answer, TrimWorkers
+from inference.authority.events import Move, Trimmed
+from inference.authority.handlers.placing import measuring, moving
+from inference.authority.handlers.running.growth_watch import reclaim, serving
+from inference.authority.handlers.watching import device_view
+from inference.authority.placement.repack import Piece, repack
+from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, Shift, State
+from inference.devices.host import CPU
+from inference.errors import InferenceError
+from inference.protocol import DeviceState, ModelState
+from inference.settings import ModelSpec
+
+MIB = 2**20
+MOVE_SECONDS = 30.0
+
+
+def begin(draft: Draft, id: int) -> None:
+    """An operator wants free memory together."""
+    command = DefragmentCommand(_largest_room(draft.state, draft.now))
+    draft.set(commands={**draft.state.commands, id: command})
+    draft.emit(TrimWorkers(id, serving(draft.state), fresh_first=True))
+
+
+def trimmed(draft: Draft, id: int, command: DefragmentCommand, event: Trimmed) -> None:
+    """Workers have dropped what they retained."""
+    cells = sum(max(0, before - after) for before, after in event.retained.values())
+    changed = replace(
+        command,
+        trimmed_bytes=event.freed_bytes,
+        cells=cells,
+        reclaimed_bytes=reclaim(draft, event.bytes),
+        needs_read=device_view.read(draft),
+    )
+    draft.set(commands={**draft.state.commands, id: changed})
+
+
+def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
+    """Measures, plans, and moves one model after another; the readings are of this moment."""
+    if command.needs_read is None or draft.state.devices.done < command.needs_read or command.moving is not None:
+        return
+    if command.planned is None:
+        rooms = _rooms(draft.state, draft.now)
+        if _measures(draft, command, rooms):
+            return
+        pieces = [
+            _piece(draft.state, model, rooms)
+            for model in draft.state.models.values()
+            if _is_movable(draft.state, model, rooms) and model.id not in command.unmeasurable
+        ]
+        planned = tuple(Shift(item.model, item.source, item.target) for item in repack(rooms, pieces))
+        command = replace(command, planned=planned)
+    assert command.planned is not None
+    if not command.planned:
+        draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
+        draft.emit(Answer(id, _report(draft, command)))
+        return
+    first, *rest = command.planned
+    command = replace(command, planned=tuple(rest), moving=first)
+    draft.set(commands={**draft.state.commands, id: command})
+    moving.begin(draft, draft.number(), Move(first.model, first.target, MOVE_SECONDS), parent=id)
+
+
+def _rooms(state: State, now: float) -> dict[str, int]:
+    found = device_view.balances(state, now)
+    return {
+        item.id: found[item.id].room_bytes
+        for item in device_view.accelerators(state, now)
+        if item.state is DeviceState.HEALTHY and not item.unified
+    }
+
+
+def _measures(draft: Draft, command: DefragmentCommand, rooms: Container[str]) -> bool:
+    """Has the next movable model measured on the next device; False when all are."""
+    for model in draft.state.models.values():
+        if model.id in command.unmeasurable or not _is_movable(draft.state, model, rooms):
+            continue
+        known = draft.state.estimates_of(model.effective)
+        for item in device_view.accelerators(draft.state, draft.now):
+            key = EstimateKey(model.effective, (item.id,))
+            if item.id in rooms and item.id not in known and measuring.request(draft, key):
+                return True
+    return False
+
+
+def _is_movable(state: State, model: ModelRecord, devices: Container[str]) -> bool:
+    """Idle, on one of these devices alone, and bound to none; a pinned one moves as well: it stays loaded."""
+    worker = state.worker_of(model)
+    if worker is None or model.state is not ModelState.READY or worker.leases or model.queue.waiters:
+        return False
+    bound = model.spec.dedicated or model.spec.gpu_index is not None
+    return not bound and len(worker.placement.devices) == 1 and worker.placement.device in devices
+
+
+def _piece(state: State, model: ModelRecord, rooms: Container[str]) -> Piece:
+    """What the model holds where it is, and what it would need elsewhere."""
+    worker = state.worker_of(model)
+    assert worker is not None
+    device = worker.placement.device
+    held = state.ledger.holdings[worker.holding].bytes[device]
+    known = state.estimates_of(model.effective)
+    needs = {name: item.need[name] for name, item in known.items() if name in rooms and name != device}
+    return Piece(model.id, device, held, needs)
+
+
+def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
+    """A model cannot be measured: it stays where it is."""
+    del error
+    for id, command in list(draft.state.commands.items()):
+        if isinstance(command, DefragmentCommand):
+            changed = replace(command, unmeasurable=command.unmeasurable | {spec.id})
+            draft.set(commands={**draft.state.commands, id: changed})
+
+
+def _largest_room(state: State, now: float) -> int:
+    """The most that one model could get on one device now, an accelerator where there is one; bytes."""
+    found = device_view.balances(state, now)
+    there = [item.id for item in device_view.accelerators(state, now) if item.id in found]
+    return max((found[device].room_bytes for device in there or [CPU] if device in found), default=0)
+
+
+def _report(draft: Draft, command: DefragmentCommand) -> dict[str, Any]:
+    shifts = [
+        (shift.reason, {"model_name": shift.model, "source": shift.source, "target": shift.target})
+        for shift in command.done
+    ]
+    return {
+        "cells_released": command.cells,
+        "trimmed_mb": _mib(command.trimmed_bytes),
+        "reclaimed_mb": _mib(command.reclaimed_bytes),
+        "moved": [data for reason, data in shifts if reason is None],
+        "refused": [{**data, "reason": reason} for reason, data in shifts if reason is not None],
+        "largest_room_mb": {
+            "before": _mib(command.before_bytes),
+            "after": _mib(_largest_room(draft.state, draft.now)),
+        },
+    }
+
+
+def _mib(count: float) -> float:
+    return round(count / MIB, 3)

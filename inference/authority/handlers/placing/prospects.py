@@ -1,0 +1,42 @@
+"""Whether models could be loaded now, evictions included: quick answers for lists of models, which only advise."""
+
+from __future__ import annotations
+
+from inference.authority.handlers.placing.questions import Subject, held_models, request_for
+from inference.authority.handlers.running.oom_ladder import may_bend
+from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.watching.pressure_view import open_to
+from inference.authority.placement.plan import Refusal, Scene, prospect
+from inference.authority.state import ModelRecord, State
+
+
+class Moment:
+    """Answers about one state; what they share is computed once."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self._state = state
+        self._now = now
+        self._scene: Scene | None = None
+        self._answers: dict[str, Refusal | bool | None] = {}
+
+    def of(self, model: ModelRecord) -> Refusal | bool | None:
+        """True when the model could be loaded now, the refusal when not, None while unknown."""
+        if model.id not in self._answers:
+            self._answers[model.id] = self._answer(model)
+        return self._answers[model.id]
+
+    def _answer(self, model: ModelRecord) -> Refusal | bool | None:
+        state, now = self._state, self._now
+        if self._scene is None:
+            self._scene = Scene.of(state.ledger, held_models(state, now))
+        devices = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
+        allowed = open_to(state, model.effective, devices, now)
+        if isinstance(allowed, Refusal):
+            return allowed
+        request = request_for(Subject.of(state, model.effective), allowed)
+        if request is None:
+            return None
+        refusal = prospect(request, self._scene, device_view.policy(state.settings, now))
+        if refusal is not None and may_bend(model, refusal, now):
+            return None  # with smaller settings it may; that is measured when a request comes
+        return refusal or True

@@ -1,0 +1,195 @@
+"""Translates the records of models into the terms of the planner, and its refusals into errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headgate.shared.units import format_bytes
+from inference.authority.handlers.watching.device_view import candidates, closed_to, lost_for
+from inference.authority.placement.layers import layers_of
+from inference.authority.placement.ledger import Phase
+from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
+from inference.authority.placement.spread import Spread
+from inference.authority.placement.turns import Resident
+from inference.authority.state import State, WorkerRecord
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.environment_settings import InferenceSettings
+from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
+from inference.estimate.model_estimate import Estimate, parameters_of
+from inference.protocol import ModelState
+from inference.settings import ModelSpec
+from inference.workers.device_pinning import grants_of
+from inference.workers.worker_link import Grant, Ready
+
+ENGINE_QUEUE = 512
+"""Requests that may wait in a worker."""
+TOLERANCE_BYTES = 8 * 2**20
+"""llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as it would be loaded: its settings, and what was measured for them."""
+
+    spec: ModelSpec
+    estimates: Mapping[str, Estimate]
+
+    @classmethod
+    def of(cls, state: State, spec: ModelSpec) -> Subject:
+        """With what is known of these settings."""
+        return cls(spec, state.estimates_of(spec))
+
+
+def request_for(subject: Subject, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
+    """What the planner is asked; None while an estimate is missing.
+
+    Without `divide` only divisions that were measured already are possible.
+    """
+    known, spec = subject.estimates, subject.spec
+    if any(device.id not in known for device in devices):
+        return None
+    has_accelerator = any(device.id != CPU for device in devices)
+    options = [
+        Option(device.id, known[device.id].need, fallback=has_accelerator and device.id == CPU) for device in devices
+    ]
+    here = {device.id for device in devices}
+    splits = [item for item in known.values() if item.counts and here.issuperset(item.counts)]
+    options += [Option(next(iter(item.counts)), item.need, layers=item.counts) for item in splits]
+    there = [device for device in devices if device.id != CPU]
+    spread = _spread(subject, there, splits, divide=divide) if devices else None
+    return Request(spec.id, tuple(options), spec.dedicated, spread)
+
+
+def _spread(subject: Subject, there: Sequence[Reading], splits: Sequence[Estimate], *, divide: bool) -> Spread | None:
+    """The layers of the model, calibrated by what one device needs and by the splits that were measured."""
+    over = tuple(device.id for device in there)
+    first = over[0] if over else CPU
+    measured = subject.estimates[first]
+    parameters = parameters_of(subject.spec, there[0] if over else Reading(CPU, CPU, "", 0, 0, 0))
+    layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
+    if layers is None:
+        return None
+    overhead = dict(measured.overhead_bytes)
+    for name in over:
+        overhead[name] = subject.estimates[name].overhead_bytes.get(name, 0)
+    known = dict(overhead)
+    for item in splits:
+        modelled = layers.need(item.counts, known)
+        for name, count in item.need.items():
+            overhead[name] = max(overhead.get(name, 0), known.get(name, 0) + count - modelled[name])
+    return Spread(layers, over, overhead, divide)
+
+
+# --- what is held now ------------------------------------------------------------------------------------------------
+def held_models(state: State, now: float) -> list[Held]:
+    """Every model that holds memory, and memory on its way back whose model is gone already."""
+    held = []
+    current: set[str] = set()
+    holdings = state.ledger.holdings
+    for model in state.models.values():
+        worker = state.worker_of(model)
+        if worker is None or worker.holding not in holdings:
+            continue
+        current.add(worker.holding)
+        held.append(
+            Held(
+                model.id,
+                worker.holding,
+                state.standing(model, now),
+                holdings[worker.holding].bytes,
+                model.last_used_at,
+                model.reload_again_seconds,
+                model.spec.dedicated,
+            )
+        )
+    held += [
+        Held(holding.owner, holding.id, Standing.LEAVING, holding.bytes, now)
+        for holding in holdings.values()
+        if holding.id not in current and holding.phase is Phase.RELEASING
+    ]
+    return held
+
+
+def residents(state: State) -> dict[str, Resident]:
+    """Every model whose turn is running: it is ready or in use."""
+    found = {}
+    for model in state.models.values():
+        worker = state.worker_of(model)
+        if worker is not None and model.state in (ModelState.READY, ModelState.BUSY):
+            found[model.id] = Resident(worker.ready_at, model.spec.min_residency, model.reload_seconds)
+    return found
+
+
+def tenants(state: State, device: str) -> list[WorkerRecord]:
+    """The workers of models on a device."""
+    found = (state.worker_of(model) for model in state.models.values())
+    return [worker for worker in found if worker is not None and device in worker.placement.devices]
+
+
+# --- orders and reports of workers -----------------------------------------------------------------------------------
+def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement) -> Grant:
+    """What the worker has to load, and where: `devices` are the placement's, in its order."""
+    return Grant(
+        model_id=spec.id,
+        path=str(spec.path),
+        devices=grants_of(devices),
+        gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
+        tensor_split=placement.tensor_split,
+        context_length=spec.context_length,
+        parallel=spec.parallel,
+        kv_type=spec.kv_type,
+        batch=spec.batch,
+        ubatch=spec.ubatch,
+        threads=spec.threads,
+        flash_attention=spec.flash_attention,
+        lora=spec.lora,
+        mmproj=spec.mmproj,
+        capabilities=spec.capabilities,
+        queue_limit=ENGINE_QUEUE,
+        reserved_bytes=dict(placement.need),
+    )
+
+
+def excess(estimate: Estimate, ready: Ready) -> str | None:
+    """Why what a worker allocated is not what was planned, or None.
+
+    On no device may it be more than planned; on an accelerator less than half means that the rest went elsewhere.
+    """
+    allocated = dict.fromkeys(estimate.parts, 0)
+    for buffer in ready.buffers:
+        allocated[buffer.device] = allocated.get(buffer.device, 0) + buffer.bytes
+    for name, count in allocated.items():
+        parts = estimate.parts.get(name)
+        planned = parts.total_bytes if parts else 0
+        slack = TOLERANCE_BYTES + estimate.overhead_bytes.get(name, 0) + planned // 10
+        if count > planned + slack:
+            return f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned"
+        if name != CPU and count < planned // 2:
+            return (
+                f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned; the rest "
+                "went elsewhere"
+            )
+    return None
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+def shortages_of(refusal: Refusal) -> list[Shortage]:
+    """What the planner lacks, as the numbers of an error."""
+    return [Shortage(lack.device, lack.need_bytes, lack.room_bytes, lack.bound) for lack in refusal.lacks]
+
+
+def error_of(
+    spec: ModelSpec, refusal: Refusal, found: Sequence[Reading], settings: InferenceSettings
+) -> InferenceError:
+    """The error of a model that is refused for good: numbers, or which accelerator is gone."""
+    lost, seconds = lost_for(spec, found)
+    if lost and not candidates(spec, found, settings):
+        devices = [item.id for item in closed_to(spec, found)]
+        return DeviceLost(
+            f"the model {spec.id!r} cannot be loaded: {lost}", retry_after=seconds, details={"devices": devices}
+        )
+    return MemoryLimitExceededError(
+        spec.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix, lost=lost, retry_after=seconds
+    )

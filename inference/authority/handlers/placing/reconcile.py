@@ -1,0 +1,307 @@
+"""Looks at every model that is wanted and does what can be done for it now.
+
+Models for which others leave already come first, then the one that has waited longest. What only time changes wakes
+the authority up again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from inference.authority.draft import Draft
+from inference.authority.effects import ReadFiles
+from inference.authority.handlers.placing import decision, measuring, relocation
+from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsFiles, NeedsReading
+from inference.authority.handlers.placing.questions import error_of
+from inference.authority.handlers.queueing import tickets
+from inference.authority.handlers.running import departure, keeping, oom_ladder, warm_pool, worker_life
+from inference.authority.handlers.running.model_files import FILES_SECONDS
+from inference.authority.handlers.watching import advisor, device_care, device_view, governor
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.plan import Placement, Refusal, Result, Standing
+from inference.authority.placement.turns import Decision, age_rank
+from inference.authority.state import FixCheck, FixKey, TimerKind
+from inference.authority.warm.retention import Mechanism
+from inference.devices.host import CPU
+from inference.protocol import ModelState
+from inference.settings import ModelSpec
+
+PATIENT_BACKOFF_SECONDS = 2.0
+"""Requests wait for the end of a backoff this short; a longer one is an error."""
+ALONE_BACKOFF_SECONDS = 10.0
+"""And of one this short if a request waits that was in flight when the worker ended."""
+FIX_SECONDS = 30.0
+"""A suggestion is verified again after this: what others use of a device changes."""
+MOST_FIXES = 256
+_LOOK_AGAIN_SECONDS = 1.0
+_S = ModelState
+
+
+def reconcile(draft: Draft) -> None:
+    """Looks at all models that are wanted; the readings are of this moment."""
+    draft.set(unplanned=False)
+    if draft.state.closing or not draft.state.started or _reads_files(draft):
+        return
+    draft.set(claims=())
+    draft.cancel(TimerKind.PLAN, 0)
+    for model in draft.state.models.values():
+        if not model.queue.waiters and model.called_at != math.inf:
+            draft.set_model(model.id, called_at=math.inf)
+    wanted = [model for model in draft.state.models.values() if model.queue.waiters]
+    all_decided = True
+    for model in sorted(wanted, key=lambda item: (item.called_at, age_rank(item.queue.waiters))):
+        if draft.model(model.id).queue.waiters:
+            all_decided = _advance(draft, model.id) and all_decided
+    if all_decided:
+        _keep_unneeded(draft)
+
+
+def _reads_files(draft: Draft) -> bool:
+    """Has the files looked at of every model that may be loaded: one decision depends on those before it."""
+    old = [
+        model
+        for model in draft.state.models.values()
+        if model.queue.waiters
+        and model.state in (_S.COLD, _S.WARM, _S.FAILED)
+        and draft.now - model.files_seen_at > FILES_SECONDS
+    ]
+    for model in old:
+        draft.emit(ReadFiles(model.id, model.effective))
+    return bool(old)
+
+
+def _advance(draft: Draft, id: str) -> bool:
+    """Whether all that could be decided for the model is decided."""
+    model = draft.model(id)
+    if model.state is _S.FAILED:
+        rest = model.retry_at - draft.now
+        is_tried = model.queue.waiters[0].alone
+        if rest > (ALONE_BACKOFF_SECONDS if is_tried else PATIENT_BACKOFF_SECONDS):
+            tickets.fail(draft, id, worker_life.resting(model, draft.now))
+            return True
+        if rest > 0:
+            draft.wake_in(rest)
+            return False
+        draft.advance(id, Event.RETRY)
+        model = draft.model(id)
+    if model.state in (_S.READY, _S.BUSY):
+        worker = draft.worker_of(id)
+        if worker is not None and not worker.ending:
+            tickets.serve(draft, id)
+        return True
+    if model.state not in (_S.COLD, _S.WARM):
+        return True
+    found = _decide(draft, id)
+    if found is None:
+        return False
+    if isinstance(found.outcome, Refusal):
+        is_decided = _refuse(draft, id, found)
+    else:
+        is_decided = True
+        _place(draft, id, found.outcome)
+    if found.claim is not None:
+        draft.set(claims=(*draft.state.claims, found.claim))
+    return is_decided
+
+
+def _decide(draft: Draft, id: str) -> Decision | None:
+    """None while something has to be measured, read or dropped first."""
+    model = draft.model(id)
+    if model.cleaning:
+        return None
+    found = decision.consider(draft.state, id, draft.now)
+    if isinstance(found, NeedsFiles):
+        draft.emit(ReadFiles(id, model.effective))
+        return None
+    if _drops_stale(draft, id):
+        return None
+    if isinstance(found, NeedsEstimate):
+        if found.divides and not draft.state.is_estimating(model):
+            draft.set_model(id, divisions=model.divisions + 1)
+        if not measuring.request(draft, found.key):
+            tickets.fail(draft, id, measuring.gone(model))
+        return None
+    if isinstance(found, NeedsReading):
+        device_view.read(draft)
+        return None
+    draft.used_files.add(id)
+    if model.divisions:
+        draft.set_model(id, divisions=0)
+    if isinstance(found, NeedsCheck):
+        if not _gives_up(draft, id, found.refusal):
+            key = (found.check.spec, found.check.kinds)
+            draft.set(checks={key: found.check, **draft.state.checks})
+        return None
+    if isinstance(found.outcome, Refusal) and _gives_up(draft, id, found.outcome):
+        return None
+    return found
+
+
+def _drops_stale(draft: Draft, id: str) -> bool:
+    """Drops a warm model that is not what a load would give any more: another file, or a process where none may be."""
+    model, worker = draft.model(id), draft.worker_of(id)
+    if model.state is not _S.WARM or worker is None:
+        return False
+    home = keeping.home_of(model)
+    devices = decision.devices_for(draft.state, model, draft.now)
+    is_stranded = home is not None and all(item.id != home for item in devices)
+    is_changed = worker.files != model.seen_files
+    if not is_stranded and not is_changed:
+        return False
+    why = keeping.why_stranded(draft.state, model, draft.now) if is_stranded else None
+    if why is None:
+        warm_pool.drop(draft, id, Departure(Reason.CHANGED))
+    else:
+        warm_pool.drop(draft, id, Departure(Reason.DEVICE, Action.UNLOAD, (why,)))
+    return True
+
+
+def _gives_up(draft: Draft, id: str, refusal: Refusal) -> bool:
+    """Drops a warm model that stands in its own way: without what it keeps there may be room."""
+    model = draft.model(id)
+    if model.state is not _S.WARM or refusal.waits_for:
+        return False
+    is_bound = keeping.mechanism(draft.state, model) is Mechanism.CHECKPOINT
+    if not is_bound and all(lack.device != CPU for lack in refusal.lacks):
+        return False
+    warm_pool.drop(draft, id, Departure(Reason.MEMORY_WANTED, Action.UNLOAD, (refusal.reason,)))
+    return True
+
+
+# --- what was decided ------------------------------------------------------------------------------------------------
+def _place(draft: Draft, id: str, placement: Placement) -> None:
+    draft.info("plan for %s: %s (%s)", id, placement.result, "; ".join(placement.trace))
+    if placement.result is Result.FULL:
+        draft.count("placements", Result.FULL.lower(), "eviction")
+        draft.set_model(id, called_at=min(draft.model(id).called_at, draft.now))
+        _make_room(draft, id, placement)
+        return
+    draft.count("placements", placement.result.lower(), "fits")
+    draft.set_model(id, called_at=math.inf)
+    if draft.model(id).state is _S.WARM:
+        warm_pool.restore(draft, id, placement)
+    else:
+        worker_life.begin(draft, id, placement)
+    governor.booked(draft)
+
+
+def _make_room(draft: Draft, id: str, placement: Placement) -> None:
+    kept = keeping.kept_for(draft.state, placement, draft.now)
+    wanted_at = draft.model(id).wanted_at
+    for name in placement.evict:
+        worker = draft.worker_of(name)
+        if worker is None:
+            continue
+        draft.set_worker(worker.id, leaves_free=placement.need.get(CPU, 0))
+        why = f"room for {id}"
+        if worker.leases:
+            why += f", wanted for {draft.now - wanted_at:.1f} s: the turn of {name} is over"
+        action = Action.OFFLOAD if name in kept else Action.UNLOAD
+        departure.leave(draft, name, Reason.MEMORY_WANTED, action, (why, *placement.trace))
+
+
+def _refuse(draft: Draft, id: str, found: Decision) -> bool:
+    refusal = found.outcome
+    assert isinstance(refusal, Refusal)
+    governor.refused(draft)
+    if refusal.waits_for:
+        _wait(draft, id, refusal, found)
+        return True
+    if _awaits_verdict(draft, id):
+        return False
+    model = draft.model(id)
+    trace = refusal.trace or (refusal.reason,)
+    draft.info("plan for %s: %s (%s)", id, refusal.result, "; ".join(trace))
+    readings = device_view.readings(draft.state, draft.now)
+    error = error_of(model.effective, refusal, readings, draft.state.settings)
+    if relocation.turn_back(draft, id, error):
+        return False
+    if oom_ladder.refused(draft, id, refusal):
+        return False
+    advisor.refused(draft, id)
+    reason = "memory" if refusal.lacks else "limit"
+    draft.count("placements", refusal.result.lower(), reason, amount=len(model.queue))
+    tickets.fail(draft, id, error)
+    draft.changed()
+    return True
+
+
+def _awaits_verdict(draft: Draft, id: str) -> bool:
+    """Whether a device it might be loaded onto is being tried; the verdict ends in another look, and so does time."""
+    readings = device_view.readings(draft.state, draft.now)
+    closed = device_view.closed_to(draft.model(id).effective, readings)
+    awaits = any(device_care.is_in_doubt(draft.state, item.id, draft.now) for item in closed)
+    if awaits:
+        draft.wake_in(_LOOK_AGAIN_SECONDS)
+    return awaits
+
+
+def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
+    for name in found.give_up:
+        explanation = (f"room for {id}", *refusal.trace)
+        departure.leave(draft, name, Reason.MEMORY_WANTED, explanation=explanation)
+        draft.set_model(id, called_at=min(draft.model(id).called_at, draft.now))
+    models: Mapping[str, object] = draft.state.models
+    times = []
+    for name in refusal.waits_for:
+        if name in models:
+            other = draft.model(name)
+            if draft.state.standing(other, draft.now) is Standing.YOUNG:
+                times.append(other.last_used_at + other.spec.min_residency - draft.now)
+    if found.again_at is not None:
+        times.append(found.again_at - draft.now)
+    draft.set_model(id, room_at=max(draft.now, found.again_at or draft.now))
+    draft.wake_in(max(0.05, min(times, default=_LOOK_AGAIN_SECONDS)))
+
+
+def _keep_unneeded(draft: Draft) -> None:
+    """Models that only drain to make room stay when the requests that wanted the room are gone."""
+    needed = {name for claim in draft.state.claims for name in claim.victims}
+    for model in list(draft.state.models.values()):
+        worker = draft.worker_of(model.id)
+        if model.state is not _S.DRAINING or worker is None or worker.departure is None or worker.ending:
+            continue
+        if worker.departure.reason is Reason.MEMORY_WANTED and model.id not in needed:
+            departure.stay(draft, model.id)
+
+
+def checks(draft: Draft) -> None:
+    """Goes on with the suggestions that are being verified."""
+    for key, check in list(draft.state.checks.items()):
+        while check.fix:
+            found = decision.verify(draft.state, check, draft.now)
+            if isinstance(found, NeedsEstimate):
+                if found.divides and not any(other.spec == found.key.spec for other in draft.state.measuring):
+                    check = replace(check, divisions=check.divisions + 1)
+                if measuring.request(draft, found.key):
+                    draft.set(checks={**draft.state.checks, key: check})
+                    break
+                check = decision.next_try(check)
+            elif found:
+                _checked(draft, key, check)
+                break
+            else:
+                check = decision.next_try(check)
+        else:
+            _checked(draft, key, check)
+
+
+def _checked(draft: Draft, key: FixKey, check: FixCheck) -> None:
+    until = draft.now + FIX_SECONDS
+    fixes = {other: known for other, known in draft.state.fixes.items() if other != key and known[0] > draft.now}
+    kept = dict([*fixes.items()][-(MOST_FIXES - 1) :])
+    draft.set(
+        checks={other: item for other, item in draft.state.checks.items() if other != key},
+        fixes={**kept, key: (until, check.fix)},
+    )
+    draft.plan()
+
+
+def cannot_measure(draft: Draft, spec: ModelSpec) -> None:
+    """A suggestion cannot be measured: the next smaller one is tried."""
+    for key, check in list(draft.state.checks.items()):
+        if check.fix and replace(check.spec, **check.fix) == spec:
+            draft.set(checks={**draft.state.checks, key: decision.next_try(check)})

@@ -1,0 +1,66 @@
+"""Requests that are suspected of ending their workers, by model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference.authority.draft import Draft
+from inference.authority.events import Acquitted, CaseCleared, CrashReported
+from inference.authority.quarantine.docket import Standing
+from inference.authority.state import State
+
+
+def crashed(draft: Draft, event: CrashReported) -> None:
+    """A worker ended by what it computed while a request was in flight."""
+    model = draft.state.models.get(event.model)
+    if model is None:
+        return
+    docket = model.docket.crashed(event.key, event.crash, draft.now)
+    draft.set_model(model.id, docket=docket)
+    draft.warning(
+        "request %s to %s is %s: %s%s",
+        event.key, model.id, docket.standing(event.key, draft.now), event.crash.said,
+        " (alone)" if event.crash.alone else "",
+    )  # fmt: skip
+
+
+def answered(draft: Draft, event: Acquitted) -> None:
+    """A request was answered by a worker that lives."""
+    if event.crashes:
+        draft.count("recoveries", "rerun")
+    model = draft.state.models.get(event.model)
+    if model is None:
+        return
+    docket = model.docket
+    if not docket.cases and not docket.row and not docket.doubted:
+        return
+    if docket.standing(event.key, draft.now) is not Standing.INNOCENT:
+        draft.info("request %s to %s is acquitted", event.key, model.id)
+    draft.set_model(model.id, docket=docket.answered(event.key))
+
+
+def cleared(draft: Draft, event: CaseCleared) -> None:
+    """An operator takes a request out of quarantine."""
+    model = draft.state.models.get(event.model)
+    if model is not None:
+        draft.set_model(model.id, docket=model.docket.forget(event.key))
+        draft.info("request %s to %s is out of quarantine, by hand", event.key, model.id)
+
+
+def listing(state: State, now: float) -> list[dict[str, Any]]:
+    """Every case that is held now, by model, the oldest first; times in seconds."""
+    return [
+        {
+            "key": key,
+            "model": model.id,
+            "standing": str(case.standing),
+            "crashes": case.crashes,
+            "cause": str(case.cause),
+            "message": case.said,
+            "age_seconds": round(now - case.since, 3),
+            "seconds_left": round(case.until - now, 3),
+        }
+        for model in state.models.values()
+        for key, case in model.docket.cases.items()
+        if model.docket.standing(key, now) is not Standing.INNOCENT
+    ]

@@ -1,0 +1,179 @@
+"""Requests for models: a place in the queue, a lease, its end; deadlines and departures of requests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from inference.authority.draft import SETTLE_SECONDS, Draft
+from inference.authority.events import Released, Wanted, Withdrawn
+from inference.authority.handlers.queueing import expectations, tickets
+from inference.authority.handlers.running import departure, keeping
+from inference.authority.handlers.watching import device_care
+from inference.authority.lifecycle.departures import Reason
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
+from inference.authority.placement.plan import Result
+from inference.authority.state import Purpose, TicketRecord, TimerKind
+from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ModelNotFound, QueueFull, ShuttingDown
+from inference.protocol import FULL_FOR, ModelState, Priority
+
+_S = ModelState
+_READY = (ModelState.READY, ModelState.BUSY)
+MOST_TURNED_AWAY = 1000
+
+
+def wanted(draft: Draft, event: Wanted) -> None:
+    """A request wants to use a model: it gets a lease at once, a place in the queue, or an error."""
+    state, model = draft.state, draft.state.models.get(event.model)
+    patience = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
+    waiter = Waiter(event.ticket, event.priority, draft.now + patience, draft.now, event.alone)
+    ticket = TicketRecord(event.ticket, event.model, waiter, patience, event.counts, event.purpose)
+    if state.closing:
+        tickets.refuse(draft, ticket, ShuttingDown())
+        return
+    if model is None or model.removed:
+        tickets.refuse(draft, ticket, ModelNotFound(event.model, sorted(state.config.models)))
+        return
+    worker = state.worker_of(model)
+    is_ready = model.state in _READY and worker is not None and not model.queue.waiters
+    if is_ready and worker is not None and tickets.is_open(worker, alone=event.alone):
+        draft.count("placements", Result.DEPLOYED.lower(), "ready")
+        tickets.grant(draft, ticket)
+        return
+    try:
+        queue = model.queue.push(waiter, None if event.retries else state.settings.queue_limits)
+    except QueueFullError:
+        tickets.refuse(draft, ticket, _queue_full(draft, event))
+        return
+    draft.set_model(model.id, queue=queue, wanted_at=model.wanted_at if model.queue.waiters else draft.now)
+    draft.set(tickets={**draft.state.tickets, ticket.id: ticket})
+    draft.changed(SETTLE_SECONDS)
+    if math.isfinite(patience):
+        draft.timer(TimerKind.TICKET, ticket.id, waiter.deadline_at)
+    draft.plan()
+
+
+def _queue_full(draft: Draft, event: Wanted) -> QueueFull:
+    model, priority = draft.model(event.model), event.priority
+    advice = draft.state.advice
+    turned = (draft.now, priority, draft.state.settings.queue_limits[priority])
+    turned_away = (*advice.turned_away, turned)[-MOST_TURNED_AWAY:]
+    draft.set(advice=replace(advice, turned_away=turned_away))
+    return QueueFull(
+        f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
+        f"(INFERENCE_QUEUE_{priority.upper()})",
+        retry_after=expectations.seconds_to_service(draft.state, model, priority, draft.now),
+        details={FULL_FOR: [priority]},
+    )
+
+
+def withdrawn(draft: Draft, event: Withdrawn) -> None:
+    """The request of a waiting ticket is gone; a load that it began goes on."""
+    if event.ticket in draft.state.tickets:
+        tickets.unqueue(draft, event.ticket)
+        draft.changed(SETTLE_SECONDS)
+        draft.plan()
+
+
+def expired(draft: Draft, id: int) -> None:
+    """The deadline of a waiting ticket has passed."""
+    if id not in draft.state.tickets:
+        return
+    ticket = tickets.unqueue(draft, id)
+    model, worker = draft.model(ticket.model), draft.worker_of(ticket.model)
+    waited = f"{model.id!r} could not be used within the {ticket.patience:.1f} s the request may wait"
+    if model.state in (_S.LOADING, _S.RESTORING) and worker is not None:
+        draft.count("timeouts", "loading")
+        percent = int(worker.progress * 100)
+        error: InferenceError = ModelLoading(
+            f"{waited}: it is loading ({percent} %)",
+            retry_after=expectations.seconds_to_load(draft.state, model, draft.now),
+            details={"stage": "loading", "progress": percent},
+        )
+    else:
+        draft.count("timeouts", "queued")
+        error = DeadlineExceeded(f"{waited}: it is {model.state}")
+    tickets.refuse(draft, ticket, error)
+    draft.plan()
+
+
+def put_off(draft: Draft, seconds: float) -> None:
+    """Nothing could be done for so long, because the service itself stood still: requests may wait as much longer."""
+    draft.warning("the service stood still for %.1f s; waiting requests may wait as much longer", seconds)
+    timers = {timer: at + seconds if timer[0] is TimerKind.TICKET else at for timer, at in draft.state.timers.items()}
+    draft.set(timers=timers)
+    draft.retime = True
+
+
+def released(draft: Draft, event: Released) -> None:
+    """A request has ended."""
+    worker = draft.state.workers.get(event.worker)
+    lease = None if worker is None else worker.leases.get(event.lease)
+    if worker is None or lease is None:
+        return
+    worker = tickets.forget_lease(draft, worker, lease.id)
+    if not draft.is_current(worker):
+        return
+    model = draft.model(worker.model)
+    changes: dict[str, object] = {}
+    if lease.counts:
+        changes["last_used_at"] = draft.now
+    if event.completed and model.backoff.failures:
+        changes["backoff"] = model.backoff.completed()
+    if event.completed and lease.counts:
+        changes["pace"] = model.pace.answered(draft.now - model.answered_at)
+        changes["answered_at"] = draft.now
+        changes["prefill_tokens_per_second"] = expectations.prefill_rate(draft.state, model)
+    if changes:
+        model = draft.set_model(model.id, **changes)
+    if worker.leases or worker.ending:
+        return
+    if model.state is _S.BUSY:
+        draft.advance(model.id, Event.IDLE, quietly=True)
+        if model.queue.waiters:
+            tickets.serve(draft, model.id)
+        elif model.spec.idle_timeout == 0 and not model.spec.pinned:
+            departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, draft.model(model.id)))
+    elif model.state is _S.DRAINING:
+        departure.unload(draft, model.id)
+
+
+def idle_models_leave(draft: Draft) -> None:
+    """Models that were not used for their idle_timeout leave; the backoff of failed ones ends."""
+    for model in list(draft.state.models.values()):
+        if model.queue.waiters:
+            continue
+        if model.state is _S.FAILED and draft.now >= model.retry_at:
+            draft.advance(model.id, Event.RETRY)
+        is_idle = model.state is _S.READY and not draft.state.in_flight(model) and not model.spec.pinned
+        if is_idle and draft.now - model.last_used_at >= model.spec.idle_timeout:
+            departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, model))
+
+
+def load_again(draft: Draft) -> None:
+    """Models in use that lost their device are wanted again, behind all other requests."""
+    names = draft.state.reloads
+    draft.set(reloads=())
+    for name in dict.fromkeys(names):
+        model = draft.state.models.get(name)
+        is_waiting = any(
+            ticket.model == name and ticket.purpose is Purpose.RELOAD for ticket in draft.state.tickets.values()
+        )
+        if model is not None and not model.removed and not draft.state.closing and not is_waiting:
+            wanted(draft, Wanted(draft.number(), name, Priority.LOW, counts=False, purpose=Purpose.RELOAD))
+
+
+def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
+    """A model that lost its device is there again, or could not be loaded."""
+    if error is None:
+        device_care.at_home(draft, ticket.model)
+    else:
+        draft.info("%s is not loaded again: %s", ticket.model, error.message)
+
+
+def quiesce(draft: Draft, error: InferenceError | None = None) -> None:
+    """The service takes nothing new: every waiting request fails."""
+    draft.set(closing=True)
+    for model in draft.state.models:
+        tickets.fail(draft, model, error or ShuttingDown())

@@ -1,0 +1,111 @@
+"""Tickets become leases, or errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inference.authority.draft import Draft
+from inference.authority.effects import Fail, Grant
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
+from inference.errors import InferenceError
+from inference.protocol import ModelState
+
+
+def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
+    """Whether the first request of the queue may be sent now."""
+    return worker.alone is None and not (alone and worker.leases)
+
+
+def serve(draft: Draft, model: str) -> None:
+    """Grants a lease to every ticket of a ready model, unless one must run alone; the engine queues from here on."""
+    while draft.model(model).queue.waiters:
+        waiter = draft.model(model).queue.waiters[0]
+        worker = draft.worker_of(model)
+        assert worker is not None
+        if not is_open(worker, alone=waiter.alone):
+            _limit_alone(draft, worker)
+            return
+        grant(draft, unqueue(draft, waiter.id))
+
+
+def grant(draft: Draft, ticket: TicketRecord) -> None:
+    """Ends the wait of a ticket whose model is ready."""
+    if ticket.purpose is not Purpose.CLIENT:
+        draft.settled.append((ticket, None))
+        return
+    worker = draft.worker_of(ticket.model)
+    assert worker is not None
+    lease = LeaseRecord(draft.number(), ticket.model, worker.id, ticket.counts)
+    is_alone = ticket.waiter.alone and not worker.leases
+    draft.cancel(TimerKind.ALONE, worker.id)
+    worker = draft.set_worker(
+        worker.id, leases={**worker.leases, lease.id: lease}, alone=lease.id if is_alone else worker.alone
+    )
+    if is_alone:
+        _limit_alone(draft, worker)
+    model = draft.model(ticket.model)
+    if lease.counts:
+        model = draft.set_model(model.id, uses=model.uses + 1, last_used_at=draft.now)
+    if model.state is ModelState.READY:
+        draft.set_model(model.id, answered_at=draft.now)
+        draft.advance(model.id, Event.USED, quietly=True)
+    draft.emit(Grant(ticket.id, lease))
+
+
+def unqueue(draft: Draft, id: int) -> TicketRecord:
+    """Takes a ticket out of its queue."""
+    ticket = draft.state.tickets[id]
+    draft.set(tickets={name: other for name, other in draft.state.tickets.items() if name != id})
+    model = draft.state.models.get(ticket.model)
+    if model is not None:
+        draft.set_model(ticket.model, queue=model.queue.remove(id))
+    draft.cancel(TimerKind.TICKET, id)
+    return ticket
+
+
+def refuse(draft: Draft, ticket: TicketRecord, error: InferenceError) -> None:
+    """Ends the wait of a ticket that is in no queue with an error."""
+    if ticket.purpose is Purpose.CLIENT:
+        draft.emit(Fail(ticket.id, error))
+    else:
+        draft.settled.append((ticket, error))
+
+
+def fail(draft: Draft, model: str, error: InferenceError) -> None:
+    """Ends the wait of every ticket of the model."""
+    for waiter in draft.model(model).queue.waiters:
+        refuse(draft, unqueue(draft, waiter.id), error)
+
+
+def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord:
+    """A request is no longer in flight on a worker."""
+    leases = {id: other for id, other in worker.leases.items() if id != lease}
+    if worker.alone != lease:
+        return draft.set_worker(worker.id, leases=leases)
+    draft.cancel(TimerKind.ALONE, worker.id)
+    return draft.set_worker(worker.id, leases=leases, alone=None)
+
+
+def _limit_alone(draft: Draft, worker: WorkerRecord) -> None:
+    """A request runs alone or waits to: from now on the time runs in which that may keep others out."""
+    if (TimerKind.ALONE, worker.id) not in draft.state.timers:
+        draft.timer(TimerKind.ALONE, worker.id, draft.now + draft.state.timing.alone_seconds)
+
+
+def alone_is_over(draft: Draft, id: str) -> None:
+    """A request was alone, or waited to be, for long enough: from now on it has company."""
+    worker = draft.state.workers.get(id)
+    if worker is None or not draft.is_current(worker):
+        return
+    model = draft.model(worker.model)
+    if worker.alone is not None:
+        draft.set_worker(id, alone=None)
+    elif model.queue.waiters and model.queue.waiters[0].alone:
+        first = model.queue.waiters[0].id
+        queue = model.queue.join(first)
+        ticket = replace(draft.state.tickets[first], waiter=queue.waiters[0])
+        draft.set(tickets={**draft.state.tickets, first: ticket})
+        draft.set_model(model.id, queue=queue)
+    if model.state in (ModelState.READY, ModelState.BUSY):
+        serve(draft, model.id)

@@ -1,0 +1,1 @@
+"""Workers of models: their start, their end, their memory, and the warm pool."""

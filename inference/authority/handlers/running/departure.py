@@ -1,0 +1,124 @@
+"""How a model leaves its worker: draining, kept warm or unloaded, or staying after all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inference.authority.draft import Draft
+from inference.authority.effects import StopWorker
+from inference.authority.events import FilesRead
+from inference.authority.handlers.queueing import tickets
+from inference.authority.handlers.running import endings, model_files, warm_pool
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.state import TimerKind, WorkerRecord
+from inference.protocol import ModelState
+
+_S = ModelState
+
+
+def leave(
+    draft: Draft, id: str, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
+) -> None:
+    """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory.
+
+    One that leaves already and might have stayed, or been kept warm, leaves for the weightier reason.
+    """
+    model, worker = draft.model(id), draft.worker_of(id)
+    if worker is None or worker.ending or model.state is _S.UNLOADING:
+        return
+    departure = Departure(reason, action, explanation)
+    why = "; ".join((str(reason), *explanation))
+    if model.state is _S.DRAINING:
+        if worker.departure is not None and not departure.overrules(worker.departure):
+            return
+        draft.info("%s leaves now for another reason (%s)", id, why)
+        draft.set_worker(worker.id, departure=departure)
+    elif model.state not in (_S.READY, _S.BUSY):
+        draft.info("%s is %s and is given up (%s)", id, model.state, why)
+        endings.end(draft, id, replace(departure, action=Action.UNLOAD))
+        return
+    else:
+        draft.set_worker(worker.id, departure=departure)
+        draft.info("%s leaves (%s)", id, why)
+        draft.advance(id, Event.DRAIN)
+    if not draft.worker(worker.id).leases:
+        unload(draft, id)
+
+
+def stop_in(draft: Draft, id: str, seconds: float) -> None:
+    """A model that leaves may finish its answers for so long."""
+    worker = draft.worker_of(id)
+    if worker is not None:
+        at = draft.now + seconds
+        if draft.state.timers.get((TimerKind.STOP, worker.id), at + 1) > at:
+            draft.timer(TimerKind.STOP, worker.id, at)
+
+
+def hurry(draft: Draft, id: str) -> None:
+    """The time in which a model may finish what it does is over."""
+    worker = draft.state.workers.get(id)
+    if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.DRAINING:
+        draft.emit(StopWorker(id))
+
+
+def stay(draft: Draft, id: str) -> None:
+    """Takes `leave` back: no model needs the room any more."""
+    worker = draft.worker_of(id)
+    assert worker is not None
+    draft.info("%s stays: no model waits for its room any more", id)
+    draft.set_worker(worker.id, departure=None, leaves_free=0, has_waited=False, room_awaited=())
+    draft.cancel(TimerKind.STOP, worker.id)
+    draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)
+    draft.advance(id, Event.STAY)
+    tickets.serve(draft, id)
+    if not draft.worker(worker.id).leases:
+        draft.advance(id, Event.IDLE)
+
+
+def unload(draft: Draft, id: str) -> None:
+    """Nothing is in flight any more: the model is kept warm if that was decided and can be, else its worker ends."""
+    worker = draft.worker_of(id)
+    assert worker is not None
+    departure = worker.departure
+    if departure is not None and departure.action is Action.OFFLOAD and draft.model(id).state is _S.DRAINING:
+        if warm_pool.reads_files(draft, id) or warm_pool.begin(draft, id):
+            return
+        departure = replace(departure, action=Action.UNLOAD)
+    endings.end(draft, id, departure)
+
+
+def files_read(draft: Draft, event: FilesRead) -> None:
+    """The files of a model are known as they are now."""
+    if event.model not in draft.state.models:
+        return
+    model_files.seen(draft, event.model, event.files)
+    model = draft.set_model(event.model, files_seen_at=draft.now)
+    worker = draft.worker_of(event.model)
+    if worker is not None and _may_go_on(draft, worker) and not worker.room_awaited:
+        unload(draft, model.id)
+    draft.plan()
+
+
+def room_is_there(draft: Draft) -> None:
+    """Models that waited for room to be kept go on leaving when the models dropped for it have ended."""
+    for worker in list(draft.state.workers.values()):
+        if worker.room_awaited and not any(other in draft.state.workers for other in worker.room_awaited):
+            go_on(draft, worker.id)
+
+
+def go_on(draft: Draft, id: str) -> None:
+    """A model waited long enough for room to be kept."""
+    worker = draft.state.workers.get(id)
+    draft.cancel(TimerKind.ROOM_TO_KEEP, id)
+    if worker is None:
+        return
+    worker = draft.set_worker(id, room_awaited=())
+    if _may_go_on(draft, worker):
+        unload(draft, worker.model)
+
+
+def _may_go_on(draft: Draft, worker: WorkerRecord) -> bool:
+    if not draft.is_current(worker) or worker.leases or worker.ending:
+        return False
+    return draft.model(worker.model).state is _S.DRAINING

@@ -1,0 +1,90 @@
+"""Workers that hold more host memory than was reserved for them: the growth is booked, or the model leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.effects import MeasureWorkers
+from inference.authority.handlers.running import departure, model_files
+from inference.authority.lifecycle.departures import Reason
+from inference.authority.pressure.growth import growth
+from inference.authority.state import Growth, State, WorkerRecord
+from inference.devices.host import CPU
+from inference.protocol import ModelState
+
+_SERVING = (ModelState.READY, ModelState.BUSY)
+
+
+def serving(state: State) -> tuple[str, ...]:
+    """The workers that answer requests."""
+    found = ((model, state.worker_of(model)) for model in state.models.values())
+    return tuple(
+        worker.id
+        for model, worker in found
+        if worker is not None and worker.ready is not None and not worker.ending and model.state in _SERVING
+    )
+
+
+def tick(draft: Draft) -> None:
+    """Has the memory of workers measured, once in a while."""
+    if draft.now >= draft.state.watch_at:
+        draft.set(watch_at=draft.now + draft.state.timing.watch_seconds)
+        if workers := serving(draft.state):
+            draft.emit(MeasureWorkers(workers))
+        model_files.look(draft)
+
+
+def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
+    """The memory of workers is known; readings of the same moment are in the ledger."""
+    there = {*serving(draft.state)}
+    for id, seen in bytes.items():
+        if id in there:
+            _look(draft, draft.worker(id), seen)
+
+
+def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
+    found = growth(draft.state.ledger, worker.holding, CPU, seen) if seen else None
+    if not found:
+        return
+    _note(draft, worker, found.bytes)
+    if found.ledger is not None:
+        draft.set(ledger=found.ledger)
+        draft.set_worker(worker.id, grown_bytes=worker.grown_bytes + found.bytes)
+        draft.changed()
+        draft.warning("%s grew by %s beyond its reservation; reserved", worker.model, format_bytes(found.bytes))
+        return
+    draft.error("%s grew by %s, and has to leave: %s", worker.model, format_bytes(found.bytes), found.reason)
+    departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(found.reason,))
+    departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
+
+
+def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
+    """Keeps the growth for an alert."""
+    advice = draft.state.advice
+    before = advice.outgrown.get(worker.model)
+    if before is not None and before.holding == worker.holding:
+        grown_bytes += before.bytes
+    overhead = worker.estimate.overhead_bytes.get(CPU, 0)
+    noted = Growth(worker.holding, grown_bytes, overhead, draft.now)
+    draft.set(advice=replace(advice, outgrown={**advice.outgrown, worker.model: noted}))
+
+
+def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
+    """Takes back what was booked for the growth of workers and is not in their processes any more; the bytes."""
+    there = {*serving(draft.state)}
+    total = 0
+    for id, seen in bytes.items():
+        worker = draft.state.workers.get(id)
+        if worker is None or id not in there or not worker.grown_bytes:
+            continue
+        held = draft.state.ledger.holdings[worker.holding].bytes
+        planned = held[CPU] - worker.grown_bytes
+        back = max(0, held[CPU] - max(planned, seen))
+        ledger = draft.state.ledger.shrink(worker.holding, {**held, CPU: held[CPU] - back})
+        draft.set(ledger=ledger)
+        draft.set_worker(id, grown_bytes=worker.grown_bytes - back)
+        total += back
+    return total

@@ -1,0 +1,148 @@
+"""Which models may be kept in the warm pool, by which mechanism, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inference.authority.device_health.health import USABLE
+from inference.authority.handlers.watching import device_view
+from inference.authority.lifecycle.departures import Action
+from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.plan import Option, Placement, Request
+from inference.authority.state import ModelRecord, State, WorkerRecord
+from inference.authority.warm.retention import HOST, Leaver, Mechanism, Warm, kept_of
+from inference.estimate.file_stamp import parts_of
+from inference.protocol import ModelState
+
+CPU_OVERHEAD_BYTES = 64 * 2**20
+"""Of a worker process in host memory: interpreter, libraries, HTTP app, threads (measured)."""
+TESTED = frozenset({"sim"})
+"""Kinds of devices whose suspension is tested with all of it in place (INFERENCE_WARM_CHECKPOINT=simulated)."""
+_S = ModelState
+
+
+def obstacle(state: State, model: ModelRecord) -> str | None:
+    """Why a loaded model cannot be kept however much memory there is, or None."""
+    worker = state.worker_of(model)
+    if not state.settings.enable_cpu_offload:
+        return "INFERENCE_ENABLE_CPU_OFFLOAD is false"
+    if not model.spec.warm:
+        return "the model has warm: false"
+    if model.removed or (worker is not None and worker.files != model.seen_files):
+        return "its file or its configuration is not what was loaded"
+    if mechanism(state, model) is Mechanism.RESIDENT:
+        if not state.linux:
+            return "models of accelerators are kept on Linux only"
+        if len(parts_of(model.effective.path)) > 1:
+            return "its file is one of several"
+    return None
+
+
+def mechanism(state: State, model: ModelRecord) -> Mechanism:
+    """How a model that is loaded, or warm, is kept."""
+    if model.kept is not None:
+        return model.kept.mechanism
+    worker = state.worker_of(model)
+    if worker is not None and can_suspend(state, worker):
+        return Mechanism.CHECKPOINT
+    on_host = worker is None or set(worker.placement.devices) == {HOST}
+    return Mechanism.STANDBY if on_host else Mechanism.RESIDENT
+
+
+def can_suspend(state: State, worker: WorkerRecord) -> bool:
+    """Whether the driver can suspend a worker: it is on one GPU with memory of its own, of a kind that was proven."""
+    is_one = worker.placement.devices == (worker.device.id,)
+    is_proven = state.devices.suspension.get(worker.device.kind, "it was not tested") is None
+    return is_proven and is_one and not worker.device.unified
+
+
+def action_of(state: State, model: ModelRecord) -> Action:
+    """How a model leaves when no other model needs its memory."""
+    return Action.UNLOAD if obstacle(state, model) else Action.OFFLOAD
+
+
+def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
+    """What a process without its context still holds."""
+    held = state.ledger.holdings[worker.holding].bytes.get(HOST, 0)
+    weights = sum(item.bytes for item in worker.ready.buffers if item.kind == "weights") if worker.ready else 0
+    overhead = worker.estimate.overhead_bytes.get(HOST, 0)
+    return {HOST: min(held, weights + overhead)}
+
+
+def kept_as(state: State, model: ModelRecord) -> Warm:
+    """What keeping a loaded model takes and saves; sequences come on top as far as there is room."""
+    worker = state.worker_of(model)
+    assert worker is not None
+    how = mechanism(state, model)
+    if how is Mechanism.CHECKPOINT:
+        size = sum(state.ledger.holdings[worker.holding].bytes.values())
+    elif how is Mechanism.RESIDENT:
+        size = (model.seen_files[0][1][0] if model.seen_files else 0) + CPU_OVERHEAD_BYTES
+    else:
+        size = rest_of(state, worker)[HOST]
+    return Warm(model.id, size, model.reload_seconds - (model.restore_seconds or 0.0), model.last_used_at)
+
+
+def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
+    """Those of the models which leave for this placement that are kept."""
+    leavers = []
+    for name in placement.evict:
+        model = state.models[name]
+        worker = state.worker_of(model)
+        assert worker is not None
+        may = model.state in (_S.READY, _S.BUSY) and not obstacle(state, model)
+        leavers.append(Leaver(name, worker.holding, kept_as(state, model) if may else None))
+    return kept_of(leavers, placement.need, state.ledger, now)
+
+
+def droppable(state: State) -> list[Warm]:
+    """The models that are warm and not wanted."""
+    return [
+        Warm(
+            model.id,
+            model.kept.count_bytes,
+            model.reload_seconds - (model.restore_seconds or 0.0),
+            model.last_used_at,
+        )
+        for model in state.models.values()
+        if model.kept is not None and model.state is _S.WARM and not model.queue.waiters
+    ]
+
+
+def home_of(model: ModelRecord) -> str | None:
+    """The only device that a warm model can come back onto, if there is but one."""
+    kept = model.kept
+    return None if kept is None or kept.mechanism is Mechanism.RESIDENT else kept.original_device
+
+
+def why_stranded(state: State, model: ModelRecord, now: float) -> str | None:
+    """Why the only device that a warm model can come back onto is not usable; None where it is."""
+    home = home_of(model)
+    reading = None if home is None else device_view.reading(state, home, now)
+    if home is None or (reading is not None and reading.state in USABLE):
+        return None
+    return f"{home} is {'gone' if reading is None else reading.state}"
+
+
+def adapted(state: State, model: ModelRecord, request: Request) -> Request:
+    """What a warm model asks the planner for: one that kept its process needs only the rest."""
+    worker = state.worker_of(model)
+    assert worker is not None
+    assert model.kept is not None
+    if worker.suspended is not None:
+        option = Option(model.kept.original_device, worker.suspended.need)
+        return Request(request.model, (option,), request.dedicated)
+    if model.kept.mechanism is not Mechanism.STANDBY:
+        return request
+    held = state.ledger.holdings[worker.holding].bytes
+    option = next(option for option in request.options if option.device == HOST)
+    rest = {name: max(0, count - held.get(name, 0)) for name, count in option.need.items()}
+    return Request(request.model, (Option(HOST, rest),), request.dedicated)
+
+
+def counted(state: State, model: ModelRecord) -> Ledger:
+    """The ledger in which the return of a warm model is planned: what stays in its process is loaded again then."""
+    worker = state.worker_of(model)
+    if worker is None or model.kept is None or model.kept.mechanism is not Mechanism.STANDBY:
+        return state.ledger
+    return state.ledger.put_aside(worker.holding, aside=False)

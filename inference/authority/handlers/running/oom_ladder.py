@@ -1,0 +1,238 @@
+"""What is tried when memory was refused to a model: what is learned of it, and what its `oom_policy` does next.
+
+`fail_fast` tries nothing. `reduce` goes down the steps of `placement.reduction` once. `cpu` loads it on the CPU for a
+while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.effects import EaseHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
+from inference.authority.events import HeadroomChanged, ShortageLearned, Trimmed
+from inference.authority.handlers.running import endings
+from inference.authority.handlers.running.growth_watch import reclaim, serving
+from inference.authority.handlers.running.model_files import forget_estimates
+from inference.authority.handlers.watching import device_view
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.placement.plan import Refusal, Standing
+from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
+from inference.authority.state import ModelRecord, State, WorkerRecord
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.protocol import ExitCause, ModelState
+from inference.settings import ModelSpec
+from inference.workers.worker_exit import WorkerExit
+
+EASE_SECONDS = 60.0
+"""How often it is looked whether what was learned counts less by now."""
+_OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
+
+
+# --- what plans are made with ----------------------------------------------------------------------------------------
+def options(model: ModelRecord, devices: tuple[Reading, ...], now: float) -> tuple[Reading, ...]:
+    """`devices`, or the CPU alone while the model keeps away from accelerators."""
+    host = tuple(device for device in devices if device.id == CPU)
+    return host if host and now < model.sheltered_until else devices
+
+
+def is_fallback(state: State, model: ModelRecord) -> bool:
+    """Whether the model is on the CPU only because accelerators had no room for it (`oom_policy: cpu`)."""
+    worker, spec = state.worker_of(model), model.spec
+    if worker is None or worker.by_hand or worker.placement.devices != (CPU,) or spec.oom_policy != "cpu":
+        return False
+    has_accelerators = any(item.id != CPU for item in state.devices.measured)
+    return spec.gpu_layers != 0 and not state.settings.force_cpu_mode and has_accelerators
+
+
+def may_bend(model: ModelRecord, refusal: Refusal, now: float) -> bool:
+    """Whether the policy has something left to try when the plan refuses the model."""
+    if not refusal.lacks or model.spec.oom_policy != "reduce":
+        return False
+    descent = model.descent if model.reduced is not None else model.descent.rested(now)
+    return next_step(descent, now)[1] is not None
+
+
+# --- refused by the plan ---------------------------------------------------------------------------------------------
+def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
+    """The plan refuses the model for good as things are. True: something is tried, and another plan follows."""
+    model = draft.model(id)
+    if not refusal.lacks or model.spec.oom_policy != "reduce":
+        unreduce(draft, id)
+        return False
+    if draft.state.is_estimating(model):
+        return True
+    on_host = any(lack.device == CPU for lack in refusal.lacks)
+    if not _step_down(draft, id, refusal.fix, on_host=on_host):
+        return False
+    draft.plan()
+    return True
+
+
+# --- refused to a worker ---------------------------------------------------------------------------------------------
+def ran_out(exit: WorkerExit) -> bool:
+    """Whether a worker ended for want of memory."""
+    return exit.cause in _OOM or exit.starved
+
+
+def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
+    """Has it remembered that a worker ran out of memory, on every device that may have been short."""
+    capacities = device_view.capacities(draft.state, draft.now)
+    short = tuple(
+        Short(device, worker.placement.need.get(device.id, 0), capacities.get(device.id, 0))
+        for device in _devices(draft, _short(worker, exit))
+    )
+    draft.emit(LearnShortage(worker.id, draft.model(worker.model).effective, exit, short, _computing(exit)))
+
+
+def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
+    """A worker ended for another reason than memory."""
+    if exit.cause is ExitCause.REQUESTED and exit.was_ready:
+        names = dict.fromkeys([*worker.placement.devices, CPU])
+        devices = tuple(_devices(draft, tuple(names)))
+        draft.emit(LearnGoodEnd(draft.model(worker.model).effective, devices))
+    draft.set_model(worker.model, shortages=())
+    if not draft.model(worker.model).descent.rest(draft.now):
+        unreduce(draft, worker.model)
+
+
+def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -> bool:
+    """A worker of the model ran out of memory. True: the load is tried again at once, otherwise."""
+    model = draft.model(worker.model)
+    computing = _computing(event.exit)
+    draft.set_model(model.id, shortages=() if computing else event.shortages)
+    forget_estimates(draft, {model.effective})
+    if model.target is not None or model.removed:
+        return False
+    short = _short(worker, event.exit)
+    if model.spec.oom_policy == "cpu" and CPU not in short:
+        return _shelter(draft, model, worker)
+    if model.spec.oom_policy != "reduce":
+        return False
+    bends = _step_down(draft, model.id, {}, on_host=CPU in short, cleans=not computing)
+    return bends and model.state is ModelState.LOADING
+
+
+def _short(worker: WorkerRecord, exit: WorkerExit) -> tuple[str, ...]:
+    return (CPU,) if exit.starved else worker.placement.devices
+
+
+def _computing(exit: WorkerExit) -> bool:
+    return exit.cause is ExitCause.OOM_COMPUTE or (exit.starved and exit.was_ready)
+
+
+def _devices(draft: Draft, names: Sequence[str]) -> list[Reading]:
+    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
+    return [found[name] for name in names if name in found]
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+def tick(draft: Draft) -> None:
+    """Configured sizes count again for models that are not loaded and have rested; learned head-room is eased."""
+    for model in draft.state.models.values():
+        if model.reduced is not None and model.worker is None and not model.descent.rest(draft.now):
+            unreduce(draft, model.id)
+    if draft.now >= draft.state.ease_at:
+        draft.set(ease_at=draft.now + EASE_SECONDS)
+        ease(draft)
+
+
+def ease(draft: Draft) -> None:
+    """Has it looked whether more was planned for models than still counts."""
+    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
+    planned = tuple(
+        (model.effective, found[name], count)
+        for model in draft.state.models.values()
+        if model.worker is None
+        for estimate in draft.state.estimates_of(model.effective).values()
+        for name, count in estimate.headroom_bytes.items()
+        if name in found
+    )
+    if planned:
+        draft.emit(EaseHeadrooms(planned))
+
+
+def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
+    """What was learned of models counts less: they are measured anew."""
+    for spec in event.specs:
+        forget_estimates(draft, {spec})
+        model = draft.state.models.get(spec.id)
+        if model is not None and model.effective == spec and model.worker is None:
+            draft.set(foreseen=(*draft.state.foreseen, spec.id))
+    draft.changed()
+    draft.plan()
+
+
+def unreduce(draft: Draft, id: str) -> None:
+    """The next load begins with the configured sizes again."""
+    if draft.model(id).reduced is not None:
+        draft.set_model(id, reduced=None)
+        draft.plan()
+
+
+# --- what the policies do --------------------------------------------------------------------------------------------
+def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
+    draft.set_model(model.id, sheltered_until=draft.now + REST_SECONDS)
+    draft.warning("%s goes to the CPU: %s had no memory for it", model.id, ", ".join(worker.placement.devices))
+    if model.state is not ModelState.LOADING:
+        return False
+    draft.count("alloc_retries")
+    return True
+
+
+def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], *, on_host: bool, cleans: bool = True) -> bool:
+    """Takes the next step that changes anything; False when none is left, and the configured sizes count again."""
+    model = draft.model(id)
+    descent = model.descent if model.reduced is not None else model.descent.rested(draft.now)
+    while True:
+        descent, step = next_step(descent, draft.now, () if cleans else (Step.CLEAN,))
+        draft.set_model(id, descent=descent)
+        if step is None:
+            unreduce(draft, id)
+            return False
+        if step is Step.CLEAN:
+            draft.warning("out of memory for %s: dropping cached prefixes of all models", id)
+            draft.set_model(id, cleaning=True, cleans_host=on_host)
+            draft.emit(TrimWorkers(id, serving(draft.state)))
+            return True
+        if smaller := _smaller(model.effective, step, fix):
+            reduced = replace(model.effective, **smaller)
+            draft.set_model(id, reduced=reduced)
+            draft.count("alloc_retries")
+            draft.warning("%s is reduced to fit: %s", id, ", ".join(model.spec.changed(reduced)))
+            return True
+
+
+def cleaned(draft: Draft, event: Trimmed) -> None:
+    """Other models have dropped what they retained: the model is planned again."""
+    model = draft.state.models.get(str(event.job))
+    freed = event.freed_bytes + reclaim(draft, event.bytes)
+    if model is None or not model.cleaning:
+        return
+    if model.cleans_host:
+        for other in list(draft.state.models.values()):
+            if draft.state.standing(other, draft.now) is Standing.WARM:
+                gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("everything else was tried",))
+                endings.end(draft, other.id, gone)
+    draft.info("cleaning up for %s gave %s back", model.id, format_bytes(freed))
+    draft.set_model(model.id, cleaning=False)
+    draft.plan()
+
+
+def _smaller(spec: ModelSpec, step: Step, fix: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `step` changes; empty when they are as small as they get.
+
+    Instead of half the context the planner's nearest fix counts, but for fewer layers on accelerators: only
+    `oom_policy: cpu` lets anything of a model land on the CPU unasked.
+    """
+    if step is Step.UBATCH:
+        ubatch = smaller_ubatch(spec.ubatch)
+        return {} if ubatch is None else {"ubatch": ubatch}
+    if kept := {name: value for name, value in fix.items() if name != "gpu_layers"}:
+        return kept
+    context = smaller_context(spec.context_length)
+    return {} if context is None else {"context_length": context}

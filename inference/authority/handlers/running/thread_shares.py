@@ -1,0 +1,60 @@
+"""Tells workers on the CPU how many threads to use as models become busy and idle.
+
+A worker that must do with fewer is changed at once, and so is one that becomes busy. The others get back what became
+free once nothing changed for CALM_SECONDS: between two short requests of another model a change would cost more than it
+gives.
+"""
+
+from __future__ import annotations
+
+from inference.authority.draft import Draft
+from inference.authority.effects import SetThreads
+from inference.authority.placement.cpu_threads import shares
+from inference.authority.state import ModelRecord, State, TimerKind
+from inference.devices.host import CPU
+from inference.protocol import ModelState
+
+CALM_SECONDS = 1.0
+_SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+
+
+def changed(draft: Draft) -> None:
+    """Models became ready, busy or idle, or leave."""
+    names, draft.threads_of = draft.threads_of, []
+    found = [draft.state.models.get(name) for name in dict.fromkeys(names)]
+    concerned = [
+        model for model in found if model is not None and (model.worker is None or _on_cpu(draft.state, model))
+    ]
+    if draft.state.closing or not concerned:
+        return
+    for model in concerned:
+        _tell(draft, model.id, grow=False)
+    draft.timer(TimerKind.THREADS, 0, draft.now + CALM_SECONDS)
+
+
+def calm(draft: Draft) -> None:
+    """Nothing has changed for a while: threads that became free are used."""
+    _tell(draft, None, grow=True)
+
+
+def _tell(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
+    state = draft.state
+    busy = {
+        model.id: model.effective.threads
+        for model in state.models.values()
+        if model.state in _SERVING and state.in_flight(model) and _on_cpu(state, model)
+    }
+    for name, count in shares(state.cores, busy).items():
+        worker = draft.worker_of(name)
+        assert worker is not None
+        before = worker.threads or draft.model(name).effective.threads or state.cores
+        if count == before or (count > before and not grow and name != newcomer):
+            continue
+        draft.set_worker(worker.id, threads=count)
+        draft.emit(SetThreads(worker.id, count))
+        draft.debug("%s computes with %d threads (before: %d)", name, count, before)
+
+
+def _on_cpu(state: State, model: ModelRecord) -> bool:
+    worker = state.worker_of(model)
+    return worker is not None and worker.placement.devices == (CPU,)

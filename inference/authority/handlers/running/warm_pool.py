@@ -1,0 +1,384 @@
+"""The way of a model from its device into the warm pool and back, step by step.
+
+A model on the CPU stays in its own process, which frees the context. One of an accelerator leaves its process, because
+a device context costs memory; a fresh one, which has seen no device, takes its file. A process that the driver can
+suspend is not left at all. Saved sequences come first; memory is booked before anything is copied into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.effects import (
+    Disconnect,
+    FreeContext,
+    KillWorker,
+    ReadFiles,
+    Resume,
+    SendOrder,
+    Spawn,
+    StopWorker,
+    Suspend,
+)
+from inference.authority.events import ContextFreed, FileHeld, ResumeEnded, SuspendEnded
+from inference.authority.handlers.placing.questions import grant_for
+from inference.authority.handlers.running import endings, keeping
+from inference.authority.handlers.running.memory_return import give_back
+from inference.authority.handlers.running.model_files import FILES_SECONDS
+from inference.authority.handlers.watching import device_view
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.ledger import LedgerError
+from inference.authority.placement.plan import Allocation, Placement, Result
+from inference.authority.state import Kept, ModelRecord, SuspendedDevice, TimerKind, WorkerRecord, placement_key
+from inference.authority.warm.retention import HOST, Mechanism, displaced
+from inference.devices.device import HIDDEN
+from inference.protocol import ModelState
+from inference.workers.device_pinning import environment_of
+from inference.workers.worker_link import Hold, Offloaded
+
+ROOM_SECONDS = 5.0
+"""How long a model that can be kept waits for those that are dropped for it."""
+SPARE_BYTES = 2**20
+"""Of saved sequences beyond their cells: tokens, tables, rounding."""
+_S = ModelState
+
+
+# --- on the way in ---------------------------------------------------------------------------------------------------
+def begin(draft: Draft, id: str) -> bool:
+    """Begins to keep a draining model that nothing is in flight on. False where it has to be unloaded."""
+    model, worker = draft.model(id), draft.worker_of(id)
+    assert worker is not None
+    if why := keeping.obstacle(draft.state, model):
+        draft.info("%s is not kept: %s", id, why)
+        return False
+    how = keeping.mechanism(draft.state, model)
+    if how is Mechanism.STANDBY:
+        _stand_by(draft, worker)
+        return True
+    warm = keeping.kept_as(draft.state, model)
+    missing, _ = draft.state.ledger.missing({HOST: warm.bytes})
+    if missing[HOST]:
+        return _make_room(draft, model, worker, missing[HOST])
+    try:
+        if how is Mechanism.CHECKPOINT:
+            _suspend(draft, worker)
+        else:
+            _hold(draft, model, worker, warm.bytes)
+    except LedgerError as error:
+        draft.info("%s is not kept: %s", id, error)
+        return False
+    return True
+
+
+def reads_files(draft: Draft, id: str) -> bool:
+    """Has the files of the model looked at, unless they were for this decision."""
+    model = draft.model(id)
+    if draft.now - model.files_seen_at <= FILES_SECONDS:
+        draft.used_files.add(id)
+        return False
+    draft.emit(ReadFiles(id, model.effective))
+    return True
+
+
+def _make_room(draft: Draft, model: ModelRecord, worker: WorkerRecord, lacking: int) -> bool:
+    """Drops warm models that are worth less, once; the model goes on leaving when they are gone."""
+    if worker.has_waited:
+        return False
+    warm = keeping.kept_as(draft.state, model)
+    names = displaced(warm, keeping.droppable(draft.state), lacking, draft.now)
+    if not names:
+        draft.info("%s is not kept: %s are missing for it", model.id, format_bytes(lacking))
+        return False
+    awaited = tuple(draft.model(name).worker or "" for name in names)
+    draft.set_worker(worker.id, has_waited=True, room_awaited=awaited)
+    draft.timer(TimerKind.ROOM_TO_KEEP, worker.id, draft.now + ROOM_SECONDS)
+    for name in names:
+        drop(draft, name, Departure(Reason.MEMORY_WANTED, Action.UNLOAD, (f"room to keep {model.id} warm",)))
+    return True
+
+
+def drop(draft: Draft, id: str, departure: Departure) -> None:
+    """Unloads a warm model."""
+    why = "; ".join((str(departure.reason), *departure.explanation))
+    draft.info("%s is %s and is dropped (%s)", id, draft.model(id).state, why)
+    endings.end(draft, id, replace(departure, action=Action.UNLOAD))
+
+
+def _most_bytes(draft: Draft, worker: WorkerRecord, base: int) -> int:
+    """What sequences may take: their cells, within what is left and is not wanted by another model."""
+    cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
+    room = draft.state.ledger.room(HOST, aside=True)[0] - base - worker.leaves_free
+    return max(0, min(cells + SPARE_BYTES, room)) if cells else 0
+
+
+def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
+    most = _most_bytes(draft, worker, 0)
+    if most:
+        extra = f"{worker.model}#{draft.number()}"
+        draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: most}, aside=True))
+        draft.set_worker(worker.id, extra=extra)
+    draft.set_worker(worker.id, saved=None)
+    draft.advance(worker.model, Event.OFFLOAD)
+    draft.emit(FreeContext(worker.id, most, stays=True))
+    draft.timer(TimerKind.OFFLOAD, worker.id, draft.now + draft.state.timing.save(most))
+
+
+def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
+    """A fresh process takes the file; the leaving one saves its sequences where that finds them, and ends."""
+    most = _most_bytes(draft, leaving, base)
+    id = f"{model.id}#{draft.number()}"
+    need = {HOST: base + most}
+    draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, aside=True))
+    host = device_view.reading(draft.state, HOST, draft.now)
+    assert host is not None
+    keeper = WorkerRecord(
+        id,
+        model.id,
+        id,
+        Placement(Result.FREE, Allocation.FRACTIONAL, HOST, need),
+        host,
+        draft.now,
+        leaving.spec,
+        leaving.estimate,
+        files=model.seen_files,
+        predecessor=leaving.id,
+        home_device=leaving.device.id,
+    )
+    draft.set(workers={**draft.state.workers, id: keeper})
+    path = str(model.effective.path)
+    draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), after=leaving.id))
+    draft.set(ledger=draft.state.ledger.leave(leaving.holding))
+    draft.set_model(model.id, worker=id)
+    draft.advance(model.id, Event.OFFLOAD)
+    draft.emit(FreeContext(leaving.id, most, stays=False))
+    draft.timer(TimerKind.OFFLOAD, id, draft.now + draft.state.timing.save(base))
+    draft.timer(TimerKind.SAVE, leaving.id, draft.now + draft.state.timing.save(most))
+
+
+def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
+    """The process that was to keep a model could not be started: the model is cold once its old worker has ended."""
+    draft.warning("%s is not kept: %s", keeper.model, reason)
+    draft.set(ledger=draft.state.ledger.release(keeper.holding))
+    draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != keeper.id})
+    draft.cancel(TimerKind.OFFLOAD, keeper.id)
+    leaving = draft.state.workers.get(keeper.predecessor or "")
+    model = draft.model(keeper.model)
+    if leaving is None:
+        draft.set_model(model.id, worker=None)
+        draft.advance(model.id, Event.UNLOAD)
+        draft.advance(model.id, Event.EXITED)
+        return
+    departure = leaving.departure or Departure(Reason.IDLE)
+    draft.set_worker(leaving.id, departure=replace(departure, action=Action.UNLOAD))
+    draft.set_model(model.id, worker=leaving.id)
+    draft.advance(model.id, Event.UNLOAD)
+
+
+def context_freed(draft: Draft, event: ContextFreed) -> None:
+    """A worker has saved its sequences and freed its context."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None:
+        return
+    worker = draft.set_worker(worker.id, saved=event.saved)
+    model = draft.state.models.get(worker.model)
+    if model is None or model.worker != worker.id or model.state is not _S.OFFLOADING or worker.predecessor:
+        return
+    ledger = draft.state.ledger
+    before = sum(ledger.holdings[worker.holding].bytes.values())
+    ledger = ledger.shrink(worker.holding, keeping.rest_of(draft.state, worker))
+    if worker.extra is not None:
+        saved = {HOST: min(event.saved.count_bytes, ledger.holdings[worker.extra].bytes[HOST])}
+        ledger = ledger.commit(worker.extra, saved).absorb(worker.holding, worker.extra)
+    draft.set(ledger=ledger)
+    draft.emit(Disconnect(worker.id))
+    departure = worker.departure
+    worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None)
+    freed = before - sum(ledger.holdings[worker.holding].bytes.values())
+    endings.record(draft, model.id, departure, freed)
+    _keep(draft, worker, Mechanism.STANDBY, HOST, event.saved)
+
+
+def file_held(draft: Draft, event: FileHeld) -> None:
+    """A fresh worker has the file of its model in memory."""
+    if event.worker in draft.state.workers:
+        draft.set_worker(event.worker, held_bytes=event.count_bytes)
+        look_at_keeper(draft, event.worker)
+
+
+def look_at_keeper(draft: Draft, id: str) -> None:
+    """The model is warm when the file is in memory and the process that it leaves has ended."""
+    keeper = draft.worker(id)
+    model = draft.state.models.get(keeper.model)
+    if model is None or model.worker != id or model.state is not _S.OFFLOADING or keeper.held_bytes is None:
+        return
+    if keeper.predecessor is None or keeper.predecessor in draft.state.workers:
+        return
+    ledger = draft.state.ledger
+    saved = keeper.saved or Offloaded(0, 0, 0)
+    most = ledger.holdings[keeper.holding].bytes[HOST]
+    actual = min(most, keeper.held_bytes + keeping.CPU_OVERHEAD_BYTES + saved.count_bytes)
+    draft.set(ledger=ledger.commit(keeper.holding, {HOST: actual}))
+    original = keeper.home_device or HOST
+    _keep(draft, keeper, Mechanism.RESIDENT, original, saved)
+
+
+def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
+    """A model has left its device and holds no more than it keeps; `saved` of that are its sequences."""
+    ledger = draft.state.ledger.put_aside(worker.holding)
+    draft.set(ledger=ledger)
+    draft.cancel(TimerKind.OFFLOAD, worker.id)
+    size = sum(ledger.holdings[worker.holding].bytes.values())
+    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0)
+    draft.advance(worker.model, Event.OFFLOADED)
+    kept = Kept(how, device, draft.unix, size, saved.count_bytes, saved.sequences, saved.tokens)
+    draft.set_model(worker.model, kept=kept)
+    draft.info(
+        "%s is warm (%s, pid %s): %s in host memory, %d tokens of %d sequences",
+        worker.model, how, worker.pid, format_bytes(size), saved.tokens, saved.sequences,
+    )  # fmt: skip
+    if ledger.excess(HOST):  # a limit was lowered while it left
+        drop(draft, worker.model, Departure(Reason.LOWERED))
+
+
+# --- suspension ------------------------------------------------------------------------------------------------------
+def _suspend(draft: Draft, worker: WorkerRecord) -> None:
+    """Has the driver suspend a worker. Its bytes are booked twice until then: the copy is whole before the device is
+    let go. Raises LedgerError.
+    """
+    held = draft.state.ledger.holdings[worker.holding].bytes
+    assert worker.ready is not None
+    assert worker.pid is not None
+    extra = f"{worker.model}#{draft.number()}"
+    draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, aside=True))
+    draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
+    draft.advance(worker.model, Event.OFFLOAD)
+    seconds = draft.state.timing.suspend(sum(held.values()))
+    draft.emit(Suspend(worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+
+
+def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
+    """The driver has suspended a worker, or could not."""
+    worker = _under_way(draft, event.worker, _S.OFFLOADING)
+    if worker is None or worker.suspended is None or worker.extra is None:
+        return
+    if event.problem is not None:
+        _give_up(draft, worker, "could not be suspended", event.problem, of_state=event.of_state)
+        return
+    host = device_view.reading(draft.state, HOST, draft.now)
+    assert host is not None
+    need = {HOST: sum(worker.suspended.need.values())}
+    draft.set(ledger=draft.state.ledger.commit(worker.extra, need).leave(worker.holding))
+    draft.emit(Disconnect(worker.id))
+    device = worker.device.id
+    left = replace(worker, extra=None)
+    worker = draft.set_worker(
+        worker.id,
+        holding=worker.extra,
+        extra=None,
+        ready=None,
+        departure=None,
+        grown_bytes=0,
+        placement=Placement(Result.FREE, Allocation.FRACTIONAL, HOST, need),
+        device=host,
+    )
+    give_back(draft, left)
+    assert left.suspended is not None
+    cells = sum(item.bytes for item in left.suspended.ready.buffers if item.kind == "kv")
+    retained = left.beat.cells_retained if left.beat else 0
+    _keep(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(cells, 0, retained))
+
+
+def resume_ended(draft: Draft, event: ResumeEnded) -> WorkerRecord | None:
+    """The driver has resumed a worker: the worker, which is ready again; None where it could not."""
+    worker = _under_way(draft, event.worker, _S.RESTORING)
+    if worker is None or worker.suspended is None:
+        return None
+    if event.problem is not None:
+        _give_up(draft, worker, "could not be resumed", event.problem, of_state=event.of_state)
+        return None
+    return worker
+
+
+def _under_way(draft: Draft, id: str, state: ModelState) -> WorkerRecord | None:
+    worker = draft.state.workers.get(id)
+    if worker is None or not draft.is_current(worker) or draft.model(worker.model).state is not state:
+        return None
+    return worker
+
+
+def _give_up(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_state: bool) -> None:
+    """A process that could not be suspended or resumed is in no known state: it is ended, and its model is cold."""
+    then = ""
+    devices = draft.state.devices
+    if not of_state:
+        suspension = {**devices.suspension, worker.device.kind: f"{worker.model} {what}: {why}"}
+        draft.set_devices(suspension=suspension)
+        carrier = devices.carriers.get(worker.device.kind, "the driver")
+        then = f", and the checkpoint of {carrier} is not used any more"
+    draft.warning(
+        "%s (pid %s) %s: %s; its %s are given up%s",
+        worker.model, worker.pid, what, why,
+        format_bytes(sum(draft.state.ledger.owned_by(worker.model).values())), then,
+    )  # fmt: skip
+    if worker.departure is not None:
+        draft.set_worker(worker.id, departure=replace(worker.departure, action=Action.UNLOAD))
+    draft.emit(StopWorker(worker.id))
+
+
+# --- on the way out --------------------------------------------------------------------------------------------------
+def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
+    """Takes a warm model up again where it was planned; from here on it is like a load."""
+    model, worker = draft.model(id), draft.worker_of(id)
+    assert worker is not None
+    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
+    devices = [found[name] for name in placement.devices]
+    booked = f"{id}#{draft.number()}"
+    ledger = keeping.counted(draft.state, model).reserve(booked, id, placement.need)
+    if keeping.mechanism(draft.state, model) is Mechanism.STANDBY:
+        extra, holding = booked, worker.holding
+        held = ledger.holdings[worker.holding].bytes
+        whole = {name: count + held.get(name, 0) for name, count in placement.need.items()}
+        placement = replace(placement, need=whole)
+    else:
+        extra, holding = worker.holding, booked
+    draft.set(ledger=ledger)
+    estimates = draft.state.estimates_of(model.effective)
+    worker = draft.set_worker(
+        worker.id,
+        holding=holding,
+        extra=extra,
+        placement=placement,
+        device=devices[0],
+        began_at=draft.now,
+        progress=0.0,
+        limit=None,
+        spec=model.effective,
+        estimate=estimates.get(placement_key(placement.devices, placement.tensor_split), worker.estimate),
+    )
+    draft.advance(id, Event.RESTORE)
+    draft.info("restoring %s on %s (pid %s)", id, ", ".join(placement.devices), worker.pid)
+    if worker.suspended is not None:
+        assert worker.pid is not None
+        seconds = draft.state.timing.suspend(sum(worker.suspended.need.values()))
+        draft.emit(Resume(worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+        return worker
+    order = replace(grant_for(model.effective, devices, placement), environment=dict(environment_of(devices)))
+    draft.emit(SendOrder(worker.id, order))
+    return worker
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+def offload_is_late(draft: Draft, id: str) -> None:
+    """A step of keeping a model took too long: the process ends."""
+    worker = draft.state.workers.get(id)
+    if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.OFFLOADING:
+        draft.emit(KillWorker(id, "it did not give its model up in time"))
+
+
+def save_is_late(draft: Draft, id: str) -> None:
+    """A worker that saves its sequences and ends took too long."""
+    if id in draft.state.workers:
+        draft.emit(KillWorker(id, "it did not give its model up in time"))

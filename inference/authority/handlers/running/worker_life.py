@@ -1,0 +1,403 @@
+"""The life of a worker from reservation to exit: every reservation made here ends exactly once, whatever ended it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.effects import CheckBuild, Connect, Disconnect, KillWorker, Publish, RecordCrash, Spawn
+from inference.authority.events import (
+    BuildChecked,
+    Exited,
+    Loaded,
+    Progressed,
+    ResumeEnded,
+    ShortageLearned,
+    Spawned,
+    SpawnFailed,
+)
+from inference.authority.handlers.placing import relocation
+from inference.authority.handlers.placing.questions import excess, grant_for
+from inference.authority.handlers.queueing import tickets
+from inference.authority.handlers.running import endings, learning, oom_ladder, warm_pool
+from inference.authority.handlers.running.memory_return import give_back
+from inference.authority.handlers.watching import device_care, device_view
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.ledger import LedgerError, Phase
+from inference.authority.placement.plan import Placement
+from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPICIOUS, Crash
+from inference.authority.state import ModelRecord, State, TimerKind, WorkerRecord, placement_key
+from inference.authority.warm.retention import Mechanism
+from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
+from inference.estimate.file_stamp import Fingerprint, changed
+from inference.estimate.observed_overhead import Before
+from inference.protocol import ExitCause, ModelState
+from inference.workers.device_pinning import environment_of
+from inference.workers.worker_exit import WorkerExit
+from inference.workers.worker_link import Heartbeat
+
+RETRY_REPLACED_SECONDS = 1.0
+"""Until a load is worth another try whose files changed meanwhile."""
+_S, _E = ModelState, Event
+_WAY_OUT = {
+    _S.LOADING: (_E.UNLOAD, _E.EXITED),
+    _S.READY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
+    _S.BUSY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
+    _S.DRAINING: (_E.UNLOAD, _E.EXITED),
+    _S.OFFLOADING: (_E.UNLOAD, _E.EXITED),
+    _S.WARM: (_E.UNLOAD, _E.EXITED),
+    _S.RESTORING: (_E.UNLOAD, _E.EXITED),
+    _S.UNLOADING: (_E.EXITED,),
+}
+"""What is left of the way to cold when a worker ended as it was asked to, or left by itself in good order."""
+
+
+# --- beginning -------------------------------------------------------------------------------------------------------
+def begin(draft: Draft, id: str, placement: Placement) -> None:
+    """Reserves, then has a worker started; from here on its exit is what gives the reservation back."""
+    model = draft.model(id)
+    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
+    devices = [found[name] for name in placement.devices]
+    holding = f"{id}#{draft.number()}"
+    ledger = draft.state.ledger.reserve(holding, id, placement.need)
+    worker = WorkerRecord(
+        holding,
+        id,
+        holding,
+        placement,
+        devices[0],
+        draft.now,
+        model.effective,
+        draft.state.estimates_of(model.effective)[placement_key(placement.devices, placement.tensor_split)],
+        files=model.seen_files,
+        by_hand=model.target is not None and model.target != model.home,
+        before={item.id: Before.of(item, ledger, holding) for item in devices},
+    )
+    draft.set(ledger=ledger, workers={**draft.state.workers, holding: worker})
+    draft.set_model(id, worker=holding)
+    draft.advance(id, _E.LOAD)
+    order = grant_for(model.effective, devices, placement)
+    draft.emit(Spawn(holding, id, environment_of(devices), order))
+
+
+def spawned(draft: Draft, event: Spawned) -> None:
+    """The process of a worker runs."""
+    if event.worker in draft.state.workers:
+        worker = draft.set_worker(event.worker, pid=event.pid)
+        if worker.predecessor is None:
+            draft.info("loading %s on %s (pid %d)", worker.model, ", ".join(worker.placement.devices), event.pid)
+
+
+def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
+    """The process of a worker could not be started."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None:
+        return
+    if worker.predecessor is not None and draft.is_current(worker):
+        warm_pool.keeper_failed(draft, worker, event.reason)
+        return
+    draft.set(ledger=draft.state.ledger.release(worker.holding))
+    is_current = draft.is_current(worker)
+    _remove(draft, worker)
+    draft.plan()
+    if not is_current:
+        return
+    if draft.model(worker.model).state is not _S.LOADING:  # it was given up in this moment
+        for step in _WAY_OUT[draft.model(worker.model).state]:
+            draft.advance(worker.model, step)
+        _drop_removed(draft, worker.model)
+        return
+    failed(draft, worker.model, event.reason)
+    _give_up(draft, worker.model, resting(draft.model(worker.model), draft.now))
+    _drop_removed(draft, worker.model)
+
+
+def progressed(draft: Draft, event: Progressed) -> None:
+    """A worker reported progress, or sent a beat."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None:
+        return
+    model = draft.state.models.get(worker.model)
+    loads = model is not None and model.worker == worker.id and model.state in (_S.LOADING, _S.RESTORING)
+    counted = worker.counted
+    if loads:
+        draft.emit(Publish("load", {"id": worker.model, "progress": round(event.progress, 3)}))
+    elif event.beat is not None:
+        counted = _count_tokens(draft, worker, event.beat)
+    draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
+
+
+def _count_tokens(draft: Draft, worker: WorkerRecord, beat: Heartbeat) -> Mapping[str, int]:
+    counted = dict(worker.counted)
+    for kind, count in (("prompt", beat.prompt_tokens), ("generated", beat.generated_tokens)):
+        if (grown := count - counted.get(kind, 0)) > 0:
+            counted[kind] = count
+            draft.count("tokens", worker.model, kind, amount=grown)
+    return counted
+
+
+# --- ready -----------------------------------------------------------------------------------------------------------
+def resumed(draft: Draft, event: ResumeEnded) -> None:
+    """The driver has resumed a worker, or could not."""
+    worker = warm_pool.resume_ended(draft, event)
+    if worker is not None and worker.suspended is not None:
+        ready = replace(worker.suspended.ready, restored_tokens=0)
+        draft.set_worker(worker.id, suspended=None, beat=None)
+        loaded(draft, Loaded(worker.id, ready))
+
+
+def loaded(draft: Draft, event: Loaded) -> None:
+    """A worker has loaded its model, or has taken it up again."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None or worker.ending or not draft.is_current(worker):
+        return
+    model = draft.model(worker.model)
+    if model.state not in (_S.LOADING, _S.RESTORING):
+        return
+    is_back = model.state is _S.RESTORING
+    ready, estimate = event.ready, worker.estimate
+    actual = dict(estimate.overhead_bytes)
+    for buffer in ready.buffers:
+        actual[buffer.device] = actual.get(buffer.device, 0) + buffer.bytes
+    complaint = excess(estimate, ready)
+    try:
+        if complaint is None:
+            _commit(draft, model, worker, actual)
+    except LedgerError as error:
+        complaint = str(error)
+    replaced = "" if is_back else _replaced(worker, event.files)
+    if complaint is not None or replaced:
+        failure = ModelFailed(
+            f"the load of {model.id!r} was stopped: {replaced or complaint}",
+            retry_after=RETRY_REPLACED_SECONDS if replaced else None,
+        )
+        draft.set_worker(worker.id, failure=failure)
+        draft.emit(KillWorker(worker.id))
+        return
+    seconds = draft.now - worker.began_at
+    predicted = sum(worker.placement.need.values())
+    worker = draft.set_worker(worker.id, ready=ready, ready_at=draft.now, extra=None, progress=1.0)
+    draft.emit(Connect(worker.id))
+    _note_load(draft, model, worker, seconds, actual, is_back=is_back)
+    draft.set_model(model.id, capabilities=ready.capabilities, failure=None, shortages=(), last_used_at=draft.now)
+    draft.count("load_seconds", model.id, "warm" if is_back else "cold", amount=seconds)
+    if predicted and not is_back:
+        draft.count("estimate_error", amount=sum(actual.values()) / predicted)
+    if model.backoff.failures:
+        draft.count("recoveries", "reload")
+    draft.info(
+        "%s is ready on %s after %.2f s: %s of %s reserved",
+        model.id, ", ".join(worker.placement.devices), seconds, format_bytes(sum(actual.values())),
+        format_bytes(predicted),
+    )  # fmt: skip
+    draft.advance(model.id, _E.RESTORED if is_back else _E.LOADED)
+    tickets.serve(draft, model.id)
+
+
+def _note_load(
+    draft: Draft, model: ModelRecord, worker: WorkerRecord, seconds: float, actual: Mapping[str, int], *, is_back: bool
+) -> None:
+    ready = worker.ready
+    assert ready is not None
+    if not is_back:
+        draft.set_model(model.id, reload_seconds=seconds, loads=model.loads + 1)
+        learning.begin(draft, worker)
+        draft.set(bytes_per_second=sum(actual.values()) / max(seconds, 1e-3))
+        return
+    if ready.restored_tokens:
+        draft.count("kv_restore_seconds", amount=ready.restore_seconds)
+    draft.set_model(model.id, restore_seconds=seconds)
+    draft.set(restorations=draft.state.restorations + 1)
+    draft.count("restorations")
+    draft.info("%s came back within %.2f s with %d tokens of its sequences", model.id, seconds, ready.restored_tokens)
+
+
+def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapping[str, int]) -> None:
+    """Books what a worker that is ready really took, and ends what it was kept in. Raises LedgerError."""
+    ledger = draft.state.ledger
+    if worker.extra is None:
+        ledger = ledger.commit(worker.holding, actual)
+    elif model.kept is not None and model.kept.mechanism is Mechanism.STANDBY:
+        held = ledger.holdings[worker.holding].bytes
+        rest = {name: max(0, count - held.get(name, 0)) for name, count in actual.items()}
+        ledger = ledger.commit(worker.extra, rest).absorb(worker.holding, worker.extra)
+    else:
+        ledger = ledger.commit(worker.holding, actual).release(worker.extra)
+    draft.set(ledger=ledger)
+
+
+# --- exits -----------------------------------------------------------------------------------------------------------
+def exited(draft: Draft, event: Exited) -> None:
+    """The one place where a worker's memory goes back, however it ended."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None or worker.ending:
+        return
+    device_care.worker_ended(draft, worker, event.exit)
+    worker = draft.worker(worker.id)
+    draft.emit(Disconnect(worker.id))
+    if not draft.is_current(worker):
+        _finish(draft, worker, event.exit)
+        return
+    is_loading = draft.model(worker.model).state is _S.LOADING
+    replaced = _replaced(worker, event.files) if is_loading else ""
+    if not replaced and oom_ladder.ran_out(event.exit):
+        draft.set_worker(worker.id, ending=True)
+        oom_ladder.learn(draft, worker, event.exit)
+        return
+    if not replaced:
+        oom_ladder.ended_well(draft, worker, event.exit)
+    _finish(draft, worker, event.exit, replaced=replaced)
+
+
+def shortage_learned(draft: Draft, event: ShortageLearned) -> None:
+    """It is known what a model needs after a worker of it ran out of memory: its end is booked."""
+    worker = draft.state.workers.get(event.worker)
+    if worker is None or not worker.ending:
+        return
+    tries_again = draft.is_current(worker) and oom_ladder.after_shortage(draft, worker, event)
+    _finish(draft, worker, event.exit, tries_again=tries_again)
+
+
+def _replaced(worker: WorkerRecord, files: Fingerprint) -> str:
+    """Which of the model's files changed since the load began, as a sentence; empty for none."""
+    found = changed(worker.files, files)
+    return f"{found} changed while the model was loaded; the next load reads the new file" if found else ""
+
+
+def _finish(
+    draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again: bool = False, replaced: str = ""
+) -> None:
+    is_current = draft.is_current(worker)
+    draft.count("exits", worker.model, str(exit.cause))
+    if is_current:
+        draft.set_model(worker.model, worker=None)
+    if draft.state.ledger.holdings[worker.holding].phase is not Phase.RELEASING:
+        draft.set(ledger=draft.state.ledger.leave(worker.holding))
+    _hand_over(draft, worker)
+    worker = endings.release_extra(draft, worker)
+    _remove(draft, worker)
+    give_back(draft, worker)
+    requested = exit.cause is ExitCause.REQUESTED
+    if not requested:
+        when = " while its model was offloaded" if not is_current and worker.failure is None else ""
+        draft.error("%s (pid %s)%s: %s", worker.model, worker.pid, when, exit.message)
+        draft.emit(RecordCrash(worker.model, worker.pid or 0, exit, tuple(worker.leases)))
+    if is_current:
+        if requested:
+            for step in _WAY_OUT[draft.model(worker.model).state]:
+                draft.advance(worker.model, step)
+            draft.info("%s is unloaded", worker.model)
+        else:
+            _broke(draft, worker, exit, tries_again=tries_again, replaced=replaced)
+        _drop_removed(draft, worker.model)
+    draft.plan()
+
+
+def _broke(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again: bool, replaced: str) -> None:
+    model = draft.model(worker.model)
+    was_loading = model.state is _S.LOADING
+    failure = worker.failure
+    if replaced and failure is None:
+        failure = ModelFailed(
+            f"the load of {model.id!r} failed: {replaced} ({exit.message})", retry_after=RETRY_REPLACED_SECONDS
+        )
+    message = failure.message if failure else exit.message
+    if was_loading and str(model.spec.path) not in message:
+        message += f"; its file is {model.spec.path}"
+    failed(draft, model.id, message, counts=not (tries_again or replaced) and _charges(model, worker, exit))
+    error = failure or _load_error(draft, model.id, worker, exit) if was_loading and not tries_again else None
+    if exit.cause is ExitCause.BROKEN_BUILD:
+        draft.emit(CheckBuild(model.id, error))
+    elif error is not None:
+        _give_up(draft, model.id, error)
+
+
+def build_checked(draft: Draft, event: BuildChecked) -> None:
+    """It is known whether llama.cpp still computes, after a worker died at its first step."""
+    model = draft.state.models.get(event.model)
+    if model is None:
+        return
+    if not event.holds:
+        tickets.fail(draft, model.id, BrokenBuild())
+    elif event.error is not None and model.state is _S.FAILED:  # else it is loaded again already
+        _give_up(draft, model.id, event.error)
+
+
+def _hand_over(draft: Draft, worker: WorkerRecord) -> None:
+    """A worker that leaves its model to another one has ended: what it saved is the other's."""
+    for other in list(draft.state.workers.values()):
+        if other.predecessor == worker.id:
+            draft.set_worker(other.id, saved=worker.saved)
+
+
+def _remove(draft: Draft, worker: WorkerRecord) -> None:
+    draft.set(workers={id: other for id, other in draft.state.workers.items() if id != worker.id})
+    model = draft.state.models.get(worker.model)
+    if model is not None and model.worker == worker.id:
+        draft.set_model(worker.model, worker=None)
+    for kind in (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.SAVE, TimerKind.ROOM_TO_KEEP):
+        draft.cancel(kind, worker.id)
+    for other in list(draft.state.workers.values()):
+        if other.predecessor == worker.id:
+            warm_pool.look_at_keeper(draft, other.id)
+
+
+def _drop_removed(draft: Draft, id: str) -> None:
+    model = draft.state.models.get(id)
+    if model is not None and model.removed and model.worker is None:
+        draft.drop_model(id)
+
+
+def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool:
+    """Whether this exit counts as the model's own failure, for which it rests longer and longer.
+
+    A worker that ended while one request ran alone is the request's doing as far as is known.
+    """
+    docket = model.docket
+    is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_telling
+    return exit.cause not in SUSPICIOUS or not is_tried or docket.doubted or len(docket.row) >= MOST_IN_A_ROW
+
+
+def _give_up(draft: Draft, id: str, error: InferenceError) -> None:
+    """A load failed: its requests fail, unless the model was being moved and goes back."""
+    if not relocation.turn_back(draft, id, error):
+        tickets.fail(draft, id, error)
+
+
+def _load_error(draft: Draft, id: str, worker: WorkerRecord, exit: WorkerExit) -> InferenceError:
+    model = draft.model(id)
+    if exit.cause is ExitCause.DEVICE_LOST:
+        what = f"it could not be loaded: {exit.message}"
+        return device_care.loss(draft.state, model, worker.placement.devices, what, draft.now)
+    return resting(model, draft.now, str(exit.cause))
+
+
+def failed(draft: Draft, id: str, message: str, *, counts: bool = True) -> None:
+    """One more failure of a model; it rests, unless this one does not count."""
+    model = draft.model(id)
+    backoff = model.backoff.failed() if counts else model.backoff
+    retry_at = draft.now + (backoff.delay_seconds if counts else 0.0)
+    draft.set_model(id, backoff=backoff, retry_at=retry_at, failure=message)
+    draft.advance(id, _E.FAIL)
+
+
+def resting(model: ModelRecord, now: float, cause: str | None = None) -> InferenceError:
+    """The error of a request for a failed model, with the rest of its backoff."""
+    rest = math.ceil(max(0.0, model.retry_at - now) * 10) / 10
+    if model.shortages:
+        what = model.failure or "refused"
+        return MemoryRefused(model.id, model.shortages, what, retry_after=rest, cause=str(ExitCause.OOM_LOAD))
+    return ModelFailed(
+        f"the model {model.id!r} failed: {model.failure}",
+        retry_after=rest,
+        details={"cause": cause, "failures": model.backoff.failures},
+    )
+
+
+def begun(state: State, id: str) -> bool:
+    """Whether memory is booked for a model."""
+    model = state.models.get(id)
+    return model is not None and model.worker is not None

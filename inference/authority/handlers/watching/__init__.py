@@ -1,0 +1,1 @@
+"""Devices: readings, health and pressure."""

@@ -1,0 +1,225 @@
+"""Collects what alerts are derived from, and derives them; the planner is asked whether a value would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from inference.authority.draft import Draft
+from inference.authority.handlers.placing.prospects import Moment
+from inference.authority.handlers.placing.questions import Subject, held_models, request_for
+from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.watching.pressure_view import bounds_of, level, rungs, uses
+from inference.authority.lifecycle.departures import Reason
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan
+from inference.authority.pressure.advice import (
+    GIB,
+    MIB,
+    SWAP_SECONDS,
+    TURNED_AWAY_SECONDS,
+    Alert,
+    Change,
+    Crowd,
+    Fact,
+    Full,
+    Misfit,
+    Outgrown,
+    Swapping,
+    TurnedAway,
+    advise,
+    changes_of,
+    swaps,
+)
+from inference.authority.pressure.levels import Level, Use
+from inference.authority.pressure.relief import Rung
+from inference.authority.state import ModelRecord, State
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+
+LATELY_SECONDS = 600.0
+"""How long a refusal, and how full a device was, are worth an alert."""
+MOST_REFUSED = 10
+ROOM_FOR = "room for "
+
+
+# --- what happened ---------------------------------------------------------------------------------------------------
+def looked(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
+    """A device at a check: what others use of it counts while it is too full."""
+    advice = draft.state.advice
+    at, peak = advice.peaks.get(use.device, (-math.inf, 0))
+    if now >= Level.CRITICAL or shortfall_bytes:
+        kept = peak if draft.now - at < LATELY_SECONDS else 0
+        peaks = {**advice.peaks, use.device: (draft.now, max(kept, use.foreign_bytes))}
+        draft.set(advice=replace(advice, peaks=peaks))
+
+
+def refused(draft: Draft, model: str) -> None:
+    """A load was refused for good."""
+    advice = draft.state.advice
+    kept = {name: at for name, at in advice.refused.items() if name != model}
+    names = [*kept.items(), (model, draft.now)][-MOST_REFUSED:]
+    draft.set(advice=replace(advice, refused=dict(names)))
+
+
+def report(draft: Draft) -> None:
+    """Logs each alert once, and once that it is over."""
+    before = draft.state.advice.logged
+    found = {(str(alert.kind), alert.subject): alert for alert in alerts(draft.state, draft.now)}
+    for key, alert in found.items():
+        if key not in before or before[key].changes != alert.changes:
+            draft.warning("alert %s: %s%s", alert.kind, alert.message, _recommended(alert.changes))
+    for key in before.keys() - found.keys():
+        draft.info("alert %s is over: %s", *key)
+    if found != before:
+        draft.set(advice=replace(draft.state.advice, logged=found))
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------
+def alerts(state: State, now: float) -> tuple[Alert, ...]:
+    """Every alert there is now; none without INFERENCE_ENABLE_MEMORY_ALERTS."""
+    if not state.settings.enable_memory_alerts:
+        return ()
+    return advise(_facts(state, now))
+
+
+def _facts(state: State, now: float) -> Iterator[Fact]:
+    yield from _devices(state, now)
+    yield from _swapping(state, now)
+    yield from _misfits(state, now)
+    yield from _outgrowths(state, now)
+    for priority, limit in state.settings.queue_limits.items():
+        recent = [at for at, *full in state.advice.turned_away if full == [priority, limit]]
+        yield TurnedAway(str(priority), limit, sum(now - at < TURNED_AWAY_SECONDS for at in recent))
+
+
+def _outgrowths(state: State, now: float) -> Iterator[Fact]:
+    """Of workers that run, and for a while of those that are gone."""
+    for name, growth in state.advice.outgrown.items():
+        model = state.models.get(name)
+        if model is None:
+            continue
+        worker = state.worker_of(model)
+        runs = worker is not None and worker.holding == growth.holding
+        if runs or now - growth.at < LATELY_SECONDS:
+            yield Outgrown(name, growth.bytes, growth.overhead_bytes, model.spec.memory_overhead)
+
+
+def _devices(state: State, now: float) -> Iterator[Fact]:
+    bounds = bounds_of(state)
+    for use in uses(state, now):
+        device = use.device
+        rung = rungs(state).get(device, Rung.NONE)
+        yield Full(device, level(state, use), rung, use.used_bytes, use.foreign_bytes, use.total_bytes)
+        at, peak = state.advice.peaks.get(device, (-math.inf, 0))
+        if now - at < LATELY_SECONDS:
+            budget = state.ledger.accounts[device].budget_bytes
+            yield Crowd(device, peak, budget, use.total_bytes, bounds, host=device == CPU)
+
+
+def _swapping(state: State, now: float) -> Iterator[Fact]:
+    since = now + state.unix_offset - SWAP_SECONDS
+    records = [
+        (record.model_name, record.explanation[0].removeprefix(ROOM_FOR))
+        for record in state.evictions
+        if record.timestamp >= since and record.reason is Reason.MEMORY_WANTED and record.explanation
+    ]
+    models = state.models
+    found = swaps([pair for pair in records if pair[0] in models and pair[1] in models])
+    if found is None:
+        return
+    names, count = found
+    residency = min(models[name].spec.min_residency for name in names)
+    for pair in (names, names[::-1]):
+        fix = _fix_beside(state, models[pair[0]], models[pair[1]], now)
+        if fix is None:
+            return  # they can be loaded together
+        if fix:
+            yield Swapping(pair, count, residency, fix)
+            return
+    yield Swapping(names, count, residency, {})
+
+
+def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: float) -> Mapping[str, Any] | None:
+    """Settings with which `second` would fit where `first` is loaded and all else but what stays left; {} if there
+    are none, None if it fits as it is.
+    """
+    ledger, held = _staying(state, {first.id, second.id}, now)
+    placed = _place(state, first, ledger, held, now)
+    if not isinstance(placed, Placement):
+        return {}
+    ledger = ledger.reserve("advice", first.id, placed.need)
+    beside = Held(first.id, "advice", Standing.FIXED, placed.need, now)
+    decision = _place(state, second, ledger, [*held, beside], now)
+    if isinstance(decision, Refusal):
+        return decision.fix
+    return None if decision else {}
+
+
+def _staying(state: State, without: set[str], now: float) -> tuple[Ledger, list[Held]]:
+    """The ledger with the models alone that leave only by hand, and those models."""
+    held = held_models(state, now)
+    stay = [item for item in held if item.standing is Standing.FIXED and item.model not in without]
+    kept = {item.holding for item in stay}
+    return state.ledger.without(state.ledger.holdings.keys() - kept), stay
+
+
+def _place(
+    state: State, model: ModelRecord, ledger: Ledger, held: Sequence[Held], now: float
+) -> Placement | Refusal | None:
+    devices = device_view.candidates(model.spec, device_view.readings(state, now), state.settings)
+    request = request_for(Subject.of(state, model.effective), devices)
+    if request is None:
+        return None
+    return plan(request, ledger, held, device_view.policy(state.settings, now))
+
+
+def _misfits(state: State, now: float) -> Iterator[Fact]:
+    moment = Moment(state, now) if state.advice.refused else None
+    for name, at in state.advice.refused.items():
+        model = state.models.get(name)
+        if model is None or moment is None or now - at >= LATELY_SECONDS:
+            continue
+        refusal = moment.of(model)
+        if isinstance(refusal, Refusal) and refusal.lacks and not refusal.waits_for:
+            changes = changes_of(name, refusal.fix) or _allowing(state, model, refusal, now)
+            yield Misfit(name, refusal.reason, changes)
+
+
+def _allowing(state: State, model: ModelRecord, refusal: Refusal, now: float) -> tuple[Change, ...]:
+    """The service's own limit that, raised, lets the model in: tried with the planner, so that it is true."""
+    ledger, held = _staying(state, {model.id}, now)
+    short = {lack.device: lack.need_bytes - lack.room_bytes for lack in refusal.lacks}
+    if ledger.limit_bytes is not None:
+        limit = math.ceil((ledger.limit_bytes + max(short.values())) / GIB * 10) / 10
+        raised = replace(ledger, limit_bytes=int(limit * GIB))
+        if isinstance(_place(state, model, raised, held, now), Placement):
+            return (Change("INFERENCE_MEMORY_LIMIT_GB", f"{limit:g}"),)
+    for device, missing in short.items():
+        reading = device_view.reading(state, device, now)
+        if reading is None or reading.total_bytes <= 0:
+            continue
+        name, value = _larger_share(state, reading, ledger.accounts[device].budget_bytes + missing)
+        if value > (1 if name.endswith("percent") else math.inf):
+            continue
+        allowance = device_view.allowance(reading, state.settings.model_copy(update={name: value}))
+        if isinstance(_place(state, model, ledger.open(Account(device, *allowance)), held, now), Placement):
+            return (Change(f"INFERENCE_{name.upper()}", f"{value:g}"),)
+    return ()
+
+
+def _larger_share(state: State, reading: Reading, wanted_bytes: int) -> tuple[str, float]:
+    """The setting that bounds our share of a device, and the value with which it is `wanted_bytes`."""
+    percent = math.ceil(wanted_bytes / reading.total_bytes * 100) / 100
+    if reading.id == CPU:
+        return "cpu_memory_max_percent", percent
+    if state.settings.gpu_memory_limit_mb is not None:
+        return "gpu_memory_limit_mb", math.ceil(wanted_bytes / MIB)
+    return "gpu_memory_max_percent", percent
+
+
+def _recommended(changes: Sequence[Change]) -> str:
+    named = ", ".join(f"{change.setting}={change.value}" for change in changes)
+    return f"; recommended: {named}" if named else ""

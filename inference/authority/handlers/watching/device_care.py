@@ -1,0 +1,240 @@
+"""What follows from the health of devices: trials, readings, models that go cold or leave, models that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference.authority.device_health.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
+from inference.authority.device_health.signs import Sign
+from inference.authority.draft import Draft
+from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, RestartService, TryDevice
+from inference.authority.handlers.placing.questions import tenants
+from inference.authority.handlers.running import departure, endings, warm_pool
+from inference.authority.handlers.watching import device_view
+from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
+from inference.authority.warm.retention import Mechanism
+from inference.devices.host import CPU
+from inference.errors import DeviceLost, InvalidRequestError
+from inference.protocol import DeviceState, ExitCause, ModelState
+from inference.workers.worker_exit import WorkerExit
+
+PATIENT_SECONDS = 2.0
+"""A verdict that comes this soon is waited for."""
+_DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
+_IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RESTORING)
+
+
+# --- what is seen ----------------------------------------------------------------------------------------------------
+def take(draft: Draft) -> None:
+    """Feeds every reading that was not seen yet to its device's case; a device that is not listed is gone."""
+    devices = draft.state.devices
+    found = {item.id: item for item in devices.measured if item.id != CPU}
+    for device in {**devices.cases, **found}:
+        reading = found.get(device)
+        sign, note = (Sign.GONE, "it is not there any more") if reading is None else (reading.sign, reading.note)
+        news = (devices.done, sign, note)
+        if draft.state.devices.fed.get(device) != news:
+            draft.set_devices(fed={**draft.state.devices.fed, device: news})
+            see(draft, device, Read(sign, note))
+
+
+def tick(draft: Draft) -> None:
+    """Time has passed."""
+    take(draft)
+    for device in list(draft.state.devices.cases):
+        is_booked = any(holding.bytes.get(device) for holding in draft.state.ledger.holdings.values())
+        see(draft, device, Tick(not tenants(draft.state, device) and not is_booked))
+
+
+def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
+    """A worker ended by the loss of its device or in a hang, which is reason to doubt the device."""
+    if exit.cause not in _DOUBTFUL or worker.failure is not None:
+        return
+    for device in worker.placement.devices:
+        if device != CPU and case_of(draft.state, device).usable:
+            _remember(draft, device, worker)
+            see(draft, device, Doubted(f"{worker.model}: {exit.message}"))
+
+
+def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> None:
+    """A computation on a device ended."""
+    see(draft, device, Tried(trial, failure))
+
+
+def read_done(draft: Draft) -> None:
+    """A fresh reading was taken: begins the trials that waited for it."""
+    for device, (needed, trial) in list(draft.state.devices.trials.items()):
+        if draft.state.devices.done >= needed:
+            waiting = {name: item for name, item in draft.state.devices.trials.items() if name != device}
+            draft.set_devices(trials=waiting)
+            case = case_of(draft.state, device)
+            if case.state is DeviceState.PROBING and case.trial == trial:
+                draft.emit(TryDevice(device, trial))
+
+
+def case_of(state: State, device: str) -> Case:
+    """What is known of the health of a device."""
+    return state.devices.cases.get(device, Case())
+
+
+def is_in_doubt(state: State, device: str, now: float) -> bool:
+    """Whether it was well a moment ago and is being tried, so that requests may wait for the verdict."""
+    case = case_of(state, device)
+    return now - case.ill_since < PATIENT_SECONDS and case.state is DeviceState.PROBING and not case.emptied
+
+
+def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
+    """The error of a model that was on these devices; says when another try may help."""
+    places = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
+    waits = [1.0, model.backoff.delay_seconds]
+    if not places:
+        waits += [case_of(state, device).seconds_to_verdict(now) or 0.0 for device in devices]
+    return DeviceLost(
+        f"the model {model.id!r} lost {', '.join(devices)}: {what}",
+        retry_after=max(waits),
+        details={"cause": str(ExitCause.DEVICE_LOST), "devices": list(devices)},
+    )
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------
+def see(draft: Draft, device: str, seen: Seen) -> None:
+    """Gives one piece of evidence to the table of device health, and does what follows."""
+    before = case_of(draft.state, device)
+    case, effects = step(before, seen, draft.now, draft.state.settings.drain_seconds)
+    if case != before or device not in draft.state.devices.cases:
+        draft.set_devices(cases={**draft.state.devices.cases, device: case})
+    if case.state is not before.state:
+        _report(draft, device, before, case)
+    for effect in effects:
+        _carry_out(draft, device, case, effect)
+    if case.usable and device in draft.state.devices.homeless:
+        homeless = draft.state.devices.homeless
+        draft.set_devices(homeless={name: found for name, found in homeless.items() if name != device})
+    if case.state is not before.state:
+        draft.plan()
+
+
+def _report(draft: Draft, device: str, before: Case, case: Case) -> None:
+    write = draft.warning if before.usable and not case.usable else draft.info
+    note = f": {case.note}" if case.note else ""
+    write("%s is %s (%s before)%s", device, case.state, before.state, note)
+    publish(draft)
+    draft.changed()
+
+
+def _carry_out(draft: Draft, device: str, case: Case, effect: Effect) -> None:
+    match effect:
+        case Effect.LOSE:
+            _lose(draft, device, case.note)
+        case Effect.DRAIN:
+            _drain(draft, device, case.note)
+        case Effect.PROBE if not draft.state.closing:
+            trials = {**draft.state.devices.trials, device: (device_view.read(draft), case.trial)}
+            draft.set_devices(trials=trials)
+        case Effect.LOOK:
+            device_view.read(draft)
+        case Effect.RESTART:
+            draft.emit(RestartService(f"no new process reaches {device} ({case.note})"))
+        case Effect.WELCOME:
+            draft.count("recoveries", "device")
+            for name in sorted(draft.state.devices.homeless.get(device, ())):
+                draft.set(reloads=(*draft.state.reloads, name))
+
+
+def _lose(draft: Draft, device: str, why: str) -> None:
+    """Every model on the device goes cold at once, whether its process has ended yet or not."""
+    for worker in tenants(draft.state, device):
+        _remember(draft, device, worker)
+        what = f"{device} is lost ({why})"
+        draft.error("%s goes cold: %s", worker.model, what)
+        failure = loss(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
+        worker = draft.set_worker(worker.id, failure=failure)
+        draft.emit(LoseWorker(worker.id, what))
+        draft.advance(worker.model, Event.FAIL)
+        draft.advance(worker.model, Event.RETRY)
+        draft.set_model(worker.model, failure=failure.message)
+        endings.detach(draft, worker)
+    for model in list(draft.state.models.values()):
+        kept = model.kept
+        bound = kept is not None and kept.mechanism is Mechanism.CHECKPOINT and kept.original_device == device
+        if bound and model.state is ModelState.WARM:
+            warm_pool.drop(draft, model.id, Departure(Reason.DEVICE, Action.UNLOAD, (f"{device}: {why}",)))
+    if device in draft.state.ledger.accounts or device in draft.state.ledger.shared:
+        draft.set(ledger=draft.state.ledger.write_off(device))
+
+
+def _drain(draft: Draft, device: str, why: str) -> None:
+    for worker in tenants(draft.state, device):
+        _remember(draft, device, worker)
+        departure.leave(draft, worker.model, Reason.DEVICE, explanation=(f"{device}: {why}",))
+        if draft.model(worker.model).worker == worker.id:
+            departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
+
+
+def _remember(draft: Draft, device: str, worker: WorkerRecord) -> None:
+    """Has a model in use loaded again: elsewhere if that is possible, or when the device is back."""
+    model = draft.state.models.get(worker.model)
+    if model is None or model.removed or model.state not in _IN_USE:
+        return
+    idle = draft.now - max(model.last_used_at, worker.ready_at)
+    recent = idle < draft.state.settings.eviction_idle_threshold_seconds
+    if model.spec.pinned or worker.leases or recent:
+        homeless = draft.state.devices.homeless
+        draft.set_devices(homeless={**homeless, device: homeless.get(device, frozenset()) | {model.id}})
+        draft.set(reloads=(*draft.state.reloads, model.id))
+
+
+def at_home(draft: Draft, id: str) -> None:
+    """A model that had lost its device is loaded again."""
+    homeless = draft.state.devices.homeless
+    draft.set_devices(homeless={device: names - {id} for device, names in homeless.items()})
+
+
+# --- operators and listeners -----------------------------------------------------------------------------------------
+def refuse_recovery(state: State, device: str) -> InvalidRequestError | None:
+    """Why a device cannot be recovered, or None."""
+    known = [item.id for item in state.devices.measured if item.id != CPU]
+    if device in known:
+        return None
+    names = ", ".join(known) or "none"
+    return InvalidRequestError(f"there is no accelerator {device!r}; there are: {names}", param="device")
+
+
+def renewed(draft: Draft, id: int) -> None:
+    """The probes start afresh: the device is tried."""
+    command = draft.state.commands.get(id)
+    if isinstance(command, RecoverCommand):
+        see(draft, command.device, Doubted("an operator asked for a trial"))
+        draft.set(commands={**draft.state.commands, id: RecoverCommand(command.device, renewed=True)})
+
+
+def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
+    """Answers a recovery once the state of its device is decided."""
+    if not command.renewed or case_of(draft.state, command.device).state is DeviceState.PROBING:
+        return
+    found = device_view.reading(draft.state, command.device, draft.now)
+    draft.set(commands={name: other for name, other in draft.state.commands.items() if name != id})
+    if found is None:
+        draft.emit(Refuse(id, InvalidRequestError(f"the device {command.device!r} is gone", param="device")))
+    else:
+        draft.emit(Answer(id, found))
+
+
+def publish(draft: Draft) -> None:
+    """Tells listeners of devices that came, went, or are not as well as before; how full they are is no news."""
+    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
+    before = draft.state.devices.published
+    after: dict[str, tuple[str, ...] | None] = dict(before)
+    for name, item in found.items():
+        now = (item.name, str(item.state), item.note)
+        if name in before and before[name] != now:
+            draft.emit(Publish("device", {"device": item.to_json()}))
+        after[name] = now
+    for name, known in before.items():
+        if known is not None and name not in found:
+            after[name] = None
+            draft.emit(Publish("removed", {"device": name}))
+    if after != before:
+        draft.set_devices(published=after)

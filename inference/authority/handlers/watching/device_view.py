@@ -1,0 +1,186 @@
+"""The devices as decisions see them: readings with the state that was decided for each, and their accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from inference.authority.device_health.health import USABLE, Case
+from inference.authority.device_health.signs import Sign
+from inference.authority.draft import Draft
+from inference.authority.effects import ReadDevices
+from inference.authority.placement.ledger import Account, Balance
+from inference.authority.placement.stage import Policy
+from inference.authority.state import State
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.environment_settings import InferenceSettings
+from inference.protocol import DeviceState
+from inference.settings import ModelSpec
+
+MIB = 2**20
+UNKNOWN_BYTES = 16 * 2**30
+"""What may be used of a device whose size is unknown."""
+
+
+# --- readings --------------------------------------------------------------------------------------------------------
+def readings(state: State, now: float) -> tuple[Reading, ...]:
+    """The newest readings, accelerators first. One without memory of its own is as full as the host."""
+    found = tuple(_shown(reading, state.devices.cases.get(reading.id), now) for reading in state.devices.measured)
+    host = next((reading for reading in found if reading.id == CPU), None)
+    return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
+
+
+def reading(state: State, device: str, now: float) -> Reading | None:
+    """The newest reading of one device."""
+    return next((item for item in readings(state, now) if item.id == device), None)
+
+
+def accelerators(state: State, now: float) -> tuple[Reading, ...]:
+    """The readings of all devices but the CPU."""
+    return tuple(item for item in readings(state, now) if item.id != CPU)
+
+
+def _shown(reading: Reading, case: Case | None, now: float) -> Reading:
+    """What a dead device reported last of its memory is not true any more."""
+    if case is None or case.state is DeviceState.HEALTHY:
+        return reading
+    if case.sign is Sign.DEAD:
+        reading = replace(reading, free_bytes=0, used_bytes=0)
+    return replace(
+        reading, state=case.state, note=case.note or reading.note, verdict_seconds=case.seconds_to_verdict(now)
+    )
+
+
+def _on_host(reading: Reading, host: Reading) -> Reading:
+    """`reading` with what the host has left of what the accelerator may use of it."""
+    total = min(reading.total_bytes or host.total_bytes, host.total_bytes)
+    free = min(total, host.free_bytes)
+    return replace(reading, total_bytes=total, free_bytes=free, used_bytes=total - free)
+
+
+# --- accounts --------------------------------------------------------------------------------------------------------
+def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
+    """(capacity, budget) of a device: what may be in use on it altogether, and what of that may be ours.
+
+    Of an accelerator: min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve), the reserve being
+    INFERENCE_GPU_MEMORY_RESERVE_MB but at most 5 % of the device; INFERENCE_GPU_MEMORY_LIMIT_MB bounds our own share
+    of that, because others use the device too. So does the percentage of host memory. A device whose size is unknown
+    is bounded by INFERENCE_MEMORY_LIMIT_GB alone.
+    """
+    total = reading.total_bytes
+    if total <= 0:
+        unknown = settings.memory_limit_bytes or UNKNOWN_BYTES
+        return unknown, unknown
+    kept = min(int(settings.gpu_memory_reserve_mb * MIB), total // 20)
+    if reading.id == CPU:
+        return total - kept, int(total * settings.cpu_memory_max_percent)
+    usable = min(int(total * settings.gpu_memory_max_percent), total - kept)
+    if settings.gpu_memory_limit_mb is not None:
+        return usable, min(usable, int(settings.gpu_memory_limit_mb * MIB))
+    return usable, usable
+
+
+def allowances(found: Sequence[Reading], settings: InferenceSettings) -> Iterator[tuple[Reading, tuple[int, int]]]:
+    """The allowance of every device with memory of its own.
+
+    Where an accelerator has none, what it may use is host memory: the larger of the two budgets is the host's.
+    """
+    most = max((allowance(item, settings)[1] for item in found if item.unified), default=0)
+    for item in found:
+        if not item.unified:
+            capacity, budget = allowance(item, settings)
+            yield item, (capacity, max(budget, min(most, capacity)) if item.id == CPU else budget)
+
+
+def capacities(state: State, now: float) -> Mapping[str, int]:
+    """What all models together may have of each device, bytes; host memory where a device has none of its own."""
+    found = readings(state, now)
+    budgets = {item.id: budget for item, (_, budget) in allowances(found, state.settings)}
+    return {item.id: budgets.get(item.id, budgets.get(CPU, 0)) for item in found}
+
+
+def observed(state: State, measured: tuple[Reading, ...], now: float) -> State:
+    """The state with these readings in its accounts."""
+    state = replace(state, devices=replace(state.devices, measured=measured))
+    return entered(state, now)
+
+
+def entered(state: State, now: float) -> State:
+    """The state with its present readings and settings in its accounts."""
+    found = readings(state, now)
+    ledger = state.ledger
+    for item, (capacity, budget) in allowances(found, state.settings):
+        ledger = ledger.open(Account(item.id, capacity, budget)).observe(item.id, item.used_bytes, item.free_bytes)
+    for item in found:
+        if item.unified:
+            ledger = ledger.share(item.id, CPU)
+    return replace(state, ledger=ledger)
+
+
+def limited(state: State) -> State:
+    """The state with the cap on the sum of our bytes: the configured one, or a guess where a device has no size."""
+    limit = state.settings.memory_limit_bytes
+    if limit is None and any(item.total_bytes <= 0 for item in state.devices.measured):
+        limit = UNKNOWN_BYTES
+    return replace(state, ledger=replace(state.ledger, limit_bytes=limit))
+
+
+def balances(state: State, now: float) -> Mapping[str, Balance]:
+    """Every account in numbers."""
+    return {item.id: state.ledger.balance(item.id) for item in readings(state, now)}
+
+
+def policy(settings: InferenceSettings, now: float) -> Policy:
+    """The limits of a decision made now."""
+    return Policy(now, settings.max_models, settings.max_models_per_device)
+
+
+# --- which devices a model may use -----------------------------------------------------------------------------------
+def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSettings) -> tuple[Reading, ...]:
+    """The devices `spec` may be planned for: its own, else any accelerator, else the CPU where that is allowed.
+
+    An accelerator that was there at the start and is lost now never turns into CPU: the result is empty then.
+    """
+    there = [item for item in found if item.id != CPU]
+    cpu = tuple(item for item in found if item.id == CPU)
+    if settings.force_cpu_mode or spec.gpu_layers == 0 or not there:
+        return cpu
+    allowed = [item for index, item in enumerate(there) if item.state in USABLE and spec.gpu_index in (None, index)]
+    return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
+
+
+def closed_to(spec: ModelSpec, found: Sequence[Reading]) -> tuple[Reading, ...]:
+    """The accelerators that `spec` might be planned for if they were usable."""
+    if spec.gpu_layers == 0:
+        return ()
+    there = [item for item in found if item.id != CPU]
+    return tuple(
+        item for index, item in enumerate(there) if item.state not in USABLE and spec.gpu_index in (None, index)
+    )
+
+
+def lost_for(spec: ModelSpec, found: Sequence[Reading]) -> tuple[str, float | None]:
+    """Which accelerators `spec` misses and why, empty for none; and the seconds until that may change."""
+    closed = closed_to(spec, found)
+    waits = [item.verdict_seconds for item in closed if item.verdict_seconds is not None]
+    reasons = ", ".join(f"{item.id} is {item.state}" + (f" ({item.note})" if item.note else "") for item in closed)
+    return reasons, max(1.0, min(waits)) if waits else None
+
+
+# --- reading anew ----------------------------------------------------------------------------------------------------
+def read(draft: Draft) -> int:
+    """Asks for a fresh reading; the number of the read that will do. One that has begun already is too old."""
+    devices = draft.state.devices
+    needed = devices.begun + 1
+    draft.set_devices(wanted=max(devices.wanted, needed))
+    begin_read(draft)
+    return needed
+
+
+def begin_read(draft: Draft) -> None:
+    """Begins a read that is wanted, one at a time."""
+    devices = draft.state.devices
+    if devices.wanted > devices.begun == devices.done and not draft.state.closing:
+        draft.set_devices(begun=devices.begun + 1)
+        draft.emit(ReadDevices())

@@ -1,0 +1,196 @@
+"""Checks how full the devices are and carries out what relief decides.
+
+A regular check comes every INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS with fresh readings; one out of turn when others
+took more, when we booked more, when a level rose, and when a load was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from inference.authority.draft import Draft
+from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
+from inference.authority.handlers.placing.questions import held_models
+from inference.authority.handlers.running import departure
+from inference.authority.handlers.watching import advisor, device_view
+from inference.authority.handlers.watching.pressure_view import bounds_of, levels, numbers_of, rules_of, uses
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.pressure.history import DeviceSample, Sample
+from inference.authority.pressure.levels import Level, Use, admit, grew, settle
+from inference.authority.pressure.relief import SAYS, Leave, Limit, Relief, Scene, Tenant, Watch, step
+from inference.authority.state import State
+from inference.protocol import ModelState
+
+MIB = 2**20
+MOST_SAMPLES = 1000
+"""At a check every 15 s, more than four hours."""
+_S = ModelState
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+def begin(draft: Draft) -> None:
+    """The first check, when the devices are known: a device that is full already is reported."""
+    draft.set(pressure=replace(draft.state.pressure, due_at=draft.now + _interval(draft)))
+    check(draft, regular=False)
+    _sample(draft)
+    advisor.report(draft)
+
+
+def _interval(draft: Draft) -> float:
+    return draft.state.settings.pressure_check_interval_seconds
+
+
+def tick(draft: Draft) -> None:
+    """Begins a check when one is due, or when something about a device calls for one."""
+    pressure = draft.state.pressure
+    if draft.now >= pressure.due_at and pressure.needs_read is None:
+        needed = device_view.read(draft)
+        draft.set(pressure=replace(pressure, due_at=draft.now + _interval(draft), needs_read=needed))
+    elif pressure.asked or any(_calls(draft.state, use) for use in uses(draft.state, draft.now)):
+        check(draft, regular=False)
+
+
+def read_done(draft: Draft, problem: str | None) -> None:
+    """A fresh reading has come, or could not be taken: the last figures are better than no check."""
+    needed = draft.state.pressure.needs_read
+    if needed is None or draft.state.devices.done < needed:
+        return
+    if problem is not None:
+        draft.warning("the devices could not be read for a check: %s", problem)
+    draft.set(pressure=replace(draft.state.pressure, needs_read=None))
+    regular_check(draft)
+
+
+def regular_check(draft: Draft) -> None:
+    """A check with its sample and its alerts."""
+    check(draft, regular=True)
+    _sample(draft)
+    advisor.report(draft)
+    draft.plan()
+
+
+def _calls(state: State, use: Use) -> bool:
+    gauge = state.pressure.watches.get(use.device, Watch()).gauge
+    higher = settle(gauge, use, bounds_of(state)).level > gauge.level
+    return higher or grew(gauge, use) or use.ours_bytes > gauge.ours_bytes
+
+
+def refused(draft: Draft) -> None:
+    """A load was refused: there is a check soon, once however many are refused until then."""
+    draft.set(pressure=replace(draft.state.pressure, asked=True))
+
+
+def booked(draft: Draft) -> None:
+    """Memory was just reserved: what others use at this moment is part of the plan."""
+    found = {use.device: use for use in uses(draft.state, draft.now)}
+    watches = {
+        device: replace(watch, gauge=admit(watch.gauge, found[device]))
+        if device in found and found[device].ours_bytes > watch.gauge.ours_bytes
+        else watch
+        for device, watch in draft.state.pressure.watches.items()
+    }
+    draft.set(pressure=replace(draft.state.pressure, watches=watches))
+
+
+# --- a check ---------------------------------------------------------------------------------------------------------
+def check(draft: Draft, *, regular: bool) -> None:
+    """Looks at the devices as they are in the ledger, and does what follows."""
+    state = draft.state
+    before, found = state.pressure.watches, uses(state, draft.now)
+    scene = Scene(found, _tenants(state, draft.now), _wanted(state, draft.now))
+    watches, actions = step(before, scene, rules_of(state.settings), regular=regular)
+    draft.set(pressure=replace(state.pressure, watches=watches, asked=False))
+    for use in found:
+        _report(draft, use, before.get(use.device, Watch()), watches[use.device])
+        short = draft.state.ledger.balance(use.device).shortfall_bytes
+        advisor.looked(draft, use, watches[use.device].gauge.level, short)
+    for action in actions:
+        _carry_out(draft, action)
+
+
+def _tenants(state: State, now: float) -> list[Tenant]:
+    found = []
+    for item in held_models(state, now):
+        model = state.models.get(item.model)
+        worker = None if model is None else state.worker_of(model)
+        if model is not None:
+            limit = worker.limit if worker is not None and worker.holding == item.holding else None
+            idle = now - item.last_used_at
+            found.append(Tenant(item.model, item.standing, item.bytes, idle, model.effective.parallel, limit))
+    return found
+
+
+def _wanted(state: State, now: float) -> Collection[str]:
+    """Accounts on which a model that is waited for would be booked if there were room."""
+    found = device_view.readings(state, now)
+    waiting = [
+        model
+        for model in state.models.values()
+        if model.queue.waiters and model.state in (_S.COLD, _S.WARM) and not state.is_estimating(model)
+    ]
+    devices = [item.id for model in waiting for item in device_view.candidates(model.effective, found, state.settings)]
+    return {state.ledger.account_of(device) for device in devices}
+
+
+def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
+    if (before.gauge.level, before.rung) == (now.gauge.level, now.rung):
+        return
+    rises = now.gauge.level > before.gauge.level and now.gauge.level >= Level.HIGH
+    write = draft.warning if rises or now.rung > before.rung else draft.info
+    write(
+        "%s is at %s (%s before): %s%s",
+        use.device, now.gauge.level, before.gauge.level, numbers_of(use),
+        "" if now.rung == before.rung else f"; {SAYS[now.rung]}",
+    )  # fmt: skip
+    data = {"device": use.device, "level": str(now.gauge.level), "rung": now.rung.name.lower()}
+    draft.emit(Publish("pressure", data))
+    draft.changed()
+
+
+def _carry_out(draft: Draft, action: Relief) -> None:
+    worker = draft.worker_of(action.model)
+    if isinstance(action, Leave):
+        how = Action.OFFLOAD if action.offload else Action.UNLOAD
+        departure.leave(draft, action.model, Reason.PRESSURE, how, (action.reason,))
+    elif worker is not None and isinstance(action, Limit):
+        draft.warning("%s admits at most %d at once: %s", action.model, action.sequences, action.reason)
+        draft.set_worker(worker.id, limit=action.sequences)
+        draft.emit(LimitWorker(worker.id, action.sequences))
+    elif worker is not None:
+        draft.info("%s drops the prefixes that it retains: %s", action.model, action.reason)
+        draft.emit(ForgetPrefixes(worker.id))
+
+
+# --- history ---------------------------------------------------------------------------------------------------------
+def _sample(draft: Draft) -> None:
+    state = draft.state
+    ready = [model for model in state.models.values() if model.state in (_S.READY, _S.BUSY)]
+    slots = sum(model.effective.parallel for model in ready)
+    workers = [worker for model in ready if (worker := state.worker_of(model)) is not None]
+    active = sum(worker.beat.active for worker in workers if worker.beat is not None)
+    sample = Sample(
+        timestamp=round(draft.unix, 3),
+        devices={device: _device(use, level) for device, (use, level) in levels(state, draft.now).items()},
+        active_requests=sum(state.in_flight(model) for model in state.models.values()),
+        queued_requests=sum(len(model.queue) for model in state.models.values()),
+        pool_utilization=round(active / slots, 4) if slots else 0.0,
+        models_loaded=len(ready),
+        models_warm=sum(model.state is _S.WARM for model in state.models.values()),
+    )
+    history = (*state.pressure.history, sample)[-MOST_SAMPLES:]
+    draft.set(pressure=replace(state.pressure, history=history))
+
+
+def _device(use: Use, level: Level) -> DeviceSample:
+    free = max(0, use.total_bytes - use.used_bytes)
+    used_mb, free_mb, foreign_mb, ours_mb = (
+        round(count / MIB, 3) for count in (use.used_bytes, free, use.foreign_bytes, use.ours_bytes)
+    )
+    return DeviceSample(used_mb, free_mb, foreign_mb, ours_mb, str(level))
+
+
+def limits(state: State) -> Mapping[str, int]:
+    """The limits of sequences that were sent to workers, by model."""
+    held = ((model.id, state.worker_of(model)) for model in state.models.values())
+    return {name: worker.limit for name, worker in held if worker is not None and worker.limit is not None}

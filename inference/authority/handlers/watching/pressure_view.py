@@ -1,0 +1,84 @@
+"""How full the devices are now, by the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headgate.shared.units import format_bytes
+from inference.authority.handlers.watching import device_view
+from inference.authority.placement.plan import Refusal
+from inference.authority.pressure.levels import Bounds, Level, Use, settle
+from inference.authority.pressure.relief import Rules, Rung, Watch, refusal
+from inference.authority.state import State
+from inference.devices.device import Reading
+from inference.environment_settings import InferenceSettings
+from inference.protocol import DeviceState
+from inference.settings import ModelSpec
+
+
+def rules_of(settings: InferenceSettings) -> Rules:
+    """What the settings ask for."""
+    bounds = Bounds(
+        settings.pressure_moderate, settings.pressure_high, settings.pressure_critical, settings.pressure_emergency
+    )
+    return Rules(
+        bounds, settings.eviction_idle_threshold_seconds, settings.pressure_eager, settings.enable_memory_governor
+    )
+
+
+def bounds_of(state: State) -> Bounds:
+    """Where levels begin."""
+    return rules_of(state.settings).bounds
+
+
+def uses(state: State, now: float) -> tuple[Use, ...]:
+    """Every account's use; what a lost device held has no use."""
+    own = [item for item in device_view.readings(state, now) if state.ledger.account_of(item.id) == item.id]
+    return tuple(_use(state, item) for item in own if item.state is not DeviceState.LOST)
+
+
+def _use(state: State, reading: Reading) -> Use:
+    """A device that tells no size counts with what may be used."""
+    balance = state.ledger.balance(reading.id)
+    total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
+    return Use(state.ledger.account_of(reading.id), total, balance.ours_bytes, balance.foreign_bytes)
+
+
+def level(state: State, use: Use) -> Level:
+    """The level of a device now; the one place that defines it."""
+    gauge = state.pressure.watches.get(use.device, Watch()).gauge
+    return settle(gauge, use, bounds_of(state)).level
+
+
+def levels(state: State, now: float) -> Mapping[str, tuple[Use, Level]]:
+    """Use and level of every device."""
+    found = {item.id: _use(state, item) for item in device_view.readings(state, now)}
+    shared = {name: found.get(use.device, use) for name, use in found.items()}
+    return {name: (use, level(state, use)) for name, use in shared.items()}
+
+
+def rungs(state: State) -> Mapping[str, Rung]:
+    """How far the ladder is climbed on every device."""
+    return {device: watch.rung for device, watch in state.pressure.watches.items()}
+
+
+def numbers_of(use: Use) -> str:
+    """The use of a device in words."""
+    return (
+        f"{format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
+        f"{format_bytes(use.foreign_bytes)} of it by others"
+    )
+
+
+def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
+    """The devices of `devices` onto which the model may be loaded now, or why the ladder refuses all of them."""
+    extras = spec.mmproj is not None or bool(spec.lora)
+    refusals = {
+        item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=extras) for item in devices
+    }
+    allowed = tuple(item for item in devices if refusals[item.id] is None)
+    if allowed or not devices:
+        return allowed
+    found = levels(state, now)
+    reasons = tuple(f"{why} ({numbers_of(found[name][0])})" for name, why in refusals.items())
+    return Refusal((), "; ".join(reasons), trace=reasons)

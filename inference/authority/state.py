@@ -1,0 +1,609 @@
+"""The state of the authority: plain frozen data that `step` replaces as a whole.
+
+Processes, HTTP sessions, futures and timers are not here. The shell keeps them under the ids that this state uses: a
+worker has the id of its first ledger holding, tickets, leases and commands have numbers. Times are seconds of the event
+loop's clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from inference.authority.device_health.health import Case
+from inference.authority.device_health.signs import Sign
+from inference.authority.lifecycle.departures import Departure, Eviction
+from inference.authority.lifecycle.retry_after import Pace
+from inference.authority.lifecycle.transitions import Backoff
+from inference.authority.lifecycle.wait_queue import Waiter, WaitQueue
+from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.plan import Placement, Standing
+from inference.authority.placement.reduction import Descent
+from inference.authority.placement.turns import Claim
+from inference.authority.pressure.advice import Alert
+from inference.authority.pressure.history import Sample
+from inference.authority.pressure.relief import Watch
+from inference.authority.quarantine.docket import Docket
+from inference.authority.warm.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
+from inference.authority.warm.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
+from inference.devices.device import Reading
+from inference.environment_settings import InferenceSettings
+from inference.errors import InferenceError, Shortage
+from inference.estimate.file_stamp import Fingerprint
+from inference.estimate.model_estimate import Estimate
+from inference.estimate.observed_overhead import Before
+from inference.protocol import ModelState, Priority
+from inference.settings import InferenceConfig, ModelSpec
+from inference.workers.worker_link import Heartbeat, Offloaded, Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Bounds of single steps, in seconds. Saving and copying get more in proportion to their bytes."""
+
+    save_seconds: float = LEAST_SAVE_SECONDS
+    """to save sequences, or to take a file into host memory"""
+    suspend_seconds: float = 15.0
+    """to suspend or resume a process by the driver"""
+    return_seconds: float = 5.0
+    """for an accelerator to show the memory of an ended worker as free; the rest counts as used by others then"""
+    alone_seconds: float = 30.0
+    """in which a request that runs alone, or waits to, may keep others out"""
+    watch_seconds: float = 2.0
+    """between two looks at the memory of workers and at the files of models"""
+
+    def save(self, count_bytes: int) -> float:
+        """How long saving or copying that much may take."""
+        return self.save_seconds + count_bytes / SLOWEST_COPY_BYTES_PER_SECOND
+
+    def suspend(self, count_bytes: int) -> float:
+        """How long a copy between device and host may take."""
+        return self.suspend_seconds + count_bytes / 500e6
+
+
+class TimerKind(StrEnum):
+    """What a deadline is for; the id of a timer says which of them."""
+
+    PERIODIC = "periodic"
+    TICKET = "ticket"
+    ALONE = "alone"
+    """a request that runs alone keeps others out no longer"""
+    STOP = "stop"
+    """a model that leaves may finish its answers until then"""
+    OFFLOAD = "offload"
+    """a step of the way into the warm pool takes too long"""
+    SAVE = "save"
+    """a worker that saves its sequences and ends takes too long"""
+    ROOM_TO_KEEP = "room to keep"
+    RETURN = "return"
+    """memory of an ended worker is looked at again, and overdue later"""
+    PLAN = "plan"
+    THREADS = "threads"
+    COMMAND = "command"
+
+
+Timer = tuple[TimerKind, str | int]
+
+
+class Purpose(StrEnum):
+    """What a ticket is for."""
+
+    CLIENT = "client"
+    MOVE = "move"
+    RELOAD = "load again"
+    """a model that lost its device"""
+    STARTUP = "load at start"
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateKey:
+    """One measurement: a model with these settings on one device, or divided over several."""
+
+    spec: ModelSpec
+    devices: tuple[str, ...]
+    counts: tuple[int, ...] = ()
+
+    @property
+    def placement(self) -> str:
+        """The key among the estimates of `spec`."""
+        return placement_key(self.devices, self.counts)
+
+
+def placement_key(devices: tuple[str, ...], counts: tuple[float, ...] = ()) -> str:
+    """The key of an estimate: the device, or the devices and how many layers each takes."""
+    return "+".join(f"{name}:{count:g}" for name, count in zip(devices, counts, strict=True)) if counts else devices[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """One request in flight on one worker. A probe does not count as use."""
+
+    id: int
+    model: str
+    worker: str
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRecord:
+    """One request that waits for a lease; its waiter is in the queue of the model."""
+
+    id: int
+    model: str
+    waiter: Waiter
+    patience: float
+    counts: bool = True
+    purpose: Purpose = Purpose.CLIENT
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedDevice:
+    """What a suspended worker gets back: bytes per device, and its report when it was ready."""
+
+    need: Mapping[str, int]
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker process, from its reservation until it has ended. `holding` is its present id in the ledger."""
+
+    id: str
+    model: str
+    holding: str
+    placement: Placement
+    device: Reading
+    began_at: float
+    spec: ModelSpec
+    """the settings it was loaded with"""
+    estimate: Estimate
+    pid: int | None = None
+    progress: float = 0.0
+    beat: Heartbeat | None = None
+    ready: Ready | None = None
+    ready_at: float = 0.0
+    threads: int | None = None
+    """the last number of threads that was sent to it"""
+    limit: int | None = None
+    """the last limit of sequences that was sent to it"""
+    leases: Mapping[int, LeaseRecord] = field(default_factory=dict)
+    alone: int | None = None
+    """the lease that keeps other requests out"""
+    failure: InferenceError | None = None
+    files: Fingerprint = ()
+    """the files that were loaded, or are held"""
+    reported_files: Fingerprint = ()
+    """the files of the last log line about their change"""
+    extra: str | None = None
+    """a second holding, of host memory, while the model leaves its device or comes back"""
+    suspended: SuspendedDevice | None = None
+    predecessor: str | None = None
+    """the worker whose file this one keeps in memory"""
+    home_device: str | None = None
+    """the device that its model has left"""
+    held_bytes: int | None = None
+    saved: Offloaded | None = None
+    leaves_free: int = 0
+    """bytes of host memory that saved sequences must leave for the model that comes next"""
+    by_hand: bool = False
+    """its device was named by an operator"""
+    has_waited: bool = False
+    """for room to be kept warm, once"""
+    room_awaited: tuple[str, ...] = ()
+    """workers that end so that this model can be kept"""
+    departure: Departure | None = None
+    grown_bytes: int = 0
+    """of its host memory, what was booked because it grew beyond its reservation"""
+    before: Mapping[str, Before] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """its tokens that the metrics have, by kind"""
+    ending: bool = False
+    """it has ended, and what was learned from its end is on its way"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A model in the warm pool. `since` is Unix seconds; `saved_bytes` of `count_bytes` are its sequences."""
+
+    mechanism: Mechanism
+    original_device: str
+    since: float
+    count_bytes: int
+    saved_bytes: int
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """One configured model."""
+
+    spec: ModelSpec
+    state: ModelState = ModelState.COLD
+    queue: WaitQueue = field(default_factory=WaitQueue)
+    worker: str | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    retry_at: float = 0.0
+    failure: str | None = None
+    docket: Docket = field(default_factory=Docket)
+    divisions: int = 0
+    """ways to divide it over devices that were measured since the last decision"""
+    cleaning: bool = False
+    """other models drop what they retain for it"""
+    cleans_host: bool = False
+    """warm models leave for it as well, because host memory is short"""
+    last_used_at: float = 0.0
+    wanted_at: float = 0.0
+    """since when requests have waited for it without a gap"""
+    called_at: float = math.inf
+    """when other models first began to leave for it"""
+    room_at: float = 0.0
+    """when its room may begin to be made, as far as that is known"""
+    pace: Pace = field(default_factory=Pace)
+    answered_at: float = 0.0
+    target: str | None = None
+    """the device of its next load, while it is moved"""
+    home: str | None = None
+    """the device it returns to if that fails"""
+    moved_in_vain: InferenceError | None = None
+    reload_seconds: float = 1.0
+    restore_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    loads: int = 0
+    uses: int = 0
+    """requests that were given to a worker, without probes"""
+    capabilities: tuple[str, ...] = ()
+    removed: bool = False
+    reduced: ModelSpec | None = None
+    """smaller settings, because it did not fit (`oom_policy: reduce`)"""
+    descent: Descent = field(default_factory=Descent)
+    sheltered_until: float = 0.0
+    """it is loaded on the CPU alone until then (`oom_policy: cpu`)"""
+    shortages: tuple[Shortage, ...] = ()
+    """of its last load, when memory was refused that the plan had allowed"""
+    kept: Kept | None = None
+    files: Fingerprint | None = None
+    """the files that its estimates and failures belong to; None before the first look"""
+    seen_files: Fingerprint = ()
+    """its files as last seen"""
+    files_seen_at: float = -math.inf
+    """when that was; a decision uses each look once"""
+
+    @property
+    def effective(self) -> ModelSpec:
+        """The settings of its next load."""
+        return self.reduced or self.spec
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.spec.id
+
+    @property
+    def reload_again_seconds(self) -> float:
+        """How long it would take to have it back if it left now: from the warm pool if it would be kept."""
+        keeps = self.spec.warm and self.restore_seconds is not None and self.state is not ModelState.WARM
+        return self.restore_seconds if keeps and self.restore_seconds is not None else self.reload_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Memory of an ended worker that its devices have not shown as free yet.
+
+    `foreign` is what others used of each device before; a reading that began as number `needs_read` or later decides.
+    """
+
+    worker: str
+    model: str
+    holding: str
+    devices: tuple[str, ...]
+    foreign: Mapping[str, int]
+    deadline: float
+    pause: float
+    look_at: float
+    needs_read: int
+    departure: Departure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What is known of the devices.
+
+    `measured` are the readings of the probes, without the state that was decided for a device. Reads are numbered:
+    `begun` and `done` count them.
+    """
+
+    measured: tuple[Reading, ...] = ()
+    cases: Mapping[str, Case] = field(default_factory=dict)
+    fed: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
+    begun: int = 0
+    done: int = 0
+    wanted: int = 0
+    """the number of the last read that is asked for"""
+    refreshed_at: float = -math.inf
+    homeless: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """models in use that lost their place with a device, by device, until they are loaded again"""
+    trials: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """trials that wait for a read: its number, and the number of the trial"""
+    published: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    """what listeners know of each device; None for one that went"""
+    carriers: Mapping[str, str] = field(default_factory=dict)
+    """what can suspend processes, by kind of device"""
+    suspension: Mapping[str, str | None] = field(default_factory=dict)
+    """why processes on a kind of device are not suspended; None where they are"""
+    proving: frozenset[str] = frozenset()
+    """kinds whose proof the start waits for"""
+
+
+@dataclass(frozen=True, slots=True)
+class FixCheck:
+    """A suggested setting that is verified: `spec` is the model's, `fix` what is tried now."""
+
+    model: str
+    spec: ModelSpec
+    kinds: tuple[str, ...]
+    fix: Mapping[str, Any]
+    tries: int = 1
+    divisions: int = 0
+
+
+FixKey = tuple[ModelSpec, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a worker held beyond its plan, and what of the plan was for what llama.cpp does not count."""
+
+    holding: str
+    bytes: int
+    overhead_bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What alerts are derived from, besides the ledger."""
+
+    peaks: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    refused: Mapping[str, float] = field(default_factory=dict)
+    turned_away: tuple[tuple[float, Priority, int], ...] = ()
+    outgrown: Mapping[str, Growth] = field(default_factory=dict)
+    logged: Mapping[tuple[str, str], Alert] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """How full devices were at the last check, and when the next one is due."""
+
+    watches: Mapping[str, Watch] = field(default_factory=dict)
+    due_at: float = 0.0
+    needs_read: int | None = None
+    """a regular check waits for this read"""
+    asked: bool = False
+    """a check out of turn is wanted: a load was refused"""
+    history: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """A worker's use of its devices beyond its buffers is read off the next reading."""
+
+    worker: str
+    devices: tuple[str, ...]
+    needs_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnHome:
+    """A model on the CPU by fallback that may go back to an accelerator; `needs_read` is the read it waits for."""
+
+    needs_read: int | None = None
+    look_at: float = 0.0
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class UnloadCommand:
+    """Waits until `worker` has ended."""
+
+    model: str
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCommand:
+    """Waits until the model is warm or gone."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvictCommand:
+    """Waits for the record of the model's departure."""
+
+    model: str
+    record: Eviction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCommand:
+    """Moves a model: measured and checked first (`begun` false), then its ticket waits. `home`: by fallback return."""
+
+    model: str
+    device: str
+    seconds: float | None
+    begun: bool = False
+    ticket: int | None = None
+    returns_home: bool = False
+    parent: int | None = None
+    """the command that this move is part of"""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectCommand:
+    """Waits for idle models to leave, then for heaps to be trimmed."""
+
+    awaited: frozenset[str]
+    records: tuple[Eviction, ...] = ()
+    trimming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One move of a defragmentation, with the reason why it was refused."""
+
+    model: str
+    source: str
+    target: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DefragmentCommand:
+    """Trims, measures idle models on every device, then moves them one after another."""
+
+    before_bytes: int
+    retained: Mapping[str, int] = field(default_factory=dict)
+    trimmed_bytes: int = 0
+    cells: int = 0
+    reclaimed_bytes: int = 0
+    needs_read: int | None = None
+    """None until heaps are trimmed"""
+    unmeasurable: frozenset[str] = frozenset()
+    planned: tuple[Shift, ...] | None = None
+    moving: Shift | None = None
+    done: tuple[Shift, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverCommand:
+    """Waits until the state of a device is decided."""
+
+    device: str
+    renewed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCommand:
+    """A dry run: `spec` is what is planned for, None for the model as it is."""
+
+    model: str
+    spec: ModelSpec | None
+    divisions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshCommand:
+    """Waits for a fresh reading of all devices."""
+
+    needs_read: int
+
+
+Command = (
+    UnloadCommand | OffloadCommand | EvictCommand | MoveCommand | CollectCommand | DefragmentCommand | RecoverCommand
+    | PlanCommand | RefreshCommand
+)  # fmt: skip
+
+
+# --- everything ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the authority knows and has decided."""
+
+    config: InferenceConfig
+    cores: int = 1
+    linux: bool = True
+    timing: Timing = field(default_factory=Timing)
+    ledger: Ledger = field(default_factory=Ledger)
+    models: Mapping[str, ModelRecord] = field(default_factory=dict)
+    workers: Mapping[str, WorkerRecord] = field(default_factory=dict)
+    tickets: Mapping[int, TicketRecord] = field(default_factory=dict)
+    returns: Mapping[str, Return] = field(default_factory=dict)
+    devices: Devices = field(default_factory=Devices)
+    estimates: Mapping[ModelSpec, Mapping[str, Estimate]] = field(default_factory=dict)
+    measuring: frozenset[EstimateKey] = frozenset()
+    reloads: tuple[str, ...] = ()
+    """models that lost their device and are wanted again"""
+    foreseen: tuple[str, ...] = ()
+    """models that are still to be measured before a request comes"""
+    startup: tuple[str, ...] = ()
+    """models that are still to be loaded at the start"""
+    checks: Mapping[FixKey, FixCheck] = field(default_factory=dict)
+    fixes: Mapping[FixKey, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    """verified suggestions, and until when they count"""
+    claims: tuple[Claim, ...] = ()
+    commands: Mapping[int, Command] = field(default_factory=dict)
+    learning: tuple[Learning, ...] = ()
+    going_home: Mapping[str, ReturnHome] = field(default_factory=dict)
+    pressure: Pressure = field(default_factory=Pressure)
+    advice: Advice = field(default_factory=Advice)
+    evictions: tuple[Eviction, ...] = ()
+    departures: Counter[str] = field(default_factory=Counter)
+    """how many models left, by action"""
+    restorations: int = 0
+    bytes_per_second: float | None = None
+    """of the last load of any model"""
+    timers: Mapping[Timer, float] = field(default_factory=dict)
+    wake_at: float = math.inf
+    """the time of the last WakeAt"""
+    ticks_at: float = math.inf
+    watch_at: float = 0.0
+    ease_at: float = 0.0
+    unix_offset: float = 0.0
+    """Unix seconds minus seconds of the loop's clock"""
+    unplanned: bool = False
+    """something changed since the models that are wanted were last looked at"""
+    numbers: int = 0
+    """the last number that was given to a holding, ticket, lease or command"""
+    revision: int = 0
+    """counts changes that listeners see"""
+    started: bool = False
+    closing: bool = False
+
+    @property
+    def settings(self) -> InferenceSettings:
+        """INFERENCE_* of now."""
+        return self.config.settings
+
+    def worker_of(self, model: ModelRecord) -> WorkerRecord | None:
+        """The worker of a model."""
+        return None if model.worker is None else self.workers[model.worker]
+
+    def in_flight(self, model: ModelRecord) -> int:
+        """Requests that the worker of a model has."""
+        return 0 if model.worker is None else len(self.workers[model.worker].leases)
+
+    def estimates_of(self, spec: ModelSpec) -> Mapping[str, Estimate]:
+        """What was measured for these settings, by placement."""
+        return self.estimates.get(spec, {})
+
+    def standing(self, model: ModelRecord, now: float) -> Standing:
+        """Whether a model could leave now."""
+        if model.state in (ModelState.DRAINING, ModelState.UNLOADING):
+            return Standing.LEAVING
+        if model.state is ModelState.OFFLOADING and self.workers[model.worker or ""].predecessor is None:
+            return Standing.LEAVING  # its process stays; what it has on its device is on its way back
+        if model.state in (ModelState.LOADING, ModelState.OFFLOADING, ModelState.RESTORING):
+            return Standing.LOADING
+        if model.state is ModelState.WARM:
+            return Standing.BUSY if model.queue.waiters else Standing.WARM
+        if model.spec.pinned or model.spec.dedicated:
+            return Standing.FIXED
+        if self.in_flight(model) or model.queue.waiters:
+            return Standing.BUSY
+        if now - model.last_used_at < model.spec.min_residency:
+            return Standing.YOUNG
+        return Standing.IDLE
+
+    def is_estimating(self, model: ModelRecord) -> bool:
+        """Whether a measurement for the model is under way."""
+        spec = model.effective
+        return (
+            model.cleaning
+            or any(key.spec == spec for key in self.measuring)
+            or any(check.model == model.id for check in self.checks.values())
+        )

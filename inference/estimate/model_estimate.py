@@ -1,0 +1,74 @@
+"""What a model needs on each device, and the parameters that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from inference.authority.placement.layers import Sizes
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.estimate.header_formula import Parameters, Parts
+from inference.settings import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees.
+
+    `sizes` are those of its repeating layers; `counts` says how many layers each of several devices takes, in order.
+    """
+
+    parts: Mapping[str, Parts]
+    overhead_bytes: Mapping[str, int]
+    source: str
+    note: str
+    context_trained: int
+    capabilities: tuple[str, ...] = ()
+    """What the file can do; empty when only its header was read."""
+    sizes: tuple[Sizes, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    headroom_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of `overhead_bytes`, what was learned when memory ran out although the estimate allowed it."""
+    architecture: str = ""
+    quantization: str = ""
+    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
+
+    @property
+    def need(self) -> dict[str, int]:
+        """Bytes to reserve per device."""
+        devices = {**dict.fromkeys(self.parts, 0), **dict.fromkeys(self.overhead_bytes, 0)}
+        return {
+            device: (self.parts[device].total_bytes if device in self.parts else 0) + self.overhead_bytes.get(device, 0)
+            for device in devices
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As `/memory/plan` shows it."""
+        return {
+            "devices": {
+                device: {
+                    **asdict(parts),
+                    "overhead_bytes": self.overhead_bytes.get(device, 0),
+                    "headroom_bytes": self.headroom_bytes.get(device, 0),
+                }
+                for device, parts in self.parts.items()
+            },
+            "total_bytes": sum(self.need.values()),
+            "source": self.source,
+            "note": self.note,
+        }
+
+
+def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
+    """What decides the size of `spec` there."""
+    return Parameters(
+        context_length=spec.context_length,
+        parallel=spec.parallel,
+        kv_type=spec.kv_type,
+        batch=spec.batch,
+        ubatch=spec.ubatch,
+        gpu_layers=0 if device.id == CPU else spec.gpu_layers,
+        flash_attention=spec.flash_attention,
+    )
