@@ -19,8 +19,8 @@ from inference.worker.cores.openmp_spinning import Brake
 from inference.worker.cores.thread_placement import Companions
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
-from inference.worker.engine.output_tickets import Courier
-from inference.worker.engine.vision_context import SightedBackend, picture_finder
+from inference.worker.engine.output_tickets import OutputDispatcher
+from inference.worker.engine.vision_context import VisionBackend, tile_finder
 from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
@@ -70,7 +70,7 @@ def engines_of(
     """The engine or the embedder, not started; call it within the running loop, which gets the outputs. `brake`
     controls the threads that compute on the CPU.
     """
-    courier = Courier(asyncio.get_running_loop())
+    courier = OutputDispatcher(asyncio.get_running_loop())
     companions = Companions(brake)
     context = loaded.context
     if context.pooling > 0:
@@ -99,7 +99,7 @@ def engines_of(
 def _backend(context: Context, grant: Grant, sight: Sight | None, companions: Companions) -> Backend:
     backend: Backend = context
     if sight is not None:
-        backend = SightedBackend(context, context.n_slots, picture_finder(sight.pictures))
+        backend = VisionBackend(context, context.n_slots, tile_finder(sight.pictures))
     if grant.on_cpu:
         backend = CrewedBackend(backend, context.spare, companions=companions)
     return backend

@@ -80,10 +80,10 @@ class Backend(Protocol):
 
 
 @dataclass(eq=False)
-class Picture:
+class ImageTile:
     """An image, or a tile of one, as a prompt holds it.
 
-    Its `n_tokens` cells move the text behind them on by `n_positions` only. `sees_all`: its tokens see one another in
+    Its `n_tokens` cells move the text behind them on by `n_positions` only. `non_causal`: its tokens see one another in
     both directions. Where its tokens do not just follow each other (M-RoPE), they are at `positions` plus `moves` times
     the position where it begins; both have four sections by tokens. `rows` are its embeddings (float32, tokens by
     width) once it was encoded from `source`, which is the projector's own.
@@ -91,7 +91,7 @@ class Picture:
 
     n_tokens: int
     n_positions: int
-    sees_all: bool = False
+    non_causal: bool = False
     positions: np.ndarray | None = None
     moves: np.ndarray | None = None
     source: Any = None

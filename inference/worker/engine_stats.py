@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from inference.worker.prefill_rate import UNKNOWN, PrefillRate
 from inference.workers.worker_link import Heartbeat
 
-STEP_PATIENCE_SECONDS = 10.0
+HUNG_STEP_SECONDS = 10.0
 """A step that takes longer is not explained any more to those who wait for it: a hung one must look hung to them."""
 
 
 @dataclass(slots=True)
-class Pulse:
+class EngineCounters:
     """Plain numbers, each written whole; a reader may see them a moment old."""
 
     clock: Callable[[], float]
@@ -43,7 +43,7 @@ class Pulse:
     def is_computing(self) -> bool:
         """Whether a step runs that can still be expected to end."""
         started = self.step_started
-        return started is not None and self.clock() - started < STEP_PATIENCE_SECONDS
+        return started is not None and self.clock() - started < HUNG_STEP_SECONDS
 
     def beat(self) -> Heartbeat:
         """The heartbeat now."""

@@ -177,13 +177,13 @@ def _check(grant: Grant) -> None:
 
 def _pooling(model: llama.Model, grant: Grant) -> int | None:
     """How the model pools, None for a generative one; raises LoadError for what can be neither."""
-    said = set(grant.capabilities or ())
-    if len([kind for kind in (GENERATIVE, ("embeddings",), ("rerank",)) if said & set(kind)]) > 1:
+    requested = set(grant.capabilities or ())
+    if len([kind for kind in (GENERATIVE, ("embeddings",), ("rerank",)) if requested & set(kind)]) > 1:
         raise LoadError(
             ExitCause.STARTUP,
             "one worker either generates, embeds or reranks; configure two models for the same file",
         )
-    if model.translates:
+    if model.is_encoder_decoder:
         raise LoadError(
             ExitCause.STARTUP, f"a {_architecture(model)} model is an encoder with a decoder, which is not supported"
         )
@@ -191,10 +191,10 @@ def _pooling(model: llama.Model, grant: Grant) -> int | None:
     pooling = int(named) if re.fullmatch(r"-?\d{1,9}", named, re.ASCII) else llama.POOLING_RANK + 1
     if pooling > llama.POOLING_RANK:
         raise LoadError(ExitCause.STARTUP, f"its pooling type {named[:40]} is not known; mean, cls, last and rank are")
-    if "rerank" in said or (pooling == llama.POOLING_RANK and not said & set(GENERATIVE)):
-        _check_reranker(model, said)
+    if "rerank" in requested or (pooling == llama.POOLING_RANK and not requested & set(GENERATIVE)):
+        _check_reranker(model, requested)
         return llama.POOLING_RANK
-    if "embeddings" in said or (pooling > llama.POOLING_NONE and not said):
+    if "embeddings" in requested or (pooling > llama.POOLING_NONE and not requested):
         if pooling == llama.POOLING_NONE:
             raise LoadError(
                 ExitCause.STARTUP, "its pooling is none: it gives a vector per token, and an embedding is one per text"
@@ -205,11 +205,11 @@ def _pooling(model: llama.Model, grant: Grant) -> int | None:
     return None
 
 
-def _check_reranker(model: llama.Model, said: set[str]) -> None:
+def _check_reranker(model: llama.Model, requested: set[str]) -> None:
     """Raises LoadError where a score would mean nothing, though llama.cpp would compute one."""
     problem = None
     has_softmax = _architecture(model) in _TWO_ANSWERS
-    if "embeddings" in said:
+    if "embeddings" in requested:
         problem = "this is a reranking model: it gives no embeddings; leave capabilities out or write rerank"
     elif not model.has_head:
         problem = "it has no classification head (cls.weight or cls.output.weight), so it cannot rerank"
@@ -290,10 +290,10 @@ def capabilities_of(
 
 def _explained(error: LoadError, grant: Grant, tail: LogTail) -> LoadError:
     """Adds llama.cpp's own words; a file it could not read is no matter of memory."""
-    said = tail.complaints()
-    is_memory = not said or any(word in said for word in _MEMORY_WORDS)
+    log_lines = tail.complaints()
+    is_memory = not log_lines or any(word in log_lines for word in _MEMORY_WORDS)
     cause = error.cause if is_memory else ExitCause.STARTUP
-    return LoadError(cause, f"{error.message}{': ' + said if said else ''}")
+    return LoadError(cause, f"{error.message}{': ' + log_lines if log_lines else ''}")
 
 
 _MEMORY_WORDS = ("failed to allocate", "unable to allocate", "out of memory", "bad_alloc", "cannot allocate")

@@ -51,10 +51,10 @@ from inference.workers.worker_link import (
 if TYPE_CHECKING:
     from inference.worker.assembly import Readers
     from inference.worker.engine.engine import Engine
-    from inference.worker.kept_model import Kept
     from inference.worker.kv.standby import HeldFile
     from inference.worker.llama.context import Context
     from inference.worker.prompt.vision import Sight
+    from inference.worker.worker_model import WorkerModel
 
 T = TypeVar("T")
 log = logging.getLogger("headgate.worker")
@@ -126,15 +126,15 @@ class Worker:
         held = None
         if isinstance(order, Hold):
             held, order = self._hold(order)
-        kept = self._loading(partial(self._load, order, held))
+        model = self._loading(partial(self._load, order, held))
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         while True:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(self._serve(kept))
-            from inference.worker.kept_model import reopen_kept
+                runner.run(self._serve(model))
+            from inference.worker.worker_model import reopen_worker_model
 
             grant = self._channel.grant()  # the model was offloaded and the process stays
-            kept = self._loading(partial(reopen_kept, kept, grant))
+            model = self._loading(partial(reopen_worker_model, model, grant))
 
     # --- before serving ----------------------------------------------------------------------------------------------
     def _hold(self, order: Hold) -> tuple[HeldFile, Grant]:
@@ -162,10 +162,10 @@ class Worker:
             self._give_up(ExitCause.STARTUP, f"the worker failed while loading ({type(error).__name__}: {error})")
         raise AssertionError("unreachable")
 
-    def _load(self, grant: Grant, held: HeldFile | None) -> Kept:
-        from inference.worker.kept_model import load_kept
+    def _load(self, grant: Grant, held: HeldFile | None) -> WorkerModel:
+        from inference.worker.worker_model import load_worker_model
 
-        return load_kept(grant, held, self._keep_handle, _write_stderr, self._on_progress)
+        return load_worker_model(grant, held, self._keep_handle, _write_stderr, self._on_progress)
 
     def _on_progress(self, fraction: float) -> bool:
         self._fraction = fraction
@@ -246,7 +246,7 @@ class Worker:
             self._ending.set_result(order)
 
     # --- serving -----------------------------------------------------------------------------------------------------
-    async def _serve(self, kept: Kept) -> None:
+    async def _serve(self, model: WorkerModel) -> None:
         """Serves until the process ends, or until the model is offloaded."""
         from inference.worker.api.worker_server import make_server
 
@@ -254,23 +254,23 @@ class Worker:
         self._ending = loop.create_future()
         from inference.worker import assembly  # imported late, so that `hello` is fast
 
-        self._sight = self._sight or assembly.sight_of(kept.loaded)
-        engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal, self._brake)
+        self._sight = self._sight or assembly.sight_of(model.loaded)
+        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._sight, self._fatal, self._brake)
         self._engine = engine
         running = engine or embedder
         assert running is not None
         if engine is not None:
-            engine.adopt(kept.restored)
-        readers = self._readers = self._readers or assembly.Readers.of(kept.loaded, self._sight)
-        app = assembly.app_of(kept.loaded, engine, embedder, readers, self._sight)
+            engine.adopt(model.restored)
+        readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._sight)
+        app = assembly.app_of(model.loaded, engine, embedder, readers, self._sight)
         server = make_server(app)
         serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # serve closes the duplicate
         running.start()
         self._loop = loop
-        self._pulse = running.pulse.beat
-        self._context = kept.loaded.context
+        self._pulse = running.counters.beat
+        self._context = model.loaded.context
         self._use_threads()
-        self._channel.send(kept.loaded.ready)
+        self._channel.send(model.loaded.ready)
         app.rest()
         order = await self._ending
         app.draining = True
@@ -292,11 +292,11 @@ class Worker:
             _exit(0)
         self._loop = None
         self._pulse, self._engine, self._context = _still, None, None
-        from inference.worker.kept_model import offload
+        from inference.worker.worker_model import offload
 
         assert self._offloading is not None
         retained = engine.retained() if engine is not None else []
-        self._channel.send(offload(kept, retained, self._offloading))
+        self._channel.send(offload(model, retained, self._offloading))
         if not self._offloading.stays:
             _exit(0)
 
@@ -304,7 +304,7 @@ class Worker:
         """Sends heartbeats, forever or until `until` is set."""
         while until is None or not until.is_set():
             beat = self._pulse()
-            self._channel.send(beat if self._sight is None else longer(beat, self._sight.pulse.beat()))
+            self._channel.send(beat if self._sight is None else longer(beat, self._sight.counters.beat()))
             time.sleep(BEAT_SECONDS)
 
     def _fatal(self, message: str) -> None:

@@ -108,7 +108,7 @@ def test_a_beginning_is_copied_from_a_128th_of_the_context_on(context_length: in
         prompt = [3 + number % 50 for number in range(worth)]
         owner = rig.ask([*prompt, 60], max_tokens=30)
         while not rig.outputs(owner):
-            rig.engine._turn()
+            rig.engine._iterate()
         others = [rig.ask([*prompt[:count], 70, 71]) for count in (worth - 1, worth)]
         rig.run()
         assert [rig.outputs(ticket)[-1].cached for ticket in (owner, *others)] == [0, 0, worth]

@@ -102,7 +102,7 @@ def test_logits_that_are_no_numbers_end_one_request_only(rig: EngineRig, wrong: 
 
     rig.engine._make_sampler = lambda said, choice, most, _none: Poisoned(rig.model, rig.context, said, choice, most)
     bad = rig.ask([3, 4, 5], sampling=sampling)
-    rig.engine._obey()
+    rig.engine._run_commands()
     rig.engine._make_sampler = make
     good = rig.ask([3, 4, 6])
     rig.run()

@@ -93,11 +93,11 @@ def test_a_prompt_is_scored_before_the_answer_begins(rig: EngineRig) -> None:
 
 
 def test_scoring_alone_generates_nothing(rig: EngineRig) -> None:
-    before = rig.engine.pulse.generated_tokens
+    before = rig.engine.counters.generated_tokens
     outputs = rig.answer(PROMPT, score_prompt=True, logprobs=0, max_tokens=0)
     assert len(scores(outputs)) == len(PROMPT)
     assert (outputs[-1].finish, outputs[-1].text, outputs[-1].tokens) == ("length", "", 0)
-    assert rig.engine.pulse.generated_tokens == before
+    assert rig.engine.counters.generated_tokens == before
 
 
 def test_a_single_token_has_a_score_that_is_none(rig: EngineRig) -> None:

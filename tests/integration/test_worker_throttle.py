@@ -19,7 +19,7 @@ LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "igno
 def most_at_once(rig: EngineRig) -> int:
     """The largest number of sequences that hold a slot while everything runs to its end."""
     most = 0
-    while rig.engine._turn():
+    while rig.engine._iterate():
         most = max(most, rig.engine._scheduler.active)
     return most
 
@@ -40,11 +40,11 @@ def test_a_limit_holds_back_who_waits_and_is_lifted_again() -> None:
 def test_who_has_a_slot_keeps_it_when_the_limit_falls() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
         tickets = [rig.ask(prompt) for prompt in PROMPTS]
-        rig.engine._turn()
+        rig.engine._iterate()
         assert rig.engine._scheduler.active == 4
         rig.engine.limit(2)
         late = rig.ask([9, 9, 9])
-        rig.engine._turn()
+        rig.engine._iterate()
         assert rig.engine._scheduler.active == 4
         rig.run()
         assert all(rig.outputs(ticket)[-1].finish for ticket in [*tickets, late])

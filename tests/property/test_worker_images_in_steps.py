@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inference.worker.backend import BatchRow, Decode, Picture
+from inference.worker.backend import BatchRow, Decode, ImageTile
 from inference.worker.engine.scheduler import Scheduler
-from inference.worker.engine.vision_context import SightedBackend
+from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.steps import Job, Limits, Remove
 
 pytestmark = pytest.mark.unmeasured
@@ -46,7 +46,7 @@ class StrictContext:
             self._grow(row.slot, row.start, len(row.tokens))
         return Decode.OK, list(range(len(rows)))
 
-    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+    def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
         assert len(rows) <= LIMITS.batch
         self._grow(slot, int(positions[0]), len(rows))
         return Decode.OK
@@ -80,16 +80,20 @@ def _whole(tokens: list[int], sizes: Sequence[int]) -> bool:
     return True
 
 
+IMAGE = list(range(-81, -81 - LARGEST, -1))
+
+
 @settings(max_examples=150, deadline=None)
+@example([([7], 1), ([-1, -1, 0, *IMAGE, 7], 1), ([*IMAGE, 7], 1)], 12)  # an image takes the oldest prompt's part
 @given(st.lists(st.tuples(prompts(), st.integers(1, 4)), min_size=1, max_size=12), st.integers(1, 20))
-def test_everybody_ends_and_no_image_is_divided(asked: list[tuple[list[int], int]], budget: int) -> None:
+def test_all_jobs_end_and_no_image_is_divided(asked: list[tuple[list[int], int]], budget: int) -> None:
     sizes = (1, 2, 5, 8, LARGEST, LARGEST)
     pictures = {
-        -(1 + 20 * number): Picture(size, size, rows=np.zeros((size, 2), np.float32))
+        -(1 + 20 * number): ImageTile(size, size, rows=np.zeros((size, 2), np.float32))
         for number, size in enumerate(sizes)
     }
     context = StrictContext()
-    backend = SightedBackend(context, LIMITS.slots, pictures.__getitem__)  # KeyError: an image was divided
+    backend = VisionBackend(context, LIMITS.slots, pictures.__getitem__)  # KeyError: an image was divided
     scheduler = Scheduler(LIMITS)
     left = {}
     for id, (prompt, length) in enumerate(asked):

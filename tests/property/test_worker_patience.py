@@ -80,12 +80,13 @@ class Bench:
 
     def ask(self, **changes: Any) -> Mailbox:
         ticket = Mailbox()
-        said = {"prompts": [list(b"hello")], "n": 1, "sampling": Sampling(), "max_tokens": 60, "patience": 0.01}
-        self.engine.submit(Work(**{**said, **changes}), ticket)  # type: ignore[arg-type]
+        work = {"prompts": [list(b"hello")], "n": 1, "sampling": Sampling(), "max_tokens": 60}
+        work["max_delay_seconds"] = 0.01
+        self.engine.submit(Work(**{**work, **changes}), ticket)  # type: ignore[arg-type]
         return ticket
 
     def run(self, turns: int = 1000) -> None:
-        while turns and self.engine._turn():
+        while turns and self.engine._iterate():
             turns -= 1
 
     def of(self, ticket: Mailbox, choice: int = 0) -> list[tuple[float, Output]]:
@@ -104,7 +105,7 @@ def test_text_that_comes_faster_than_it_is_asked_for_leaves_together() -> None:
     assert [output.finish for output in outputs] == [None] * 6 + ["length"]
 
 
-@pytest.mark.parametrize("changes", [{"patience": 0.0}, {"logprobs": 2}])
+@pytest.mark.parametrize("changes", [{"max_delay_seconds": 0.0}, {"logprobs": 2}])
 def test_without_patience_and_with_log_probabilities_every_token_leaves_alone(changes: dict[str, Any]) -> None:
     bench = Bench()
     ticket = bench.ask(**changes)
@@ -223,7 +224,7 @@ def test_nothing_is_lost_and_nothing_is_late(
     bench = Bench(Timed(step_seconds=step, prefill_seconds=prefill))
     tickets = []
     for turns, patience, n, most in asked:
-        tickets.append((bench.ask(patience=patience, n=n, max_tokens=most), patience, n, most))
+        tickets.append((bench.ask(max_delay_seconds=patience, n=n, max_tokens=most), patience, n, most))
         bench.run(turns)
     bench.run()
     slack = 1e-9

@@ -39,6 +39,6 @@ async def test_the_pace_is_learned_from_every_prompt_token_that_was_computed() -
         Work(prompts=[list(b"x" * 400)], n=1, sampling=Sampling(), max_tokens=1), Ticket(asyncio.get_running_loop())
     )
     for _ in range(4):
-        engine._turn()
+        engine._iterate()
     pieces = [count for batch in engine._backend.batches for _slot, _start, count in batch]  # type: ignore[attr-defined]
     assert pieces == [32, 160, 208]

@@ -58,7 +58,7 @@ class Bench:
         return ticket
 
     def run(self) -> None:
-        while self.engine._turn():
+        while self.engine._iterate():
             self.now += STEP_SECONDS
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from inference.worker.api.worker_app import App
 from inference.worker.engine.engine import Engine
-from inference.worker.engine.output_tickets import Courier
+from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import UnloadedError
@@ -71,7 +71,7 @@ async def test_the_text_of_an_echo_is_made_off_the_loop(stream: bool) -> None:
         ByteVocabulary(),
         SamplerShop(b"abc"),
         LIMITS,
-        Courier(asyncio.get_running_loop()).deliver,
+        OutputDispatcher(asyncio.get_running_loop()).deliver,
         lambda _message: None,
     )
     engine.start()

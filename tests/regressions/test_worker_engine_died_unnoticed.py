@@ -19,9 +19,9 @@ from inference.protocol import Code
 from inference.worker.backend import BatchRow, Constraint, Decode
 from inference.worker.engine.embedder import Embedder, Vector
 from inference.worker.engine.engine import Engine
-from inference.worker.engine.engine_thread import FATAL_FAILURES, Runner
+from inference.worker.engine.engine_thread import FATAL_FAILURES, EngineThread
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import WorkerError
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
@@ -63,7 +63,7 @@ class Shop:
 class Post:
     """Delivers through a courier, unless told to break."""
 
-    courier: Courier
+    courier: OutputDispatcher
     breaks: int = 0
 
     def deliver(self, batch: list[Any]) -> None:
@@ -82,7 +82,7 @@ class Bench:
     fatal: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.post = Post(Courier(asyncio.get_running_loop()))
+        self.post = Post(OutputDispatcher(asyncio.get_running_loop()))
         self.engine = Engine(
             self.backend, ByteVocabulary(), self.shop, LIMITS, self.post.deliver, self.fatal.append, lambda: 100.0
         )
@@ -141,7 +141,7 @@ async def test_a_panic_in_a_step_ends_the_requests_in_it() -> None:
     backend.decode = _raising(backend)  # type: ignore[method-assign]
     async with Bench(backend=backend) as bench:
         assert await end_of(bench.ask()) is Code.MODEL_FAILED
-        assert bench.engine.pulse.step_started is None
+        assert bench.engine.counters.step_started is None
         assert await end_of(bench.ask()) == "stop"
     assert bench.fatal == []
 
@@ -172,7 +172,7 @@ async def test_what_is_nobodys_request_ends_all_and_is_told(error: BaseException
         backend.gate.release(1000)
         assert {await end_of(ticket) for ticket in asked} == {Code.MODEL_FAILED}
         assert [await end_of(bench.ask()) for _ in range(10)] == [Code.MODEL_FAILED] * 10
-        assert bench.engine.pulse.step_started is None
+        assert bench.engine.counters.step_started is None
         assert len(bench.fatal) == 1
         assert type(error).__name__ in bench.fatal[0]
 
@@ -194,7 +194,7 @@ class _Turns:
         self.told = threading.Event()
         self.reasons: list[WorkerError] = []
         self._inner = end
-        self.runner = Runner("turns", turn, self._end, self._fatal)
+        self.runner = EngineThread("turns", turn, self._end, self._fatal)
 
     def _end(self, reason: WorkerError) -> None:
         self.reasons.append(reason)
@@ -252,7 +252,7 @@ class PanickyPooling:
 
 
 def _embedder(backend: PanickyPooling, fatal: list[str]) -> tuple[Embedder, Post]:
-    post = Post(Courier(asyncio.get_running_loop()))
+    post = Post(OutputDispatcher(asyncio.get_running_loop()))
     embedder = Embedder(backend, 8, post.deliver, fatal.append, lambda: 100.0)
     return embedder, post
 
@@ -310,6 +310,6 @@ async def test_what_is_no_failure_of_a_batch_ends_the_embedder() -> None:
     embedder, _post = _embedder(PanickyPooling(panics=FATAL_FAILURES, raises=SystemExit), fatal)
     embedder.start()
     assert await _vectors(embedder, 5) == [False] * 5
-    assert embedder.pulse.step_started is None
+    assert embedder.counters.step_started is None
     assert await asyncio.to_thread(embedder.stop, GONE)
     assert len(fatal) == 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from inference.protocol import Code
-from inference.worker.backend import Picture
+from inference.worker.backend import ImageTile
 from inference.worker.prompt.vision import (
     HELD_BYTES,
     KEPT_BYTES,
@@ -25,10 +25,10 @@ class BlindEye:
 
     width = 4
 
-    def read(self, data: bytes) -> list[Sequence[int] | Picture]:
+    def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
         raise AssertionError("nothing is read")
 
-    def encode(self, picture: Picture) -> None:
+    def encode(self, picture: ImageTile) -> None:
         raise AssertionError("nothing is encoded")
 
 

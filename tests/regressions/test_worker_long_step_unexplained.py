@@ -14,8 +14,8 @@ import pytest
 from inference.worker.api.worker_app import App
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.engine.engine import Engine
-from inference.worker.engine.output_tickets import Courier
-from inference.worker.engine_stats import STEP_PATIENCE_SECONDS, Pulse
+from inference.worker.engine.output_tickets import OutputDispatcher
+from inference.worker.engine_stats import HUNG_STEP_SECONDS, EngineCounters
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import UnloadedError
@@ -47,7 +47,7 @@ async def test_comments_go_on_during_one_step() -> None:
         ByteVocabulary(),
         SamplerShop(b"abc"),
         Limits(slots=4, context=100, batch=32, queue=4),
-        Courier(asyncio.get_running_loop()).deliver,
+        OutputDispatcher(asyncio.get_running_loop()).deliver,
         lambda _message: None,
     )
     engine.start()
@@ -76,13 +76,13 @@ async def test_comments_go_on_during_one_step() -> None:
     assert said[-1].endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(("seconds", "is_computing"), [(0.0, True), (STEP_PATIENCE_SECONDS, False)])
+@pytest.mark.parametrize(("seconds", "is_computing"), [(0.0, True), (HUNG_STEP_SECONDS, False)])
 def test_a_step_without_an_end_explains_nothing(seconds: float, is_computing: bool) -> None:
     now = 5.0
-    pulse = Pulse(lambda: now)
-    assert not pulse.is_computing
-    pulse.begin(1)
+    counters = EngineCounters(lambda: now)
+    assert not counters.is_computing
+    counters.begin(1)
     now += seconds
-    assert pulse.is_computing is is_computing
-    pulse.end()
-    assert not pulse.is_computing
+    assert counters.is_computing is is_computing
+    counters.end()
+    assert not counters.is_computing

@@ -83,8 +83,8 @@ def test_an_image_is_waited_for(recorder: Recorder) -> None:
         recorder.calls.clear()
         rows = np.zeros((4, context.model.n_embd), np.float32)
         positions = np.arange(4, dtype=np.int32)
-        assert context.decode_picture(0, positions, rows, sees_all=True) is Decode.OK
-        assert context.decode_picture(0, positions + 4, rows, sees_all=False) is Decode.OK
+        assert context.decode_image(0, positions, rows, non_causal=True) is Decode.OK
+        assert context.decode_image(0, positions + 4, rows, non_causal=False) is Decode.OK
         assert recorder.calls == ["compute", "wait"] * 2
 
 

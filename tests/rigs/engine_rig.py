@@ -63,7 +63,7 @@ class EngineRig:
 
     def run(self) -> None:
         """Turns until nothing is left to do."""
-        while self.engine._turn():
+        while self.engine._iterate():
             pass
 
     def outputs(self, ticket: Mailbox) -> list[Output]:

@@ -25,9 +25,9 @@ def _abort() -> None:
 def main() -> int:
     from inference.worker import service as worker
     from inference.worker.api import worker_app
-    from inference.worker.engine_stats import Pulse
+    from inference.worker.engine_stats import EngineCounters
 
-    answer, begin = worker_app.App.__call__, Pulse.begin
+    answer, begin = worker_app.App.__call__, EngineCounters.begin
 
     async def read(self: worker_app.App, scope: Any, receive: Any, send: Any) -> None:
         async def reading() -> Any:
@@ -38,13 +38,13 @@ def main() -> int:
 
         await answer(self, scope, reading, send)
 
-    def step(self: Pulse, tokens: int) -> None:
+    def step(self: EngineCounters, tokens: int) -> None:
         begin(self, tokens)
         if _armed.is_set():
             _abort()
 
     worker_app.App.__call__ = read  # type: ignore[method-assign]
-    Pulse.begin = step  # type: ignore[method-assign]
+    EngineCounters.begin = step  # type: ignore[method-assign]
     return worker.main()
 
 

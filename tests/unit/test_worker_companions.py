@@ -21,7 +21,7 @@ from inference.worker.cores.core_sparing_context import CrewedBackend
 from inference.worker.cores.thread_names import name_thread
 from inference.worker.cores.thread_placement import REST_SECONDS, Companions
 from inference.worker.engine.embedder import Embedder, Vector
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.steps import Row
 from inference.worker.worker_errors import WorkerError
 from tests.rigs.fake_backend import FakeBackend
@@ -222,7 +222,7 @@ class Pooling:
 async def test_every_step_of_the_embedder_does() -> None:
     together = Recorded()
     loop = asyncio.get_running_loop()
-    embedder = Embedder(Pooling(together.asked), 4, Courier(loop).deliver, print, companions=together)
+    embedder = Embedder(Pooling(together.asked), 4, OutputDispatcher(loop).deliver, print, companions=together)
     embedder.start()
     ticket: Ticket[Vector] = Ticket(loop)
     embedder.submit([[1, 2]], ticket)

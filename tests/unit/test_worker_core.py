@@ -18,7 +18,7 @@ from inference.worker.engine.prefill_pacing import (
     Pace,
 )
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
-from inference.worker.engine_stats import STEP_PATIENCE_SECONDS
+from inference.worker.engine_stats import HUNG_STEP_SECONDS
 from inference.worker.steps import Copy, Job, Limits, Remove
 
 ALONE = {"decoding": 0, "prompts": 1}
@@ -139,8 +139,8 @@ def test_a_step_of_a_slow_model_has_room_for_so_many_tokens_however_long_they_ta
 def test_no_step_of_a_slow_model_is_taken_for_a_hung_one() -> None:
     """What streams take of it comes on top."""
     longest = SLOWEST * LONGEST_SECONDS * (1 + 1 / LAST_PART)
-    assert longest < 0.95 * STEP_PATIENCE_SECONDS
-    assert DeadlineSettings().inter_token > STEP_PATIENCE_SECONDS
+    assert longest < 0.95 * HUNG_STEP_SECONDS
+    assert DeadlineSettings().inter_token > HUNG_STEP_SECONDS
 
 
 def test_few_streams_are_held_up_longer_for_many_prompts() -> None:

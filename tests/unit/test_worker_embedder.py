@@ -12,7 +12,7 @@ import pytest
 from inference.protocol import Code, Priority
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.engine.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.worker_errors import WorkerError
 
 GONE = WorkerError(Code.MODEL_LOADING, "the end")
@@ -62,7 +62,7 @@ class Bench:
 @pytest.fixture(params=[True, False], ids=["scaled", "raw"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     backend = FakePooling()
-    courier = Courier(asyncio.get_running_loop())
+    courier = OutputDispatcher(asyncio.get_running_loop())
     embedder = Embedder(backend, 4, courier.deliver, lambda _message: None, lambda: 100.0, scales=request.param)
     embedder.start()
     yield Bench(backend, embedder, request.param)
@@ -137,7 +137,7 @@ async def test_requests_are_served_by_priority_and_one_after_the_other_in_turn()
     embedder.submit([[1] * 2] * 6, ticket)
     embedder.submit([[1] * 3] * 4, ticket)
     embedder.submit([[1]], ticket, priority=Priority.HIGH)
-    while embedder._turn():
+    while embedder._iterate():
         continue
     assert backend.batches == [[1, 2], [3, 3], [2, 2], [3, 3], [2, 2], [2, 4], [4, 4], [4, 4], [4]]
 

@@ -19,7 +19,7 @@ from inference.worker.dialects.answer_parts import Content
 from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import ConstraintError, WorkerError
@@ -64,7 +64,7 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     backend, samplers, fatal = FakeBackend(), SamplerShop(), []
     engine = Engine(
-        backend, ByteVocabulary(), samplers, LIMITS, Courier(asyncio.get_running_loop()).deliver, fatal.append
+        backend, ByteVocabulary(), samplers, LIMITS, OutputDispatcher(asyncio.get_running_loop()).deliver, fatal.append
     )
     engine.start()
     yield Bench(backend, engine, samplers, fatal)
@@ -110,7 +110,7 @@ async def test_an_exception_inside_a_step_is_a_failed_step(bench: Bench) -> None
     bench.backend.fates = deque([RuntimeError("surprise")])
     [(_, _, code)] = await bench.outcome(bench.ask())
     assert code is Code.MODEL_FAILED
-    assert bench.engine.pulse.step_started is None, "a step that is over must not look like a hang"
+    assert bench.engine.counters.step_started is None, "a step that is over must not look like a hang"
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
@@ -191,7 +191,7 @@ async def test_a_full_queue_refuses_at_once(bench: Bench) -> None:
 
 
 async def test_a_deadline_ends_a_request_that_never_began(bench: Bench) -> None:
-    ticket = bench.ask(deadline=bench.engine.pulse.clock() - 1)
+    ticket = bench.ask(deadline=bench.engine.counters.clock() - 1)
     assert await bench.outcome(ticket) == [("", None, Code.DEADLINE_EXCEEDED)]
 
 
@@ -209,7 +209,7 @@ async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
     await bench.outcome(bench.ask(b"hello"))
     await bench.outcome(bench.ask(b"hello!"))
     assert await asyncio.to_thread(bench.engine.stop, GONE)
-    beat = bench.engine.pulse.beat()
+    beat = bench.engine.counters.beat()
     assert (beat.active, beat.queued, beat.step_seconds) == (0, 0, None)
     assert beat.prompt_tokens == 5 + 1, "the second prompt reuses the first"
     assert beat.generated_tokens == 2 * 9
@@ -221,14 +221,14 @@ async def test_the_pulse_tells_now_and_then_how_many_cells_are_used(bench: Bench
     engine = Engine(bench.backend, ByteVocabulary(), bench.samplers, LIMITS, len, bench.fatal.append, lambda: now[0])
     work = Work(prompts=[list(b"hi")], n=1, sampling=Sampling(), max_tokens=3)
     engine.submit(work, Ticket(asyncio.get_running_loop()))
-    engine._turn()
+    engine._iterate()
     now[0] = PROGRESS_SECONDS
-    engine._turn()
-    assert (engine.pulse.cells_used, engine.pulse.cells_retained) == (2, 0)
-    engine._turn()
-    assert engine.pulse.cells_used == 2
-    engine._turn()
-    assert (engine.pulse.cells_used, engine.pulse.cells_retained) == (0, 4)
+    engine._iterate()
+    assert (engine.counters.cells_used, engine.counters.cells_retained) == (2, 0)
+    engine._iterate()
+    assert engine.counters.cells_used == 2
+    engine._iterate()
+    assert (engine.counters.cells_used, engine.counters.cells_retained) == (0, 4)
 
 
 async def test_requests_that_come_together_begin_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

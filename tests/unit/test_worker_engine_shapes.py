@@ -17,7 +17,7 @@ from inference.worker.backend import Constraint, Mask, TokenSampler
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.output_tickets import Courier
+from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.worker_errors import ConstraintError
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
@@ -68,7 +68,9 @@ async def bench() -> AsyncIterator[Bench]:
         mask = constraint.start()
         return ConstrainedSampler(samplers(sampling, choice, most), backend, mask)
 
-    engine = Engine(backend, ByteVocabulary(), make, LIMITS, Courier(asyncio.get_running_loop()).deliver, fatal.append)
+    engine = Engine(
+        backend, ByteVocabulary(), make, LIMITS, OutputDispatcher(asyncio.get_running_loop()).deliver, fatal.append
+    )
     engine.start()
     yield Bench(backend, engine, samplers, fatal)
     assert await asyncio.to_thread(engine.stop, GONE)

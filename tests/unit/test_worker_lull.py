@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from inference.worker.engine.idle_work import LULL_SECONDS, Lull
+from inference.worker.engine.idle_work import IDLE_SECONDS, IdleTask
 
 
 class Timers:
@@ -27,7 +27,7 @@ class Timers:
     def pass_by(self) -> None:
         while self.set:
             seconds, call = self.set.pop()
-            assert seconds == LULL_SECONDS
+            assert seconds == IDLE_SECONDS
             call()
 
 
@@ -46,16 +46,16 @@ class AtOnce(Executor):
 def test_it_is_done_in_the_first_lull_and_never_again() -> None:
     done: list[str] = []
     timers = Timers()
-    lull = Lull(lambda: done.append("read"), AtOnce(), timers.later)
-    lull.busy()
+    task = IdleTask(lambda: done.append("read"), AtOnce(), timers.later)
+    task.busy()
     timers.pass_by()
     assert done == []
-    lull.quiet()
+    task.idle()
     assert done == []
     timers.pass_by()
     assert done == ["read"]
-    lull.busy()
-    lull.quiet()
+    task.busy()
+    task.idle()
     timers.pass_by()
     assert done == ["read"]
 
@@ -63,14 +63,14 @@ def test_it_is_done_in_the_first_lull_and_never_again() -> None:
 def test_who_asks_again_in_time_puts_it_off() -> None:
     done: list[str] = []
     timers = Timers()
-    lull = Lull(lambda: done.append("read"), AtOnce(), timers.later)
+    task = IdleTask(lambda: done.append("read"), AtOnce(), timers.later)
     for _ in range(3):
-        lull.quiet()
-        lull.busy()
+        task.idle()
+        task.busy()
     timers.pass_by()
     assert (done, timers.cancelled) == ([], 3)
-    lull.quiet()
-    lull.quiet()
+    task.idle()
+    task.idle()
     timers.pass_by()
     assert done == ["read"]
 
@@ -83,10 +83,10 @@ def test_work_that_says_so_goes_on_in_another_lull() -> None:
         done.append("a part")
         return len(done) < 3
 
-    lull = Lull(work, AtOnce(), timers.later)
+    task = IdleTask(work, AtOnce(), timers.later)
     for parts in (1, 2, 3, 3):
-        lull.busy()
-        lull.quiet()
+        task.busy()
+        task.idle()
         timers.pass_by()
         assert len(done) == parts
 
@@ -115,9 +115,9 @@ def test_work_that_fails_or_is_called_off_is_not_tried_again() -> None:
             return job
 
     for executor, worked in ((Counting(), work), (Never(), work), (Counting(), lambda: "done")):
-        lull = Lull(worked, executor, timers.later)
+        task = IdleTask(worked, executor, timers.later)
         for _ in range(2):
-            lull.quiet()
+            task.idle()
             timers.pass_by()
         assert executor.submits == 1
     assert done == ["tried"]

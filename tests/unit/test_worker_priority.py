@@ -16,7 +16,7 @@ from inference.worker.api.worker_app import App
 from inference.worker.engine.embedder import Embedder, Vector
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import UnloadedError
@@ -58,7 +58,7 @@ class TellingEmbedder(Embedder):
 
 def apps(executor: ThreadPoolExecutor, path: str) -> tuple[App, TellingEngine | TellingEmbedder]:
     """A worker's HTTP over a thread, not started, that does one thing after the other."""
-    deliver = Courier(asyncio.get_running_loop()).deliver
+    deliver = OutputDispatcher(asyncio.get_running_loop()).deliver
     pools = path == "/v1/embeddings"
     facts = Facts("tiny", 100, 257, 8, ("embeddings",) if pools else ("completions",))
     engine: TellingEngine | None = None

@@ -14,7 +14,7 @@ from inference.worker.answers.structured_answer import DividedGeneration, Readin
 from inference.worker.api import generation_body
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import BadRequestError, WorkerError
 from inference.worker.worker_requests import AnswerPrefix, AnswerSoFar, Facts
@@ -101,7 +101,12 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
     samplers = SamplerShop()
     backend = FakeBackend()
     engine = Engine(
-        backend, ByteVocabulary(), samplers, LIMITS, Courier(asyncio.get_running_loop()).deliver, lambda _said: None
+        backend,
+        ByteVocabulary(),
+        samplers,
+        LIMITS,
+        OutputDispatcher(asyncio.get_running_loop()).deliver,
+        lambda _said: None,
     )
     engine.start()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inference.protocol import Code
-from inference.worker.backend import Picture
+from inference.worker.backend import ImageTile
 from inference.worker.prompt.vision import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Sight
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
@@ -23,16 +23,16 @@ class FakeEye:
     width: int = 4
     encoded: list[int] = field(default_factory=list)
     breaks: bool = False
-    sees_all: bool = False
+    non_causal: bool = False
     watched: list[Callable[[], object]] = field(default_factory=list)
 
-    def read(self, data: bytes) -> list[Sequence[int] | Picture]:
+    def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
         if data == b"bad":
             raise ValueError("it cannot be decoded")
-        tiles = [Picture(int(size), int(size), self.sees_all) for size in data.split()]
+        tiles = [ImageTile(int(size), int(size), self.non_causal) for size in data.split()]
         return [[1], *tiles, [2]]
 
-    def encode(self, picture: Picture) -> None:
+    def encode(self, picture: ImageTile) -> None:
         if self.breaks:
             raise RuntimeError("the projector could not encode an image")
         self.encoded.append(picture.n_tokens)
@@ -99,10 +99,10 @@ async def test_what_cannot_be_seen_is_a_bad_request(sight: Sight, eye: FakeEye) 
         with pytest.raises(BadRequestError, match=says) as caught:
             sight.read(data, "messages")
         assert caught.value.param == "messages"
-    eye.sees_all = True
+    eye.non_causal = True
     with pytest.raises(BadRequestError, match="at most 50 at once"):
         sight.read(b"51", "messages")
-    eye.sees_all = False
+    eye.non_causal = False
     eye.width = MAX_REQUEST_BYTES // 4 // 150
     both = [sight.read(b"100", "messages"), sight.read(b"99", "messages")]
     with pytest.raises(BadRequestError, match="bytes of embeddings"):
@@ -145,13 +145,13 @@ async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
 async def test_encoding_shows_in_the_pulse_until_it_ends(sight: Sight, eye: FakeEye) -> None:
     """A device that hangs while it encodes is noticed as one that hangs in a step."""
     beats = []
-    eye.watched.append(lambda: beats.append(sight.pulse.beat()))
+    eye.watched.append(lambda: beats.append(sight.counters.beat()))
     sight.encode([sight.read(b"3", "messages")], "messages")
     assert [(beat.step_seconds is not None, beat.step_tokens) for beat in beats] == [(True, 3)]
     eye.breaks = True
     with pytest.raises(WorkerError):
         sight.encode([sight.read(b"4", "messages")], "messages")
-    assert sight.pulse.beat().step_seconds is None
+    assert sight.counters.beat().step_seconds is None
 
 
 async def test_work_runs_on_a_thread_of_its_own(sight: Sight) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from inference.worker.backend import BatchRow, Decode, Picture
-from inference.worker.engine.vision_context import SightedBackend, picture_finder
+from inference.worker.backend import BatchRow, Decode, ImageTile
+from inference.worker.engine.vision_context import VisionBackend, tile_finder
 from inference.worker.steps import Row
 
 
@@ -49,23 +49,23 @@ class FakeContext:
         self.said.append([(row.slot, row.start, len(row.tokens), row.sample) for row in rows])
         return Decode.OK, last
 
-    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+    def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
         if (fate := self.fates.popleft() if self.fates else Decode.OK) is not Decode.OK:
             return fate
         held = self.held.setdefault(slot, [])
         line = positions if positions.ndim == 1 else positions[0]  # the cells know the first section
         assert int(line.min()) == (max(held) + 1 if held else 0)
         held += map(int, line)
-        self.said.append(("image", slot, positions.tolist(), sees_all))
+        self.said.append(("image", slot, positions.tolist(), non_causal))
         return Decode.OK
 
 
-FLAT = Picture(3, 3, rows=np.zeros((3, 2), np.float32))
+FLAT = ImageTile(3, 3, rows=np.zeros((3, 2), np.float32))
 """Tokens -1, -2, -3."""
-FOLDED = Picture(
+FOLDED = ImageTile(
     4,
     2,
-    sees_all=True,
+    non_causal=True,
     positions=np.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], np.int32),
     moves=np.array([[1] * 4, [1] * 4, [1] * 4, [0] * 4], np.int32),
     rows=np.zeros((4, 2), np.float32),
@@ -80,21 +80,21 @@ def context() -> FakeContext:
 
 
 @pytest.fixture
-def backend(context: FakeContext) -> SightedBackend:
-    return SightedBackend(context, 4, picture_finder({-1: FLAT, -10: FOLDED}))
+def backend(context: FakeContext) -> VisionBackend:
+    return VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
 
 
 def row(slot: int, start: int, tokens: list[int], sample: bool = True) -> Row:
     return Row(slot, slot, start, tokens, sample)
 
 
-def test_text_alone_goes_through_as_it_is(context: FakeContext, backend: SightedBackend) -> None:
+def test_text_alone_goes_through_as_it_is(context: FakeContext, backend: VisionBackend) -> None:
     assert backend.decode([row(0, 0, [5, 6]), row(1, 0, [7])]) == (Decode.OK, [1, 2])
     assert context.said == [[(0, 0, 2, True), (1, 0, 1, True)]]
     assert backend.logits(3) == 3
 
 
-def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: SightedBackend) -> None:
+def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: VisionBackend) -> None:
     """Somebody decodes, one prompt has two images, one ends in an image because its step does."""
     backend.decode([row(0, 0, [5])])
     context.said.clear()
@@ -114,7 +114,7 @@ def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: 
     ]
 
 
-def test_cells_are_counted_outside_and_positions_inside(context: FakeContext, backend: SightedBackend) -> None:
+def test_cells_are_counted_outside_and_positions_inside(context: FakeContext, backend: VisionBackend) -> None:
     """A folded image takes four cells and moves the text by two; copies and removals count cells too."""
     assert backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])[0] is Decode.OK
     backend.decode([row(0, 6, [7])])
@@ -130,7 +130,7 @@ def test_cells_are_counted_outside_and_positions_inside(context: FakeContext, ba
     assert context.said[-1] == [(0, 1, 1, True)]
 
 
-def test_only_images_and_nothing_to_sample(context: FakeContext, backend: SightedBackend) -> None:
+def test_only_images_and_nothing_to_sample(context: FakeContext, backend: VisionBackend) -> None:
     assert backend.decode([row(0, 0, FLAT_TOKENS, sample=False)]) == (Decode.OK, [-1])
     assert backend.decode([row(0, 3, FOLDED_TOKENS, sample=False)]) == (Decode.OK, [-1])
     assert context.held[0] == [0, 1, 2, 3, 3, 3, 3]
@@ -140,7 +140,7 @@ def test_only_images_and_nothing_to_sample(context: FakeContext, backend: Sighte
 def test_no_room_half_way_leaves_the_memory_as_it_was(good: int) -> None:
     """Whichever of the step's batches finds no cells: afterwards the same step can be tried again."""
     context = FakeContext()
-    backend = SightedBackend(context, 4, picture_finder({-1: FLAT, -10: FOLDED}))
+    backend = VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
     backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])
     before = list(context.held[0])
     step = [row(0, 6, [7]), row(1, 0, [7, *FOLDED_TOKENS, 8, *FLAT_TOKENS, 9])]
@@ -153,7 +153,7 @@ def test_no_room_half_way_leaves_the_memory_as_it_was(good: int) -> None:
 
 def test_what_cannot_be_undone_is_a_failed_step() -> None:
     context = FakeContext(can_trim=False)
-    backend = SightedBackend(context, 2, picture_finder({-1: FLAT}))
+    backend = VisionBackend(context, 2, tile_finder({-1: FLAT}))
     backend.decode([row(0, 0, [5])])
     context.fates = deque([Decode.OK, Decode.NO_ROOM])
     assert backend.decode([row(0, 1, [6]), row(1, 0, [7, *FLAT_TOKENS, 8])]) == (Decode.COMPUTE_FAILED, [])
@@ -161,6 +161,6 @@ def test_what_cannot_be_undone_is_a_failed_step() -> None:
     assert backend.decode([row(1, 0, [*FLAT_TOKENS, 8])])[0] is Decode.COMPUTE_FAILED
 
 
-def test_an_image_that_is_gone_is_a_defect_and_no_crash(backend: SightedBackend) -> None:
+def test_an_image_that_is_gone_is_a_defect_and_no_crash(backend: VisionBackend) -> None:
     with pytest.raises(KeyError, match="not there any more"):
         backend.decode([row(0, 0, [-99, 5])])

@@ -48,7 +48,7 @@ class Bench:
         return ticket
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        while self.engine._turn() and not until():
+        while self.engine._iterate() and not until():
             pass
 
 
@@ -90,7 +90,7 @@ async def test_one_that_is_never_read_ends(bench: Bench) -> None:
     ticket = bench.ask(200, n=2)
     bench.run()
     bench.now = UNREAD_SECONDS
-    bench.engine._turn()
+    bench.engine._iterate()
     errors = [output.error.code for output in await ticket.take(1) if output.error]
     assert errors == [Code.DEADLINE_EXCEEDED] * 2
     assert [sampler.closed for sampler in bench.samplers.made] == [1, 1]

@@ -38,7 +38,7 @@ from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.idle_work import Lull
+from inference.worker.engine.idle_work import IdleTask
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.prompt.prompts import Prepared, Prompts
 from inference.worker.prompt.vision import Sight
@@ -93,8 +93,8 @@ class App:
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
-        self._lull = (
-            Lull(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
+        self._idle_task = (
+            IdleTask(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
         )
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
@@ -113,8 +113,8 @@ class App:
     def rest(self) -> None:
         """Marks the worker as idle."""
         self._idle.set()
-        if self._lull is not None and not self.draining:
-            self._lull.quiet()
+        if self._idle_task is not None and not self.draining:
+            self._idle_task.idle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI exchange."""
@@ -123,8 +123,8 @@ class App:
         exchange = Exchange(scope, receive, send)
         self.in_flight += 1
         self._idle.clear()
-        if self._lull is not None:
-            self._lull.busy()
+        if self._idle_task is not None:
+            self._idle_task.busy()
         try:
             await self._answer(exchange)
         except GoneError:
@@ -237,7 +237,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
             prefix=prepared.prefix,
-            patience=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
+            max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images
         arrived()
@@ -323,8 +323,8 @@ class App:
                 frames.append(stream.frames(output))
             if not outputs:
                 # Progress is reported only while the engine computes or advances: a hung engine must look hung.
-                now = (engine.pulse.steps, ticket.progress)
-                if now != seen or engine.pulse.is_computing:
+                now = (engine.counters.steps, ticket.progress)
+                if now != seen or engine.counters.is_computing:
                     seen = now
                     frames.append((ticket.progress or Progress("queued", 1)).frame())
             await exchange.begin_stream()

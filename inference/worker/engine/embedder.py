@@ -14,10 +14,10 @@ import numpy as np
 from inference.protocol import Code, Priority
 from inference.worker.backend import OK, BatchRow, Decode
 from inference.worker.cores.thread_placement import Companions
-from inference.worker.engine.engine_thread import Runner
+from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.pooling_schedule import Input, PoolQueue
-from inference.worker.engine_stats import Pulse
+from inference.worker.engine_stats import EngineCounters
 from inference.worker.steps import Row
 from inference.worker.worker_errors import WorkerError
 
@@ -68,18 +68,18 @@ class Embedder:
         companions: Companions | None = None,
     ) -> None:
         """`scales`: vectors are scaled to length 1."""
-        self.pulse = Pulse(clock)
+        self.counters = EngineCounters(clock)
         self._scales = scales
         self._backend = backend
         self._most_waiting = queue
         self._deliver = deliver
         self._clock = clock
         self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
-        self._taken: Sequence[_Input] = []
+        self._unanswered: Sequence[_Input] = []
         """No longer in the queue and not answered yet."""
         self._lock = threading.Lock()
         self._companions = companions or Companions()
-        self._runner = Runner("embedder", self._turn, self._close, on_fatal)
+        self._runner = EngineThread("embedder", self._iterate, self._close, on_fatal)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -117,19 +117,19 @@ class Embedder:
         """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         if batch := self._next():
             self._compute(batch)
-        return bool(batch or self.pulse.queued)
+        return bool(batch or self.counters.queued)
 
     def _close(self, reason: WorkerError) -> None:
-        if self.pulse.step_started is not None:
-            self.pulse.end()
+        if self.counters.step_started is not None:
+            self.counters.end()
         with self._lock:
-            self._taken = [*self._taken, *self._queue.clear()]
-        self.pulse.active = self.pulse.queued = 0
-        self._answer([(item.owner, Vector(item.index, error=reason)) for item in self._taken])
-        self._taken = []
+            self._unanswered = [*self._unanswered, *self._queue.clear()]
+        self.counters.active = self.counters.queued = 0
+        self._answer([(item.owner, Vector(item.index, error=reason)) for item in self._unanswered])
+        self._unanswered = []
 
     def _answer(self, vectors: list[tuple[Ticket[Vector], Vector]]) -> None:
         if vectors:
@@ -139,19 +139,19 @@ class Embedder:
         """The next batch; ends those that are too late or could never be pooled."""
         with self._lock:
             batch = self._queue.take(self._clock())
-            self.pulse.queued = self._queue.inputs
-            self._taken = [*batch.chosen, *batch.late, *batch.unfit]
+            self.counters.queued = self._queue.inputs
+            self._unanswered = [*batch.chosen, *batch.late, *batch.unfit]
         ended = [(item, _too_late()) for item in batch.late]
         ended += [(item, _too_long(len(item.tokens), self._backend.pool_tokens)) for item in batch.unfit]
         self._answer([(item.owner, Vector(item.index, error=error)) for item, error in ended])
-        self._taken = batch.chosen
+        self._unanswered = batch.chosen
         return batch.chosen
 
     def _compute(self, batch: Sequence[_Input]) -> None:
         rows = [Row(number, number, 0, item.tokens, True) for number, item in enumerate(batch)]
         total = sum(len(item.tokens) for item in batch)
-        self.pulse.active = len(batch)
-        self.pulse.begin(total)
+        self.counters.active = len(batch)
+        self.counters.begin(total)
         self._companions.begin(self._clock())
         try:
             status, pooled = self._backend.pool(rows)
@@ -162,19 +162,19 @@ class Embedder:
         except BaseException as error:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
-        seconds = self.pulse.end()
+        seconds = self.counters.end()
         self._companions.end(self._clock())
         self._queue.computed(seconds)
-        self.pulse.active = 0
+        self.counters.active = 0
         if failure is None:
             self._runner.succeeded()
-            self.pulse.prompt_tokens += total
-            self.pulse.prefill = self.pulse.prefill.read(total, seconds)
+            self.counters.prompt_tokens += total
+            self.counters.prefill = self.counters.prefill.read(total, seconds)
         else:
             reason = WorkerError(Code.MODEL_FAILED, failure)
             vectors = [Vector(item.index, error=reason) for item in batch]
         self._answer([(item.owner, vector) for item, vector in zip(batch, vectors, strict=True)])
-        self._taken = []
+        self._unanswered = []
         if failure is not None:
             self._runner.failed(failure)
 

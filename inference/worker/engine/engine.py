@@ -21,14 +21,14 @@ from inference.worker.answers.generation import Generation, Output
 from inference.worker.answers.prompt_scoring import Scoring
 from inference.worker.answers.structured_answer import DividedGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
-from inference.worker.engine.engine_thread import Runner
+from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.outbox import Delivery, Outbox
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.prefill_pacing import Pace
-from inference.worker.engine.queue_estimate import Turnover
+from inference.worker.engine.queue_estimate import QueueEstimate
 from inference.worker.engine.scheduler import Scheduler
-from inference.worker.engine_stats import Pulse
+from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.sampling.sampling import Distribution
 from inference.worker.steps import Limits, Phase, Remove, Row
@@ -60,7 +60,7 @@ class _Running:
     generation: Generation
     logprobs: int | None
     most_unread: int
-    patience: float
+    max_delay_seconds: float
     answers: bool = True
     scoring: Scoring | None = None
     begun: bool = False
@@ -80,7 +80,7 @@ class Engine:
         on_fatal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pulse = Pulse(clock)
+        self.counters = EngineCounters(clock)
         self._backend = backend
         self._vocabulary = vocabulary
         self._make_sampler = make_sampler
@@ -92,14 +92,14 @@ class Engine:
         self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
-        self._orders: deque[Callable[[], None]] = deque()
+        self._control_commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
         self._next_seconds = math.inf
         self._expected: Callable[[], int] = lambda: 0
         self._unread_since: dict[Ticket[Output], float] = {}
-        self._told_progress = -math.inf
-        self._turnover = Turnover(limits)
-        self._runner = Runner("engine", self._turn, self._close, on_fatal)
+        self._progress_reported_at = -math.inf
+        self._queue_estimate = QueueEstimate(limits)
+        self._runner = EngineThread("engine", self._iterate, self._close, on_fatal)
 
     # --- for other threads -------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -122,12 +122,12 @@ class Engine:
 
     def limit(self, sequences: int) -> None:
         """Admits at most so many (1 or more) sequences at once, from the next step on."""
-        self._orders.append(lambda: self._scheduler.limit(sequences))
+        self._control_commands.append(lambda: self._scheduler.limit(sequences))
         self._runner.wake()
 
     def forget(self) -> None:
         """Drops what is retained for later requests, before the next step."""
-        self._orders.append(self._scheduler.forget)
+        self._control_commands.append(self._scheduler.forget)
         self._runner.wake()
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
@@ -147,10 +147,10 @@ class Engine:
         self._runner.wake()
 
     # --- the thread --------------------------------------------------------------------------------------------------
-    def _turn(self) -> bool:
-        self._obey()
+    def _iterate(self) -> bool:
+        self._run_commands()
         if self._scheduler.has_work and not self._scheduler.active:
-            self._gather()
+            self._wait_for_expected()
         self._publish()
         if self._scheduler.has_work:
             self._guarded_step()
@@ -158,29 +158,29 @@ class Engine:
         return bool(self._commands)
 
     def _close(self, reason: WorkerError) -> None:
-        if self.pulse.step_started is not None:
-            self.pulse.end()
-        self._obey()
+        if self.counters.step_started is not None:
+            self.counters.end()
+        self._run_commands()
         jobs = list(self._running)
         for job in jobs:
             self._end(job, reason)
-        self._hand_over()
+        self._deliver_outputs()
         for job in jobs:
             self._scheduler.abort(job)
-        self.pulse.active = self.pulse.queued = 0
+        self.counters.active = self.counters.queued = 0
 
-    def _gather(self) -> None:
+    def _wait_for_expected(self) -> None:
         """Before the first step of those that come to an idle engine."""
         if self._pace.duration(self._scheduler.waiting_tokens) < GATHER_FROM_SECONDS:
             return
         until = self._clock() + GATHER_SECONDS
         while self._expected() and (left := until - self._clock()) > 0:
             self._runner.pause(left)
-            self._obey()
+            self._run_commands()
 
-    def _obey(self) -> None:
-        while self._orders:
-            self._orders.popleft()()
+    def _run_commands(self) -> None:
+        while self._control_commands:
+            self._control_commands.popleft()()
         while self._commands:
             ticket, command = self._commands.popleft()
             try:
@@ -188,9 +188,9 @@ class Engine:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
-                self._forsake(ticket, _reason(error, "the engine refused the request"))
+                self._fail_request(ticket, _reason(error, "the engine refused the request"))
 
-    def _forsake(self, ticket: Ticket[Output], reason: WorkerError) -> None:
+    def _fail_request(self, ticket: Ticket[Output], reason: WorkerError) -> None:
         self._refuse(ticket, reason)
         try:
             self._drop(ticket)
@@ -208,8 +208,8 @@ class Engine:
         except BaseException as error:
             # Nothing below is expected to raise; if it does, the requests of this step pay, and no others.
             log.exception("the step failed")
-            if self.pulse.step_started is not None:
-                self.pulse.end()
+            if self.counters.step_started is not None:
+                self.counters.end()
             self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
 
     def _step(self) -> None:
@@ -225,10 +225,10 @@ class Engine:
                 self._backend.copy(operation.source, operation.target, operation.count)
         if not step.rows:
             return
-        self.pulse.begin(step.tokens)
+        self.counters.begin(step.tokens)
         status, last = self._backend.decode(step.rows)
         if status is not OK:
-            self.pulse.end()
+            self.counters.end()
             if status is Decode.NO_ROOM:
                 for job in self._scheduler.no_room():
                     self._end(job, WorkerError(Code.MODEL_FAILED, "the KV cache has no room for this request alone"))
@@ -245,12 +245,12 @@ class Engine:
                 running.generation.cached = row.start
                 reused += row.start
             if running.generation.is_fresh:
-                self.pulse.prompt_tokens += len(row.tokens)
+                self.counters.prompt_tokens += len(row.tokens)
             if row.sample or row.every:
                 self._advance(running, row, index)
-        seconds = self.pulse.end()
+        seconds = self.counters.end()
         self._next_seconds = seconds if not step.prefill else math.inf
-        self.pulse.prefill = self.pulse.prefill.read(step.prefill + reused, seconds)
+        self.counters.prefill = self.counters.prefill.read(step.prefill + reused, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
@@ -288,7 +288,7 @@ class Engine:
             top = drawn.top(running.logprobs)  # before a mask changes the logits
             token = generation.sampler.sample(index)
             output = generation.accept(token, drawn.logprob(token), top)
-        self.pulse.generated_tokens += 1
+        self.counters.generated_tokens += 1
         if output is not None and output.finish is not None:
             self._finish(running, job, output)
             return
@@ -299,7 +299,7 @@ class Engine:
     def _finish(self, running: _Running, job: int, output: Output) -> None:
         self._scheduler.finish(job)
         if running.started is not None:
-            self._turnover.took(self._clock() - running.started)
+            self._queue_estimate.observe(self._clock() - running.started)
         self._release(job)
         self._outbox.put(running.ticket, output)
 
@@ -308,10 +308,10 @@ class Engine:
         has patience. Who does not read must not make us hold more and more.
         """
         ticket = running.ticket
-        if running.patience == 0 or not running.begun:
+        if running.max_delay_seconds == 0 or not running.begun:
             running.begun = True
             self._outbox.put(ticket, output)
-        elif not self._outbox.hold(ticket, output, self._clock() + running.patience):
+        elif not self._outbox.hold(ticket, output, self._clock() + running.max_delay_seconds):
             return  # it is part of what is counted already
         ticket.sent += 1
         if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
@@ -331,7 +331,7 @@ class Engine:
         ids = [next(self._ids) for _ in range(work.sequences)]
         jobs = work.jobs(ids, arrival)
         if not self._scheduler.submit(jobs):
-            self._refuse(ticket, self._turnover.queue_full(len(jobs), self._scheduler.room))
+            self._refuse(ticket, self._queue_estimate.queue_full(len(jobs), self._scheduler.room))
             return
         self._jobs_of[ticket] = set(ids)
         alternatives = work.logprobs or 0
@@ -348,9 +348,11 @@ class Engine:
                 sampler.accept(job.prompt[-work.prefix.tokens :])
                 generation.resume(work.prefix)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
-            patience = work.patience if work.logprobs is None and not work.score_prompt else 0.0
+            max_delay_seconds = work.max_delay_seconds if work.logprobs is None and not work.score_prompt else 0.0
             answers = work.max_tokens > work.prefix.tokens
-            self._running[job.id] = _Running(ticket, generation, work.logprobs, most_unread, patience, answers, scoring)
+            self._running[job.id] = _Running(
+                ticket, generation, work.logprobs, most_unread, max_delay_seconds, answers, scoring
+            )
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
         self._outbox.put(ticket, Output(0, "", 0, error=error))
@@ -392,9 +394,9 @@ class Engine:
     def _release(self, job: int) -> None:
         if (running := self._running.pop(job, None)) is None:
             return  # it was refused half-way, before it had a sampler
-        mates = self._jobs_of[running.ticket]
-        mates.discard(job)
-        if not mates:
+        siblings = self._jobs_of[running.ticket]
+        siblings.discard(job)
+        if not siblings:
             del self._jobs_of[running.ticket]
             self._unread_since.pop(running.ticket, None)
         try:
@@ -412,9 +414,9 @@ class Engine:
         except BaseException as error:
             log.exception("what requests wait for is not known")
             self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")
-        self._hand_over()
+        self._deliver_outputs()
 
-    def _hand_over(self) -> None:
+    def _deliver_outputs(self) -> None:
         """Everything since the last call but what may wait for the next, in one delivery. What cannot be delivered is
         kept for the next.
         """
@@ -427,14 +429,14 @@ class Engine:
         return self._clock() + self._next_seconds if self._scheduler.only_decodes else math.inf
 
     def _note_progress(self) -> None:
-        self.pulse.active = self._scheduler.active
-        self.pulse.queued = self._scheduler.queued
+        self.counters.active = self._scheduler.active
+        self.counters.queued = self._scheduler.queued
         now = self._clock()
-        is_due = now - self._told_progress >= PROGRESS_SECONDS
-        if is_due or not self.pulse.active:
-            self.pulse.cells_used, self.pulse.cells_retained = self._scheduler.cells
+        is_due = now - self._progress_reported_at >= PROGRESS_SECONDS
+        if is_due or not self.counters.active:
+            self.counters.cells_used, self.counters.cells_retained = self._scheduler.cells
         if is_due:
-            self._told_progress = now
+            self._progress_reported_at = now
             self._end_unread(now)
             for job, phase, done, total in self._scheduler.progress():
                 waits = phase is Phase.WAITING

@@ -21,8 +21,8 @@ FATAL_FAILURES = 3
 _IDLE_SECONDS = 5.0
 
 
-class Runner:
-    """Runs `turn` as long as it says that there is more to do, sleeps until `wake` otherwise, and runs `end` last.
+class EngineThread:
+    """Runs `iterate` as long as it says that there is more to do, sleeps until `wake` otherwise, and runs `end` last.
 
     Having given up it only runs `end`, at every `wake` and until it is told to stop: who comes meanwhile is told too.
     """
@@ -30,21 +30,21 @@ class Runner:
     def __init__(
         self,
         name: str,
-        turn: Callable[[], bool],
+        iterate: Callable[[], bool],
         end: Callable[[WorkerError], None],
         on_fatal: Callable[[str], None],
     ) -> None:
         """`end` gets the reason that every request is to be told; `on_fatal` a sentence, once and on this thread. What
-        either of them or `turn` raises is logged; from `turn` it means giving up.
+        either of them or `iterate` raises is logged; from `iterate` it means giving up.
         """
         self.failures = 0
         """Failed steps in a row."""
-        self._turn = turn
+        self._iterate = iterate
         self._end = end
         self._on_fatal = on_fatal
         self._wake = threading.Event()
         self._stopping: WorkerError | None = None
-        self._is_told = False
+        self._stop_requested = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -61,9 +61,12 @@ class Runner:
         self._wake.clear()
 
     def stop(self, reason: WorkerError, seconds: float) -> bool:
-        """Ends the thread with `reason` after the running turn; whether it ended within `seconds`. From any thread."""
+        """Ends the thread with `reason` after the running iteration; returns whether it ended within `seconds`.
+
+        Thread-safe.
+        """
         self._stopping = self._stopping or reason
-        self._is_told = True
+        self._stop_requested = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -94,7 +97,7 @@ class Runner:
             if self._wake.is_set():  # clearing takes a lock
                 self._wake.clear()
             try:
-                has_more = self._turn()
+                has_more = self._iterate()
             except BaseException as error:
                 log.exception("the engine's thread failed")
                 self.give_up(f"the engine failed ({type(error).__name__}: {error})")
@@ -102,7 +105,7 @@ class Runner:
             if not has_more:
                 self._wake.wait(_IDLE_SECONDS)
         self._end_all()
-        while not self._is_told:
+        while not self._stop_requested:
             self._wake.wait()
             self._wake.clear()
             self._end_all()

@@ -23,7 +23,7 @@ class Work:
     `logprobs` alternatives); a prompt that is scored reuses nothing that was computed before. With `max_tokens` 0 a
     choice finishes with "length" as soon as its prompt is computed, and scored.
 
-    `patience`: how many seconds text may wait for more to leave with it, where there are no log probabilities.
+    `max_delay_seconds`: how many seconds text may wait for more to leave with it, where there are no log probabilities.
 
     `prefix`: the beginning of the only answer, which the only prompt ends in; another worker generated it.
     """
@@ -41,7 +41,7 @@ class Work:
     constraint: Constraint | None = None
     score_prompt: bool = False
     prefix: AnswerPrefix = NO_PREFIX
-    patience: float = 0.0
+    max_delay_seconds: float = 0.0
 
     @property
     def sequences(self) -> int:

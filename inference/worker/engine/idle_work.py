@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Protocol
 
-LULL_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 """Who asks one question after the other has asked again by then."""
 
 
@@ -24,7 +24,7 @@ def _later(seconds: float, call: Callable[[], object]) -> Timer:
     return asyncio.get_running_loop().call_later(seconds, call)
 
 
-class Lull:
+class IdleTask:
     """On the event loop, whose owner says when it is busy and when it is quiet."""
 
     def __init__(
@@ -45,11 +45,11 @@ class Lull:
             self._timer.cancel()
             self._timer = None
 
-    def quiet(self) -> None:
+    def idle(self) -> None:
         """Nobody is served any more."""
         if self._work is not None:
             self.busy()
-            self._timer = self._later(LULL_SECONDS, self._start)
+            self._timer = self._later(IDLE_SECONDS, self._start)
 
     def _start(self) -> None:
         if (work := self._work) is not None:

@@ -14,7 +14,7 @@ log = logging.getLogger("headgate.worker.tickets")
 
 T = TypeVar("T")
 
-_PATIENCE_SECONDS = 3600.0
+_MAX_WAIT_SECONDS = 3600.0
 
 
 class Ticket(Generic[T]):
@@ -29,7 +29,7 @@ class Ticket(Generic[T]):
         self._outputs: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = 0.0
+        self._last_output_at = 0.0
         self.gone = False
         """The client left; nobody reads any more."""
         self.held: object = None
@@ -49,7 +49,7 @@ class Ticket(Generic[T]):
         """Adds an output; on the event loop only."""
         waiter = self._waiter
         if waiter is not None and self.on_arrival is not None and not waiter.done() and self._reads(output):
-            self._heard = self._loop.time()
+            self._last_output_at = self._loop.time()
             self._note_read(1)
             return
         self._outputs.append(output)
@@ -67,7 +67,7 @@ class Ticket(Generic[T]):
         """
         if not self._outputs and not self.gone:
             self._waiter = self._loop.create_future()
-            self._heard = self._loop.time()
+            self._last_output_at = self._loop.time()
             self._timer = self._loop.call_later(seconds, self._look, seconds)
             try:
                 await self._waiter
@@ -80,7 +80,7 @@ class Ticket(Generic[T]):
 
     async def next(self) -> list[T]:
         """Outputs, however long they take: the engine ends every request. Raises GoneError when the client left."""
-        outputs = await self.take(_PATIENCE_SECONDS)
+        outputs = await self.take(_MAX_WAIT_SECONDS)
         if self.gone:
             raise GoneError
         return outputs
@@ -104,7 +104,7 @@ class Ticket(Generic[T]):
                 self.on_room()
 
     def _look(self, seconds: float) -> None:
-        left = self._heard + seconds - self._loop.time()
+        left = self._last_output_at + seconds - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._look, seconds)
         else:
@@ -115,7 +115,7 @@ class Ticket(Generic[T]):
             self._waiter.set_result(None)
 
 
-class Courier:
+class OutputDispatcher:
     """Delivers what one step produced with a single wake-up of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,9 +124,9 @@ class Courier:
     def deliver(self, batch: list[tuple[Ticket[Any], Any]]) -> None:
         """Called on the engine's thread; a loop that has ended takes nothing any more."""
         if batch and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_hand_out, batch)
+            self._loop.call_soon_threadsafe(_put_all, batch)
 
 
-def _hand_out(batch: Iterable[tuple[Ticket[Any], Any]]) -> None:
+def _put_all(batch: Iterable[tuple[Ticket[Any], Any]]) -> None:
     for ticket, output in batch:
         ticket.put(output)

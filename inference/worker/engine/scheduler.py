@@ -244,7 +244,7 @@ class Scheduler:
             return ()
         ended = tuple(self._running)
         for run in ended:
-            self._slots.doubt(self._slot_of(run))
+            self._slots.invalidate(self._slot_of(run))
             self._end(run)
         return tuple(run.job.id for run in ended)
 
@@ -256,7 +256,7 @@ class Scheduler:
         rows, self._pending = self._pending, ()
         lost = [self._runs[row.job] for row in rows]
         for run in lost:
-            self._slots.doubt(self._slot_of(run))
+            self._slots.invalidate(self._slot_of(run))
         lost = lost or [run for run in self._running if self._left(run) == 0]
         for run in lost:
             self._end(run)
@@ -369,6 +369,7 @@ class Scheduler:
             count = left if left <= free + stretch else piece
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
+            count = min(count, self.limits.batch - planned)  # an image may have taken what was kept for the oldest
             if 0 < count < left:
                 count = self._undivided(run, slot, count, planned)
             if count > 0:

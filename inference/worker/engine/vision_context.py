@@ -14,56 +14,56 @@ from typing import Protocol
 
 import numpy as np
 
-from inference.worker.backend import OK, Backend, BatchRow, Decode, Picture
+from inference.worker.backend import OK, Backend, BatchRow, Decode, ImageTile
 
 
-class PictureBackend(Backend, Protocol):
+class ImageBackend(Backend, Protocol):
     """A context that takes embeddings too."""
 
-    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+    def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
         """Computes one image at `positions` (int32, sections by tokens) from its embeddings; no logits follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of text tokens of a row, or one image (`picture`); `start` counts cells."""
+    """A run of text tokens of a row, or one image (`tile`); `start` counts cells."""
 
     slot: int
     start: int
     tokens: Sequence[int]
     sample: bool = False
     every: bool = False
-    picture: Picture | None = None
+    tile: ImageTile | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _ImageOffset:
     """An image in a sequence: from cell `start` on, and by how many positions fewer than cells it moves the text."""
 
     start: int
     saved: int
 
 
-class SightedBackend:
-    """`Backend` over another one. `picture_of` finds the image that begins with a token."""
+class VisionBackend:
+    """`Backend` over another one. `tile_of` finds the image that begins with a token."""
 
-    def __init__(self, backend: PictureBackend, slots: int, picture_of: Callable[[int], Picture]) -> None:
+    def __init__(self, backend: ImageBackend, slots: int, tile_of: Callable[[int], ImageTile]) -> None:
         self.can_trim = backend.can_trim
         self._backend = backend
-        self._picture_of = picture_of
-        self._seen: list[tuple[_Seen, ...]] = [()] * slots
+        self._tile_of = tile_of
+        self._image_offsets: list[tuple[_ImageOffset, ...]] = [()] * slots
 
     def remove(self, slot: int, start: int = 0) -> bool:
         """Forgets the tokens of `slot` from cell `start` on."""
         done = self._backend.remove(slot, self._position(slot, start))
-        self._seen[slot] = tuple(seen for seen in self._seen[slot] if seen.start < start)
+        self._image_offsets[slot] = tuple(offset for offset in self._image_offsets[slot] if offset.start < start)
         return done
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Shares the first `count` cells of `source`."""
         self._backend.copy(source, target, self._position(source, count))
-        self._seen[target] = tuple(seen for seen in self._seen[source] if seen.start < count)
+        self._image_offsets[target] = tuple(offset for offset in self._image_offsets[source] if offset.start < count)
 
     def logits(self, index: int) -> np.ndarray:
         """Logits at a batch index, valid until the next decode."""
@@ -75,52 +75,52 @@ class SightedBackend:
         When it fails half-way, what was computed of it is removed, so that NO_ROOM leaves the memory as it was.
         """
         parts = [self._parts(row) for row in rows]
-        if all(len(of_row) == 1 and of_row[0].picture is None for of_row in parts):
+        if all(len(of_row) == 1 and of_row[0].tile is None for of_row in parts):
             return self._backend.decode([self._moved(of_row[0]) for of_row in parts])
-        before = {row.slot: self._seen[row.slot] for row in rows}
+        before = {row.slot: self._image_offsets[row.slot] for row in rows}
         status, last = self._compute(parts)
         if status is not OK:
             undone = [self.remove(row.slot, row.start) for row in rows]
-            self._seen = [before.get(slot, seen) for slot, seen in enumerate(self._seen)]
+            self._image_offsets = [before.get(slot, offset) for slot, offset in enumerate(self._image_offsets)]
             if status is Decode.NO_ROOM and not all(undone):
                 status = Decode.COMPUTE_FAILED
         return status, last
 
     def _compute(self, parts: Sequence[Sequence[_Part]]) -> tuple[Decode, list[int]]:
-        early = [of_row if of_row[-1].picture is not None else of_row[:-1] for of_row in parts]
+        early = [of_row if of_row[-1].tile is not None else of_row[:-1] for of_row in parts]
         for turn in range(max(map(len, early))):
             now = [of_row[turn] for of_row in early if turn < len(of_row)]
             for part in now:
-                if part.picture is not None and (status := self._look(part, part.picture)) is not OK:
+                if part.tile is not None and (status := self._decode_image(part, part.tile)) is not OK:
                     return status, []
-            if texts := [self._moved(part) for part in now if part.picture is None]:
+            if texts := [self._moved(part) for part in now if part.tile is None]:
                 status, _last = self._backend.decode(texts)
                 if status is not OK:
                     return status, []
-        ends = [self._moved(of_row[-1]) for of_row in parts if of_row[-1].picture is None]
+        ends = [self._moved(of_row[-1]) for of_row in parts if of_row[-1].tile is None]
         if not ends:
             return OK, [-1] * len(parts)
         status, found = self._backend.decode(ends)
         if status is not OK:
             return status, []
         indices = iter(found)
-        return status, [next(indices) if of_row[-1].picture is None else -1 for of_row in parts]
+        return status, [next(indices) if of_row[-1].tile is None else -1 for of_row in parts]
 
-    def _look(self, part: _Part, picture: Picture) -> Decode:
+    def _decode_image(self, part: _Part, tile: ImageTile) -> Decode:
         begins = self._position(part.slot, part.start)
-        if picture.positions is None or picture.moves is None:
-            positions = np.arange(begins, begins + picture.n_tokens, dtype=np.int32)
+        if tile.positions is None or tile.moves is None:
+            positions = np.arange(begins, begins + tile.n_tokens, dtype=np.int32)
         else:
-            positions = picture.positions + begins * picture.moves
-        assert picture.rows is not None, "an image is encoded before its request is queued"
-        status = self._backend.decode_picture(part.slot, positions, picture.rows, sees_all=picture.sees_all)
-        saved = picture.n_tokens - picture.n_positions
+            positions = tile.positions + begins * tile.moves
+        assert tile.rows is not None, "an image is encoded before its request is queued"
+        status = self._backend.decode_image(part.slot, positions, tile.rows, non_causal=tile.non_causal)
+        saved = tile.n_tokens - tile.n_positions
         if status is OK and saved:
-            self._seen[part.slot] = (*self._seen[part.slot], _Seen(part.start, saved))
+            self._image_offsets[part.slot] = (*self._image_offsets[part.slot], _ImageOffset(part.start, saved))
         return status
 
     def _position(self, slot: int, cell: int) -> int:
-        return cell - sum(seen.saved for seen in self._seen[slot] if seen.start < cell)
+        return cell - sum(offset.saved for offset in self._image_offsets[slot] if offset.start < cell)
 
     def _moved(self, part: _Part) -> _Part:
         start = self._position(part.slot, part.start)
@@ -138,22 +138,22 @@ class SightedBackend:
                 continue
             if at > begin:
                 parts.append(_Part(row.slot, row.start + begin, tokens[begin:at]))
-            picture = self._picture_of(tokens[at])
-            end = at + picture.n_tokens
-            parts.append(_Part(row.slot, row.start + at, tokens[at:end], picture=picture))
+            tile = self._tile_of(tokens[at])
+            end = at + tile.n_tokens
+            parts.append(_Part(row.slot, row.start + at, tokens[at:end], tile=tile))
             at = begin = end
         if begin < len(tokens):
             parts.append(_Part(row.slot, row.start + begin, tokens[begin:], row.sample, row.every))
         return parts
 
 
-def picture_finder(pictures: Mapping[int, Picture]) -> Callable[[int], Picture]:
+def tile_finder(tiles: Mapping[int, ImageTile]) -> Callable[[int], ImageTile]:
     """Looks images up by their first token; raises KeyError with a sentence for one that is not there."""
 
-    def find(token: int) -> Picture:
-        picture = pictures.get(token)
-        if picture is None:
+    def find(token: int) -> ImageTile:
+        tile = tiles.get(token)
+        if tile is None:
             raise KeyError("an image of this step is not there any more")
-        return picture
+        return tile
 
     return find

@@ -43,7 +43,7 @@ class Saved:
     tokens: int = 0
 
 
-class Keep:
+class SequenceStore:
     """Memory for saved sequences: behind a descriptor that others may hold as well, or this process's own."""
 
     def __init__(self, handle: int | None = None) -> None:
@@ -98,9 +98,13 @@ def stamp(path: str | int) -> tuple[int, int, int]:
 
 
 def save(
-    context: llama.Context, retained: Sequence[Retained], keep: Keep, most_bytes: int, under: Mapping[str, Any]
+    context: llama.Context,
+    retained: Sequence[Retained],
+    store: SequenceStore,
+    most_bytes: int,
+    under: Mapping[str, Any],
 ) -> Saved:
-    """Copies what fits of `retained` into `keep`. The context must be nobody else's now.
+    """Copies what fits of `retained` into `store`. The context must be nobody else's now.
 
     A sequence with more cells than tokens, whose rest cannot be removed, is left out; one with images too where it
     would have to be found by the numbers of this process.
@@ -113,10 +117,10 @@ def save(
     overhead = _rounded(_TABLE_BYTES + 512 * len(sound) + sum(len(item.tenant) * 6 for item in sound))
     wanted = chosen(sound, sizes, most_bytes - overhead)
     if not wanted:
-        keep.clear()
+        store.clear()
         return Saved()
     total = overhead + sum(sizes[item.slot] for item in wanted)
-    memory = keep.make(total)
+    memory = store.make(total)
     table: list[dict[str, Any]] = []
     at = overhead
     with _Address(memory) as address:
@@ -135,16 +139,16 @@ def save(
                 )  # fmt: skip
     text = json.dumps({"under": dict(under), "sequences": table}).encode()
     if len(text) + _HEAD.size > overhead:
-        keep.clear()
+        store.clear()
         return Saved()
     memory[_HEAD.size : _HEAD.size + len(text)] = text
     memory[: _HEAD.size] = _HEAD.pack(_MARK, len(text))
     return Saved(total, len(table), sum(row["tokens"] for row in table))
 
 
-def restore(context: llama.Context, keep: Keep, under: Mapping[str, Any]) -> list[Retained]:
+def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, Any]) -> list[Retained]:
     """Puts back what `save` kept, oldest first; what does not match or cannot be verified is left out, and said."""
-    memory = keep.open()
+    memory = store.open()
     if memory is None or len(memory) < _HEAD.size:
         return []
     mark, length = _HEAD.unpack(memory[: _HEAD.size])

@@ -104,7 +104,7 @@ class Slots:
         self._forget(slot, 0)
         slot.taken = False
 
-    def doubt(self, slot: Slot) -> None:
+    def invalidate(self, slot: Slot) -> None:
         """llama.cpp may hold anything of this sequence: all of it is removed, whatever was reported."""
         slot.computed = 0
         self._operations.append(Remove(slot.number, 0))

@@ -19,7 +19,7 @@ from inference.worker.worker_errors import LoadError
 CHUNK_BYTES = 32 * 2**20
 _LATER = (
     "api.worker_app", "api.worker_server", "assembly", "constraints", "engine.embedder", "engine.engine",
-    "engine.vision_context", "kept_model", "loading", "prompt.prompts", "sampling.constrained_sampler",
+    "engine.vision_context", "loading", "prompt.prompts", "sampling.constrained_sampler", "worker_model",
 )  # fmt: skip
 """Modules of the worker that a load needs. They map llama.cpp's libraries and touch no device."""
 _LIBRARIES = ("encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")

@@ -14,14 +14,14 @@ from inference.protocol import ExitCause
 from inference.worker.backend import OK, BatchRow, Decode
 from inference.worker.llama.binding import lib
 from inference.worker.llama.llama_model import Model
-from inference.worker.llama.llama_process import quick
+from inference.worker.llama.llama_process import without_gil_release
 from inference.worker.llama.params import POOLING_LAST, POOLING_RANK
 from inference.worker.worker_errors import LoadError
 
-_seq_rm = quick("llama_memory_seq_rm")
-_seq_cp = quick("llama_memory_seq_cp")
-_pos_max = quick("llama_memory_seq_pos_max")
-_logits_ith: Any = quick("llama_get_logits_ith")
+_seq_rm = without_gil_release("llama_memory_seq_rm")
+_seq_cp = without_gil_release("llama_memory_seq_cp")
+_pos_max = without_gil_release("llama_memory_seq_pos_max")
+_logits_ith: Any = without_gil_release("llama_get_logits_ith")
 _logits_ith.restype = ctypes.c_void_p
 
 WIDEST_GAP = 3
@@ -72,8 +72,8 @@ class Context:
         self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
         first = self._sequence_ids.ctypes.data
         self._sequence_pointers = [first + 4 * slot for slot in range(self.n_slots)]
-        turns = lib.llama_model_rope_type(model.handle) in (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
-        self._sections = 4 if turns else 1
+        is_mrope = lib.llama_model_rope_type(model.handle) in (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
+        self._sections = 4 if is_mrope else 1
         self._width = int(lib.llama_model_n_embd_inp(model.handle))
         size = self.n_batch
         self._tokens = np.zeros(size, np.int32)
@@ -219,14 +219,14 @@ class Context:
         self._batch.n_tokens = at
         return self._computed(self._batch), last
 
-    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+    def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
         """Computes the embeddings of an image (`rows`, float32) as cells of `slot`; no logits follow.
 
         `positions` (int32) has one section, or four where the model's positions have (M-RoPE). One that sees all of
         itself must fit a physical batch; what does not fit is a bad batch, where llama.cpp would assert.
         """
         count = len(rows)
-        if count > (self.n_ubatch if sees_all else self.n_batch) or rows.shape[1] != self._width:
+        if count > (self.n_ubatch if non_causal else self.n_batch) or rows.shape[1] != self._width:
             return Decode.BAD_BATCH
         if self._sections > 1 and positions.ndim == 1:
             positions = np.stack([positions, *[np.zeros_like(positions)] * (self._sections - 1)])
@@ -242,12 +242,12 @@ class Context:
             seq_id=self._batch.seq_id,
             logits=self._batch.logits,
         )
-        if sees_all:
+        if non_causal:
             lib.llama_set_causal_attn(self.handle, False)
         try:
             return self._computed(batch)
         finally:
-            if sees_all:
+            if non_causal:
                 lib.llama_set_causal_attn(self.handle, True)
 
     def _computed(self, batch: Any) -> Decode:

@@ -12,7 +12,7 @@ from inference.protocol import ExitCause
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
 from inference.worker.llama.dry import DryPrototypes
-from inference.worker.llama.llama_process import quick
+from inference.worker.llama.llama_process import without_gil_release
 from inference.worker.llama.text_cuts import Cutter
 from inference.worker.worker_errors import LoadError
 
@@ -27,10 +27,10 @@ MOST_PIECES = 2**13
 _EXACT_VOCABULARIES = (1, 2)
 """SentencePiece and byte-level BPE: every byte of a text is in exactly one token."""
 
-_to_piece = quick("llama_token_to_piece")
-_vocab_attr = quick("llama_vocab_get_attr")
-_text = quick("llama_vocab_get_text")
-_is_eog = quick("llama_vocab_is_eog")
+_to_piece = without_gil_release("llama_token_to_piece")
+_vocab_attr = without_gil_release("llama_vocab_get_attr")
+_text = without_gil_release("llama_vocab_get_text")
+_is_eog = without_gil_release("llama_vocab_is_eog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Model:
         return bool(lib.llama_model_has_decoder(self.handle)) and not lib.llama_model_has_encoder(self.handle)
 
     @property
-    def translates(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Whether it is an encoder with a decoder behind it."""
         return bool(lib.llama_model_has_encoder(self.handle)) and bool(lib.llama_model_has_decoder(self.handle))
 

@@ -13,7 +13,7 @@ from inference.worker.llama.llama_log import LogTail
 
 _keep_alive: list[object] = []
 """Callbacks that C may call until the process ends."""
-_beside: list[Any] = []
+_library_callbacks: list[Any] = []
 
 
 def start(tail: LogTail) -> None:
@@ -25,15 +25,15 @@ def start(tail: LogTail) -> None:
     callback = lib.llama_log_callback(on_log)
     _keep_alive.append(callback)
     beside = lib.llama_log_callback(lambda level, text, _data: tail.feed(level, _decoded(text), counts=False))
-    _beside.append(beside)
+    _library_callbacks.append(beside)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
     ggml_library.library()
     lib.llama_backend_init()
 
 
-def log_beside() -> Any:
+def library_log_callback() -> Any:
     """The callback for libraries beside llama.cpp that have a log of their own; after `start`."""
-    return _beside[-1]
+    return _library_callbacks[-1]
 
 
 def _decoded(text: bytes | None) -> str:
@@ -51,19 +51,19 @@ def on_abort(write: Callable[[str], None]) -> None:
     setter(callback)
 
 
-def quick(name: str) -> Callable[..., Any]:
+def without_gil_release(name: str) -> Callable[..., Any]:
     """llama.cpp's function `name`, called without giving up the interpreter lock; for calls of microseconds only.
 
     Giving the lock up would let another thread take it for longer than the call lasts. Loading, decoding, waiting for a
     device and tokenizing do give it up.
     """
     described = getattr(lib._lib, name)
-    function = getattr(_held(), name)
+    function = getattr(_library_holding_gil(), name)
     function.argtypes = described.argtypes
     function.restype = described.restype
     return function  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _held() -> ctypes.PyDLL:
+def _library_holding_gil() -> ctypes.PyDLL:
     return ctypes.PyDLL(lib._lib._name)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from inference.protocol import ExitCause
-from inference.worker.backend import Picture
+from inference.worker.backend import ImageTile
 from inference.worker.llama.binding import lib
 from inference.worker.llama.llama_model import Model
-from inference.worker.llama.llama_process import log_beside
+from inference.worker.llama.llama_process import library_log_callback
 from inference.worker.worker_errors import LoadError
 
 _NO_PROGRAMS = b"/dev/null"
@@ -34,7 +34,7 @@ class Projector:
         self._model = model
         self.width = int(lib.llama_model_n_embd_inp(model.handle))
         """Numbers of one embedding row."""
-        mtmd.mtmd_helper_log_set(log_beside(), ctypes.c_void_p(0))
+        mtmd.mtmd_helper_log_set(library_log_callback(), ctypes.c_void_p(0))
         self.handle = mtmd.mtmd_init_from_file(path.encode(), model.handle, _params(device, threads))
         if not self.handle:
             raise LoadError(ExitCause.OOM_LOAD, f"mtmd could not load the projector {path} for this model")
@@ -44,7 +44,7 @@ class Projector:
             raise LoadError(
                 ExitCause.STARTUP, "images of this model are numbered across a prompt, which is not supported"
             )
-        self._turns_positions = bool(mtmd.mtmd_decode_use_mrope(self.handle))
+        self._uses_mrope = bool(mtmd.mtmd_decode_use_mrope(self.handle))
         self._marker = mtmd.mtmd_default_marker()
         self._options = mtmd.mtmd_helper_init_opt_default()
         self._options.video_params.ffmpeg_bin_dir = _NO_PROGRAMS
@@ -53,7 +53,7 @@ class Projector:
         """Frees the projector; before the model."""
         self._mtmd.mtmd_free(self.handle)
 
-    def read(self, data: bytes) -> list[Sequence[int] | Picture]:
+    def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
         """What stands in a prompt for an image file: runs of text tokens and pictures, in order.
 
         Raises ValueError for a file that is no image, whatever its beginning claims.
@@ -77,15 +77,15 @@ class Projector:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
 
-    def encode(self, picture: Picture) -> None:
+    def encode(self, tile: ImageTile) -> None:
         """Computes the embedding rows of a picture that was read; raises RuntimeError when mtmd fails."""
         mtmd = self._mtmd
-        if mtmd.mtmd_encode_chunk(self.handle, picture.source) != 0:
+        if mtmd.mtmd_encode_chunk(self.handle, tile.source) != 0:
             raise RuntimeError("the projector could not encode an image")
         rows = mtmd.mtmd_get_output_embd(self.handle)
-        picture.rows = np.ctypeslib.as_array(rows, shape=(picture.n_tokens, self.width)).copy()
+        tile.rows = np.ctypeslib.as_array(rows, shape=(tile.n_tokens, self.width)).copy()
 
-    def _part(self, chunk: Any) -> Sequence[int] | Picture:
+    def _part(self, chunk: Any) -> Sequence[int] | ImageTile:
         mtmd = self._mtmd
         if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
             count = ctypes.c_size_t()
@@ -93,17 +93,17 @@ class Projector:
             return [int(token) for token in tokens[: count.value]]
         n_tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         kept = mtmd.mtmd_input_chunk_copy(chunk)
-        picture = Picture(
+        tile = ImageTile(
             n_tokens=n_tokens,
             n_positions=int(mtmd.mtmd_input_chunk_get_n_pos(chunk)),
-            sees_all=bool(mtmd.mtmd_decode_use_non_causal(self.handle, chunk)),
+            non_causal=bool(mtmd.mtmd_decode_use_non_causal(self.handle, chunk)),
             source=kept,
         )
-        if self._turns_positions:
-            picture.positions = self._positions(chunk, n_tokens, 0)
-            picture.moves = self._positions(chunk, n_tokens, 1) - picture.positions
-        weakref.finalize(picture, mtmd.mtmd_input_chunk_free, kept)
-        return picture
+        if self._uses_mrope:
+            tile.positions = self._positions(chunk, n_tokens, 0)
+            tile.moves = self._positions(chunk, n_tokens, 1) - tile.positions
+        weakref.finalize(tile, mtmd.mtmd_input_chunk_free, kept)
+        return tile
 
     def _positions(self, chunk: Any, n_tokens: int, start: int) -> np.ndarray:
         """Where the tokens are when the image begins at `start`: time, row, column and a fourth section."""

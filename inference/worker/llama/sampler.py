@@ -11,7 +11,7 @@ import numpy as np
 
 from inference.worker.llama.binding import lib
 from inference.worker.llama.context import Context
-from inference.worker.llama.llama_process import quick
+from inference.worker.llama.llama_process import without_gil_release
 
 MOST_CANDIDATES = 2048
 """Of a choice among few tokens."""
@@ -19,9 +19,9 @@ MOST_CANDIDATES = 2048
 _LEAST_LOGIT = np.float32(-1e30)
 """Penalties can be larger than any float, and minus infinity for every token would leave nothing to draw from."""
 
-_sample = quick("llama_sampler_sample")
-_apply = quick("llama_sampler_apply")
-_accept = quick("llama_sampler_accept")
+_sample = without_gil_release("llama_sampler_sample")
+_apply = without_gil_release("llama_sampler_apply")
+_accept = without_gil_release("llama_sampler_accept")
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 

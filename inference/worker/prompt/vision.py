@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from inference.protocol import Code
-from inference.worker.backend import Picture
-from inference.worker.engine_stats import Pulse
+from inference.worker.backend import ImageTile
+from inference.worker.engine_stats import EngineCounters
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
 MAX_REQUEST_BYTES = 2**25
@@ -43,11 +43,11 @@ class Eye(Protocol):
 
     width: int
 
-    def read(self, data: bytes) -> list[Sequence[int] | Picture]:
+    def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
         """Text tokens and pictures that stand for an image file; raises ValueError."""
         ...
 
-    def encode(self, picture: Picture) -> None:
+    def encode(self, picture: ImageTile) -> None:
         """Computes a picture's embeddings; raises RuntimeError."""
         ...
 
@@ -57,22 +57,22 @@ class Image:
     """An image file as tokens of a prompt, and the pictures that the numbers below zero among them stand for."""
 
     tokens: tuple[int, ...]
-    pictures: tuple[Picture, ...]
+    pictures: tuple[ImageTile, ...]
 
 
 class Sight:
     """`most` is how many tokens an image may have. Pictures live as long as a reference to
     their `Image`.
 
-    `pulse` reports encoding as an engine's pulse reports steps, so that a hung device is noticed here too.
+    `counters` reports encoding as an engine's pulse reports steps, so that a hung device is noticed here too.
     """
 
     def __init__(
         self, eye: Eye, most: int, turns: int, *, at_once: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`at_once`: how many tokens an image may have that sees all of itself."""
-        self.pulse = Pulse(clock)
-        self.pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self.counters = EngineCounters(clock)
+        self.pictures: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
         """By the first of their tokens; read by the engine's thread."""
         self._eye = eye
         self._most = most
@@ -148,12 +148,12 @@ class Sight:
         except ValueError as error:
             raise BadRequestError(f"an image cannot be read: {error}", param) from None
         tokens: list[int] = []
-        pictures: list[Picture] = []
+        pictures: list[ImageTile] = []
         for part in parts:
-            if not isinstance(part, Picture):
+            if not isinstance(part, ImageTile):
                 tokens += part
                 continue
-            most = self._at_once if part.sees_all else self._most
+            most = self._at_once if part.non_causal else self._most
             if part.n_tokens > most:
                 raise BadRequestError(
                     f"an image takes {part.n_tokens} tokens, and this model reads at most {most} at once; scale "
@@ -177,13 +177,13 @@ class Sight:
             )
         for picture in pictures:
             if picture.rows is None:
-                self.pulse.begin(picture.n_tokens)
+                self.counters.begin(picture.n_tokens)
                 try:
                     self._eye.encode(picture)
                 except RuntimeError as error:
                     raise WorkerError(Code.MODEL_FAILED, str(error)) from None
                 finally:
-                    self.pulse.end()
+                    self.counters.end()
         self._trim()
 
     def _keep(self, key: bytes, image: Image) -> Image:
