@@ -15,7 +15,7 @@ from inference.worker.dialects.answer_parts import (
     Tool,
     ToolChoice,
 )
-from inference.worker.dialects.dialect import Begun
+from inference.worker.dialects.dialect import AnswerOpening
 from inference.worker.dialects.forms import Form, Json, Literal, OneOf, Repeat
 from inference.worker.dialects.forms import Sequence as Then
 
@@ -99,6 +99,6 @@ class MarkDialect:
         """The form after the thought."""
         return Then((Literal("()"), form)) if self.reasons else form
 
-    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+    def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
         """Its content."""
-        return Begun((Literal(message["content"]),), opened + message["content"])
+        return AnswerOpening((Literal(message["content"]),), opened + message["content"])

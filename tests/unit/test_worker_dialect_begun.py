@@ -19,7 +19,7 @@ SILENT = "{{ messages }}"
 def written(template: str, opened: str, message: Mapping[str, Any], rest: str) -> tuple[str, str, str]:
     """What stands behind the prompt, with markers in braces, and what thought and content the rest is read as."""
     dialect = detect(template, ())
-    begun = dialect.begun(message, opened=opened)
+    begun = dialect.opening_of(message, opened=opened)
     parser = dialect.parser(tools=(), opened=begun.opened)
     parts = [*parser.push(rest), *parser.flush()]
     return (

@@ -13,7 +13,7 @@ import pytest
 
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
-from inference.worker.dialects.conversation import said_in_results
+from inference.worker.dialects.conversation import merge_into_results
 from inference.worker.dialects.dialect import Family
 from inference.worker.dialects.families.deepseek import DeepSeek
 from inference.worker.dialects.families.dsml import Dsml
@@ -564,7 +564,7 @@ def test_what_a_user_says_right_behind_results_is_said_in_the_last_of_them() -> 
     asked = {"role": "user", "content": "Which?"}
     first, last = {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}
     more = {"role": "user", "content": "Both."}
-    assert said_in_results([asked, first, last, more, {**more, "content": "Now."}]) == [
+    assert merge_into_results([asked, first, last, more, {**more, "content": "Now."}]) == [
         asked, first, {"role": "tool", "content": "2\n\nBoth.\n\nNow."}
     ]  # fmt: skip
-    assert said_in_results([asked, {"role": "assistant", "content": "This."}, more])[-1] == more
+    assert merge_into_results([asked, {"role": "assistant", "content": "This."}, more])[-1] == more

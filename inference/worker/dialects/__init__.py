@@ -1,9 +1,9 @@
-"""Families of chat templates: decides which one a template belongs to; never renders it.
+"""Detects which family of chat templates a template belongs to.
 
-What a parser shows is written down once, for all of them. White space next to a marker of reasoning or next to a call
-belongs to it and is dropped; other white space stays as it is. A call has begun when its name is known and its
-arguments open with a brace; from there on they are passed on as the model writes them. Until then everything is held,
-and what turns out to be no call is content, its markers included.
+All parsers follow the same rules. White space next to a marker of reasoning or next to a call belongs to it and is
+dropped; other white space is kept. A call begins when its name is known and its arguments open with a brace; from then
+on the arguments are passed on as the model writes them. Until then all text is held back, and text that is not a call
+after all is content, with its markers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from inference.worker.dialects.thinking import Thinking, thinking_of
 __all__ = ["Dialect", "detect"]
 
 _UNFILTERED = re.compile(r"""\+\s*[\w.\[\]'"]*arguments['"]?\]?\s*(\+|-?\}\}|-?%\})""")
-"""Arguments that a template adds to its text as they are."""
+"""Arguments that a template concatenates as text."""
 _FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=", "<tool_calls>")
-"""Markers of notations that share a marker with a family here but are not its."""
+"""Markers of other notations that share a marker with a family here."""
 
 
 def detect(template: str, control_texts: Collection[str], *, presents: bool = True) -> Dialect:
-    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents` says whether
-    what the template makes of tools reaches the model, which only rendering it shows.
+    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: the rendered
+    prompt contains the tools, which only rendering shows.
 
-    A template whose notation of calls is none of these, or that has none, is `generic`; so is one that writes calls and
-    presents no tools. No template at all is `plain`. Harmony and DeepSeek explain tools that their templates do not
-    present: their models know calls by tokens of their own, whatever a template says.
+    A template with an unknown notation of calls, without one, or without the tools is `generic`. An empty template is
+    `plain`. Harmony and DeepSeek explain tools in a message where their templates do not present them, because their
+    models have tokens for calls.
     """
     if not template.strip():
         return Plain()
@@ -42,15 +42,15 @@ def detect(template: str, control_texts: Collection[str], *, presents: bool = Tr
     if deepseek.CALLS in template:
         fenced = f"{deepseek.FENCE}json" in template
         return deepseek.DeepSeek(thinking, text_arguments=text, fenced=fenced, presents=presents)
-    known = _caller(template, thinking, text=text) if presents else None
+    known = _calling_family(template, thinking, text=text) if presents else None
     if known is not None:
         return known
     system = re.search(r"""['"]system['"]""", template) and "ystem role not supported" not in template
     return Generic(thinking, system=bool(system))
 
 
-def _caller(template: str, thinking: Thinking | None, *, text: bool) -> Dialect | None:
-    """The family whose notation of calls is in a template that presents tools; None where it is nobody's."""
+def _calling_family(template: str, thinking: Thinking | None, *, text: bool) -> Dialect | None:
+    """The family whose notation of calls is in a template that presents tools; None where it is unknown."""
     if mistral.CALLS in template:
         lists = mistral.ARGUMENTS not in template
         return mistral.Mistral(thinking, text_arguments=text, lists=lists, ids=mistral.ID in template)

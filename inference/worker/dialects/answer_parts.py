@@ -1,4 +1,4 @@
-"""What an answer consists of besides plain text: reasoning and tool calls, as they grow; decides nothing."""
+"""The parts of an answer besides plain text, reasoning and tool calls, and the tools that can be called."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of the text that the caller reads."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thought before it answered."""
+    """More text of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins; calls are numbered from 0 in the order of their beginnings. `id` as the family writes it,
-    empty where it writes none.
-    """
+    """The beginning of a tool call. Calls are numbered from 0. `id` is the one that the model writes, else empty."""
 
     index: int
     name: str
@@ -77,8 +75,8 @@ def joined(parts: tuple[Part, ...], more: tuple[Part, ...]) -> tuple[Part, ...]:
 class AnswerParser(Protocol):
     """Divides the text of one answer into parts as it grows.
 
-    However the text is divided into pushes, the joined texts of the parts are the same. Nothing is lost: what turns out
-    to be no call is content.
+    The joined texts of the parts do not depend on how the text is divided into pushes. Text that turns out not to be a
+    call is content.
     """
 
     def push(self, text: str) -> Sequence[Part]:
@@ -86,5 +84,5 @@ class AnswerParser(Protocol):
         ...
 
     def flush(self) -> Sequence[Part]:
-        """What was held back, at the end of the answer."""
+        """The parts that were held back, at the end of the answer."""
         ...

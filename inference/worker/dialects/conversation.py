@@ -1,4 +1,4 @@
-"""Puts messages and tools into the shapes that templates want; decides no family's wording and renders nothing."""
+"""Converts messages and tools into the forms that templates need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's shape; templates read every field, so none is left out."""
+    """Tools in OpenAI's form, with all fields, because templates read them."""
     return [
         {
             "type": "function",
@@ -31,21 +31,21 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def as_text(arguments: Any) -> str:
-    """A call's arguments as JSON text; what a model once wrote that holds no object stays as it was written."""
-    said = _bare(arguments)
-    return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+    """A call's arguments as JSON text; text of a model that is not an object is kept."""
+    bare = _bare(arguments)
+    return bare if isinstance(bare, str) else json.dumps(bare, ensure_ascii=False)
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
-    """A call's arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
-    said = _bare(arguments)
-    value = _parsed(said) if isinstance(said, str) else said
+    """A call's arguments as an object; text of a model that is not an object gets the key `arguments`."""
+    bare = _bare(arguments)
+    value = _parsed(bare) if isinstance(bare, str) else bare
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _bare(arguments: Any) -> Any:
-    """Arguments without what models write around or instead of them, as it is understood in answers: an object's text
-    in quotes is that text; null, an empty text and an empty list are an empty object. All others stay as they are.
+    """Arguments with common deviations removed, as in answers: the text of an object in quotes becomes that text; null,
+    an empty text and an empty list become an empty object. Other arguments are kept.
     """
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
         return arguments
@@ -101,7 +101,7 @@ def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[st
 def one_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`normal` messages with at most one call each, every call followed by its own results.
 
-    For templates that write one call per turn. Results that answer none of the calls stay behind the last.
+    For templates that write one call per turn. Results of other calls follow the last call.
     """
     found: list[dict[str, Any]] = []
     left = list(messages)
@@ -115,8 +115,8 @@ def one_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         while left and left[0]["role"] == "tool":
             results.append(left.pop(0))
         for index, call in enumerate(calls):
-            said = message if index == 0 else {"role": "assistant", "content": ""}
-            found.append({**said, "tool_calls": [call]})
+            first = message if index == 0 else {"role": "assistant", "content": ""}
+            found.append({**first, "tool_calls": [call]})
             found += [result for result in results if result["tool_call_id"] == call["id"]]
         ids = {call["id"] for call in calls}
         found += [result for result in results if result["tool_call_id"] not in ids]
@@ -134,13 +134,13 @@ def _parts(content: Any) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
 
 
-def goes_on_behind_results(messages: Sequence[Message]) -> bool:
-    """Whether a user says something right behind a result."""
+def has_user_after_results(messages: Sequence[Message]) -> bool:
+    """Whether a message of a user follows a result directly."""
     return any(first["role"] == "tool" and then["role"] == "user" for first, then in itertools.pairwise(messages))
 
 
-def said_in_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages with what a user says right behind results in the last of these, as a paragraph of its own."""
+def merge_into_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with text of users that follows results directly appended to the last result as a paragraph."""
     found: list[Message] = []
     for message in messages:
         if found and found[-1]["role"] == "tool" and message["role"] == "user":
@@ -152,7 +152,7 @@ def said_in_results(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Which orders of roles a template shows in full. Turns that alternate between user and assistant always work."""
+    """The orders of roles that a template renders in full. Alternating turns of user and assistant always work."""
 
     first_system: bool = True
     """A system message at the beginning."""
@@ -163,20 +163,20 @@ class Roles:
 
 
 def needs_arranging(messages: Sequence[Message]) -> bool:
-    """Whether the messages are more than turns that alternate, so that some templates would refuse or drop one."""
+    """Whether the messages are more than alternating turns, which some templates refuse or drop."""
     return any(message["role"] == "system" for message in messages) or any(
         first["role"] == then["role"] != "tool" for first, then in itertools.pairwise(messages)
     )
 
 
 def arranged(messages: Sequence[Message], roles: Roles) -> list[Message]:
-    """The messages in an order that the template shows, without losing a text.
+    """The messages in an order that the template renders, with all texts.
 
-    System messages that it does not take at the beginning are joined to the first one. One that it does not take in
-    its place becomes a part of the user's turn there, which leaves the prompt before it unchanged.
+    Further system messages at the beginning are joined to the first one. A later system message that the template
+    does not render becomes part of the user's turn in its place, which leaves the prompt before it unchanged.
     """
     found: list[Message] = []
-    is_moved = False  # whether the last message holds what a system message said
+    is_moved = False  # whether the last message contains a system message
     for message in messages:
         last = found[-1] if found else None
         is_system = message["role"] == "system"
@@ -218,7 +218,7 @@ def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[st
 
 
 def explained(messages: Sequence[dict[str, Any]], about: str, *, system: bool = True) -> list[dict[str, Any]]:
-    """The messages with an explanation behind the system message's text, or before what the user says first."""
+    """The messages, with an explanation after the system message's text or before the first text of the user."""
     found = list(messages)
     role = "system" if system else "user"
     for index, message in enumerate(found):

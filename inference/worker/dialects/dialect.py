@@ -1,4 +1,4 @@
-"""What a family of chat templates knows of tools and reasoning, and what most share; parses and renders nothing."""
+"""The protocol of dialects, and the parts that most families of chat templates share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from inference.worker.dialects.thinking import MIDST, Thinking
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The beginning of an answer: literals are the caller's, markers the family's. `opened` is what a parser and a form
-    of the rest are told: the last marker behind which the rest stands, and that text has begun there.
+class AnswerOpening:
+    """The beginning of an answer: literals are text of the request, markers are the family's. `opened` describes its
+    end for the parser and the form of the rest: the last marker, and whether text has begun after it.
     """
 
     parts: tuple[Literal | Marker, ...]
@@ -40,12 +40,12 @@ class Dialect(Protocol):
 
     @property
     def reasons(self) -> bool:
-        """Whether answers are divided even without tools; where not, such an answer needs no parser."""
+        """Whether answers have parts even without tools; otherwise such an answer needs no parser."""
         ...
 
     @property
     def shows(self) -> frozenset[str]:
-        """Texts of control tokens that the parser must see."""
+        """Texts of control tokens that the parser needs."""
         ...
 
     @property
@@ -56,28 +56,28 @@ class Dialect(Protocol):
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """Messages as the template wants them, and template variables besides them."""
+        """Messages in the form that the template needs, and further template variables."""
         ...
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer to a prompt that ends in `opened`. Without tools nothing is a call."""
+        """A parser of one answer to a prompt that ends in `opened`. Without tools no text is a call."""
         ...
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """The form of an answer with these tools; None where any text will do."""
+        """The form of an answer with these tools; None where any text is allowed."""
         ...
 
     def wrap(self, form: Form, *, opened: str) -> Form:
-        """A constrained answer as the family writes it: reasoning and headers around `form`."""
+        """A constrained answer in the family's notation: reasoning and headers around `form`."""
         ...
 
-    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
-        """The assistant's message, behind a prompt that ends in `opened`, so that the answer goes on where it ends."""
+    def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
+        """The assistant's message after a prompt that ends in `opened`, so that the answer continues it."""
         ...
 
 
 class Family:
-    """What dialects share. `text_arguments` says that a template writes the arguments of earlier calls as they are."""
+    """The common part of dialects. `text_arguments`: the template writes arguments of earlier calls as text."""
 
     name = ""
     writes_tools = True
@@ -85,7 +85,7 @@ class Family:
     markers: frozenset[str] = frozenset()
     """Texts of control tokens in calls."""
     opening: str | None = None
-    """What every call begins with, however much text was before it; None where nothing marks a call that surely."""
+    """The text that begins every call, also after other text; None where no text marks calls reliably."""
 
     def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False) -> None:
         self.thinking = thinking
@@ -93,12 +93,12 @@ class Family:
 
     @property
     def reasons(self) -> bool:
-        """Whether answers are divided even without tools."""
+        """Whether answers have parts even without tools."""
         return self.thinking is not None
 
     @property
     def shows(self) -> frozenset[str]:
-        """Texts of control tokens that the parser must see."""
+        """Texts of control tokens that the parser needs."""
         return self.markers if self.thinking is None else self.markers | {self.thinking.begin, self.thinking.end}
 
     def prepare(
@@ -108,34 +108,34 @@ class Family:
         return [*normal(messages, text_arguments=self.text_arguments)], presented(tools, choice)
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Nothing is ever forced."""
+        """No form."""
         return None
 
     def wrap(self, form: Form, *, opened: str) -> Form:
         """Reasoning first, where the family reasons."""
         return form if self.thinking is None else self.thinking.first(form, opened)
 
-    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
-        """What was thought stands between its markers; where the family does not reason it is dropped."""
+    def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
+        """Reasoning is written between its markers; families without reasoning drop it."""
         thought, content = message.get("reasoning_content") or "", message.get("content") or ""
         thinking = self.thinking
         place = "after" if thinking is None else thinking.place(opened)
         if thinking is None or not (thought or content):
-            return Begun((Literal(content),), opened + content)
+            return AnswerOpening((Literal(content),), opened + content)
         if place == "after" or not (thought or place == "inside"):
-            return Begun((Literal(content),), (thinking.end + MIDST) if content else opened)
+            return AnswerOpening((Literal(content),), (thinking.end + MIDST) if content else opened)
         begin = () if place == "inside" else (Marker(thinking.begin), Literal("\n"))
         if not content:
-            return Begun((*begin, Literal(thought)), thinking.begin + MIDST)
+            return AnswerOpening((*begin, Literal(thought)), thinking.begin + MIDST)
         end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
-        return Begun((*begin, *end), thinking.end + MIDST)
+        return AnswerOpening((*begin, *end), thinking.end + MIDST)
 
 
-class Caller(Family, abc.ABC):
-    """A family whose calls stand in the text one after the other; each says how it writes them."""
+class CallingFamily(Family, abc.ABC):
+    """A family whose calls follow each other in the text. Subclasses define their notation."""
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Calls alone where they are required; where they are not, text that becomes calls at the first marker."""
+        """Calls alone where they are required; otherwise text, and calls from the first marker on."""
         chosen = wanted(tools, choice)
         if not chosen or (choice.mode == "auto" and self.opening is None):
             return None
@@ -155,10 +155,10 @@ def presented(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
     return {"tools": described(tools)} if tools and choice.mode != "none" else {}
 
 
-def told(
+def with_explanation(
     messages: Sequence[dict[str, Any]], tools: Sequence[Tool], choice: ToolChoice, about: str
 ) -> list[Mapping[str, Any]]:
-    """The messages with `about`, which has room for {tools}, for a template that presents none."""
+    """The messages with the explanation `about`, in which {tools} is replaced, for a template without tools."""
     if not tools or choice.mode == "none":
         return [*messages]
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
@@ -185,14 +185,14 @@ def quoted(name: str) -> str:
 
 
 def one_of(parts: Sequence[Form]) -> Form:
-    """A choice, where there is one to make."""
+    """One form, or a choice of several."""
     return parts[0] if len(parts) == 1 else forms.OneOf(tuple(parts))
 
 
 def led(text: Form, form: Form) -> Form:
-    """`text` and then `form`, written so that `text` stands right beside what `form` begins with.
+    """`text` and then `form`, written so that `text` is next to the beginning of `form`.
 
-    Where a marker is no token of its own, text and marker can only be told apart within one piece of a grammar.
+    Where a marker is not a token, only one terminal of a grammar can separate text and marker.
     """
     if isinstance(form, forms.Sequence):
         return forms.Sequence((led(text, form.parts[0]), *form.parts[1:]))

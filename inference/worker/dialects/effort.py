@@ -1,4 +1,4 @@
-"""How much to reason, in the words of a family's templates; decides no default and never reads an answer."""
+"""Template variables for the requested reasoning effort."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NEAREST: Mapping[str, Mapping[str, str]] = {
     "harmony": {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"},
 }
-"""Levels that a family was not trained on, as the nearest that it was: gpt-oss always reasons, at three levels."""
+"""For levels that a family was not trained on, the nearest known level: gpt-oss always reasons, at three levels."""
 
 
 def effort_variables(level: str, family: str) -> dict[str, Any]:
-    """What a template of `family` is told of one of LEVELS: the level, or that thinking is on or off."""
+    """The template variables of `family` for one of LEVELS: the level, and whether thinking is on."""
     known = _NEAREST.get(family, {}).get(level, level)
     thinks = known != "none"
     return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": known} if thinks else {})}

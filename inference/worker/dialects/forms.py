@@ -1,7 +1,7 @@
-"""What shape an answer must have, as a tree; knows no vocabulary, no engine and no grammar language.
+"""The required form of an answer, as a tree.
 
-Dialects say with it how a forced tool call is written, requests how a constrained answer looks. `constraints` turns a
-form into token masks.
+Dialects describe forced tool calls with it, requests describe constrained answers. `constraints` turns a form into
+token masks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Regex:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar of the caller's own: GBNF as llama.cpp reads it, or Lark as llguidance does."""
+    """A grammar of the request: GBNF as in llama.cpp, or Lark as in llguidance."""
 
     source: str
 

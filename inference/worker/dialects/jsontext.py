@@ -1,4 +1,4 @@
-"""Finds where a JSON value ends in text that is still growing; never parses what is inside."""
+"""Finds the end of a JSON value in growing text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers the parts of an answer and decides which white space between them is shown; never looks for markers."""
+"""Collects the parts of an answer, and drops white space at their borders."""
 
 from __future__ import annotations
 

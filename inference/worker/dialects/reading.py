@@ -1,8 +1,8 @@
-"""Reads an answer as it grows, as if all of it were there: a step that needs more text waits; knows no family.
+"""Base of the parsers: reads an answer as it grows.
 
 A family's parser is one generator that reads like the grammar of its answers. Its steps yield where text is missing and
-go on where they were, so every character is looked at once and a division of the text into pushes decides nothing.
-What was read of a call that turns out to be none is content, and reading goes on where it failed.
+continue there, so each character is read once and the division of the text into pushes has no effect. Text of a call
+that turns out not to be one is content, and reading continues where it failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Arguments that are written one by one between tags become a JSON object, and the reverse as a form; knows no tags.
+"""Converts arguments between tags into a JSON object, and the reverse as a form.
 
-A text stands between its tags as it is, anything else as JSON. Texts are shown as they come, other values once they are
-whole, because what is no JSON after all is shown as a text.
+Texts are written between their tags without quotes, other values as JSON. Texts are shown as they arrive, other values
+once they are complete, because text that is not JSON is shown as a text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a family brackets its reasoning, and where an answer stands towards it; never looks into the reasoning."""
+"""The markers of a family's reasoning, and the place of an answer relative to them."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def _may_call(tools: Sequence[Tool], choice: ToolChoice) -> bool:
 
 def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> tuple[str, list[str]]:
     """What the assistant's message leaves open at its end, and its text in pieces to be tokenized separately."""
-    begun = template.dialect.begun(message, opened=opened)
+    begun = template.dialect.opening_of(message, opened=opened)
     pieces = [""]
     for part in begun.parts:
         first, *rest = [part.text] if isinstance(part, Marker) else template.pieces(part.text)

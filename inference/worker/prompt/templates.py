@@ -19,9 +19,9 @@ from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.conversation import (
     Roles,
     arranged,
-    goes_on_behind_results,
+    has_user_after_results,
+    merge_into_results,
     needs_arranging,
-    said_in_results,
 )
 from inference.worker.prompt.rendering import OverLimitsError, RefusedError, Rendering, TemplateProcess
 from inference.worker.worker_errors import BadRequestError
@@ -112,8 +112,8 @@ class ChatTemplate:
         """
         if needs_arranging(messages):
             messages = arranged(messages, self._roles)
-        if goes_on_behind_results(messages) and self._ends_with_results:
-            messages = said_in_results(messages)
+        if has_user_after_results(messages) and self._ends_with_results:
+            messages = merge_into_results(messages)
         return self._rendered(messages, arguments, generate=generate)
 
     def _rendered(
@@ -150,7 +150,7 @@ class ChatTemplate:
         ]
         tools = [Tool(_PROBE)]
         shown, variables = self.dialect.prepare([*turns, _user_message("Hi")], tools, ToolChoice())
-        return self._refuses(shown, variables) and not self._refuses(said_in_results(shown), variables)
+        return self._refuses(shown, variables) and not self._refuses(merge_into_results(shown), variables)
 
     @functools.cached_property
     def _roles(self) -> Roles:

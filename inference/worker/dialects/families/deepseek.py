@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: calls between tokens of their own, fenced or not; knows no other family."""
+"""DeepSeek V3, R1 and V3.1: calls between special tokens, with or without code fences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import Caller, arguments_of, one_of, presented, told
+from inference.worker.dialects.dialect import CallingFamily, arguments_of, one_of, presented, with_explanation
 from inference.worker.dialects.forms import Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -69,7 +69,7 @@ class DeepSeekParser(CallReader):
         yield from self.space()
 
 
-class DeepSeek(Caller):
+class DeepSeek(CallingFamily):
     """The dialect. `fenced` says that the template writes calls as V3 and R1 do, `presents` that it presents tools;
     most of these templates leave that to the system message.
     """
@@ -100,7 +100,7 @@ class DeepSeek(Caller):
         ]
         if self._presents:
             return [*found], presented(tools, choice)
-        return told(found, tools, choice, self._about()), {}
+        return with_explanation(found, tools, choice, self._about()), {}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and V4: invocations and parameters in tags of the token ｜DSML｜; knows no other family."""
+"""DeepSeek V3.2 and V4: invocations and parameters in tags with the token ｜DSML｜."""
 # ruff: noqa: RUF001, RUF002 - the bars are the token's own
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool
-from inference.worker.dialects.dialect import Caller, one_of
+from inference.worker.dialects.dialect import CallingFamily, one_of
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import Markers, Steps
 from inference.worker.dialects.tagged import KEY, TaggedReader, arguments_form, json_form, kind_of, text_form
@@ -69,7 +69,7 @@ class DsmlParser(TaggedReader):
         return value
 
 
-class Dsml(Caller):
+class Dsml(CallingFamily):
     """The dialect; `block` is the name of what stands around all calls."""
 
     name = "deepseek-dsml"

@@ -1,4 +1,4 @@
-"""Templates that present no tools as we know them: Hermes' notation, explained in a message; never parses it anew."""
+"""Templates without a known notation of tools: Hermes' notation, explained in a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss: an answer is a row of messages with channels and recipients; knows no other family."""
+"""gpt-oss: an answer is a sequence of messages with channels and recipients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.conversation import joined, normal, one_at_a_time
-from inference.worker.dialects.dialect import Begun, Family, arguments_of, one_of, presented, told, wanted
+from inference.worker.dialects.dialect import (
+    AnswerOpening,
+    Family,
+    arguments_of,
+    one_of,
+    presented,
+    wanted,
+    with_explanation,
+)
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Repeat
 from inference.worker.dialects.output import Kind
 from inference.worker.dialects.reading import Markers, NoCallError, Reader, Steps
@@ -132,7 +140,7 @@ class HarmonyParser(Reader):
         return marker
 
     def _is_cut(self) -> bool:
-        """Whether the answer ends in a header that could have gone on: nobody's text."""
+        """Whether the answer ends inside a header, whose text is dropped."""
         return self._ended and self._at == len(self._text) and any(CHANNEL in read for read in self._read)
 
     def _arguments(self, name: str) -> Steps[None]:
@@ -175,22 +183,22 @@ class Harmony(Family):
             found.append(message)
         if self._presents:
             return [*found], presented(tools, choice)
-        return told(found, tools, choice, _ABOUT), {}
+        return with_explanation(found, tools, choice, _ABOUT), {}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
         return HarmonyParser(opened, {tool.name for tool in tools})
 
-    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+    def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
         """A thought on its channel, content on the last one."""
-        said = (("analysis", message.get("reasoning_content")), ("final", message.get("content")))
+        parts_by_channel = (("analysis", message.get("reasoning_content")), ("final", message.get("content")))
         parts: list[Literal | Marker] = []
-        for channel, text in said:
+        for channel, text in parts_by_channel:
             if text:
                 if parts:
                     parts += [Marker(END), Marker(START), Literal("assistant")]
                 parts += [Marker(CHANNEL), Literal(channel), Marker(MESSAGE), Literal(text)]
-        return Begun(tuple(parts), opened + "".join(part.text for part in parts[-4:-1]))
+        return AnswerOpening(tuple(parts), opened + "".join(part.text for part in parts[-4:-1]))
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """Thoughts and preambles, then a call, or where none is required the last message."""

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: calls as JSON objects between <tool_call> and </tool_call>; knows no other family."""
+"""Hermes and Qwen: calls as JSON objects between <tool_call> and </tool_call>."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool
-from inference.worker.dialects.dialect import Caller, object_call, one_of
+from inference.worker.dialects.dialect import CallingFamily, object_call, one_of
 from inference.worker.dialects.forms import Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 
@@ -29,7 +29,7 @@ class HermesParser(CallReader):
                 yield from self.literal(END)
 
 
-class Hermes(Caller):
+class Hermes(CallingFamily):
     """The dialect."""
 
     name = "hermes"

@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: a call is a JSON object with `parameters`, often unmarked; knows no other family."""
+"""Llama 3.1 and later: a call is a JSON object with `parameters`, often without a marker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal, one_at_a_time
-from inference.worker.dialects.dialect import Caller, led, object_call, one_of, presented, wanted
+from inference.worker.dialects.dialect import CallingFamily, led, object_call, one_of, presented, wanted
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import MIDST, Thinking
@@ -53,7 +53,7 @@ def _starts(thinking: Thinking | None, opened: str) -> bool:
     return thinks or opened.rstrip().endswith(_BEGINNINGS)
 
 
-class Llama3(Caller):
+class Llama3(CallingFamily):
     """The dialect. Its templates write one call per turn, so one call is what an answer is forced to."""
 
     name = "llama3"

@@ -1,4 +1,4 @@
-"""Mistral: calls behind [TOOL_CALLS], as a JSON list or as name[ARGS]{...}; knows no other family."""
+"""Mistral: calls after [TOOL_CALLS], as a JSON list or as name[ARGS]{...}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import Caller, arguments_of, object_call, one_of, presented
+from inference.worker.dialects.dialect import CallingFamily, arguments_of, object_call, one_of, presented
 from inference.worker.dialects.forms import Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -47,7 +47,7 @@ class MistralParser(CallReader):
         yield from self.arguments(name, id)
 
 
-class Mistral(Caller):
+class Mistral(CallingFamily):
     """The dialect. `lists` says that the template writes calls as a JSON list, `ids` that it writes [CALL_ID]."""
 
     name = "mistral"

@@ -1,4 +1,4 @@
-"""No template at all: an answer is text; decides that nothing in it is a call or reasoning."""
+"""Models without a template: an answer is plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3.5: <function=name> and <parameter=key> between <tool_call> and </tool_call>; knows no other."""
+"""Qwen3-Coder and Qwen3.5: <function=name> and <parameter=key> between <tool_call> and </tool_call>."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool
-from inference.worker.dialects.dialect import Caller, one_of
+from inference.worker.dialects.dialect import CallingFamily, one_of
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import Markers, NoCallError, Steps
 from inference.worker.dialects.tagged import (
@@ -71,7 +71,7 @@ class QwenXmlParser(TaggedReader):
             yield from self.space()
 
 
-class QwenXml(Caller):
+class QwenXml(CallingFamily):
     """The dialect."""
 
     name = "qwen-xml"
