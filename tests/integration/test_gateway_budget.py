@@ -1,4 +1,4 @@
-"""One budget of time and attempts: whole answers and their callers' patience, callers who ask again, spent attempts."""
+"""One budget of time and attempts: timeouts of clients, retries, spent attempts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
         yield gateway
 
 
-async def test_a_whole_answer_that_its_caller_will_not_wait_for_ends_in_time(
-    gateway: Gateway, fake: FakeInference
-) -> None:
-    """It came token by token, and nobody failed; who streams has had the first of them."""
+async def test_whole_answer_ends_at_the_clients_timeout(gateway: Gateway, fake: FakeInference) -> None:
+    """The answer made progress, so this is no failure. A streaming client has its first tokens."""
     fake.answers["demo"] = Answer(words=("word ",) * 60, pause=0.02)
     headers = {"x-stainless-read-timeout": "0.5"}
     late = await gateway.chat(headers=headers)
@@ -51,7 +49,7 @@ async def test_a_whole_answer_that_its_caller_will_not_wait_for_ends_in_time(
         ({"x-stainless-timeout": "1", "x-stainless-read-timeout": "600"}, False),
     ],
 )
-async def test_the_time_out_of_clients_that_name_only_one_counts(
+async def test_single_timeout_header_counts(
     gateway: Gateway, fake: FakeInference, headers: dict[str, str], is_bounded: bool
 ) -> None:
     """Whole seconds, as JavaScript's say it; one that says how long it waits for a read means that."""
@@ -59,7 +57,7 @@ async def test_the_time_out_of_clients_that_name_only_one_counts(
     assert (int(fake.seen[0].headers[H_DEADLINE]) < 1000) is is_bounded
 
 
-async def test_who_spent_the_attempts_is_told_not_to_ask_at_once(gateway: Gateway, fake: FakeInference) -> None:
+async def test_spent_attempts_set_should_retry_false(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(status=500)
     refused = await gateway.chat()
     assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "false")
@@ -68,7 +66,7 @@ async def test_who_spent_the_attempts_is_told_not_to_ask_at_once(gateway: Gatewa
 
 
 @pytest.mark.parametrize(("header", "retries"), [("1", 1), ("0", 0), ("-1", 0), ("many", 0), ("9999999", 0)])
-async def test_a_caller_who_asks_again_is_noted_and_told_to_leave_it_at_that(
+async def test_retries_are_recorded_and_get_should_retry_false(
     gateway: Gateway, fake: FakeInference, header: str, retries: int
 ) -> None:
     """Each time it asks costs every tier an attempt."""

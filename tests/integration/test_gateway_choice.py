@@ -110,10 +110,10 @@ async def test_only_prompts_near_the_context_are_counted_and_only_where_another_
     assert fake.counted == []
 
 
-async def test_a_prompt_of_very_short_tokens_is_refused_by_the_model_and_asked_of_the_next(
+async def test_prompt_of_very_short_tokens_is_refused_by_the_model_and_tried_at_the_next(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    """It seemed far from the context, so nobody counted it."""
+    """The body seemed far from the context, so it was not counted."""
     _set(fake, "demo", context_length=1500)
     fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED)
     answer = await _ask(gateway)
@@ -128,7 +128,7 @@ async def test_a_prompt_of_very_short_tokens_is_refused_by_the_model_and_asked_o
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (400, "1"), "no other context is larger"
 
 
-async def test_an_answer_that_may_need_more_room_goes_to_the_tier_that_holds_it_and_comes_back_when_that_fails(
+async def test_answer_that_may_need_more_room_goes_to_the_larger_context_first(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     _set(fake, "demo", context_length=1000)
@@ -151,9 +151,7 @@ async def test_an_answer_that_may_need_more_room_goes_to_the_tier_that_holds_it_
     assert answer.headers["x-headgate-model"] == "local/demo-mini", "both were counted"
 
 
-async def test_a_max_tokens_larger_than_the_context_is_no_reason_to_pay_but_one_to_go_on(
-    cloudy: Gateway, fake: FakeInference
-) -> None:
+async def test_max_tokens_beyond_the_context_drops_the_candidate(cloudy: Gateway, fake: FakeInference) -> None:
     _set(fake, "demo", context_length=1000)
     fake.counts["demo"] = 400
     assert (await _ask(cloudy, model="pair", max_tokens=900)).headers["x-headgate-model"] == "local/demo"
@@ -162,7 +160,7 @@ async def test_a_max_tokens_larger_than_the_context_is_no_reason_to_pay_but_one_
     assert answer.headers["x-headgate-reason"] == "context_too_small"
 
 
-async def test_a_count_that_nobody_gives_drops_nobody(gateway: Gateway, fake: FakeInference) -> None:
+async def test_missing_count_drops_no_candidate(gateway: Gateway, fake: FakeInference) -> None:
     _set(fake, "demo", context_length=1000)
     assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo"
     assert len(fake.counted) == 1
@@ -235,7 +233,7 @@ async def test_token_ids_go_to_no_model_with_another_vocabulary(cloudy: Gateway,
 @pytest.mark.parametrize(
     "asked", [{"model": "home"}, {"model": "pair", "headers": {"x-headgate-policy": "local-only"}}]
 )
-async def test_what_may_not_leave_is_told_truly_when_to_come_back(
+async def test_local_only_request_gets_the_true_retry_after(
     cloudy: Gateway, fake: FakeInference, asked: dict[str, Any]
 ) -> None:
     _set(fake, "demo", state=ModelState.COLD, fits=False, reason="gpu-0 lacks 300 MiB", retry_after_seconds=41.5)
@@ -254,7 +252,7 @@ async def test_what_may_not_leave_is_told_truly_when_to_come_back(
 
 
 # --- the expected wait ------------------------------------------------------------------------------------------------
-async def test_a_wait_that_would_be_in_vain_is_not_begun(cloudy: Gateway, fake: FakeInference) -> None:
+async def test_candidate_is_deferred_when_its_predicted_wait_is_too_long(cloudy: Gateway, fake: FakeInference) -> None:
     _set(fake, "demo", state=ModelState.COLD, fits=True, load_seconds=25.0, queue_seconds=0.0)
     answer = await _ask(cloudy, "x", model="pair")
     assert answer.headers["x-headgate-model"] == "cloud/large"
@@ -265,14 +263,16 @@ async def test_a_wait_that_would_be_in_vain_is_not_begun(cloudy: Gateway, fake: 
     assert record["considered"]["local/demo"]["expected_seconds"] == 25
     assert fake.seen == []
     assert (await cloudy.breaker("local/demo"))["failures"] == 0
-    assert (await _ask(cloudy, "x", model="home")).headers["x-headgate-model"] == "local/demo", "nobody else may"
+    assert (await _ask(cloudy, "x", model="home")).headers["x-headgate-model"] == "local/demo", (
+        "no other candidate is allowed"
+    )
     _set(fake, "demo", load_seconds=19.0)
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
     _set(fake, "demo", load_seconds=None, queue_seconds=None)
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo", "nothing is known"
 
 
-async def test_the_slow_one_is_asked_when_the_quicker_one_failed(gateway: Gateway, fake: FakeInference) -> None:
+async def test_slow_candidate_is_tried_after_the_quicker_one_failed(gateway: Gateway, fake: FakeInference) -> None:
     gateway.write(CONFIG.replace("local/demo-mini]", "local/demo-mini], load_wait: 20s"))
     await gateway.runtime.reload()
     _set(fake, "demo", load_seconds=25.0, queue_seconds=0.0)
@@ -287,9 +287,7 @@ async def test_the_slow_one_is_asked_when_the_quicker_one_failed(gateway: Gatewa
     assert [tried["name"] for tried in record["attempts"]] == ["local/demo-mini", "local/demo"]
 
 
-async def test_a_queue_that_outlasts_the_callers_patience_is_left_to_others(
-    cloudy: Gateway, fake: FakeInference
-) -> None:
+async def test_queue_longer_than_the_clients_timeout_defers_the_candidate(cloudy: Gateway, fake: FakeInference) -> None:
     _set(fake, "demo", load_seconds=0.0, queue_seconds=4.0, prefill_tokens_per_second=10.0)
     patience = {"x-stainless-read-timeout": "6"}
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
@@ -302,9 +300,7 @@ async def test_a_queue_that_outlasts_the_callers_patience_is_left_to_others(
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
 
 
-async def test_a_burst_is_not_sent_into_a_queue_that_was_empty_a_moment_ago(
-    cloudy: Gateway, fake: FakeInference
-) -> None:
+async def test_burst_counts_its_own_outstanding_requests(cloudy: Gateway, fake: FakeInference) -> None:
     """The service tells its queue every two seconds; what came since is known here."""
     gate = asyncio.Event()
     _set(fake, "demo", parallel=1, load_seconds=0.0, queue_seconds=0.0, answer_seconds=9.0)
@@ -317,7 +313,7 @@ async def test_a_burst_is_not_sent_into_a_queue_that_was_empty_a_moment_ago(
     spilled = await cloudy.chat("pair")
     assert spilled.headers["x-headgate-model"] == "cloud/large"
     urgent = asyncio.create_task(cloudy.chat("pair", headers={"x-headgate-priority": "high"}))
-    await until("who is served first is not sent away", lambda: len(fake.seen) == 4)
+    await until("a request of high priority is not deferred", lambda: len(fake.seen) == 4)
     asking.append(urgent)
     assert "27 s in the queue" in (await _explained(cloudy, spilled))["dropped"]["local/demo"]
     gate.set()

@@ -77,9 +77,7 @@ async def test_the_first_choice_answers_whole_and_streamed(gateway: Gateway, fak
     assert json.loads(asked.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["completion_tokens"] == 3
 
 
-async def test_the_local_hop_is_always_a_stream_with_the_shared_token_and_who_asks(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_local_hop_is_a_stream_with_token_tenant_and_priority(gateway: Gateway, fake: FakeInference) -> None:
     await gateway.chat(headers={"x-request-id": "mine-1", "x-headgate-priority": "low", "x-headgate-kv": "keep"})
     seen = fake.seen[0]
     assert seen.body["stream"] is True
@@ -165,7 +163,7 @@ async def test_needs_that_no_model_meets_are_refused(gateway: Gateway, fake: Fak
 
 @pytest.mark.parametrize("code", [Code.CONTEXT_LENGTH_EXCEEDED, Code.POISON_REQUEST, Code.INVALID_REQUEST])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_callers_own_mistake_is_passed_on_and_nobody_else_is_asked(
+async def test_4xx_of_the_request_is_passed_on_without_a_fallback(
     gateway: Gateway, fake: FakeInference, code: Code, stream: bool
 ) -> None:
     fake.answers["demo"] = Answer(refuse=code, message="9000 tokens, 2048 fit")
@@ -179,9 +177,7 @@ async def test_the_callers_own_mistake_is_passed_on_and_nobody_else_is_asked(
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_a_parameter_that_one_tier_lacks_is_tried_elsewhere_and_refused_in_its_words_at_last(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_unsupported_parameter_is_tried_elsewhere_and_then_refused(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.UNSUPPORTED_PARAMETER, message="no grammar here")
     assert (await gateway.chat()).json()["model"] == "demo-mini"
     fake.answers["demo-mini"] = Answer(refuse=Code.UNSUPPORTED_PARAMETER, message="nor here")
@@ -189,7 +185,7 @@ async def test_a_parameter_that_one_tier_lacks_is_tried_elsewhere_and_refused_in
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no grammar here")
 
 
-async def test_an_unknown_model_is_a_404_of_the_gateways_own(gateway: Gateway, fake: FakeInference) -> None:
+async def test_unknown_model_is_a_404(gateway: Gateway, fake: FakeInference) -> None:
     answer = await gateway.chat("demo-minni")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
     assert "did you mean 'demo-mini'?" in answer.json()["error"]["message"]
@@ -198,7 +194,7 @@ async def test_an_unknown_model_is_a_404_of_the_gateways_own(gateway: Gateway, f
     assert (await gateway.chat("fresh")).status_code == 200
 
 
-async def test_a_model_that_only_the_route_names_is_the_operators_mistake(
+async def test_unknown_model_of_a_configured_chain_is_no_fault_of_the_client(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     del fake.models["demo"]
@@ -206,10 +202,8 @@ async def test_a_model_that_only_the_route_names_is_the_operators_mistake(
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "model_not_found")
 
 
-# --- nobody answers ---------------------------------------------------------------------------------------------------
-async def test_when_nobody_answers_the_503_says_what_each_said_and_when_to_come_back(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+# --- no answer --------------------------------------------------------------------------------------------------------
+async def test_503_names_every_candidate_and_the_retry_after(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED, message="needs 5 MiB, has 3")
     fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST, retry_after=20)
     answer = await gateway.chat()
@@ -222,7 +216,7 @@ async def test_when_nobody_answers_the_503_says_what_each_said_and_when_to_come_
     assert (await gateway.chat()).headers["retry-after"] == "7"
 
 
-async def test_a_full_queue_is_left_alone_until_its_time(gateway: Gateway, fake: FakeInference) -> None:
+async def test_full_queue_is_skipped_until_its_retry_after(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [Answer(refuse=Code.QUEUE_FULL, retry_after=1, full_for=("normal",))]
     assert (await gateway.chat()).json()["model"] == "demo-mini"
     answer = await gateway.chat()
@@ -254,16 +248,14 @@ async def test_an_answer_without_a_stream_is_bounded_too(tmp_path: Path, fake: F
         await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
 
 
-async def test_a_whole_answer_with_a_chunk_that_is_none_is_replaced(gateway: Gateway, fake: FakeInference) -> None:
+async def test_whole_answer_with_a_malformed_chunk_is_replaced(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(garbage=b'data: {"choices": 7}\n\n')
     answer = await gateway.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "malformed")
 
 
 # --- breakers ---------------------------------------------------------------------------------------------------------
-async def test_five_refusals_open_the_breaker_the_sixth_never_arrives_and_one_probe_of_32_clients_closes_it(
-    patient: Gateway, fake: FakeInference
-) -> None:
+async def test_five_failures_open_the_breaker_and_one_probe_closes_it(patient: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED)
     for _ in range(5):
         assert (await patient.chat()).json()["model"] == "demo-mini"
@@ -287,9 +279,7 @@ async def test_five_refusals_open_the_breaker_the_sixth_never_arrives_and_one_pr
     assert (await patient.chat()).json()["model"] == "demo"
 
 
-async def test_a_dead_service_opens_the_providers_breaker_and_comes_back_by_a_probe(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_dead_service_opens_the_breaker_and_a_probe_closes_it(gateway: Gateway, fake: FakeInference) -> None:
     await gateway.chat()
     await fake.stop()
     answers = [await gateway.chat() for _ in range(4)]
@@ -305,7 +295,7 @@ async def test_a_dead_service_opens_the_providers_breaker_and_comes_back_by_a_pr
     assert (await gateway.breaker("local"))["state"] == "closed"
 
 
-async def test_one_request_is_enough_to_find_out_that_the_service_is_dead(tmp_path: Path, fake: FakeInference) -> None:
+async def test_one_failed_request_reveals_a_dead_service(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, 'routes: {"*": {chain: ["local/*"]}}') as gateway:
         await gateway.chat()
         await fake.stop()
@@ -326,7 +316,7 @@ async def test_one_request_is_enough_to_find_out_that_the_service_is_dead(tmp_pa
         assert 'gateway_probes_total{purpose="confirm",result="bad"}' in (await gateway.client.get("/metrics")).text
 
 
-async def test_a_model_that_recovered_is_found_by_a_probe(tmp_path: Path, fake: FakeInference) -> None:
+async def test_probe_finds_a_recovered_model(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
         await gateway.look()
         fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
@@ -340,7 +330,7 @@ async def test_a_model_that_recovered_is_found_by_a_probe(tmp_path: Path, fake: 
         assert len(fake.seen_for("demo")) == 6
 
 
-async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Path, fake: FakeInference) -> None:
+async def test_returning_service_is_probed_early(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 60s}\n") as gateway:
         await fake.stop()
         for _ in range(3):
@@ -354,7 +344,7 @@ async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Pa
         assert (await gateway.breaker("local"))["state"] == "closed"
 
 
-async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
+async def test_ramp_sends_most_requests_elsewhere_and_rejects_none(
     patient: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.breaker.ramp.STEP_SECONDS", 600.0)
@@ -379,9 +369,7 @@ async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
     assert ((await stubborn).json()["model"], (await stubborn).headers["x-headgate-reason"]) == ("demo", "none")
 
 
-async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
-    patient: Gateway, fake: FakeInference
-) -> None:
+async def test_failed_model_is_tried_last(patient: Gateway, fake: FakeInference) -> None:
     await patient.look()
     fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED, retry_after_seconds=60.0)
     await patient.look()
@@ -394,7 +382,7 @@ async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "2")
 
 
-async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
+async def test_events_of_the_service_take_effect_before_the_next_poll(
     tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.local.inference_snapshot.POLL_SECONDS", 600.0)
@@ -403,7 +391,7 @@ async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
         view, demo = gateway.runtime.view, fake.models["demo"]
         await until("it listens", lambda: fake.listeners)
         fake.tell("model", {"model": replace(demo, state=ModelState.FAILED, retry_after_seconds=60.0).to_json()})
-        await until("it heard of it", lambda: view.ailment("demo"))
+        await until("the event arrived", lambda: view.ailment("demo"))
         answer = await gateway.chat()
         assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "unhealthy")
         fake.answers["demo"] = fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
@@ -522,16 +510,14 @@ async def test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long(
     assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-async def test_a_slow_load_with_progress_is_waited_for_and_trips_nothing(gateway: Gateway, fake: FakeInference) -> None:
+async def test_slow_load_with_progress_is_no_failure(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(comments=8, pause=0.2)  # 1.6 s, twice the longest silence
     answer = await gateway.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "1")
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_a_load_that_takes_too_long_spills_to_the_next_tier_and_trips_nothing(
-    tmp_path: Path, fake: FakeInference
-) -> None:
+async def test_long_load_spills_to_the_next_candidate_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
     config = FAST.replace("demo-mini]}", "demo-mini], load_wait: 500ms}")
     fake.answers["demo"] = Answer(comments=50, pause=0.1)
     async with Gateway(tmp_path, fake.url, config) as gateway:
@@ -553,7 +539,7 @@ async def test_the_total_bounds_the_time_to_commit_over_all_tiers(tmp_path: Path
         assert (await gateway.breaker("local/demo-mini"))["failures"] == 0, "it did not have its fair time"
 
 
-async def test_a_connection_is_given_up_in_its_own_time(tmp_path: Path) -> None:
+async def test_connect_timeout_is_separate(tmp_path: Path) -> None:
     """Long before the silence that an answer may have; our own service and a cloud alike."""
     with full_backlog() as address:
         config = f"""
@@ -571,7 +557,7 @@ deadlines: {{connect: 200ms, first_token: 3s, total: 8s}}
     ]
 
 
-# --- callers who leave ------------------------------------------------------------------------------------------------
+# --- clients that leave -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "answer",
@@ -608,9 +594,7 @@ async def test_embeddings_of_a_client_that_left_are_closed_too(tmp_path: Path, f
         await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
 
 
-async def test_a_callers_short_time_out_gets_a_504_in_time_and_trips_nothing(
-    tmp_path: Path, fake: FakeInference
-) -> None:
+async def test_short_timeout_of_the_client_is_a_504_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers = {"demo": Answer(words=(), stall=True), "demo-mini": Answer(words=(), stall=True)}
     async with Gateway(tmp_path, fake.url) as gateway:
         for _ in range(6):
@@ -625,7 +609,7 @@ async def test_a_callers_short_time_out_gets_a_504_in_time_and_trips_nothing(
         )  # fmt: skip
 
 
-async def test_a_cancelled_probe_makes_room_for_the_next(patient: Gateway, fake: FakeInference) -> None:
+async def test_cancelled_probe_releases_its_permit(patient: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5 + [Answer(stall_before_headers=True)]
     for _ in range(5):
         await patient.chat()
@@ -647,7 +631,7 @@ async def test_a_cancelled_probe_makes_room_for_the_next(patient: Gateway, fake:
 
 
 # --- the door ---------------------------------------------------------------------------------------------------------
-async def test_beyond_the_bounds_requests_wait_and_then_are_refused(tmp_path: Path, fake: FakeInference) -> None:
+async def test_requests_beyond_the_bounds_wait_and_are_then_rejected(tmp_path: Path, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
     config = CONFIG + "admission: {max_in_flight: 1, queue: 1, queue_timeout: 300ms}\n"

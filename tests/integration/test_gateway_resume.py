@@ -72,9 +72,7 @@ def resumed(gateway: Gateway) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-async def test_the_same_model_goes_on_and_the_client_sees_one_answer(
-    gateway: Gateway, fake: FakeInference, kind: str
-) -> None:
+async def test_same_model_resumes_as_one_answer(gateway: Gateway, fake: FakeInference, kind: str) -> None:
     """One id, one role, one finish reason, true usage; a comment is all there is to see of the seam."""
     fake.queue["demo"] = [BREAKS[kind], WHOLE]
     got = await gateway.chat(stream=True, stream_options={"include_usage": True}, max_tokens=9)
@@ -98,7 +96,7 @@ async def test_the_same_model_goes_on_and_the_client_sees_one_answer(
     assert [attempt["outcome"] == "success" for attempt in record["attempts"]] == [False, True]
 
 
-async def test_a_completion_goes_on_too(gateway: Gateway, fake: FakeInference) -> None:
+async def test_completion_is_resumed(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     body = {"model": "demo", "prompt": "Count.", "stream": True}
     got = await gateway.client.post("/v1/completions", json=body)
@@ -106,7 +104,7 @@ async def test_a_completion_goes_on_too(gateway: Gateway, fake: FakeInference) -
     assert got.text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_thought_goes_on_as_a_thought(gateway: Gateway, fake: FakeInference) -> None:
+async def test_reasoning_is_resumed_as_reasoning(gateway: Gateway, fake: FakeInference) -> None:
     """Nothing of it is said twice, and none is lost."""
     fake.queue["demo"] = [
         Answer(words=(), thoughts=("hm ",), cut=True),
@@ -122,8 +120,8 @@ async def test_a_thought_goes_on_as_a_thought(gateway: Gateway, fake: FakeInfere
     ]
 
 
-async def test_another_local_model_goes_on_where_the_same_one_cannot(gateway: Gateway, fake: FakeInference) -> None:
-    """Its chunks say who wrote them; the answer keeps its id."""
+async def test_another_local_model_resumes_when_the_same_one_cannot(gateway: Gateway, fake: FakeInference) -> None:
+    """Its chunks have its model; the answer keeps its id."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     fake.answers["demo-mini"] = WHOLE
     got = await gateway.chat(stream=True)
@@ -146,7 +144,7 @@ async def test_another_local_model_goes_on_where_the_same_one_cannot(gateway: Ga
     ],
     ids=["json", "n", "logprobs", "tools", "continued"],
 )
-async def test_what_has_a_shape_ends_in_an_error_frame(
+async def test_answer_with_a_format_ends_in_an_error_frame(
     gateway: Gateway, fake: FakeInference, more: dict[str, Any]
 ) -> None:
     fake.models["demo"] = replace(fake.models["demo"], capabilities=())
@@ -159,7 +157,7 @@ async def test_what_has_a_shape_ends_in_an_error_frame(
     assert resumed(gateway) == {"shape": 1}
 
 
-async def test_an_answer_is_of_three_pieces_at_most(gateway: Gateway, fake: FakeInference) -> None:
+async def test_answer_is_resumed_twice_at_most(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [Answer(words=WORDS[:count], cut=True) for count in (1, 2, 3)] + [WHOLE]
     got = await gateway.chat(stream=True)
     assert text_of(got.text) == "one two three "
@@ -168,7 +166,7 @@ async def test_an_answer_is_of_three_pieces_at_most(gateway: Gateway, fake: Fake
     assert resumed(gateway) == {"failed": 1}
 
 
-async def test_when_nobody_can_go_on_the_end_is_an_error_frame(gateway: Gateway, fake: FakeInference) -> None:
+async def test_answer_that_cannot_be_resumed_ends_in_an_error_frame(gateway: Gateway, fake: FakeInference) -> None:
     """Each rung is asked once."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     fake.answers["demo-mini"] = Answer(refuse=Code.QUEUE_FULL)
@@ -180,9 +178,7 @@ async def test_when_nobody_can_go_on_the_end_is_an_error_frame(gateway: Gateway,
     assert resumed(gateway) == {"failed": 1}
 
 
-async def test_a_model_that_lacks_what_the_request_needs_is_not_asked_to_go_on(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_model_without_the_capabilities_does_not_resume(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["demo-mini"] = replace(fake.models["demo-mini"], capabilities=("completions",))
     await gateway.look()
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
@@ -192,9 +188,7 @@ async def test_a_model_that_lacks_what_the_request_needs_is_not_asked_to_go_on(
     assert [seen.model for seen in fake.seen] == ["demo", "demo"]
 
 
-async def test_the_same_model_is_waited_for_when_it_says_that_it_is_back_soon(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_resume_waits_for_the_same_model_with_a_short_retry_after(gateway: Gateway, fake: FakeInference) -> None:
     """A worker's death is known a moment before its rest is over."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED, retry_after=0.1), WHOLE]
     got = await gateway.chat(stream=True)
@@ -202,7 +196,7 @@ async def test_the_same_model_is_waited_for_when_it_says_that_it_is_back_soon(
     assert [seen.model for seen in fake.seen] == ["demo"] * 3
 
 
-async def test_a_cut_behind_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
+async def test_break_after_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
     """The client has the whole answer; asking again could only add to it."""
     whole = (await gateway.chat(stream=True)).text
     fake.answers["demo"] = Answer(raw=whole.replace("data: [DONE]", "data: oops").encode())
@@ -212,9 +206,7 @@ async def test_a_cut_behind_the_finish_reason_is_the_end(gateway: Gateway, fake:
     assert resumed(gateway) == {"complete": 1}
 
 
-async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_client_that_leaves_during_a_resume_releases_everything(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, hold=asyncio.Event())]
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
     async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
@@ -225,7 +217,7 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
     await until("nothing is left", lambda: not len(gateway.runtime.presences))
 
 
-async def test_comments_of_a_restarting_worker_keep_the_client(gateway: Gateway, fake: FakeInference) -> None:
+async def test_comments_of_a_restarting_worker_reach_the_client(gateway: Gateway, fake: FakeInference) -> None:
     """A model that loads for longer than any silence may last."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, comments=8, pause=0.25)]
     got = await gateway.chat("alone", stream=True)
@@ -233,9 +225,7 @@ async def test_comments_of_a_restarting_worker_keep_the_client(gateway: Gateway,
     assert got.text.count(": headgate loading") == 8
 
 
-async def test_an_answer_that_is_not_streamed_goes_on_with_the_same_model(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_whole_answer_is_resumed_by_the_same_model(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     got = await gateway.chat()
     assert got.json()["choices"][0]["message"]["content"] == "one two three four"
@@ -243,8 +233,8 @@ async def test_an_answer_that_is_not_streamed_goes_on_with_the_same_model(
     assert fake.seen[1].body["answer_so_far"] == {"content": "one two "}
 
 
-async def test_a_whole_answer_starts_anew_elsewhere(gateway: Gateway, fake: FakeInference) -> None:
-    """Nobody has seen anything of it, so two models need not share it."""
+async def test_whole_answer_is_restarted_elsewhere(gateway: Gateway, fake: FakeInference) -> None:
+    """The client has nothing of it, so another model answers from the start."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     got = await gateway.chat()
     assert got.json()["choices"][0]["message"]["content"] == "Hello there!"
@@ -265,7 +255,7 @@ async def breaks_in(gateway: Gateway, got: httpx2.Response) -> list[dict[str, An
     return found
 
 
-async def test_why_an_answer_was_not_gone_on_with_is_on_record(gateway: Gateway, fake: FakeInference) -> None:
+async def test_record_has_the_reason_against_a_resume(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = BREAKS["error frame"]
     (shaped,) = await breaks_of(gateway, stream=True, n=2)
     assert shaped == {
@@ -273,8 +263,8 @@ async def test_why_an_answer_was_not_gone_on_with_is_on_record(gateway: Gateway,
     }  # fmt: skip
 
 
-async def test_who_could_not_go_on_is_on_record(gateway: Gateway, fake: FakeInference) -> None:
-    """Whom the facts rule out, whom a breaker keeps away; who was asked stands among the attempts."""
+async def test_record_has_the_candidates_that_did_not_resume(gateway: Gateway, fake: FakeInference) -> None:
+    """Candidates without the facts or behind an open breaker; tried candidates are among the attempts."""
     fake.queue["demo"] = [BREAKS["error frame"], Answer(refuse=Code.MODEL_FAILED)]
     open_breaker(gateway.runtime.breakers, "local", "demo-mini", 60.0)
     (broke,) = await breaks_of(gateway, stream=True)
@@ -283,7 +273,7 @@ async def test_who_could_not_go_on_is_on_record(gateway: Gateway, fake: FakeInfe
     assert broke["dropped"]["local/demo-mini"].startswith("breaker_open")
 
 
-async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: FakeInference) -> None:
+async def test_record_has_each_resume(gateway: Gateway, fake: FakeInference) -> None:
     """A whole answer goes on with the same local model alone."""
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     (broke,) = await breaks_of(gateway)
@@ -294,14 +284,14 @@ async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: Fa
     assert [each["outcome"] for each in found] == ["resumed", "resumed", "failed"]
 
 
-async def test_the_metric_and_the_record_say_the_same_of_a_second_break(gateway: Gateway, fake: FakeInference) -> None:
+async def test_metric_and_record_agree_on_a_second_break(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=(*WORDS[:2], *["x" * 2**18] * 5), cut=True)]
     found = await breaks_of(gateway, stream=True)
     assert [each["outcome"] for each in found] == ["resumed", "too_long"]
     assert resumed(gateway) == {"too_long": 1}
 
 
-async def test_that_the_client_left_while_another_was_asked_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
+async def test_record_has_a_client_that_left_during_a_resume(tmp_path: Path, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(stall_before_headers=True)]
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
     async with Gateway(tmp_path, fake.url, CONFIG.partition("deadlines:")[0]) as gateway:
@@ -315,7 +305,7 @@ async def test_that_the_client_left_while_another_was_asked_is_on_record(tmp_pat
         assert broke["outcome"] == "cancelled"
 
 
-async def test_a_breaker_that_opens_meanwhile_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
+async def test_record_has_a_breaker_that_opened_meanwhile(tmp_path: Path, fake: FakeInference) -> None:
     """The second failure of the service opens it, which keeps the next one from being asked."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(status=500)]
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {failures: 2}\n") as gateway:
@@ -336,7 +326,7 @@ async def cloudy(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> As
         yield gateway
 
 
-async def test_a_cloud_is_asked_in_words_to_go_on(cloudy: Gateway, fake: FakeInference, cloud: FakeProvider) -> None:
+async def test_cloud_gets_an_instruction_to_continue(cloudy: Gateway, fake: FakeInference, cloud: FakeProvider) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     got = await cloudy.chat(stream=True, max_tokens=20)
     assert text_of(got.text).startswith("one two ")
@@ -349,7 +339,7 @@ async def test_a_cloud_is_asked_in_words_to_go_on(cloudy: Gateway, fake: FakeInf
     assert resumed(cloudy) == {"resumed": 1}
 
 
-async def test_a_model_that_takes_it_gets_the_answer_as_its_own_beginning(
+async def test_model_with_prefill_support_gets_a_prefill(
     cloudy: Gateway, fake: FakeInference, cloud: FakeProvider
 ) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
@@ -360,7 +350,9 @@ async def test_a_model_that_takes_it_gets_the_answer_as_its_own_beginning(
     assert roles == ["user", "assistant"]
 
 
-async def test_a_route_may_keep_the_rest_local(cloudy: Gateway, fake: FakeInference, cloud: FakeProvider) -> None:
+async def test_route_can_restrict_resumes_to_local_models(
+    cloudy: Gateway, fake: FakeInference, cloud: FakeProvider
+) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     got = await cloudy.chat("near", stream=True)
     assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
@@ -368,7 +360,7 @@ async def test_a_route_may_keep_the_rest_local(cloudy: Gateway, fake: FakeInfere
 
 
 @pytest.mark.parametrize(("route", "policy"), [("kept", "any"), ("demo", "local-only")])
-async def test_what_may_not_leave_the_machine_does_not_leave_it_half_way_either(
+async def test_local_only_answer_is_not_resumed_by_a_cloud(
     cloudy: Gateway, fake: FakeInference, cloud: FakeProvider, route: str, policy: str
 ) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]

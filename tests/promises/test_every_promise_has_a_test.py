@@ -37,7 +37,7 @@ Retry-After is true
   unit/test_gateway_chain.py test_retry_after_has_a_default_when_nothing_is_known
 x-should-retry is false where trying again cannot help, or the budget is spent
   promises/test_errors.py test_should_retry_is_false_where_trying_again_cannot_help
-  integration/test_gateway_budget.py test_who_spent_the_attempts_is_told_not_to_ask_at_once
+  integration/test_gateway_budget.py test_spent_attempts_set_should_retry_false
 every code has its status
   promises/test_errors.py test_every_code_has_the_status_of_the_contract
 context_length_exceeded names both lengths
@@ -128,24 +128,24 @@ the total bounds the time to commit; afterwards only inter_token counts
 a shorter client time-out shortens our silence
   unit/test_gateway_budget.py test_gap_in_an_answer_is_at_most_the_clients_read_timeout
 progress re-arms first_token, load_wait bounds it, and leaving it is no failure
-  integration/test_gateway_failover.py test_a_slow_load_with_progress_is_waited_for_and_trips_nothing
-  integration/test_gateway_failover.py test_a_load_that_takes_too_long_spills_to_the_next_tier_and_trips_nothing
+  integration/test_gateway_failover.py test_slow_load_with_progress_is_no_failure
+  integration/test_gateway_failover.py test_long_load_spills_to_the_next_candidate_without_a_failure
 the chain is the only retry loop
   contract/test_providers.py test_an_error_status_is_known_on_entering_and_never_retried
 an answer resumes on the same model, then another local one, then a cloud
-  integration/test_gateway_resume.py test_the_same_model_goes_on_and_the_client_sees_one_answer
-  integration/test_gateway_resume.py test_another_local_model_goes_on_where_the_same_one_cannot
-  integration/test_gateway_resume.py test_a_cloud_is_asked_in_words_to_go_on
+  integration/test_gateway_resume.py test_same_model_resumes_as_one_answer
+  integration/test_gateway_resume.py test_another_local_model_resumes_when_the_same_one_cannot
+  integration/test_gateway_resume.py test_cloud_gets_an_instruction_to_continue
 at most two hops, text with a single choice only
-  integration/test_gateway_resume.py test_an_answer_is_of_three_pieces_at_most
-  integration/test_gateway_resume.py test_what_has_a_shape_ends_in_an_error_frame
+  integration/test_gateway_resume.py test_answer_is_resumed_twice_at_most
+  integration/test_gateway_resume.py test_answer_with_a_format_ends_in_an_error_frame
 requests in flight and in the queue are bounded, by priority
   property/test_gateway_admission.py test_higher_priority_is_first_and_replaces_the_lowest
-  integration/test_gateway_failover.py test_beyond_the_bounds_requests_wait_and_then_are_refused
+  integration/test_gateway_failover.py test_requests_beyond_the_bounds_wait_and_are_then_rejected
 limits per key hold
   unit/test_gateway_limits.py test_no_stretch_holds_more_than_its_share_and_every_wait_is_true
-a request spills to the next tier before it waits in vain
-  integration/test_gateway_selection.py test_a_wait_that_would_be_in_vain_is_not_begun
+a request spills to the next tier when its wait would be too long
+  integration/test_gateway_choice.py test_candidate_is_deferred_when_its_predicted_wait_is_too_long
 HTTP clients are made in one module
   promises/test_gateway.py test_http_clients_are_made_in_one_module
 images are fetched from listed hosts only

@@ -1,4 +1,4 @@
-"""Which web pages may call, and what the browser is told."""
+"""CORS: allowed origins and response headers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_a_minutes_worth_may_come_at_once_and_the_next_waits_for_its_share() -> 
     account = _entered(_entered(FREE, limits, 1, 10.0), limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 20.0)
     assert refusal == Refusal(Which.REQUESTS, 2, pytest.approx(20.0))
-    assert [one.number for one in account.running] == [1, 2], "who is refused is not counted"
+    assert [one.number for one in account.running] == [1, 2], "a refused request is not counted"
     assert core.enter(account, limits, 3, 40.0)[1] is None
 
 

@@ -1,4 +1,4 @@
-"""Who goes on with an answer that broke off, with what, and how its pieces become one stream."""
+"""Which candidates resume an answer that broke off, with which request, and how its pieces become one stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def usage(prompt: int, completion: int) -> Data:
 
 
 def kept(*frames: Frame) -> SentAnswer:
-    """What a caller has who saw `frames` of an answer `a`."""
+    """What a client has after `frames` of an answer `a`."""
     found = SentAnswer()
     for frame in frames:
         found.note([Data(frame.payload.replace(b'"b"', b'"a"'), frame.kind) if isinstance(frame, Data) else frame])
@@ -87,7 +87,7 @@ def shown(frames: Sequence[Frame]) -> str:
     )
 
 
-# --- may it, and with whom --------------------------------------------------------------------------------------------
+# --- obstacles and candidates -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("request_", "policy", "reason"),
     [
@@ -136,7 +136,7 @@ def test_excluded_candidates_have_a_reason() -> None:
     assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
     assert exclusion(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent only keep-alives"
     assert exclusion(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
-    assert [exclusion(who, DEMO, BROKE, "any", SAID) for who in CHAIN] == [None] * 4
+    assert [exclusion(candidate, DEMO, BROKE, "any", SAID) for candidate in CHAIN] == [None] * 4
 
 
 # --- what they are asked ----------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_messages_request_keeps_its_origin_when_resumed_by_another_cloud(said: P
 )
 @pytest.mark.parametrize("prefills", [False, True])
 def test_cloud_restarts_after_reasoning_or_white_space(said: PartialAnswer, prefills: bool) -> None:
-    """It would be told of an answer above that it cannot see."""
+    """An instruction would refer to an answer that the cloud does not get."""
     plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
     assert plan is not None
     assert (plan.method, json_of(plan.body)["messages"], json_of(plan.body)["max_tokens"]) == (
@@ -233,8 +233,8 @@ def test_text_is_extracted_from_payloads() -> None:
 
 def test_continuation_keeps_the_first_id() -> None:
     """Azure's first chunk has none."""
-    nobody = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
-    found = kept(nobody, chunk("one"), chunk("two"))
+    nameless = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
+    found = kept(nameless, chunk("one"), chunk("two"))
     assert (found.partial.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
 
 
@@ -248,7 +248,7 @@ def test_text_of_answers_that_cannot_be_resumed_is_not_kept() -> None:
 
 
 def test_an_answer_has_not_begun_before_its_first_content() -> None:
-    """A role says nothing, whatever the shape; name and roles are kept for who begins anew."""
+    """A role is no content. Id and roles are kept for a restarted answer."""
     found = SentAnswer("shape", 2)
     role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
     found.note([Data(b"{oops", DeltaKind.OTHER), Data(orjson.dumps({"id": "a", "choices": [role]}), DeltaKind.OTHER)])
@@ -267,7 +267,7 @@ def test_finish_reasons_are_counted_without_kept_text() -> None:
 
 
 def test_restarted_answer_may_have_any_shape() -> None:
-    """Calls, scores and choices are as they came; the name is the one that was told, and no role comes twice."""
+    """Calls, scores and choices are as they came; the id is the first one, and no role comes twice."""
     before = SentAnswer("shape", 2)
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     before.note([Data(orjson.dumps({"id": "a", "created": 2, "choices": [role]}), DeltaKind.OTHER)])

@@ -1,4 +1,4 @@
-"""How long a stream is silent: only while somebody listens, and until any sign of life."""
+"""Silence of a stream counts only while a task waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRAMES = [(3.0, PING), (2.0, WORD), (5.0, WORD), (100.0, WORD)]
 
 
 class Paced:
-    """Sends each frame so many seconds after it was asked for."""
+    """Sends each frame after a delay."""
 
     name = "paced"
     is_local = False
