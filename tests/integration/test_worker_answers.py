@@ -424,7 +424,7 @@ def test_a_request_without_reuse_computes_its_prompt_and_leaves_nothing(worker: 
     """Its choices share what it computed itself."""
 
     def cached(**changes: Any) -> int:
-        usage = answer(worker, ask("what may not be reused", max_tokens=1, **changes))["usage"]
+        usage = answer(worker, ask("Zq: what may not be reused", max_tokens=1, **changes))["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert cached(cache_prompt=False) <= 2
