@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headgate.shared import child_process
+from inference.helpers import NOTICE
 
-NOTICE = b"!\n"
-"""A line by which a serving helper says, unasked, that its next answer has something new."""
 JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "proof", "nvml")
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.helper import NOTICE
+from inference.helpers import NOTICE
 from inference.helpers.child_environment import child_environment
 
 MOST_ANSWER_BYTES = 16 * 2**20

@@ -6,7 +6,10 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 from tests.rigs.pure_modules import pure_modules
 
@@ -104,3 +107,12 @@ def test_the_state_of_the_authority_is_assigned_in_its_shell_alone() -> None:
         if isinstance(item, ast.Attribute) and item.attr == "_state" and AUTHORITY in path.parents
     }
     assert found <= {"authority/shell.py", "authority/handlers/placing/prospects.py"}
+
+
+def test_no_module_is_part_of_an_import_cycle() -> None:
+    """Imports under `TYPE_CHECKING` and inside functions count."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    try:
+        TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
+    except CycleError as error:
+        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
