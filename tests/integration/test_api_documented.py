@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from inference.app import HOT_PATHS, Service
+from inference.authority.events import CrashReported
 from inference.authority.quarantine.docket import Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
@@ -83,8 +84,7 @@ async def _busy_service(start: Start) -> Service:
     await authority.offload(authority.resolve("kept"))
     await ask(service.app, "POST", "/models/broken/load")
     await ask(service.app, "POST", "/models/large/load")
-    suspected = authority.resolve("other")
-    suspected.docket = suspected.docket.crashed("0" * 16, Crash(ExitCause.ASSERT, "", alone=False), authority.now)
+    service.authority.dispatch(CrashReported("other", "0" * 16, Crash(ExitCause.ASSERT, "", alone=False)))
     lease = await authority.ask(authority.resolve("a")).wait(10)
     assert lease is not None
     await until("it is heard", lambda: lease.process.beat is not None)
