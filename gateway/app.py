@@ -29,8 +29,7 @@ from gateway.endpoints import (
 )
 from gateway.endpoints.serve import Generation
 from gateway.errors import GatewayError, RefusedError, RequestError
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import error_response
+from gateway.http.http_exchange import error_response, exchange_of
 from gateway.http.middleware import App, Edge
 from gateway.runtime import Runtime
 from inference.protocol import Code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -17,7 +18,6 @@ from typing import Any
 
 import uvicorn
 
-from gateway.http import garbage_collection
 from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
 from gateway.http.middleware import Edge
 from gateway.runtime import Runtime
@@ -34,6 +34,9 @@ LAST_FRAMES_SECONDS = 3
 MAX_DRAIN_SECONDS = 86400.0
 
 KEEP_ALIVE_SECONDS = 75
+
+NEW_OBJECTS = 10_000
+"""New objects before a garbage collection. The default of 700 is reached by a few requests in flight."""
 
 OWN_DESCRIPTORS = 256
 """File descriptors that are not for clients."""
@@ -52,7 +55,19 @@ class _Server(QuietServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to serve, and freezes the objects of the start-up for the garbage collector."""
         await super().startup(sockets)
-        garbage_collection.settle()
+        _freeze_objects()
+
+
+def _freeze_objects() -> None:
+    """Excludes the objects of the start-up from garbage collection.
+
+    Reference counts free what a request leaves. A full collection visits all objects, and those of the start-up are a
+    hundred times as many as those of requests: it takes a tenth of the CPU at full load and stops every stream for tens
+    of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, 10, 10)
 
 
 class Stopping:

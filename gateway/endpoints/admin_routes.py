@@ -6,8 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.errors import RequestError
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import json_response
+from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from headgate.shared.errors import ConfigError, HeadgateError
 from inference.protocol import Code

@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from gateway.breaker.permits import State
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import json_response
+from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from gateway.telemetry.gateway_metrics import CONTENT_TYPE
 from headgate.shared.openapi import NOT_NOW

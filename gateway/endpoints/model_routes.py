@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from gateway.apis.messages import messages_models
 from gateway.errors import RequestError
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import json_response
+from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from inference.protocol import Code
 

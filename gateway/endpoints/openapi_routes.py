@@ -17,8 +17,7 @@ from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.messages_body import CountedRequest, MessagesRequest
 from gateway.apis.schema.responses_body import responses_schema
 from gateway.endpoints import token_count_routes
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import json_response
+from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from headgate.shared import openapi
 

@@ -15,8 +15,7 @@ from gateway.apis.responses.responses_items import page
 from gateway.apis.responses.responses_store import Store
 from gateway.apis.schema.responses_body import INCLUDES
 from gateway.errors import RequestError
-from gateway.http.http_exchange import exchange_of
-from gateway.http.json_responses import json_response
+from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from inference.protocol import Code
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from gateway.apis.messages import messages_errors
 from gateway.errors import GatewayError, PassedOnError, RequestError
@@ -232,3 +233,15 @@ async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[byte
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """Sends `error` in the envelope of the path."""
     await send_bytes(send, error.status, orjson.dumps(exchange.envelope(error)), [_JSON, *error_headers(error)])
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """`content` as JSON."""
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def error_response(exchange: Exchange, error: GatewayError) -> Response:
+    """`error` in the envelope of the path."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    body = orjson.dumps(exchange.envelope(error))
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
