@@ -30,7 +30,7 @@ FIELDS = st.sampled_from(
 
 
 @given(st.dictionaries(FIELDS, VALUES | st.just([TOOL]), max_size=4))
-def test_any_json_is_a_request_or_a_400(fields: dict[str, Any]) -> None:
+def test_any_json_in_a_field_is_a_request_or_a_400(fields: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for read, body in ((generation_body.chat, {"messages": messages}), (generation_body.completion, {"prompt": "a"})):
         try:

@@ -35,7 +35,7 @@ def chat(facts: Facts = FACTS, **fields: Any) -> GenerateRequest:
     return generation_body.chat({"messages": HELLO, **fields}, facts)
 
 
-def test_tools_arrive_with_all_that_was_said_of_them() -> None:
+def test_tools_keep_all_their_fields() -> None:
     request = chat(tools=[tool(description="adds", parameters=SCHEMA, strict=True), tool("sub_2-b", parameters=None)])
     assert request.tools == (Tool("add", "adds", SCHEMA, True), Tool("sub_2-b"))
     assert request.choice == ToolChoice("auto")
@@ -54,17 +54,17 @@ def test_tools_arrive_with_all_that_was_said_of_them() -> None:
     ],
     ids=str,
 )
-def test_a_choice_among_tools(choice: Any, expected: ToolChoice, names: str) -> None:
+def test_tool_choice_is_decoded(choice: Any, expected: ToolChoice, names: str) -> None:
     request = chat(tools=[tool("a"), tool("b")], tool_choice=choice)
     assert request.choice == expected
     assert "".join(item.name for item in request.tools) == names
 
 
-def test_calls_side_by_side_can_be_forbidden() -> None:
+def test_parallel_calls_can_be_forbidden() -> None:
     assert chat(tools=[tool()], parallel_tool_calls=False).choice == ToolChoice("auto", None, False)
 
 
-def test_without_tools_nothing_is_chosen() -> None:
+def test_tool_choice_without_tools_is_none() -> None:
     for fields in ({}, {"tools": []}, {"tools": None, "tool_choice": "auto"}, {"tool_choice": "none"}):
         assert chat(**fields).choice == ToolChoice("none")
 
@@ -141,7 +141,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: str(value)[:60])
-def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_and_formats_are_a_400_with_the_param(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -196,23 +196,23 @@ def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: st
     ],
     ids=str,
 )
-def test_a_format_becomes_a_form(fields: dict[str, Any], form: object) -> None:
+def test_format_is_decoded_into_a_form(fields: dict[str, Any], form: object) -> None:
     request = chat(**fields)
     assert (request.form, request.form_param) == (form, next(iter(fields)))
 
 
-def test_a_format_that_asks_for_nothing_is_none() -> None:
+def test_format_text_requires_no_form() -> None:
     for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {"json_object": False}}):
         assert (chat(**fields).form, chat(**fields).form_param) == (None, "")
     both = chat(response_format={"type": "text"}, regex="a")
     assert both.form == Regex("a")
 
 
-def test_completions_take_the_extensions() -> None:
+def test_completions_accept_the_extensions() -> None:
     assert generation_body.completion({"prompt": "a", "regex": "b"}, FACTS).form == Regex("b")
 
 
-def test_a_shape_begins_with_the_answer_so_none_can_be_continued() -> None:
+def test_continued_message_cannot_have_a_required_form() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "{"}]
     for fields in ({"regex": "a"}, {"tools": [tool()], "tool_choice": "required"}):
         with pytest.raises(BadRequestError) as caught:
@@ -221,7 +221,7 @@ def test_a_shape_begins_with_the_answer_so_none_can_be_continued() -> None:
     assert chat(messages=begun, continue_final_message=True, tools=[tool()]).continue_final
 
 
-def test_a_model_without_tools_says_so_in_the_word_that_sends_the_request_on() -> None:
+def test_tools_for_a_model_without_them_are_an_unsupported_parameter() -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",))
     with pytest.raises(BadRequestError) as caught:
         chat(facts, tools=[tool()])
@@ -229,38 +229,38 @@ def test_a_model_without_tools_says_so_in_the_word_that_sends_the_request_on() -
     assert chat(facts, tools=[tool()], tool_choice="none").choice.mode == "none"
 
 
-def test_what_is_superseded_is_unsupported_and_not_wrong() -> None:
+def test_superseded_fields_are_unsupported_parameters() -> None:
     """Another tier may take it."""
     with pytest.raises(BadRequestError, match="use tools") as caught:
         chat(functions=[{"name": "f"}])
     assert caught.value.code is Code.UNSUPPORTED_PARAMETER
 
 
-def test_effort_reaches_templates_in_their_own_words() -> None:
+def test_reasoning_effort_sets_the_variables_of_templates() -> None:
     """Levels for those that know levels, a switch for those that know one; what the caller says himself is stronger."""
     assert chat(reasoning_effort="low").template_arguments == {
         "reasoning_effort": "low", "enable_thinking": True, "thinking": True
     }  # fmt: skip
     assert chat(reasoning_effort="none").template_arguments == {"enable_thinking": False, "thinking": False}
-    said = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}).template_arguments
-    assert said["enable_thinking"] is False
+    arguments = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}).template_arguments
+    assert arguments["enable_thinking"] is False
     assert chat().template_arguments == {}
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "sent"),
     [("none", "low"), ("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "high"), ("xhigh", "high"),
      ("max", "high")],
 )  # fmt: skip
-def test_gpt_oss_is_told_the_nearest_level_that_it_knows(asked: str, said: str) -> None:
+def test_gpt_oss_gets_the_nearest_known_level(requested: str, sent: str) -> None:
     """It reasons always; without a word it would at medium, and other words it has never seen."""
     facts = dataclasses.replace(FACTS, family="harmony")
-    assert chat(facts, reasoning_effort=asked).template_arguments["reasoning_effort"] == said
-    own = chat(facts, reasoning_effort=asked, chat_template_kwargs={"reasoning_effort": "xhigh"})
+    assert chat(facts, reasoning_effort=requested).template_arguments["reasoning_effort"] == sent
+    own = chat(facts, reasoning_effort=requested, chat_template_kwargs={"reasoning_effort": "xhigh"})
     assert own.template_arguments["reasoning_effort"] == "xhigh"
 
 
-def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
+def test_function_call_in_the_history_becomes_a_tool_call() -> None:
     request = chat(
         messages=[
             {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
@@ -271,12 +271,12 @@ def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
     assert request.messages[1]["role"] == "tool"
 
 
-def test_a_gap_may_have_text_after_it() -> None:
+def test_suffix_is_the_text_after_the_gap() -> None:
     assert generation_body.completion({"prompt": "a", "suffix": "b"}, FACTS).suffix == "b"
     assert generation_body.completion({"prompt": "a", "suffix": ""}, FACTS).suffix is None
 
 
-def test_prompts_may_be_scored_and_nothing_generated() -> None:
+def test_prompt_can_be_scored_without_an_answer() -> None:
     request = generation_body.completion({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}, FACTS)
     assert (request.score_prompt, request.max_tokens) == (True, 0)
     assert not generation_body.completion({"prompt": "a", "echo": True}, FACTS).score_prompt

@@ -1,4 +1,4 @@
-"""Bodies become requests once, or a 400 that names the parameter; nothing in between."""
+"""Bodies are decoded into requests, or refused with the name of the parameter."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG_CHATS, ids=lambda value: str(value)[:50])
-def test_a_wrong_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str) -> None:
+def test_invalid_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         chat(**fields)
     assert caught.value.param == param
@@ -107,18 +107,18 @@ def test_a_wrong_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5])
-def test_a_body_that_is_no_object_is_a_400(body: Any) -> None:
+def test_body_of_another_type_is_a_400(body: Any) -> None:
     with pytest.raises(BadRequestError):
         generation_body.chat(body, FACTS)
 
 
-def test_a_misspelled_field_is_met_with_a_suggestion() -> None:
+def test_misspelled_field_gets_a_suggestion() -> None:
     with pytest.raises(BadRequestError, match="did you mean temperature"):
         chat(temprature=1)
 
 
 def test_fields_without_effect_and_nulls_are_accepted() -> None:
-    """What OpenAI's clients send by habit is no error."""
+    """OpenAI's clients send them."""
     request = chat(
         model="anything", user="u", metadata={"a": 1}, store=False, service_tier="auto", parallel_tool_calls=True,
         prompt_cache_key="k", prompt_cache_options={}, safety_identifier="s", temperature=None, stop=None, tools=None,
@@ -127,7 +127,7 @@ def test_fields_without_effect_and_nulls_are_accepted() -> None:
     assert request.sampling == Sampling()
 
 
-def test_every_parameter_arrives() -> None:
+def test_every_parameter_reaches_the_request() -> None:
     request = chat(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, typical_p=0.8, frequency_penalty=1, presence_penalty=-1,
         top_n_sigma=2, xtc_probability=0.2, xtc_threshold=0.3, mirostat=2, mirostat_tau=4, mirostat_eta=0.2,
@@ -148,21 +148,21 @@ def test_every_parameter_arrives() -> None:
 
 
 def test_empty_lists_and_minus_one_count_as_absent() -> None:
-    """Also in what is said of tools in the history."""
-    said = [*HELLO, {"role": "assistant", "content": "hi", "tool_calls": []}, *HELLO]
+    """Also `tool_calls` in the history."""
+    messages = [*HELLO, {"role": "assistant", "content": "hi", "tool_calls": []}, *HELLO]
     request = chat(
-        messages=said, max_tokens=-1, max_completion_tokens=-1, seed=-1, tools=[], functions=[], stop=[], modalities=[],
-        dry_sequence_breakers=[],
+        messages=messages, max_tokens=-1, max_completion_tokens=-1, seed=-1, tools=[], functions=[], stop=[],
+        modalities=[], dry_sequence_breakers=[],
     )  # fmt: skip
     assert request == chat(messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
 
 
-def test_minus_one_gives_a_completion_no_limit_and_absence_sixteen_tokens() -> None:
+def test_completion_has_16_tokens_by_default_and_no_limit_for_minus_one() -> None:
     assert generation_body.completion({"prompt": "a", "max_tokens": -1}, FACTS).max_tokens is None
     assert generation_body.completion({"prompt": "a"}, FACTS).max_tokens == 16
 
 
-def test_other_names_mean_the_same() -> None:
+def test_second_names_have_the_same_effect() -> None:
     assert chat(enable_thinking=False) == chat(chat_template_kwargs={"enable_thinking": False})
     both = chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
     assert both.template_arguments == {"enable_thinking": True}
@@ -173,12 +173,12 @@ def test_other_names_mean_the_same() -> None:
     assert generation_body.completion({"prompt": "a", "n_probs": 3, "logprobs": 0}, FACTS).logprobs == 0
 
 
-def test_hints_change_nothing_of_a_request_but_reuse() -> None:
+def test_only_cache_prompt_of_the_hints_changes_the_request() -> None:
     assert chat(timings_per_token=True, skip_special_tokens=True, cache_prompt=True) == chat()
     assert (chat().shares_cache, chat(cache_prompt=False).shares_cache) == (True, False)
 
 
-def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:
+def test_sampling_of_the_model_file_is_the_default() -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",), {"temperature": 0.6, "top_k": 20.0})
     sampling = generation_body.chat({"messages": HELLO, "top_k": 5}, facts).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 5, 1.0)
@@ -208,7 +208,7 @@ def test_messages_reach_the_template_as_plain_text() -> None:
         ([[1], [2, 3]], ((1,), (2, 3))),
     ],
 )
-def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
+def test_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
     assert generation_body.completion({"prompt": prompt}, FACTS).prompts == expected
 
 
@@ -237,7 +237,7 @@ def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
+def test_invalid_completion_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         generation_body.completion(body, FACTS)
     assert caught.value.param == param
@@ -255,13 +255,13 @@ def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param:
     ],
     ids=str,
 )
-def test_a_wrong_embedding_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
+def test_invalid_embedding_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         generation_body.embedding(body, EMBEDS)
     assert caught.value.param == param
 
 
-def test_a_model_is_not_asked_for_what_it_cannot_do() -> None:
+def test_request_for_a_missing_capability_is_refused() -> None:
     for ask in (
         lambda: generation_body.chat({"messages": HELLO}, EMBEDS),
         lambda: generation_body.embedding({"input": "a"}, FACTS),

@@ -26,10 +26,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
 
 
-def go_on(said: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) -> tuple[str, str | None, int]:
-    """Text, finish and tokens of a generation behind `said`, a token a letter."""
+def go_on(prefix: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) -> tuple[str, str | None, int]:
+    """Text, finish and tokens of a generation after `prefix`, one token per letter."""
     generation = Generation(0, SamplerShop()(Sampling(), 0, most), ByteVocabulary(), most, stops)
-    generation.resume(AnswerPrefix(len(said), 0, said))
+    generation.resume(AnswerPrefix(len(prefix), 0, prefix))
     text = ""
     for token in [*then.encode(), END]:
         output = generation.accept(token)
@@ -39,13 +39,13 @@ def go_on(said: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) 
     raise AssertionError("an answer ends")
 
 
-def test_tokens_that_were_given_count() -> None:
+def test_tokens_of_the_prefix_count() -> None:
     assert go_on("abc", "defgh", most=5) == ("de", "length", 5)
     assert go_on("abc", "de") == ("de", "stop", 6)
 
 
 @pytest.mark.parametrize(
-    ("said", "then", "stop", "rest"),
+    ("prefix", "then", "stop", "rest"),
     [
         ("one tw", "o three", "two", ""),  # the stop string began in what the caller has
         ("one tw", "enty", "two", "enty"),
@@ -54,12 +54,12 @@ def test_tokens_that_were_given_count() -> None:
         ("one t", "", "two", ""),
     ],
 )
-def test_a_stop_string_reaches_across_the_seam(said: str, then: str, stop: str, rest: str) -> None:
-    """What was given is neither said again nor lost."""
-    assert go_on(said, then, stops=(stop,))[0] == rest
+def test_stop_string_spans_the_end_of_the_prefix(prefix: str, then: str, stop: str, rest: str) -> None:
+    """Text of the prefix is neither repeated nor lost."""
+    assert go_on(prefix, then, stops=(stop,))[0] == rest
 
 
-def test_every_seam_of_an_answer_with_stop_strings_gives_the_same_answer() -> None:
+def test_answer_does_not_depend_on_where_it_was_interrupted() -> None:
     """Cut wherever the first worker had shown its text."""
     whole, stops = "abacabadabacaba", ("bad", "caba!", "aca?")
     first = Generation(0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, stops)
@@ -74,7 +74,7 @@ def test_every_seam_of_an_answer_with_stop_strings_gives_the_same_answer() -> No
         assert seam + go_on(seam, whole[len(seam) :], stops=stops)[0] == shown == "abaca"
 
 
-def test_an_answer_that_reasons_goes_on_where_it_was() -> None:
+def test_interrupted_reasoning_continues() -> None:
     """Inside its thought it counts on; behind it the thought is over."""
 
     def opened(begun: AnswerPrefix, thinking: bool) -> DividedGeneration:
@@ -96,8 +96,8 @@ def test_an_answer_that_reasons_goes_on_where_it_was() -> None:
     assert (parts, reasoning) == ([], 4)
 
 
-async def test_the_engine_goes_on_behind_what_was_said() -> None:
-    """Its sampler is told of the tokens; an answer that has all it may have ends at once."""
+async def test_engine_continues_after_the_prefix() -> None:
+    """The sampler gets the tokens of the prefix; an answer that has its maximum length ends at once."""
     samplers = SamplerShop()
     backend = FakeBackend()
     engine = Engine(
@@ -110,10 +110,10 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
     )
     engine.start()
 
-    async def ask(said: bytes, most: int) -> tuple[str, Output]:
+    async def ask(prefix: bytes, most: int) -> tuple[str, Output]:
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
-        begun = AnswerPrefix(len(said), 0, said.decode())
-        work = Work(prompts=[[*b"hi", *said]], n=1, sampling=Sampling(), max_tokens=most, prefix=begun)
+        begun = AnswerPrefix(len(prefix), 0, prefix.decode())
+        work = Work(prompts=[[*b"hi", *prefix]], n=1, sampling=Sampling(), max_tokens=most, prefix=begun)
         engine.submit(work, ticket)
         text = ""
         while True:
@@ -129,7 +129,7 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
     assert await asyncio.to_thread(engine.stop, WorkerError(generation_body.Code.MODEL_LOADING, "the end"))
 
 
-def test_what_was_said_is_read_from_a_body() -> None:
+def test_answer_so_far_is_decoded() -> None:
     """With nothing that only a whole answer can have."""
     so_far = {"content": "Hel", "reasoning_content": "hm"}
     assert generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).answer_so_far == AnswerSoFar(
@@ -161,7 +161,7 @@ def test_what_was_said_is_read_from_a_body() -> None:
         generation_body.completion({**completion, "answer_so_far": so_far}, FACTS)
 
 
-def test_an_answer_that_goes_on_is_the_same_request_to_the_quarantine() -> None:
+def test_continued_answer_is_the_same_request_to_the_quarantine() -> None:
     """Or a request that ends its worker would be new each time that it is resumed."""
     path = "/v1/completions"
     assert key_of(path, b'{"prompt":"a"}') == key_of(path, b'{"prompt":"a","answer_so_far":{"content":"b"}}')

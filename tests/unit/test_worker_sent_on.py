@@ -1,4 +1,4 @@
-"""What this model cannot do and another may is `unsupported_parameter`; what nobody may set is wrong for everybody."""
+"""Requests that another tier may serve are `unsupported_parameter`; reserved values are invalid everywhere."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL
         ),
     ],
 )
-def test_the_wrong_endpoint_names_the_right_ones(
+def test_wrong_endpoint_is_refused_with_the_right_ones(
     read: Callable[[Any, Facts], object], body: Any, capabilities: tuple[str, ...], message: str
 ) -> None:
     error = refused(read, body, facts(*capabilities))
@@ -66,7 +66,7 @@ def test_the_wrong_endpoint_names_the_right_ones(
         (generation_body.completion, {"prompt": "a", "best_of": 20}, "best_of"),
     ],
 )
-def test_more_choices_than_this_worker_gives_are_another_tiers(
+def test_too_many_choices_are_an_unsupported_parameter(
     read: Callable[[Any, Facts], object], body: Any, param: str
 ) -> None:
     error = refused(read, body)
@@ -74,7 +74,7 @@ def test_more_choices_than_this_worker_gives_are_another_tiers(
 
 
 @pytest.mark.parametrize("fields", [{"n": 0}, {"n": "2"}, {"n": 1.5}, {"best_of": 0}, {"best_of": True}], ids=str)
-def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
+def test_invalid_numbers_are_an_invalid_request(fields: dict[str, Any]) -> None:
     assert refused(generation_body.completion, {"prompt": "a", **fields}).code is Code.INVALID_REQUEST
 
 
@@ -88,14 +88,14 @@ def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
         ("eos_token", "remove it"),
     ],
 )
-def test_the_renderers_own_variables_are_not_the_callers(name: str, instead: str) -> None:
+def test_reserved_template_variables_are_refused(name: str, instead: str) -> None:
     """Set here they would pass by every check of the fields that they belong to."""
     error = refused(generation_body.chat, {**HELLO, "chat_template_kwargs": {"enable_thinking": True, name: ["x"]}})
     assert (error.param, error.code) == (f"chat_template_kwargs.{name}", Code.INVALID_REQUEST)
     assert error.message.endswith(instead)
 
 
-def test_documents_are_the_callers() -> None:
+def test_documents_can_be_set_in_template_variables() -> None:
     """No other field brings them to the templates that show them."""
-    said = {"documents": [{"title": "a", "text": "b"}]}
-    assert generation_body.chat({**HELLO, "chat_template_kwargs": said}, FULL).template_arguments == said
+    arguments = {"documents": [{"title": "a", "text": "b"}]}
+    assert generation_body.chat({**HELLO, "chat_template_kwargs": arguments}, FULL).template_arguments == arguments
