@@ -1,6 +1,6 @@
 """`python -m inference`: reads arguments and configuration, takes the machine lock and the port, and serves.
 
-Ends with a sentence and an exit status, never with a traceback, when something is wrong before it serves.
+Errors before it serves end the process with one message and an exit status, without a traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headgate.shared.state import MachineLock, config_dir
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the inference service in the foreground; the exit status."""
+    """Runs the inference service in the foreground. Returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
         environ = load_environ()
@@ -29,16 +29,16 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _serve(arguments, environ)
         finally:
-            logging.shutdown()  # what is still to be said stands behind what was logged
+            logging.shutdown()  # so that the message below comes after all log lines
     except HeadgateError as error:
         sys.stderr.write(f"{error}\n")
         return int(error.exit_code)
-    except KeyboardInterrupt:  # before the loop had its own handler
+    except KeyboardInterrupt:  # before the event loop has its own handler
         return Exit.OK
 
 
 def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
-    from inference import app, settings  # late: `--help` is quick
+    from inference import app, settings  # imported here to keep `--help` fast
 
     overrides: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
     config = settings.load(config_dir(environ, arguments.config_dir), environ, overrides)
@@ -52,7 +52,9 @@ def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inference", description="Headgate's inference service: the GPU authority.")
+    parser = argparse.ArgumentParser(
+        prog="inference", description="Headgate's inference service, which manages the GPUs."
+    )
     parser.add_argument("--host", help="address to listen on (INFERENCE_HOST, default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (INFERENCE_PORT, default 8085)")
     parser.add_argument("--config-dir", help="directory with models.yaml (HEADGATE_CONFIG_DIR, default ./config)")

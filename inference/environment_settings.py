@@ -1,6 +1,6 @@
-"""Reads INFERENCE_*: every setting of the service that is no model's own; never touches a file or applies anything.
+"""The INFERENCE_* settings of the service. Options of the command line override variables.
 
-What a model does not say in models.yaml, these give. Values from the command line win over variables.
+Some of them are defaults for models in models.yaml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"
 OTHER_NAMES = frozenset({"INFERENCE_URL"})
-"""Names with our prefix that belong to clients of the service; they are no mistakes."""
+"""Variables with the same prefix for clients of the service."""
 
 WITHOUT_EFFECT = (
     "kv_enabled",
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = (
     "kv_prefetch",
     "kv_dir",
 )
-"""Settings that are checked and kept and change nothing in this version."""
+"""Settings that are validated but have no effect in this version."""
 AT_START = frozenset(
     {
         "host",
@@ -65,9 +65,9 @@ OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
 
 class InferenceSettings(BaseSettings):
-    """Everything INFERENCE_* can say; one field per variable, named as it is without the prefix.
+    """One field per INFERENCE_* variable.
 
-    Names that end in GB count GiB (2**30 bytes), in MB MiB, in SECONDS seconds; percentages are shares of 1.
+    Names ending in GB are in GiB (2**30 bytes), MB in MiB, SECONDS in seconds; percentages are shares of 1.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", validate_default=True)
@@ -76,13 +76,15 @@ class InferenceSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8085, ge=0, le=65535)
     token: str | None = Field(None, description="shared with the gateway; generated into the state directory if unset")
-    admin_key: str | None = Field(None, min_length=1, description="for all that changes something; unset, the token is")
-    models_dir: Path = Field(Path("models"), description="where relative GGUF paths begin")
+    admin_key: str | None = Field(
+        None, min_length=1, description="key for requests that change something; default: the token"
+    )
+    models_dir: Path = Field(Path("models"), description="directory of relative GGUF paths")
     backend: Literal["llamacpp"] = "llamacpp"
     drain_seconds: float = Field(30.0, ge=0, le=3600)
     max_body_mb: float = Field(32.0, gt=0, le=1024)
 
-    # what models do not say themselves
+    # defaults of models
     gpu_layers: int = Field(-1, ge=-1)
     gpu_index: OptionalInt = Field(None, ge=0)
     context_length: int = Field(4096, ge=16)
@@ -104,16 +106,16 @@ class InferenceSettings(BaseSettings):
     gpu_memory_reserve_mb: float = Field(512.0, ge=0)
     max_models: OptionalInt = Field(None, ge=1)
     max_models_per_device: OptionalInt = Field(None, ge=1)
-    enable_cpu_offload: bool = Field(True, description="models that leave may be kept warm in host memory")
+    enable_cpu_offload: bool = Field(True, description="keep evicted models warm in host memory")
     warm_checkpoint: Literal["off", "simulated", "auto"] = Field(
         "simulated",
-        description="which devices keep models by a checkpoint of their process, where its test at start succeeds: "
-        "none, simulated ones, or (experimental) NVIDIA GPUs as well",
+        description="devices that keep warm models as checkpoints of their processes, if the test at start succeeds: "
+        "none, simulated ones, or (experimental) also NVIDIA GPUs",
     )
     force_cpu_mode: bool = False
     devices: str = Field("auto", description="auto, cpu, or simulated devices such as sim:2x600MiB or sim:600MiB,1GiB")
 
-    # waiting
+    # queues and deadlines
     enable_lazy_model_loading: bool = True
     queue_high: int = Field(10, ge=0)
     queue_normal: int = Field(50, ge=0)
@@ -128,7 +130,7 @@ class InferenceSettings(BaseSettings):
     step_timeout_seconds: Duration = 60.0
     step_timeout_seconds_per_token: float = Field(1.0, ge=0)
 
-    # how full devices may be, what is done about it, and how often they are looked at
+    # memory pressure
     enable_memory_governor: bool = True
     enable_memory_alerts: bool = True
     eviction_idle_threshold_seconds: Duration = 120.0
@@ -157,7 +159,7 @@ class InferenceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` passes in: it was given the environment, so nothing is read behind its back."""
+        """Only the values from `read`, so that pydantic does not read the environment."""
         return (init_settings,)
 
     @field_validator("token", "admin_key")
@@ -182,7 +184,7 @@ class InferenceSettings(BaseSettings):
 
     @property
     def simulated_bytes(self) -> tuple[int, ...]:
-        """Sizes of the simulated devices that INFERENCE_DEVICES asks for; empty for real ones."""
+        """Sizes of the simulated devices in INFERENCE_DEVICES; empty for real devices."""
         return parse_choice(self.devices) or ()
 
     @property
@@ -197,31 +199,31 @@ class InferenceSettings(BaseSettings):
 
     @property
     def queue_limits(self) -> dict[Priority, int]:
-        """How many may wait per model and priority."""
+        """Longest queue of a model per priority."""
         return {Priority.HIGH: self.queue_high, Priority.NORMAL: self.queue_normal, Priority.LOW: self.queue_low}
 
 
 def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: list[Problem]) -> InferenceSettings:
-    """The settings that INFERENCE_* and `overrides` say; what is wrong with them goes to `problems`.
+    """The settings from `environ` and `overrides`. Appends mistakes to `problems`.
 
-    A name that looks like one of ours but is none is a problem. One that resembles nothing is left alone: container
-    orchestrators invent variables such as INFERENCE_SERVICE_HOST. A variable that is set to nothing counts as unset.
+    An unknown name that resembles a setting is a problem. Other unknown names are ignored, because container
+    orchestrators set variables such as INFERENCE_SERVICE_HOST. An empty variable counts as unset.
     """
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     known = {variable: variable.removeprefix(PREFIX).lower() for variable in environment_names()}
     for variable in sorted(environ):
         if not variable.startswith(PREFIX) or variable in OTHER_NAMES or not environ[variable]:
             continue
         if name := known.get(variable.upper()):
-            said[name] = environ[variable]
+            values[name] = environ[variable]
             continue
         flat = "_".join(part for part in variable.split("_") if part)
         near = difflib.get_close_matches(flat, known, n=1, cutoff=0.85)
         if near or "__" in variable:
             problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=variable))
-    said.update({name: value for name, value in overrides.items() if value is not None})
+    values.update({name: value for name, value in overrides.items() if value is not None})
     try:
-        return InferenceSettings.model_validate(said)
+        return InferenceSettings.model_validate(values)
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = PREFIX + str(item["loc"][0]).upper() if item["loc"] else PREFIX + "PRESSURE_*"
@@ -232,10 +234,10 @@ def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: lis
 
 
 def environment_names() -> list[str]:
-    """Every variable the service reads, for documentation."""
+    """All INFERENCE_* variables."""
     return [PREFIX + name.upper() for name in InferenceSettings.model_fields]
 
 
 def set_without_effect(environ: Mapping[str, str]) -> list[str]:
-    """The variables somebody set although they change nothing in this version."""
+    """The variables in `environ` that have no effect in this version."""
     return [variable for name in WITHOUT_EFFECT if environ.get(variable := PREFIX + name.upper())]

@@ -1,22 +1,23 @@
-"""Every error the inference service raises, with what a client may be told; decides no policy.
+"""Errors of the inference service.
 
 InferenceError
-├── InvalidRequestError             the caller's fault: bad JSON, wrong types, unknown model, body too large
-│   ├── ModelNotFound          no such model
-│   └── PoisonRequest          it ended a worker that did nothing else
-├── RefusedError                    ours and known beforehand
-│   ├── MemoryLimitExceededError   does not fit; carries the numbers
-│   ├── MemoryRefused          was planned to fit, and the device refused all the same
-│   ├── QueueFull              too many wait for this model already
-│   ├── ModelLoading           still loading when the caller's patience ended
-│   ├── DeadlineExceeded       waited in vain for something else
-│   └── ShuttingDown           the service drains
-└── ModelUnavailableError           met on the way
-    ├── ModelFailed            the worker died or could not load; carries the backoff
-    └── DeviceLost             the device is gone
+├── InvalidRequestError             the request is wrong: invalid JSON, wrong types, unknown model, body too large
+│   ├── ModelNotFound               unknown model
+│   └── PoisonRequest               the request ends the worker each time it runs alone
+├── RefusedError                    the request is valid but cannot be served now
+│   ├── MemoryLimitExceededError    the model does not fit
+│   ├── MemoryRefused               the device refused memory that the plan had allowed
+│   ├── QueueFull                   the queue of the model is full
+│   ├── ModelLoading                the model is still loading at the deadline
+│   ├── DeadlineExceeded            another wait reached the deadline
+│   ├── ShuttingDown                the service drains
+│   └── BrokenBuild                 llama.cpp does not compute on this CPU
+└── ModelUnavailableError           the request failed while it was served
+    ├── ModelFailed                 the worker crashed or could not load
+    └── DeviceLost                  the device is lost
 """
 
-# ruff: noqa: N818 - leaves are named after what happened, as clients see it in `error.code`
+# ruff: noqa: N818 - the names follow `error.code`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from inference.protocol import CODES, RETRY_AFTER, Code, error_body
 
 
 class Origin(StrEnum):
-    """Whose fault an error is."""
+    """The origin of an error."""
 
     CALLER = "caller"
     SERVICE = "service"
@@ -38,7 +39,7 @@ class Origin(StrEnum):
 
 
 class InferenceError(Exception):
-    """Base. `code`, `status`, `param`, `details` and `retry_after` (seconds) reach the client; `origin` is for us."""
+    """Base class. Clients see `code`, `status`, `param`, `details` and `retry_after` (seconds), but not `origin`."""
 
     code: Code = Code.INTERNAL_ERROR
     origin: Origin = Origin.SERVICE
@@ -70,7 +71,7 @@ class InferenceError(Exception):
         return CODES[self.code].retryable
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error envelope; numbers and `retry_after` stand under `error.headgate`."""
+        """The OpenAI error envelope, with `details` and `retry_after` in `error.headgate`."""
         details = dict(self.details)
         if self.retry_after is not None:
             details[RETRY_AFTER] = round(self.retry_after, 3)
@@ -78,35 +79,35 @@ class InferenceError(Exception):
 
 
 class InvalidRequestError(InferenceError):
-    """The request cannot be served, now or later."""
+    """The request is invalid; a retry does not help."""
 
     code = Code.INVALID_REQUEST
     origin = Origin.CALLER
 
 
 class ModelNotFound(InvalidRequestError):
-    """No model has this id or alias; names those there are."""
+    """No model has this id or alias."""
 
     code = Code.MODEL_NOT_FOUND
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
-        names = ", ".join(known[:20]) or "none is configured"
-        super().__init__(f"the model {model[:200]!r} does not exist; there are: {names}", param="model")
+        names = ", ".join(known[:20]) or "none"
+        super().__init__(f"unknown model {model[:200]!r}; configured models: {names}", param="model")
 
 
 class PoisonRequest(InvalidRequestError):
-    """The request ended a worker that computed nothing else; `details` say until when it is refused."""
+    """The request ended a worker that ran nothing else. `details` contains the end of its quarantine."""
 
     code = Code.POISON_REQUEST
 
 
 class RefusedError(InferenceError):
-    """The request is fine and cannot be served now."""
+    """The request is valid but cannot be served now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What one device lacks. `bound` names what limits it: the device, a percentage, a limit, what others use."""
+    """The shortfall on a device. `bound` names the limit: the device, a percentage, a setting, or foreign memory."""
 
     device: str
     need_bytes: int
@@ -115,11 +116,11 @@ class Shortage:
 
     @property
     def short_bytes(self) -> int:
-        """How many bytes are missing; never negative."""
+        """The missing bytes, 0 or more."""
         return max(0, self.need_bytes - self.free_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in `error.headgate.devices`."""
+        """The entry in `error.headgate.devices`."""
         return {
             "device": self.device,
             "need_bytes": self.need_bytes,
@@ -130,7 +131,7 @@ class Shortage:
 
 
 class MemoryLimitExceededError(RefusedError):
-    """A model does not fit; refused before anything was allocated, with numbers and the nearest thing that fits."""
+    """The model does not fit; nothing was allocated. `fix` are settings with which it would fit."""
 
     code = Code.MEMORY_LIMIT_EXCEEDED
 
@@ -144,12 +145,12 @@ class MemoryLimitExceededError(RefusedError):
         lost: str = "",
         retry_after: float | None = None,
     ) -> None:
-        said = "; ".join(
+        numbers = "; ".join(
             f"{item.device} needs {_mib(item.need_bytes)} and has {_mib(item.free_bytes)} "
             f"({_mib(item.short_bytes)} short, bound by {item.bound})"
             for item in shortages
         )
-        message = f"the model {model!r} does not fit: {said or reason}"
+        message = f"the model {model!r} does not fit: {numbers or reason}"
         if fix:
             message += "; it would fit with " + " and ".join(f"{key}: {value}" for key, value in fix.items())
         if lost:
@@ -164,74 +165,76 @@ class MemoryLimitExceededError(RefusedError):
 
 
 class MemoryRefused(RefusedError):
-    """Memory was refused during a load that the plan had allowed; nothing is held, and `retry_after` is the backoff."""
+    """A device refused memory that the plan had allowed. Nothing is held; `retry_after` is the backoff."""
 
     code = Code.MEMORY_LIMIT_EXCEEDED
 
-    def __init__(self, model: str, shortages: Sequence[Shortage], said: str, *, retry_after: float, cause: str) -> None:
+    def __init__(
+        self, model: str, shortages: Sequence[Shortage], reason: str, *, retry_after: float, cause: str
+    ) -> None:
         numbers = "; ".join(
-            f"{item.device} shows {_mib(item.free_bytes)} free, and {_mib(item.need_bytes)} are planned from now on"
+            f"{item.device} has {_mib(item.free_bytes)} free; the next load plans {_mib(item.need_bytes)}"
             for item in shortages
         )
         super().__init__(
-            f"the model {model!r} did not get the memory that was planned for it: {said} ({numbers})",
+            f"out of memory while loading the model {model!r}: {reason} ({numbers})",
             retry_after=retry_after,
             details={"devices": [item.to_json() for item in shortages], "fix": None, "cause": cause},
         )
 
 
 class QueueFull(RefusedError):
-    """The model's queue has no place at this priority."""
+    """The queue of the model is full at this priority."""
 
     code = Code.QUEUE_FULL
 
 
 class ModelLoading(RefusedError):
-    """The model was still loading when the caller's patience ended."""
+    """The model is still loading at the deadline of the request."""
 
     code = Code.MODEL_LOADING
 
 
 class DeadlineExceeded(RefusedError):
-    """The caller's deadline passed before the model could be used."""
+    """The deadline of the request passed before the model was available."""
 
     code = Code.DEADLINE_EXCEEDED
 
 
 class ShuttingDown(RefusedError):
-    """The service drains and takes nothing new."""
+    """The service drains and takes no new requests."""
 
     code = Code.SHUTTING_DOWN
 
     def __init__(self) -> None:
-        super().__init__("the inference service is shutting down; try again in a moment", retry_after=5.0)
+        super().__init__("the inference service is shutting down; try again later", retry_after=5.0)
 
 
 class BrokenBuild(RefusedError):
-    """llama.cpp does not compute on this CPU any more, so the service ends; no model can answer."""
+    """llama.cpp does not compute on this CPU, so the service ends."""
 
     code = Code.SHUTTING_DOWN
 
     def __init__(self) -> None:
         super().__init__(
-            "the inference service stops: llama.cpp does not compute on this machine's CPU; its log says what to do",
+            "the inference service stops: llama.cpp does not compute on this machine's CPU; see its log",
             retry_after=5.0,
         )
 
 
 class ModelUnavailableError(InferenceError):
-    """Something broke on the way to the answer."""
+    """The request failed while it was served."""
 
 
 class ModelFailed(ModelUnavailableError):
-    """The worker died, or the model could not be loaded; `retry_after` is the rest of the backoff."""
+    """The worker crashed, or the model could not be loaded. `retry_after` is the rest of the backoff."""
 
     code = Code.MODEL_FAILED
     origin = Origin.WORKER
 
 
 class DeviceLost(ModelUnavailableError):
-    """The device the model needs is gone."""
+    """The device of the model is lost."""
 
     code = Code.DEVICE_LOST
     origin = Origin.DEVICE

@@ -1,12 +1,12 @@
-"""The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
+"""Main module of helper processes: `python -m inference.helper JOB`.
 
     estimate | tokenize | devices | checkpoint | trial | proof
-                                                         one JSON object on stdin, one on stdout, then the end
-    nvml                                                 one reading per line on stdin until stdin ends, and a
-                                                         line of its own (NOTICE) when the next one has something new
+                                  reads one JSON object from stdin, writes one to stdout, and exits
+    nvml                          writes one reading for each line on stdin until its end, and NOTICE when the next
+                                  reading will contain something new
 
-Libraries that may abort a process (llama.cpp, NVML, CUDA) are opened here and in workers only. A helper dies with its
-parent.
+Libraries that can abort a process (llama.cpp, NVML, CUDA) are loaded only in helpers and workers. A helper ends with
+its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "proof", "nvml
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one job; status 0 when an answer was written, 2 for an unknown job."""
+    """Runs one job. Returns 0 after an answer, 2 for an unknown job."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or arguments[0] not in JOBS:
         sys.stderr.write(f"usage: python -m inference.helper {'|'.join(JOBS)}\n")
@@ -33,13 +33,13 @@ def main(argv: list[str] | None = None) -> int:
     child_process.die_with_parent(os.environ)
     child_process.disable_core_dumps()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answer
     if arguments[0] == "nvml":
         _serve_nvml(answers)
-        os._exit(0)  # a library in which a thread still listens is left as it is
+        os._exit(0)  # does not wait for threads of the library
     job = json.loads(sys.stdin.buffer.read() or b"{}")
     _answer(answers, _runner(arguments[0])(job))
-    os._exit(0)  # the answer is out; a library's destructors have nothing to add
+    os._exit(0)  # skips the destructors of libraries
 
 
 def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Reads models.yaml beside INFERENCE_* into one checked configuration; never applies, loads or downloads anything.
+"""Reads models.yaml and the INFERENCE_* variables into one validated configuration.
 
-Precedence: command line > environment (and `.env`) > file > default. What a model does not say, INFERENCE_* gives.
+Precedence: command line, environment (and `.env`), file, default. INFERENCE_* are the defaults of models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_MODELS = "models: {}"
 
 
 class ModelEntry(BaseModel):
-    """One model in models.yaml; None means: what INFERENCE_* says."""
+    """One model in models.yaml. None stands for the default from INFERENCE_*."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class ModelsFile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model with every default filled in. Lengths in tokens, times in seconds, memory in bytes."""
+    """One model with all defaults applied. Lengths in tokens, times in seconds, memory in bytes."""
 
     id: str
     path: Path
@@ -89,21 +89,21 @@ class ModelSpec:
     capabilities: tuple[str, ...] | None
 
     SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy"})
-    """What may change while the model stays loaded."""
+    """Settings that can change while the model stays loaded."""
 
     @property
     def files(self) -> Fingerprint:
-        """The stamps of its files as they are now."""
+        """The current stamps of its files."""
         return fingerprint(self.path, ([self.mmproj] if self.mmproj else []) + list(self.lora))
 
     def changed(self, other: ModelSpec) -> tuple[str, ...]:
-        """Names of the settings in which `other` differs."""
+        """Names of the settings that differ in `other`."""
         return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """The whole configuration of the service. `names` maps every id and alias to its model's id."""
+    """The configuration of the service. `names` maps each id and alias to the id of its model."""
 
     settings: InferenceSettings
     models: Mapping[str, ModelSpec]
@@ -112,9 +112,9 @@ class InferenceConfig:
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> InferenceConfig:
-    """The configuration from `config_dir`/models.yaml, `environ` and the command line's `overrides`.
+    """The configuration from `config_dir`/models.yaml, `environ` and `overrides` of the command line.
 
-    Raises ConfigError with every problem found: file, line, key and what to write instead.
+    Raises ConfigError with all problems.
     """
     problems: list[Problem] = []
     settings = environment_settings.read(environ, overrides, problems)
@@ -124,7 +124,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
     try:
         data, lines = configfile.read_yaml(path, environ, nothing=NO_MODELS)
         if data.get("models") is None and set(data) <= {"models"}:
-            message = f"no models are listed here; if that is intended, write `{NO_MODELS}`"
+            message = f"no models are configured; if that is intended, write `{NO_MODELS}`"
             raise ConfigError([Problem(message, key="models", file=path, line=lines.get(("models",)))])
         entries = configfile.validated(data, lines, path, ModelsFile).models
     except ConfigError as error:
@@ -142,13 +142,13 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
-    """Registers the id and aliases of a model; yields a problem for each that is taken or unusable."""
+    """Registers the id and aliases of a model. Yields a problem for each invalid or duplicate name."""
     for index, alias in enumerate((name, *entry.aliases)):
         key = f"models.{name}" if index == 0 else f"models.{name}.aliases"
         if not alias.strip() or alias != alias.strip() or alias.startswith("/") or alias.endswith("/"):
-            yield Problem(f"{alias!r} cannot be a model id; no spaces or slashes at its ends", key=key)
+            yield Problem(f"{alias!r} is not a valid model id; remove spaces and slashes at its ends", key=key)
         elif alias in names:
-            yield Problem(f"the name {alias!r} is taken by the model {names[alias]!r}; choose another", key=key)
+            yield Problem(f"the model {names[alias]!r} already has the name {alias!r}; choose another one", key=key)
         else:
             names[alias] = name
 
@@ -159,7 +159,7 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     if problem is not None:
         yield Problem(problem, key=f"{at}.path")
     elif path is not None and (fault := _fault(path)) is not None:
-        yield Problem(f"{fault}; relative paths begin at INFERENCE_MODELS_DIR", key=f"{at}.path")
+        yield Problem(f"{fault}; relative paths are below INFERENCE_MODELS_DIR", key=f"{at}.path")
     for item in entry.lora:
         if (fault := _fault(_under(item, settings.models_dir))) is not None:
             yield Problem(fault, key=f"{at}.lora")
@@ -175,31 +175,29 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
 
 
 def resolve_path(source: str, models_dir: Path) -> tuple[Path | None, str | None]:
-    """The GGUF file that `source` names, or a sentence that says why it names none."""
+    """The path of a model source such as `bundled:demo` or a GGUF file, or a message why it is invalid."""
     kind, separator, rest = source.partition(":")
     if separator and kind == "bundled":
         if rest not in BUNDLED:
             near = difflib.get_close_matches(rest, BUNDLED, n=1)
-            hint = f"did you mean bundled:{near[0]}?" if near else f"there are: {', '.join(BUNDLED)}"
-            return None, f"no bundled model {rest!r}; {hint}"
+            hint = f"did you mean bundled:{near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
+            return None, f"unknown bundled model {rest!r}; {hint}"
         return bundled_path(rest), None
     if separator and kind == "hf":
-        return None, (
-            f"pulling {source} is not possible yet; download the GGUF file yourself and give its path here instead"
-        )
+        return None, (f"downloading {source} is not supported yet; download the GGUF file and write its path here")
     if not source.endswith(".gguf"):
-        return None, f"{source!r} is no model source; write bundled:NAME, FILE.gguf or /absolute/path.gguf"
+        return None, f"{source!r} is not a model source; write bundled:NAME, FILE.gguf or /absolute/path.gguf"
     return _under(source, models_dir), None
 
 
 def _fault(path: Path) -> str | None:
-    """Why nothing can be read from `path`; None where that can be."""
+    """Why `path` cannot be read, or None."""
     try:
         if not path.is_file():
             return f"no file {path}"
-    except OSError as error:  # a directory that is closed to us, a name that none can have
-        return f"{path} cannot be reached ({error.strerror})"
-    return None if os.access(path, os.R_OK) else f"this user may not read {path}"
+    except OSError as error:  # an inaccessible directory, or an impossible name
+        return f"cannot access {path} ({error.strerror})"
+    return None if os.access(path, os.R_OK) else f"{path} is not readable by this user"
 
 
 def _under(source: str, models_dir: Path) -> Path:
@@ -241,12 +239,12 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
 
 
 def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:
-    """Problems that only show once the machine's devices are known: a gpu_index without its device."""
+    """Problems that need the devices of the machine: a gpu_index without a device."""
     if accelerators == 0 or config.settings.force_cpu_mode:
         return []
     return [
         Problem(
-            f"gpu_index {spec.gpu_index} and there are {accelerators} accelerators (0 to {accelerators - 1})",
+            f"gpu_index is {spec.gpu_index}, but there are {accelerators} accelerators (0 to {accelerators - 1})",
             key=f"models.{spec.id}.gpu_index",
             file=config.config_dir / "models.yaml",
         )
@@ -256,10 +254,10 @@ def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:
 
 
 def _at(path: Path, lines: Mapping[configfile.Path_, int], problem: Problem) -> Problem:
-    """`problem` with its file and the line of the deepest part of its key that the file has."""
+    """`problem` with the file and the line of its key, or of the nearest parent of the key in the file."""
     _, _, rest = problem.key.partition("models.")
     name, dot, last = rest.rpartition(".")
-    tries: list[configfile.Path_] = [("models", name, last)] if dot else []
-    tries += [("models", rest), ("models", name)]
-    line = next((lines[at] for at in tries if at in lines), None)
+    candidates: list[configfile.Path_] = [("models", name, last)] if dot else []
+    candidates += [("models", rest), ("models", name)]
+    line = next((lines[at] for at in candidates if at in lines), None)
     return Problem(problem.message, key=problem.key, file=path, line=line)

@@ -1,11 +1,11 @@
-"""Suspends and resumes another process's CUDA state through the driver, and tries that out; decides nothing.
+"""Helper job that suspends and resumes the CUDA state of another process, and tests that.
 
-    {"operation": "suspend" | "resume", "pid": PID, "seconds": S}    {"seconds": took} or {"error": sentence}
+    {"operation": "suspend" | "resume", "pid": PID, "seconds": S}    {"seconds": duration} or {"error": message}
     {"operation": "test", "seconds": S}                              the same
 
-With `"simulator": {"socket": PATH, "device": ID, "endpoint": HOST:PORT}` the test is of a simulated device. The test
-suspends a process that is no child of the one that suspends, because workers are none of a helper's either, and a
-system may allow the one and forbid the other.
+With `"simulator": {"socket": PATH, "device": ID, "endpoint": HOST:PORT}` the test uses a simulated device. The test
+suspends a process that is not a child of the suspending one, like workers, because a system may allow the one and
+forbid the other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from inference.devices.simgpu.control import Control, SimulatorError
 from inference.helpers.helper_client import HelperError, run_helper
 
 LOCK_SECONDS = 10.0
-"""For the calls that run in the process to end; nobody uses it, so there are hardly any."""
+"""Time for running CUDA calls of the process to end. It is idle, so there are few."""
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One operation."""
+    """Runs one operation."""
     seconds = float(job["seconds"])
     began = time.monotonic()
     try:
@@ -64,62 +64,62 @@ _OPERATIONS = {"suspend": _suspend, "resume": _resume}
 
 def _expect(driver: Driver, pid: int, wanted: str) -> None:
     if (state := driver.state(pid)) != wanted:
-        raise DriverError(f"the driver says that process {pid} is {state}, not {wanted}")
+        raise DriverError(f"the driver reports process {pid} as {state}, not {wanted}")
 
 
 def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
-    """A process with bytes on the device is suspended and resumed, and finds its bytes."""
-    carry: Callable[[str, int, float], None] = _helped
+    """Suspends and resumes a process with data on the device, which then verifies its data."""
+    carry: Callable[[str, int, float], None] = _in_helper
     if simulator is None:
         Driver(seconds)
     else:
-        carry = functools.partial(_simulated, simulator)
-    where = () if simulator is None else (simulator["endpoint"],)
+        carry = functools.partial(_in_simulator, simulator)
+    arguments = () if simulator is None else (simulator["endpoint"],)
     subject = subprocess.Popen(
-        [sys.executable, "-m", "inference.devices.checkpoint_subject", *where],
+        [sys.executable, "-m", "inference.devices.checkpoint_subject", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, child_process.PARENT_ENV: str(os.getpid())},
     )
     try:
-        _hear(subject, "ready", "could not be prepared")
+        _expect_line(subject, "ready", "could not be prepared")
         for operation in _OPERATIONS:
             carry(operation, subject.pid, seconds)
         assert subject.stdin is not None
         subject.stdin.write("\n")
         subject.stdin.flush()
-        _hear(subject, "whole", "was not what it had been once it was resumed")
+        _expect_line(subject, "whole", "has other data after it was resumed")
     finally:
         subject.kill()
         subject.wait()
 
 
-def _helped(operation: str, pid: int, seconds: float) -> None:
-    """By the driver, in a helper of its own."""
+def _in_helper(operation: str, pid: int, seconds: float) -> None:
+    """Runs the operation of the driver in a helper process."""
     job = {"operation": operation, "pid": pid, "seconds": seconds}
     try:
         answer = asyncio.run(run_helper("checkpoint", job, seconds=seconds + 5.0))
     except HelperError as error:
         raise DriverError(str(error)) from None
     if "error" in answer:
-        raise DriverError(f"{operation} did not work: {answer['error']}")
+        raise DriverError(f"{operation} failed: {answer['error']}")
 
 
-def _simulated(simulator: Mapping[str, str], operation: str, pid: int, seconds: float) -> None:
-    """By the simulator, whose count of bytes has to say so."""
+def _in_simulator(simulator: Mapping[str, str], operation: str, pid: int, seconds: float) -> None:
+    """Runs the operation of the simulator and checks its count of suspended bytes."""
     device = simulator["device"]
     try:
         with Control(Path(simulator["socket"]), seconds) as control:
             status = control.tell(operation, device, pid=pid)[device]
     except SimulatorError as error:
-        raise DriverError(f"{operation} did not work: {error}") from None
+        raise DriverError(f"{operation} failed: {error}") from None
     if bool(status["suspended_bytes"]) != (operation == "suspend"):
         raise DriverError(f"{operation} left {status['suspended_bytes']} bytes suspended on {device}")
 
 
-def _hear(subject: subprocess.Popen[str], wanted: str, otherwise: str) -> None:
-    """The helper's own deadline is the subject's: it is killed with its parent."""
+def _expect_line(subject: subprocess.Popen[str], wanted: str, problem: str) -> None:
+    """Has no deadline: at the deadline of this helper the subject is killed with it."""
     assert subject.stdout is not None
-    if (said := subject.stdout.readline().strip()) != wanted:
-        raise DriverError(f"a process on the device {otherwise}: {said or 'it ended'}")
+    if (line := subject.stdout.readline().strip()) != wanted:
+        raise DriverError(f"a process on the device {problem}: {line or 'it ended'}")

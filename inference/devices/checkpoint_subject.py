@@ -1,7 +1,7 @@
-"""The process that the checkpoint's test suspends: has bytes on a device and says later whether it finds them again.
+"""The process that is suspended by the test of checkpoints: it puts data on a device and verifies it later.
 
-`python -m inference.devices.checkpoint_subject [ENDPOINT]`: on the first GPU of NVIDIA's driver, or on the simulated
-device at ENDPOINT. stdout: `ready`, then after a line on stdin `whole` or what is wrong; decides nothing.
+`python -m inference.devices.checkpoint_subject [ENDPOINT]` uses the first NVIDIA GPU, or the simulated device at
+ENDPOINT. It writes `ready` to stdout and, after a line on stdin, `whole` or an error.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from inference.devices.simgpu.rpc_server import library, rpc_library
 
 COUNT_BYTES = 32 * 2**20
 REMOTE_BYTES = 2**18
-"""Of a simulated device, which may be small, and whose bytes are moved in pages of 4 KiB."""
+"""Data on a simulated device, which can be small, and which moves data in pages of 4 KiB."""
 _I8 = 24
-"""ggml's type of bytes."""
+"""ggml's type number for bytes."""
 _CONTEXT_BYTES = 2**16
 
 
 def main() -> int:
-    """Status 0 when the bytes were found again."""
+    """Returns 0 when the data is unchanged."""
     child_process.die_with_parent(os.environ)
     pattern = os.urandom(4096) * ((REMOTE_BYTES if sys.argv[1:] else COUNT_BYTES) // 4096)
     kept = _on_simulated(sys.argv[1], pattern) if sys.argv[1:] else _on_nvidia(pattern)
     try:
         next(kept)
-        _say("ready")
+        _print("ready")
         sys.stdin.readline()
         is_whole = next(kept) == pattern
     except DriverError as error:
-        _say(str(error))
+        _print(str(error))
         return 1
-    _say("whole" if is_whole else "its bytes changed")
+    _print("whole" if is_whole else "its bytes changed")
     return 0 if is_whole else 1
 
 
 def _on_nvidia(pattern: bytes) -> Iterator[bytes]:
-    """Puts `pattern` on the device, and then says what is there. Raises DriverError."""
+    """Writes `pattern` to the device, then reads it back. Raises DriverError."""
     driver = Driver()
     size = ctypes.c_size_t(len(pattern))
     device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
@@ -60,14 +60,14 @@ class _InitParams(ctypes.Structure):
 
 
 def _on_simulated(endpoint: str, pattern: bytes) -> Iterator[bytes]:
-    """The same over a connection of ggml's own."""
+    """As `_on_nvidia`, with ggml's RPC client."""
     lib = _declared(library())
     buffer_type = rpc_library().ggml_backend_rpc_buffer_type
     buffer_type.restype, buffer_type.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_uint32]
     kind = buffer_type(endpoint.encode(), 0)
     buffer = lib.ggml_backend_buft_alloc_buffer(kind, len(pattern)) if kind else None
     if not buffer:
-        raise DriverError(f"there are no {len(pattern)} bytes to be had on {endpoint}")
+        raise DriverError(f"cannot allocate {len(pattern)} bytes on {endpoint}")
     context = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
     tensor = lib.ggml_new_tensor_1d(context, _I8, len(pattern))
     lib.ggml_backend_tensor_alloc(buffer, tensor, lib.ggml_backend_buffer_get_base(buffer))
@@ -94,7 +94,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     return lib
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
-"""Carries out the suspending and resuming of a process, for each kind of device that can; decides neither who nor when.
+"""Suspends and resumes processes on the devices that support it.
 
-On NVIDIA GPUs the driver does it, asked by a helper; on simulated devices the simulator, asked over its socket. Both
-are tried out by a process with bytes on a device, which has to find them again (`inference.devices.checkpoint_job`).
+On NVIDIA GPUs a helper calls the driver; on simulated devices the simulator does it. Both are tested with a process
+that verifies its data on the device (`inference.devices.checkpoint_job`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from inference.devices.device import Reading
-from inference.devices.simgpu.control import SimulatorError, told
+from inference.devices.simgpu.control import SimulatorError, send_command
 from inference.helpers.helper_client import HelperError, run_helper
 
 TEST_SECONDS = 60.0
-"""For a whole test: three processes start, and a driver may need seconds for its first context."""
+"""Timeout of a complete test: three processes start, and a driver can need seconds for its first context."""
 CALL_SECONDS = 15.0
-"""For each call of a test."""
+"""Timeout of each call of a test."""
 SPARE_SECONDS = 10.0
-"""Of a helper beyond the deadline of its calls: it has to start."""
+"""Added to the timeouts of the calls for the start of the helper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why a process was not suspended or resumed; it is in no known state.
+    """Why a process could not be suspended or resumed. Its state is unknown then.
 
-    `of_state`: as things are on its device, such as for want of room, which says nothing against the way as such.
+    `of_state`: the reason is the current state of the device, such as too little memory, so a later try may work.
     """
 
     why: str
@@ -35,22 +35,22 @@ class Trouble:
 
 
 class Carrier(Protocol):
-    """`operation` is suspend or resume. None comes back when all is well."""
+    """Suspends and resumes processes on one kind of device. Methods return None on success."""
 
     who: str
-    """does it, in words"""
+    """Name for messages, such as `the NVIDIA driver`."""
 
     async def test(self, device: Reading) -> Trouble | None:
-        """Suspends and resumes a process of its own that has bytes there."""
+        """Tests both operations with a process of its own."""
         ...
 
     async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
-        """Suspends or resumes `pid`, which uses this device alone; `seconds` is the deadline of one copy."""
+        """Runs `operation` (suspend or resume) on `pid`, which uses only this device. `seconds` limits one copy."""
         ...
 
 
 class DriversCarrier:
-    """NVIDIA's driver."""
+    """Checkpoints of NVIDIA's driver."""
 
     who = "the NVIDIA driver"
 
@@ -63,7 +63,7 @@ class DriversCarrier:
 
 
 class SimulatorsCarrier:
-    """The simulator that listens at `socket_path`."""
+    """Checkpoints of the simulator that listens at `socket_path`."""
 
     who = "the simulator"
 
@@ -84,14 +84,14 @@ class SimulatorsCarrier:
 
     async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
         try:
-            await told(self._socket_path, operation, device, seconds=seconds, pid=pid)
+            await send_command(self._socket_path, operation, device, seconds=seconds, pid=pid)
         except SimulatorError as error:
             return Trouble(str(error), error.of_state)
         return None
 
 
 async def _asked(job: Mapping[str, Any], seconds: float) -> Trouble | None:
-    """What a helper says is wrong, or None."""
+    """Runs the job in a helper."""
     try:
         answer = await run_helper("checkpoint", job, seconds=seconds)
     except HelperError as error:

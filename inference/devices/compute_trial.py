@@ -1,4 +1,4 @@
-"""Has a helper compute on one device and check the result; decides nothing about what follows from it."""
+"""Tests one device: a helper computes on it and checks the result."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from inference.workers.exit_cause import cause_of_text
 log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 30.0
-"""A healthy device takes well under a second of it; opening a driver that powers devices up can take many."""
+"""A healthy device takes less than a second, but a driver that powers devices up can take many."""
 
 Trial = Callable[[Reading], Awaitable[None]]
 Run = Callable[..., Awaitable[dict[str, Any]]]
-"""As `run_helper`."""
+"""The signature of `run_helper`."""
 
 
 async def trial(reading: Reading, *, seconds: float = TRIAL_SECONDS, run: Run = run_helper) -> None:
-    """Returns when the device computed right; raises HelperError when it did not, or not within `seconds`.
+    """Raises HelperError when the device computes wrong results, fails, or does not answer within `seconds`.
 
-    A device that is too full even for a trial passes: it is there and answers a new process, and models may be on it.
+    A device without memory for the trial passes, because it answers a new process.
     """
     job = {
         "id": reading.id,
@@ -35,10 +35,10 @@ async def trial(reading: Reading, *, seconds: float = TRIAL_SECONDS, run: Run = 
     try:
         answer = await run("trial", job, seconds=seconds, environment=reading.environment)
     except HelperError as error:
-        if cause_of_text(error.said) not in (ExitCause.OOM_COMPUTE, ExitCause.OOM_LOAD):
+        if cause_of_text(error.output) not in (ExitCause.OOM_COMPUTE, ExitCause.OOM_LOAD):
             raise
         answer = {"full": str(error)}
     if "error" in answer:
         raise HelperError(f"the trial of {reading.id} failed: {answer['error']}")
     if "full" in answer:
-        log.info("%s is too full for a trial, and answers: %s", reading.id, answer["full"])
+        log.info("%s answers, but has no memory for a trial: %s", reading.id, answer["full"])

@@ -1,7 +1,6 @@
-"""Computes a small product of matrices on one device and checks it; runs in a child, decides nothing.
+"""Helper job that computes a small matrix product on one device and checks it.
 
-The numbers are small and whole, so that the product is exact in every precision a device may choose to compute in, and
-one wrong bit is seen.
+The factors are small integers, so that the product is exact in every precision and one wrong bit shows.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 LONG, WIDE, HIGH = 256, 128, 64
-"""Matrices of WIDE x LONG and HIGH x LONG numbers: more rows than the paths that llama.cpp keeps for single tokens."""
+"""Matrices of WIDE x LONG and HIGH x LONG numbers: more rows than llama.cpp's kernels for single tokens."""
 _F32 = 0
 _SUCCESS = 0
 _ERROR = 4
 _GRAPH_BYTES = 2**20
-"""Of host memory for what ggml notes of a graph; it takes less than half of that."""
+"""Host memory for the metadata of a ggml graph, which needs less than half of it."""
 
 
 class _InitParams(ctypes.Structure):
@@ -25,10 +24,10 @@ class _InitParams(ctypes.Structure):
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tries the device `{"id", "kind", "ggml_name", "rpc_endpoint"}`; the environment has to pin this process to it.
+    """Tests the device `{"id", "kind", "ggml_name", "rpc_endpoint"}`, to which the environment pins this process.
 
-    `{"checked": numbers}`, or with a sentence `{"full"}` when there is no memory for it and `{"error"}` otherwise. Some
-    backends end the process instead; what they say before goes to stderr.
+    Returns `{"checked": numbers}`, `{"full": message}` without memory for the trial, or `{"error": message}`. Some
+    backends abort instead, with a message on stderr.
     """
     import llama_cpp
 
@@ -36,26 +35,26 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.worker_errors import LoadError
     from inference.workers.worker_link import DeviceGrant
 
-    heard = llama_cpp.llama_log_callback(_tell_errors)
-    llama_cpp.llama_log_set(heard, None)
+    callback = llama_cpp.llama_log_callback(_print_errors)
+    llama_cpp.llama_log_set(callback, None)
     llama_cpp.llama_backend_init()
     lib = _declared(ggml_library.library())
     if job["kind"] == "cpu":
-        return _tried(lib, lib.ggml_backend_dev_by_name(b"CPU"))
+        return _test(lib, lib.ggml_backend_dev_by_name(b"CPU"))
     grant = DeviceGrant(job["id"], job["kind"], ggml_name=job["ggml_name"], rpc_endpoint=job["rpc_endpoint"])
     try:
         (device,) = ggml_library.resolve([grant])
     except LoadError as error:
         return {"error": str(error)}
-    return _tried(lib, device)
+    return _test(lib, device)
 
 
-def _tell_errors(level: int, text: bytes, _data: Any) -> None:
+def _print_errors(level: int, text: bytes, _data: Any) -> None:
     if level == _ERROR:
         os.write(2, text)
 
 
-def _tried(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
+def _test(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
     import numpy as np
 
     backend = lib.ggml_backend_dev_init(device, None)

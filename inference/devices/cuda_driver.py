@@ -1,6 +1,6 @@
-"""Calls NVIDIA's driver library, each call with a deadline, and makes sentences of its results; decides nothing.
+"""Calls NVIDIA's driver library (`libcuda.so.1`), each call with a deadline.
 
-Signatures and numbers are of the CUDA driver API's reference (cuda.h); the library is Linux's `libcuda.so.1`.
+Signatures and numbers are from the reference of the CUDA driver API (cuda.h).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 LIBRARY = "libcuda.so.1"
 LEAST_VERSION = 12080
-"""The API of driver 570, which is the first with these functions: 1000 x major + 10 x minor."""
+"""The API version of driver 570, the first one with these functions: 1000 x major + 10 x minor."""
 FUNCTIONS = (
     "cuCheckpointProcessLock",
     "cuCheckpointProcessCheckpoint",
@@ -26,11 +26,11 @@ CALL_SECONDS = 10.0
 
 
 class DriverError(Exception):
-    """The library is not there, or one of its calls failed or gave no answer; the message is a sentence."""
+    """The library is missing, or a call failed or timed out."""
 
 
 class LockArgs(ctypes.Structure):
-    """CUcheckpointLockArgs: a timeout in milliseconds, and what must be zero."""
+    """CUcheckpointLockArgs: a timeout in milliseconds; the reserved fields must be zero."""
 
     _fields_ = (
         ("timeout_ms", ctypes.c_uint),
@@ -40,9 +40,9 @@ class LockArgs(ctypes.Structure):
 
 
 class Driver:
-    """The library, initialized. A call may take `seconds`, or CALL_SECONDS if that is less. Raises DriverError.
+    """The initialized library. The timeout of a call is `seconds`, at most CALL_SECONDS. Raises DriverError.
 
-    Without `checkpoints` any driver will do, also one that has none.
+    `checkpoints`: whether the driver must support checkpoints.
     """
 
     def __init__(self, seconds: float = CALL_SECONDS, *, checkpoints: bool = True) -> None:
@@ -50,7 +50,7 @@ class Driver:
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise DriverError(f"{LIBRARY} cannot be opened ({error})") from None
+            raise DriverError(f"cannot open {LIBRARY} ({error})") from None
         if checkpoints:
             self._expect_checkpoints()
         self.call("cuInit", ctypes.c_uint(0))
@@ -64,8 +64,8 @@ class Driver:
             raise DriverError(f"the driver is older than 570: its API is {version.value}, not {LEAST_VERSION}")
 
     def call(self, name: str, *arguments: Any, seconds: float | None = None, context: Any = None) -> float:
-        """Calls one function, within `context` if given, and returns the seconds that it took; a late call goes on in
-        its thread until this process ends.
+        """Calls a function, within `context` if given, and returns its duration in seconds. A call that times out
+        continues in its thread until this process ends.
         """
         results: list[int] = []
         took: list[float] = []
@@ -85,13 +85,13 @@ class Driver:
         thread.start()
         thread.join(seconds)
         if not results:
-            raise DriverError(f"{name} gave no answer within {seconds:g} s")
+            raise DriverError(f"{name} did not return within {seconds:g} s")
         if results[0]:
             raise DriverError(f"{name} failed with {self._name(results[0])}")
         return took[0]
 
     def state(self, pid: int) -> str:
-        """What the driver says of a process: one of STATES."""
+        """The state of a process in the driver: one of STATES."""
         state = ctypes.c_int()
         self.call("cuCheckpointProcessGetState", ctypes.c_int(pid), ctypes.byref(state))
         return STATES[state.value] if 0 <= state.value < len(STATES) else f"state {state.value}"

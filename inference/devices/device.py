@@ -1,7 +1,7 @@
-"""The seam of everything that measures devices: readings in, no decision out.
+"""The interface of device probes, and the readings they return.
 
-A probe names devices by our ids (`cpu`, `gpu-0`, ...). `free_bytes` is what could be allocated now and `used_bytes`
-what everybody uses, ourselves included: the ledger takes our part out, because per-process figures lie in containers.
+Devices have the ids `cpu`, `gpu-0`, ... `free_bytes` can be allocated now. `used_bytes` includes Headgate's own use,
+which the ledger subtracts, because per-process figures are wrong in containers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from inference.protocol import DeviceState
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device as seen a moment ago; bytes are bytes.
+    """A measurement of one device.
 
-    `environment` pins a process to this device and to no other; it was narrowed within what was set from outside.
-    `ggml_name` is what llama.cpp calls the device in a process so pinned.
+    `environment` makes only this device visible to a process, within the devices that the operator allows.
+    `ggml_name` is llama.cpp's name of the device in such a process.
     """
 
     id: str
@@ -33,19 +33,19 @@ class Reading:
     rpc_endpoint: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     state: DeviceState = DeviceState.HEALTHY
-    """What was decided for it (`inference.health`); no probe says anything of it."""
+    """Set by `inference.health`, not by probes."""
     note: str = ""
     verdict_seconds: float | None = None
-    """Until it is looked at or tried again, while it is not usable."""
+    """Time until an unusable device is read or tried again."""
     driver: str = ""
-    """Version of its driver, where it is known."""
+    """Version of its driver, if known."""
     unified: bool = False
-    """Whether it has no memory of its own: its bytes are host memory."""
+    """Whether it uses host memory."""
     sign: Sign = Sign.FINE
-    """What the newest look at it says of its health, with the reason in `note`; what follows is decided elsewhere."""
+    """Evidence of the newest reading about its health, with the reason in `note`."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `/devices` shows it."""
+        """The entry in `/devices`."""
         return {
             "id": self.id,
             "kind": self.kind,
@@ -61,41 +61,41 @@ class Reading:
 
 
 class Probe(Protocol):
-    """Measures some devices of the machine."""
+    """Measures one kind of devices."""
 
     async def start(self) -> None:
-        """Finds the devices; called once. A probe that finds none is no error."""
+        """Finds the devices. Called once. Finding none is not an error."""
         ...
 
     def readings(self) -> tuple[Reading, ...]:
-        """The newest known readings; never blocks."""
+        """The newest readings. Does not block."""
         ...
 
     async def refresh(self) -> None:
-        """Measures anew, within a deadline of its own; a device that cannot be read keeps its last figures."""
+        """Measures again, with a deadline of its own. A device that cannot be read keeps its last figures."""
         ...
 
     def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice`, on the event loop, whenever something happened that only the next refresh may show."""
+        """Calls `notice` on the event loop after an event that the next refresh reports."""
         ...
 
     async def renew(self) -> None:
-        """Starts afresh, at the next refresh and without further patience, what it measures with."""
+        """Restarts the helper of the probe at the next refresh, without waiting for its backoff."""
         ...
 
     async def trial(self, device: str) -> None:
-        """Computes on one of its devices and checks the result; raises HelperError within a deadline, saying why."""
+        """Computes on a device and checks the result, with a deadline. Raises HelperError."""
         ...
 
     async def close(self) -> None:
-        """Ends every process the probe started."""
+        """Ends the processes of the probe."""
         ...
 
 
 def outer_set(value: str | None) -> list[str] | None:
-    """The devices a variable such as CUDA_VISIBLE_DEVICES allows, in order; None when it is unset (all of them).
+    """The devices that a variable such as CUDA_VISIBLE_DEVICES allows, in order; None when it is unset (all devices).
 
-    As CUDA reads it: entries after an invalid one (`-1`) do not count, and an empty value means none.
+    As in CUDA, entries after an invalid one (`-1`) are ignored, and an empty value allows no device.
     """
     if value is None:
         return None
@@ -108,9 +108,9 @@ def outer_set(value: str | None) -> list[str] | None:
 
 
 def narrowed(value: str | None, index: int, uuid: str | None) -> str:
-    """The value that leaves only the `index`-th of the devices that `value` allows.
+    """The value that allows only the `index`-th of the devices that `value` allows.
 
-    A UUID is preferred because it means the same in any order; what an operator wrote himself is kept as it is.
+    Without a value of the operator it is the UUID, which does not depend on the order of devices.
     """
     allowed = outer_set(value)
     if allowed is not None:
@@ -124,4 +124,4 @@ HIDDEN: Mapping[str, str] = {
     "ROCR_VISIBLE_DEVICES": "",
     "GGML_VK_VISIBLE_DEVICES": "",
 }
-"""The environment of a process that shall see no accelerator: otherwise llama.cpp initializes every one it sees."""
+"""The environment that hides all accelerators, which llama.cpp would otherwise initialize."""

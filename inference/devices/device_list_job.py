@@ -1,4 +1,4 @@
-"""Lists the compute devices llama.cpp can see, as ggml tells them; runs in a child, decides nothing."""
+"""Helper job that lists the compute devices that llama.cpp sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Caps(ctypes.Structure):
 
 
 class _Props(ctypes.Structure):
-    """ggml_backend_dev_props; `device_id` is the PCI address (`0000:01:00.0`) where the backend knows it."""
+    """ggml_backend_dev_props. `device_id` is the PCI address (`0000:01:00.0`) if the backend knows it."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -35,13 +35,13 @@ _TYPES = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"devices": [{"ggml_name", "backend", "name", "type", "pci", "total_bytes", "free_bytes"}]}`."""
+    """Returns `{"devices": [{"ggml_name", "backend", "name", "type", "pci", "total_bytes", "free_bytes"}]}`."""
     del job
     from inference.worker.llama import ggml_library
     from inference.worker.llama.binding import lib as llama
 
-    heard = llama.llama_log_callback(lambda level, text, data: None)
-    llama.llama_log_set(heard, None)
+    callback = llama.llama_log_callback(lambda level, text, data: None)
+    llama.llama_log_set(callback, None)
     llama.llama_backend_init()
     lib = ggml_library.library()
     for name, restype, argtypes in (

@@ -1,7 +1,6 @@
-"""Loads ggml's backends where each is a library of its own, beside the libraries of llama.cpp (GGML_BACKEND_DL).
+"""Loads ggml's backends in builds with a library per backend (GGML_BACKEND_DL). Other builds link their backends.
 
-Such a build holds the CPU backend several times, for older and newer CPUs, and ggml loads the best one for this CPU.
-Other builds link their backends.
+A build with GGML_BACKEND_DL contains the CPU backend for several generations of CPUs; ggml loads the best one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 
 def load(lib: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
-    """Loads the backends in `folder` once per process, if `lib` (libggml) does not link them; returns `lib`."""
+    """Loads the backends in `folder`, once per process, if `lib` (libggml) does not link them. Returns `lib`."""
     if not hasattr(lib, "ggml_backend_cpu_reg"):
         lib.ggml_backend_reg_count.restype = ctypes.c_size_t
         lib.ggml_backend_reg_count.argtypes = []
@@ -24,7 +23,7 @@ def load(lib: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
 
 
 def rpc(lib: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
-    """The library with the functions of the RPC backend; raises OSError where it was not built."""
+    """The library with the RPC backend. Raises OSError when the build has none."""
     if hasattr(lib, "ggml_backend_rpc_start_server"):
         return lib
     suffix = "dylib" if sys.platform == "darwin" else "so"

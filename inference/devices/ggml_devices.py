@@ -1,8 +1,7 @@
-"""Finds the accelerators llama.cpp can use, in a probe child, and measures them; never loads a driver in this process.
+"""Finds and measures the accelerators that llama.cpp can use. Drivers are loaded only in helper processes.
 
-A device counts only if this build of llama.cpp can compute on it: an NVIDIA card under a CPU build is no device. NVIDIA
-devices take identity and figures from NVML where it answers, AMD devices from the kernel's files; all others are
-measured by the probe child.
+A device counts if this build of llama.cpp can compute on it; a CPU build sees no NVIDIA GPU. Identity and figures of
+NVIDIA devices come from NVML, those of AMD devices from the kernel, and all others from a helper.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ _AMD = ("HIP", "ROCm")
 _FIRST_NAME = {"CUDA": "CUDA0", "HIP": "ROCm0", "ROCm": "ROCm0", "Vulkan": "Vulkan0"}
 _NO_HOST_ACCELERATOR = ("cpu", "accel")
 _UNIFIED = ("MTL", "Metal")
-"""Backends whose devices have no memory of their own; an integrated GPU (`igpu`) of any backend has none either."""
+"""Backends whose devices use host memory, as integrated GPUs (`igpu`) of all backends do."""
 
 Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
 class GgmlProbe:
-    """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's own order.
+    """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's order.
 
-    `probe` lists them as `inference.devices.device_list_job` does, and `trial` computes on one; both raise
-    HelperError when they cannot.
+    `probe` lists them (see `inference.devices.device_list_job`), `trial` computes on one. Both raise HelperError.
     """
 
     def __init__(
@@ -63,15 +61,15 @@ class GgmlProbe:
         self._readings: tuple[Reading, ...] = ()
 
     def readings(self) -> tuple[Reading, ...]:
-        """The newest figures."""
+        """The newest readings."""
         return self._readings
 
     async def start(self) -> None:
-        """Asks llama.cpp once which devices there are; a failing probe is told and counts as none."""
+        """Lists the devices once. Logs a failure, which counts as no device."""
         try:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:
-            log.warning("accelerators cannot be listed, and count as none: %s", error)
+            log.warning("cannot list accelerators; continuing without: %s", error)
             return
         indices: dict[str, int] = {}
         readings: list[Reading] = []
@@ -86,13 +84,13 @@ class GgmlProbe:
         await self._identify()
 
     async def refresh(self) -> None:
-        """Measures anew; what cannot be read keeps its figures and says why."""
+        """Measures again. A device that cannot be read keeps its figures, with the reason in `note`."""
         if not self._readings:
             return
         fresh = {reading.id: reading for reading in self._readings}
         cards = await self._cards()
         for reading in self._readings:
-            if reading.unified:  # as full as the host, which is measured anyway
+            if reading.unified:  # uses host memory, which CpuProbe measures
                 continue
             card, chip = cards.get(self._address(reading)), self._chip(reading)
             if card is not None:
@@ -102,7 +100,7 @@ class GgmlProbe:
             elif self._nvml.error is not None and self._nvml.answered and reading.kind == "cuda":
                 fresh[reading.id] = _unread(reading, self._nvml.error, self._nvml.sign)
             elif reading.kind == "cuda" and self._nvml.knows(self._address(reading)):
-                fresh[reading.id] = _unread(reading, "NVML does not list it any more", Sign.GONE)
+                fresh[reading.id] = _unread(reading, "NVML no longer lists it", Sign.GONE)
             else:
                 del fresh[reading.id]
         if len(fresh) < len(self._readings):
@@ -110,24 +108,24 @@ class GgmlProbe:
         self._readings = tuple(fresh[reading.id] for reading in self._readings)
 
     def listen(self, notice: Callable[[], None]) -> None:
-        """An Xid event is noticed."""
+        """Calls `notice` at each Xid event."""
         self._nvml.listen(notice)
 
     async def renew(self) -> None:
-        """The next reading is that of a fresh NVML child."""
+        """The next reading starts a new NVML helper."""
         await self._nvml.renew()
 
     async def trial(self, device: str) -> None:
-        """Computes on the device in a helper of its own."""
+        """Computes on the device in a helper."""
         await self._try(next(reading for reading in self._readings if reading.id == device))
 
     async def close(self) -> None:
-        """Ends the NVML child."""
+        """Ends the NVML helper."""
         await self._nvml.close()
 
-    # --- who they are ----------------------------------------------------------------------------------------------
+    # --- identity --------------------------------------------------------------------------------------------------
     async def _identify(self) -> None:
-        """Gives NVIDIA and AMD devices the identity their drivers know them by, and pins them by it."""
+        """Adds the UUIDs of NVIDIA and AMD devices and pins by them."""
         cards = await self._cards()
         indices: dict[str, int] = {}
         identified: list[Reading] = []
@@ -147,10 +145,10 @@ class GgmlProbe:
         self._readings = tuple(identified)
 
     def _pin(self, backend: str, index: int, uuid: str | None, chip: AmdFigures | None) -> dict[str, str]:
-        """The environment that leaves a process only the `index`-th of this backend's devices.
+        """The environment that makes only the `index`-th device of the backend visible.
 
-        ROCm's UUIDs go into ROCR_VISIBLE_DEVICES, which is applied before HIP_VISIBLE_DEVICES; that one takes indices
-        only, counted among what the former left, and where it is unset CUDA_VISIBLE_DEVICES stands in for it.
+        UUIDs of ROCm go into ROCR_VISIBLE_DEVICES, which is applied before HIP_VISIBLE_DEVICES. The latter takes only
+        indices of the remaining devices; when it is unset, CUDA_VISIBLE_DEVICES applies.
         """
         variable = _VARIABLES.get(backend)
         if variable is None:
@@ -162,7 +160,7 @@ class GgmlProbe:
         outer = self._environ.get(variable) or self._environ.get("CUDA_VISIBLE_DEVICES")
         return {variable: narrowed(outer, index, None)}
 
-    # --- how full they are -----------------------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------------------------
     async def _cards(self) -> Mapping[str, Card]:
         if any(reading.kind == "cuda" for reading in self._readings):
             return await self._nvml.read()
@@ -177,7 +175,7 @@ class GgmlProbe:
         return amd_figures(pci, self._root) if pci and reading.kind != "cuda" else None
 
     async def _probed(self, readings: Sequence[Reading]) -> dict[str, Reading]:
-        """These devices as the probe child sees them now, in the order of all."""
+        """The current figures of these devices from the helper."""
         try:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:
@@ -193,7 +191,7 @@ class GgmlProbe:
         return {reading.id: self._among(reading, listed, why) for reading in readings}
 
     def _among(self, reading: Reading, listed: Mapping[str, Mapping[str, Any]], why: str) -> Reading:
-        """One device when others came or went: only what is pinned by UUID still means the same device."""
+        """The figures of a device after the list has changed: only a UUID still identifies the same device."""
         address = self._pci[reading.id]
         item = listed.get(canonical_pci(address)) if address else None
         if item is None:
@@ -239,7 +237,7 @@ def _unread(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
 
 
 def _with_card(reading: Reading, card: Card) -> Reading:
-    """NVML's identity, figures and evidence."""
+    """`reading` with identity, figures and evidence from NVML."""
     return replace(
         reading,
         name=card.name,
@@ -255,7 +253,7 @@ def _with_card(reading: Reading, card: Card) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class AmdFigures:
-    """Bytes of video memory, and the UUID as ROCR_VISIBLE_DEVICES takes it (None where the chip has none)."""
+    """Video memory of an AMD device, and its UUID for ROCR_VISIBLE_DEVICES (None without one)."""
 
     total_bytes: int
     used_bytes: int
@@ -263,7 +261,7 @@ class AmdFigures:
 
 
 def amd_figures(pci: str, root: Path = Path("/")) -> AmdFigures | None:
-    """The device at a PCI address such as `0000:03:00.0`; None when it is no AMD device or not there any more."""
+    """The AMD device at a PCI address such as `0000:03:00.0`, from the files of the amdgpu driver; None without one."""
     folder = root / "sys/bus/pci/devices" / pci.lower()
     try:
         total = int((folder / "mem_info_vram_total").read_text())

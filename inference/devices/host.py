@@ -1,8 +1,8 @@
-"""Measures host memory: the machine's, or the cgroup's where it is smaller; decides nothing.
+"""Measures host memory within the limits of control groups.
 
-Use is what cannot be given back: a cgroup's current minus its inactive file pages, a machine's total minus available.
-The smallest limit is the total. Free is what every level has left, the machine included, because others may use up what
-this group's own limit would still allow.
+Used memory excludes what the kernel can drop: current minus inactive file pages of a group, total minus available of
+the machine. The total is the smallest limit. Free memory is the smallest remainder of all levels including the machine,
+because other processes share them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ CPU = "cpu"
 
 
 class CpuProbe:
-    """Host RAM as the device `cpu`; reads a few small files and is fresh at every call."""
+    """Host RAM as the device `cpu`. Each call reads a few small files."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._name = _cpu_name(root)
 
     async def start(self) -> None:
-        """Nothing to find: there always is host memory."""
+        """Does nothing: host memory always exists."""
 
     async def refresh(self) -> None:
-        """Nothing to do: `readings` is always fresh."""
+        """Does nothing: `readings` is always current."""
 
     def listen(self, notice: Callable[[], None]) -> None:
-        """Nothing happens to host memory unseen."""
+        """Does nothing: there are no events."""
 
     async def renew(self) -> None:
-        """Nothing to renew."""
+        """Does nothing: there is no helper."""
 
     async def trial(self, device: str) -> None:
         """Computes on the CPU."""
@@ -48,10 +48,10 @@ class CpuProbe:
         await trial(self.readings()[0])
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is no helper."""
 
     def readings(self) -> tuple[Reading, ...]:
-        """Host memory now."""
+        """The current host memory."""
         total, used = host_memory(self._root)
         free = total - used
         for group in cgroups(self._root):
@@ -71,7 +71,7 @@ class CpuProbe:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, used) bytes of the machine; (0, 0) where they cannot be read."""
+    """(total, used) bytes of the machine; (0, 0) when they cannot be read."""
     try:
         fields = dict(_pairs((root / "proc/meminfo").read_text(encoding="ascii")))
         return fields["MemTotal"], fields["MemTotal"] - fields["MemAvailable"]
@@ -97,11 +97,11 @@ def _without_proc() -> tuple[int, int]:
     if sys.platform != "darwin":
         return total, 0
     try:
-        said = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=2, check=True).stdout
+        output = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=2, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return total, 0
     pages = 0
-    for line in said.splitlines():
+    for line in output.splitlines():
         name, _, value = line.partition(":")
         if name in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable"):
             pages += int(value.strip().rstrip("."))
@@ -110,14 +110,14 @@ def _without_proc() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A control group that limits this process. `used_bytes` leaves out what the kernel drops under pressure."""
+    """A control group that limits this process. `used_bytes` excludes pages that the kernel can drop."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def cgroups(root: Path = Path("/")) -> Iterator[Group]:
-    """Every memory cgroup from this process's own up to the root that sets a limit, v2 and v1."""
+    """The memory control groups (v2 and v1) with a limit, from this process up to the root."""
     try:
         memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -140,7 +140,7 @@ def _chain(base: Path, path: str, limit_name: str, used_name: str, inactive: str
     here = base / path.lstrip("/")
     candidates = [here, *here.parents] if here.is_dir() else [base]
     for directory in candidates:
-        with contextlib.suppress(OSError, ValueError):  # this level sets no limit, or does not show it to us
+        with contextlib.suppress(OSError, ValueError):  # no limit at this level, or not readable
             text = (directory / limit_name).read_text(encoding="ascii").strip()
             if text != "max" and int(text) < _NO_LIMIT:
                 used = int((directory / used_name).read_text(encoding="ascii"))

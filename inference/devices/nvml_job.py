@@ -1,6 +1,4 @@
-"""Reads NVIDIA devices through NVML and hears their Xid events; runs in a child because the library cannot be opened
-again, decides nothing.
-"""
+"""Helper job that reads NVIDIA devices and their Xid events with NVML. After a failure NVML needs a new process."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ import pynvml
 
 WAIT_MILLISECONDS = 1000
 _ACTION_FIELD = 230
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of drivers from R570 on."""
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION (driver R570 or newer)."""
 
 
 class Session:
-    """NVML in this process: opened by the first reading. `notice` is called, by a thread, for each Xid event."""
+    """NVML in this process, opened by the first reading. A thread calls `notice` for each Xid event."""
 
     def __init__(self, notice: Callable[[], None]) -> None:
         self._notice = notice
@@ -29,10 +27,10 @@ class Session:
     def read(self) -> dict[str, Any]:
         """A reading: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}], "xids"}`.
 
-        Besides `total_bytes` there are `free_bytes`, `used_bytes`, and `action`, the recovery action that the driver
-        asks for (None where it does not tell). A device that cannot be read has `error` (a sentence) and `code`
-        instead, and the others are read all the same. `xids` are (UUID, number) of the events since the last reading.
-        `{"error", "code"}` when NVML itself fails, `{"absent": sentence}` where the machine has no NVML at all.
+        A device also has `free_bytes`, `used_bytes`, and `action`, the recovery action that the driver requests (None
+        if unknown). A device that cannot be read has `error` and `code` instead. `xids` are (UUID, number) of the
+        events since the last reading. The reading is `{"error", "code"}` when NVML fails, and `{"absent": message}`
+        when the machine has no NVML.
         """
         try:
             if self._listener is None:
@@ -50,36 +48,36 @@ class Session:
                 found.append({"index": index, **_device(pynvml.nvmlDeviceGetHandleByIndex(index))})
             except pynvml.NVMLError as error:
                 found.append({"index": index, "error": str(error), "code": error.value})
-        return {"driver": driver, "devices": found, "xids": self._listener.heard()}
+        return {"driver": driver, "devices": found, "xids": self._listener.take()}
 
 
 class Listener:
-    """Hears the Xid events of all devices from now on, in a thread that always waits for the next one.
+    """Receives the Xid events of all devices in a thread that always waits for the next one.
 
-    Older drivers keep none: whoever asks now and then is told the newest one in the place of each that came meanwhile.
+    Older drivers do not queue events, so periodic polling would get only the newest one, several times.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
         self._notice = notice
-        self._heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._uuids: dict[int | None, str] = {}
-        with contextlib.suppress(pynvml.NVMLError):  # a system whose NVML tells no events, as on WSL
+        with contextlib.suppress(pynvml.NVMLError):  # NVML without events, as on WSL
             events = pynvml.nvmlEventSetCreate()
             for index in range(pynvml.nvmlDeviceGetCount()):
                 self._register(index, events)
             if self._uuids:
                 threading.Thread(target=self._listen, args=(events,), name="xids", daemon=True).start()
 
-    def heard(self) -> list[tuple[str, int]]:
-        """What came since the last call, oldest first."""
+    def take(self) -> list[tuple[str, int]]:
+        """The events since the last call, oldest first."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._heard.get_nowait())
+                found.append(self._received.get_nowait())
         return found
 
     def _register(self, index: int, events: Any) -> None:
-        with contextlib.suppress(pynvml.NVMLError):  # a device that tells no events, or is lost already
+        with contextlib.suppress(pynvml.NVMLError):  # a device without events, or a lost one
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
             pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
@@ -91,10 +89,10 @@ class Listener:
                 event = pynvml.nvmlEventSetWait(events, WAIT_MILLISECONDS)
             except pynvml.NVMLError as error:
                 if error.value != pynvml.NVML_ERROR_TIMEOUT:
-                    time.sleep(WAIT_MILLISECONDS / 1000)  # what it means, the readings tell
+                    time.sleep(WAIT_MILLISECONDS / 1000)  # the readings report the failure
                 continue
             if (uuid := self._uuids.get(_address(event.device))) is not None:
-                self._heard.put((uuid, int(event.eventData)))
+                self._received.put((uuid, int(event.eventData)))
                 self._notice()
 
 
@@ -102,7 +100,7 @@ def _device(handle: Any) -> dict[str, Any]:
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         reserved = int(memory.reserved)
-    except (pynvml.NVMLError, AttributeError, TypeError):  # older drivers know only the first version
+    except (pynvml.NVMLError, AttributeError, TypeError):  # older drivers have only version 1
         memory, reserved = pynvml.nvmlDeviceGetMemoryInfo(handle), 0
     return {
         "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),

@@ -1,8 +1,7 @@
-"""Reads NVIDIA devices through NVML in a child with a deadline; never opens the library in this process.
+"""Reads NVIDIA devices with NVML in a helper process with a deadline.
 
-The library cannot be opened again once it failed, so the child is killed and started afresh on every error, be it the
-library's or one device's, and on every call that does not return in time. How soon,
-`inference.devices.reopen_policy` decides.
+NVML does not work again in a process after a failure. The helper is killed and restarted after each error of NVML or of
+a device, and after a timeout, with the delays of `inference.devices.reopen_policy`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _LIBRARY_NOT_FOUND = 12
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One NVIDIA device as NVML tells it; bytes are bytes, `total_bytes` without what the driver reserves.
+    """One NVIDIA device in a reading. `total_bytes` excludes memory that the driver reserves.
 
-    `note` (a sentence) says what `sign` comes from. The figures of one that could not be read are the last good ones.
+    `note` explains `sign`. A device that could not be read has its last figures.
     """
 
     uuid: str
@@ -51,9 +50,9 @@ class Card:
 
 
 class NvmlReader:
-    """The NVIDIA devices of the machine by PCI address; empty where there is no NVML.
+    """The NVIDIA devices of the machine by PCI address; empty without NVML.
 
-    `error` says why the last reading failed altogether; `answered` whether any ever succeeded.
+    `error` is the reason when the last reading failed for all devices; `answered` is true after the first success.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class NvmlReader:
 
     @property
     def sign(self) -> Sign:
-        """What the last reading says of every device, if it failed altogether."""
+        """Evidence about all devices from a failed reading."""
         if self.error is None:
             return Sign.FINE
         if self.answered and self._reopening.is_beyond:
@@ -84,13 +83,13 @@ class NvmlReader:
         return Sign.UNSURE if self._code is None else sign_of_nvml(self._code)
 
     def knows(self, pci: str) -> bool:
-        """Whether there ever was a card at that address (as `canonical_pci` writes it)."""
+        """Whether a reading ever contained the address (in the form of `canonical_pci`)."""
         return pci in self._seen
 
     async def read(self) -> Mapping[str, Card]:
-        """The cards by PCI address (as `canonical_pci` writes it); empty when absent or failing (see `error`).
+        """The cards by PCI address (in the form of `canonical_pci`); empty without NVML and after a failure (`error`).
 
-        After a failure it fails without asking until the next child is due.
+        After a failure it does not ask a helper before the next one is due.
         """
         if self._absent or (self.error is not None and not self._reopening.is_due(self._clock())):
             return {}
@@ -114,21 +113,21 @@ class NvmlReader:
         if not has_errors:
             self._reopening = Reopening()
         elif self._reopening.is_due(self._clock()):
-            await self._helper.close()  # what it says of that device from now on may be old
+            await self._helper.close()  # its later readings of the device may be stale
             self._reopening = self._reopening.failed(self._clock())
         return {canonical_pci(card.pci): card for card in cards}
 
     def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` at each Xid event, which the next reading tells."""
+        """Calls `notice` at each Xid event, which the next reading contains."""
         self._helper.notice = notice
 
     async def renew(self) -> None:
-        """The next reading is a fresh child's, however many failed before."""
+        """The next reading starts a new helper without a delay."""
         await self._helper.close()
         self._reopening = Reopening()
 
     async def close(self) -> None:
-        """Ends the child."""
+        """Ends the helper."""
         await self._helper.close()
 
     def _cards(self, answer: Mapping[str, Any]) -> tuple[list[Card], bool]:
@@ -154,22 +153,22 @@ class NvmlReader:
 
     def _fail(self, message: str, code: int | None, is_fresh: bool) -> None:
         if self.error != message:
-            log.warning("NVIDIA devices cannot be read: %s", message)
+            log.warning("cannot read NVIDIA devices: %s", message)
         self.error, self._code = message, code
         self._reopening = self._reopening.failed(self._clock(), is_refused=is_fresh and code in OUT_OF_REACH)
 
 
 def _with_evidence(card: Card, xids: Iterable[int], action: int | None) -> Card:
-    """`card` with what its events and its driver say of it; the note tells what is not fine."""
+    """`card` with the worst sign of its events and its recovery action. `note` lists the reasons."""
     found = [(sign_of_xid(number), xid_words(number)) for number in xids]
     if action is not None:
-        found.append((sign_of_action(action), f"its driver asks for recovery action {action}"))
-    told = [words for sign, words in found if sign is not Sign.FINE]
-    return replace(card, sign=worst(sign for sign, _words in found), note="; ".join(told))
+        found.append((sign_of_action(action), f"its driver requests recovery action {action}"))
+    reasons = [words for sign, words in found if sign is not Sign.FINE]
+    return replace(card, sign=worst(sign for sign, _words in found), note="; ".join(reasons))
 
 
 def canonical_pci(address: str) -> str:
-    """`00000000:01:00.0` (NVML), `0000:01:00.0` (ggml) and other spellings as one: `0:1:0.0`, hexadecimal."""
+    """One form for PCI addresses such as `00000000:01:00.0` (NVML) and `0000:01:00.0` (ggml): `0:1:0.0`."""
     domain, _, rest = address.strip().lower().partition(":")
     bus, _, device = rest.partition(":")
     if not device:

@@ -1,7 +1,6 @@
-"""Decides when what failed is started afresh, and when that is known to be no help; starts nothing.
+"""Backoff for restarting a failed helper, and the point from which restarts are not expected to help.
 
-The first failure is followed by a fresh start at once, the next ones after 1 s, 2 s, 4 s and 8 s: so long at most is a
-machine that is well again not seen. Times are seconds of one clock.
+The first restart is immediate, the next ones after 1 s, 2 s, 4 s and then every 8 s. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -10,29 +9,30 @@ from dataclasses import dataclass
 
 MOST_SECONDS = 8.0
 BEYOND_AFTER = 5
-"""Fresh processes in a row that were refused before no fresh process is expected to help. By the pauses these take at
-least 15 s, longer than a driver takes to be replaced and shorter than anybody likes to wait for a restart."""
+"""New processes in a row that the driver refused, after which new processes are not expected to help. With the delays
+this takes at least 15 s, longer than the replacement of a driver.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reopening:
-    """Failures in a row: all of them, and those of fresh processes that were refused; not before `due_at` again."""
+    """Failures in a row, refused new processes in a row, and the time of the next restart."""
 
     failures: int = 0
     refused: int = 0
     due_at: float = 0.0
 
     def failed(self, now: float, *, is_refused: bool = False) -> Reopening:
-        """One more failure; `is_refused` when a fresh process was refused what no process was before."""
-        doublings = min(self.failures - 1, 16)  # a device may be dead for days
+        """Adds a failure. `is_refused`: the driver refused a new process."""
+        doublings = min(self.failures - 1, 16)  # prevents an overflow after days of failures
         pause = min(MOST_SECONDS, 2.0**doublings) if self.failures else 0.0
         return Reopening(self.failures + 1, self.refused + 1 if is_refused else 0, now + pause)
 
     def is_due(self, now: float) -> bool:
-        """Whether it may be started afresh."""
+        """Whether a restart is due."""
         return now >= self.due_at
 
     @property
     def is_beyond(self) -> bool:
-        """Whether no fresh process is expected to help."""
+        """Whether new processes are not expected to help."""
         return self.refused >= BEYOND_AFTER

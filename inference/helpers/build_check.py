@@ -1,9 +1,8 @@
-"""Checks that llama.cpp computes on this CPU: at a start where something changed, and when a worker dies at once.
+"""Checks that llama.cpp computes on this CPU: at a start after a change, and after a crash at a worker's first step.
 
-The check runs in a helper (`inference/helpers/build_proof_job.py`). Its record in the state directory, or the one
-that set-up left
-in the virtual environment, says for which CPU, libraries and place it passed; a start under the same ones checks
-nothing. A build that stopped computing while the service ran is recorded as well, and is checked at every start.
+The check runs in a helper (`inference/helpers/build_proof_job.py`). A record in the state directory, or that of the
+set-up in the virtual environment, contains the CPU, libraries and folder for which it passed; a start with the same
+ones does not check. A build that fails while the service runs is recorded and checked at every start.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ log = logging.getLogger(__name__)
 
 NAME = "build.json"
 START_SECONDS = 120.0
-"""How long the check may take at a start; on an idle machine it takes about a second."""
+"""Timeout of the check at a start, which takes about a second on an idle machine."""
 DOUBT_SECONDS = 30.0
-"""How long it may take while requests wait for it."""
-MEND = (
-    "llama.cpp has to be compiled for this CPU. In a clone, run `make clean`, then `make serve`. Build an image again. "
-    "Where pip installed it, run: CMAKE_ARGS='-DGGML_RPC=ON -DGGML_NATIVE=OFF' pip install --force-reinstall "
+"""Timeout of the check while requests wait for it."""
+ADVICE = (
+    "Compile llama.cpp for this CPU. In a clone: `make clean`, then `make serve`. In a container: rebuild the image. "
+    "After an installation with pip: CMAKE_ARGS='-DGGML_RPC=ON -DGGML_NATIVE=OFF' pip install --force-reinstall "
     "--no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
 )
 
 
 class BrokenBuildError(HeadgateError):
-    """llama.cpp does not compute on this CPU; another build, or another machine, may."""
+    """This build of llama.cpp does not compute on this CPU."""
 
     exit_code = Exit.RESTART_OUTSIDE
 
 
 class BuildCheck:
-    """The check of one service. `broken` is called once, with a sentence, when a build that passed fails."""
+    """The check of one service. `broken` is called once, with the reason, when a build fails after the start."""
 
     def __init__(
         self,
@@ -55,10 +54,10 @@ class BuildCheck:
         find: Callable[[], Path | None] = package,
         stamp: Path = Path(sys.prefix) / "headgate.json",
     ) -> None:
-        """`run` as `run_helper`; `find` gives the folder of `llama_cpp`; `stamp` is what set-up wrote."""
-        self.broken: Callable[[str], None] = lambda _why: None
+        """`run` is `run_helper`, `find` returns the folder of `llama_cpp`, `stamp` is the file of the set-up."""
+        self.broken: Callable[[str], None] = lambda _reason: None
         self.is_trusted = False
-        """Whether a check passed after a worker's death had raised doubts: further such deaths are the models' own."""
+        """Whether a check passed after a crash at a first step. Later crashes of that kind have other causes."""
         self._path = state.root / NAME
         self._stamp = stamp
         self._files = StateFileWriter("the check of llama.cpp")
@@ -67,10 +66,10 @@ class BuildCheck:
         self._doubt: asyncio.Task[bool] | None = None
 
     async def at_start(self) -> None:
-        """Returns when the build is known to compute; raises BrokenBuildError where it does not."""
+        """Checks the build if needed. Raises BrokenBuildError when it does not compute."""
         folder = self._find()
         if folder is None:
-            return  # a worker says so
+            return  # the workers report it
         build = Build.at(folder)
         if (changed := self._changed(build)) is None:
             return
@@ -81,9 +80,9 @@ class BuildCheck:
         self._keep({"passed": asdict(build)})
 
     async def holds(self) -> bool:
-        """Whether the build still computes, asked when a worker died at its first step; all who ask share one check.
+        """Checks the build after a crash at a worker's first step. Concurrent calls share one check.
 
-        After the first check that fails `broken` has been called, and the answer stays.
+        The first failed check calls `broken`; its result is final.
         """
         if self.is_trusted:
             return True
@@ -92,15 +91,15 @@ class BuildCheck:
         return await asyncio.shield(self._doubt)
 
     async def _check_again(self) -> bool:
-        log.warning("a worker died at its first step; checking that llama.cpp still computes on this CPU")
+        log.warning("a worker crashed at its first step; checking that llama.cpp computes on this CPU")
         try:
             failure = await self._failure(DOUBT_SECONDS, decided=True)
         except HelperError as error:
-            log.warning("the check of llama.cpp came to no result (%s); the model counts as the cause", error)
+            log.warning("the check of llama.cpp has no result (%s); the crash is attributed to the model", error)
             self._doubt = None
             return True
         if failure is None:
-            log.info("llama.cpp computes: the worker's end is its model's own")
+            log.info("llama.cpp computes; the crash is attributed to the model")
             self.is_trusted = True
             return True
         folder = self._find()
@@ -110,7 +109,7 @@ class BuildCheck:
         return False
 
     async def _failure(self, seconds: float, *, decided: bool = False) -> str | None:
-        """What is wrong with the build, or None. `decided`: HelperError is raised for what says nothing about it."""
+        """Why the build fails, or None. With `decided`, failures of the helper itself are raised as HelperError."""
         try:
             answer = await self._run("proof", {}, seconds=seconds)
         except HelperError as error:
@@ -120,11 +119,11 @@ class BuildCheck:
         return answer.get("error")
 
     def _changed(self, build: Build) -> str | None:
-        """Why the build has to be checked, None where it is known to compute."""
+        """Why the build must be checked, or None when it was checked."""
         kept = load_state_file(self._path, _object, "llama.cpp is checked again") or {}
         stamp = _read(self._stamp)
         if _build_of(kept.get("failed")) == build:
-            return "it failed while the service ran"
+            return "it failed in an earlier run"
         records = [record for record in (_build_of(kept.get("passed")), _build_of(stamp.get("build"))) if record]
         if build in records:
             return None
@@ -135,17 +134,17 @@ class BuildCheck:
 
 
 def _sentence(build: Build | None, failure: str) -> str:
-    return f"llama.cpp does not compute on this CPU, {build.cpu if build else 'of an unknown kind'}: {failure}. {MEND}"
+    return f"llama.cpp does not compute on this CPU, {build.cpu if build else 'unknown'}: {failure}. {ADVICE}"
 
 
 def _object(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ValueError("it is no record of a check")
+        raise ValueError("it is not a record of a check")
     return data
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
+    """The object in a JSON file; empty when there is none."""
     try:
         found = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Checks that this build of llama.cpp computes correctly on this CPU; runs in a child, because a broken one may end it.
+"""Helper job that checks that this build of llama.cpp computes correctly on this CPU. A broken build can crash it.
 
-Two checks, both on the CPU alone and within a second or two:
+Two checks on the CPU, which take one or two seconds:
 
-- products of matrices with f16, q8_0 and q4_0 weights, for one row and for a batch, in every kind of buffer in which
-  llama.cpp keeps weights on this CPU (AMX and repacked weights have buffers and kernels of their own), against numpy;
-- the bundled demo model: a prompt as one batch and token by token, then some tokens of both sequences together. Both
-  ways have to agree, and the answer has to begin as the model learned it.
+- matrix products with f16, q8_0 and q4_0 weights, for one row and for a batch, in each buffer type that llama.cpp uses
+  for weights on this CPU (AMX and repacked weights have buffer types and kernels of their own), compared with numpy;
+- the bundled demo model: a prompt in one batch and token by token, then some tokens of both sequences together. The
+  logits must agree, and the answer must begin with the text that the model has learned.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
     import numpy as np
 
 LONG, WIDE = 512, 64
-"""Weights of WIDE rows of LONG numbers, a shape that every kernel takes: AMX wants multiples of 64 and 32."""
+"""Weights of WIDE rows of LONG numbers, a shape for all kernels: AMX needs multiples of 64 and 32."""
 ROWS = (1, 33)
-"""A single token, and a batch with an odd number of rows, so that kernels also compute what is left over."""
+"""A single token, and a batch with an odd number of rows, which includes the remainder code of kernels."""
 BLOCK = 32
 MOST_ERROR = 0.03
-"""Relative error (Frobenius norm) of a product or of logits. Kernels quantize the right side to 8 bits, which costs
-0.006; wrong kernels are off by about 1."""
+"""Highest relative error (Frobenius norm) of a product or of logits. Quantizing the right side to 8 bits causes 0.006,
+wrong kernels about 1.
+"""
 QUESTION = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "I am a small demo model that comes with Headgate."
 TOKENS = 12
-"""How many tokens of the answer are decoded, one by one."""
+"""Number of decoded tokens of the answer."""
 _F32, _F16, _Q4_0, _Q8_0 = 0, 1, 2, 8
 _CONTEXT_BYTES = 2**20
-"""Host memory for what ggml notes of a graph."""
+"""Host memory for the metadata of a ggml graph."""
 
 
 class ProofError(Exception):
-    """The build computes nonsense; the message says what."""
+    """The build computes wrong results."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of one type (`kind` is ggml's number for it): `data` as a tensor holds them, `values` as numbers."""
+    """Weights of one type (`kind` is its number in ggml): `data` in the layout of a tensor, `values` as float32."""
 
     name: str
     kind: int
@@ -53,7 +54,7 @@ class Weights:
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"products": count, "buffers": [names], "answer": text}`, or `{"error": sentence}`. `job` is empty."""
+    """Returns `{"buffers": [names], "answer": text}`, or `{"error": message}`. `job` is empty."""
     os.environ.update(HIDDEN)
     from inference.worker import llama
     from inference.worker.llama.llama_log import LogTail
@@ -69,7 +70,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- products --------------------------------------------------------------------------------------------------------
 def _check_products() -> list[str]:
-    """The names of the kinds of buffers in which all products are right; raises ProofError."""
+    """The names of the buffer types, in all of which the products are correct. Raises ProofError."""
     import numpy as np
 
     from inference.worker.llama import ggml_library
@@ -98,7 +99,7 @@ def _check_products() -> list[str]:
 
 
 def quantized(matrix: np.ndarray) -> Iterator[Weights]:
-    """`matrix` (float32, its rows a multiple of BLOCK long) as f16, q8_0 and q4_0, in ggml's layout of blocks."""
+    """`matrix` (float32, row length a multiple of BLOCK) as f16, q8_0 and q4_0 in ggml's block layout."""
     import numpy as np
 
     half = matrix.astype(np.float16)
@@ -118,7 +119,7 @@ def quantized(matrix: np.ndarray) -> Iterator[Weights]:
 
 
 def _buffer_types(lib: ctypes.CDLL, cpu: int) -> list[int]:
-    """Where llama.cpp keeps weights on this CPU: its plain memory, then the kinds with a layout of their own."""
+    """The buffer types for weights on this CPU: plain memory first, then those with a layout of their own."""
     found = [lib.ggml_backend_dev_buffer_type(cpu)]
     registry = lib.ggml_backend_dev_backend_reg(cpu)
     if address := lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts"):
@@ -133,7 +134,7 @@ def _buffer_types(lib: ctypes.CDLL, cpu: int) -> list[int]:
 def _product(
     lib: ctypes.CDLL, cpu: int, backend: int, buffer_type: int, weights: Weights, right: np.ndarray
 ) -> np.ndarray | None:
-    """`right` times the transposed weights, as float32; None where this kind of buffer does not take such weights."""
+    """`right` times the transposed weights, as float32; None when the buffer type does not support these weights."""
     import numpy as np
 
     held = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
@@ -149,7 +150,7 @@ def _product(
     ]
     try:
         if not all(buffers):
-            raise ProofError("there is no memory for a product of small matrices")
+            raise ProofError("out of memory for a product of small matrices")
         if not lib.ggml_backend_dev_supports_op(cpu, product):
             return None
         lib.ggml_backend_tensor_set(a, weights.data, 0, len(weights.data))
@@ -167,7 +168,7 @@ def _product(
 
 
 def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
-    """Raises ProofError where `found` is not what was expected, within MOST_ERROR."""
+    """Raises ProofError when `found` differs from `expected` by more than MOST_ERROR."""
     import numpy as np
 
     if not np.isfinite(found).all():
@@ -218,7 +219,7 @@ class _Row:
 
 
 def _check_model() -> str:
-    """The beginning of the demo model's answer; raises ProofError where it is not the one that the model learned."""
+    """The beginning of the demo model's answer. Raises ProofError when it is not the learned text."""
     from inference.demo import bundled_path
     from inference.worker import llama
     from inference.worker.loading import open_context
@@ -241,7 +242,7 @@ def _check_model() -> str:
 
 
 def _check_answer(context: Any, text_of: Callable[[list[int]], str], position: int, first: int) -> str:
-    """Decodes both sequences together, greedily, from the first token of the answer on; raises ProofError."""
+    """Decodes both sequences together, greedily, from the first token of the answer on. Raises ProofError."""
     tokens = [first]
     for step in range(TOKENS):
         logits, twin = _decoded(context, [_Row(slot, position + step, tokens[-1:]) for slot in (0, 1)])
@@ -254,7 +255,7 @@ def _check_answer(context: Any, text_of: Callable[[list[int]], str], position: i
 
 
 def _decoded(context: Any, rows: list[_Row]) -> list[np.ndarray]:
-    """A copy of the logits behind each row; raises ProofError where llama.cpp computes none, or no numbers."""
+    """A copy of the logits after each row. Raises ProofError when decoding fails or logits are not finite."""
     import numpy as np
 
     status, last = context.decode(rows)

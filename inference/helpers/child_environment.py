@@ -1,6 +1,6 @@
-"""Decides what of our environment a child process sees: never a secret, because foreign code runs there.
+"""The environment of worker and helper processes, without secrets.
 
-Workers and helpers map llama.cpp, compute drivers and NVML and read files that strangers made. None of it needs a key.
+They run llama.cpp, compute drivers and NVML, and read model files from untrusted sources. They need no keys.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _SECRET_NAME = re.compile(
 )
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _SPILLS = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
-"""Would let a model that does not fit spill to host memory without a word."""
+"""Would let a model that does not fit use host memory silently."""
 
 
 def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a worker or helper: `environ` (default: ours) without secrets, then `extra`.
+    """The environment of a worker or helper: `environ` (default: of this process) without secrets, then `extra`.
 
     The child ends with this process (`headgate.shared.child_process`). llama.cpp prints no backtrace when it aborts.
     """
@@ -33,5 +33,5 @@ def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | Non
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a key, a token, a password, or an address that holds one."""
+    """Whether a variable looks like a key, a token, a password, or a URL with a password."""
     return _SECRET_NAME.search(name) is not None or _PASSWORD_IN_ADDRESS.search(value) is not None

@@ -1,7 +1,7 @@
-"""Runs helper processes with a deadline and takes their answers; decides nothing about models or devices.
+"""Runs helper processes with a deadline.
 
-A helper that is late, dies or answers nonsense is killed and becomes a HelperError; the service goes on. One that hangs
-inside a driver, where no signal reaches it, is left alone, and with a few of them no more of their kind are started.
+A helper that times out, crashes or returns an invalid answer is killed and becomes a HelperError. One that hangs in a
+driver cannot be killed; with MOST_STUCK of them no further helpers of that job are started.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from inference.helpers import NOTICE
 from inference.helpers.child_environment import child_environment
 
 MOST_ANSWER_BYTES = 16 * 2**20
-MOST_LAST_WORDS_BYTES = 16 * 2**10
+MOST_OUTPUT_BYTES = 16 * 2**10
 END_SECONDS = 2.0
-"""A killed process that is still there after so long hangs in the kernel, maybe for ever."""
+"""A killed process that still runs after this time hangs in the kernel."""
 MOST_STUCK = 3
-"""Helpers of one job that may hang so at a time: a driver that does not come back must not collect processes."""
+"""Limit of hanging helpers of one job, so that a hanging driver does not accumulate processes."""
 
 log = logging.getLogger(__name__)
 _reaping: set[asyncio.Task[None]] = set()
@@ -31,46 +31,45 @@ _stuck: dict[str, set[asyncio.Future[int]]] = {}
 
 
 class HelperError(Exception):
-    """A helper gave no answer; the message says which job and why, `said` are its last words, and `status` is how it
-    ended (None where it was killed for being late, or did not start).
+    """A helper gave no answer. `output` is the end of its stderr, `status` its exit status (None after a timeout or a
+    failed start).
     """
 
-    def __init__(self, message: str, said: str = "", status: int | None = None) -> None:
+    def __init__(self, message: str, output: str = "", status: int | None = None) -> None:
         super().__init__(message)
-        self.said = said
+        self.output = output
         self.status = status
 
 
 async def run_helper(
     job: str, data: Mapping[str, Any], *, seconds: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The answer of one helper; raises HelperError after `seconds`, on a death, or on an unreadable answer."""
+    """The answer of one helper. Raises HelperError after `seconds`, for a crash, and for an invalid answer."""
     process = await _start(job, environment or {})
     try:
         async with asyncio.timeout(seconds):
-            question = await asyncio.to_thread(json.dumps, data)  # some hold a whole request
-            out, err = await _converse(process, question.encode())
+            question = await asyncio.to_thread(json.dumps, data)  # in a thread, because it can contain a whole request
+            out, err = await _communicate(process, question.encode())
     except TimeoutError:
-        raise HelperError(f"the {job} helper gave no answer within {seconds:g} s") from None
+        raise HelperError(f"the {job} helper did not answer within {seconds:g} s") from None
     finally:
         await _end(process, job)
     try:
         answer = await asyncio.to_thread(json.loads, out)
     except ValueError:
-        said = err[-MOST_LAST_WORDS_BYTES:].decode("utf-8", "replace").strip()
-        words = said.splitlines()
+        output = err[-MOST_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+        lines = output.splitlines()
         raise HelperError(
-            f"the {job} helper ended with {_ending(process.returncode)}{': ' + words[-1] if words else ''}",
-            said,
+            f"the {job} helper ended with {_describe(process.returncode)}{': ' + lines[-1] if lines else ''}",
+            output,
             process.returncode,
         ) from None
     if not isinstance(answer, dict):
-        raise HelperError(f"the {job} helper answered nonsense")
+        raise HelperError(f"the answer of the {job} helper is not an object")
     return answer
 
 
-def _ending(status: int | None) -> str:
-    """An exit status in words."""
+def _describe(status: int | None) -> str:
     if status is None or status >= 0:
         return f"status {status}"
     try:
@@ -80,9 +79,9 @@ def _ending(status: int | None) -> str:
 
 
 class ServingHelper:
-    """A helper that stays and answers one line per question; started on first use, killed and restarted on trouble.
+    """A long-running helper with one answer per request. Started on first use, restarted after a failure.
 
-    `notice`, a callable without arguments, is called for each NOTICE.
+    `notice` is called for each NOTICE.
     """
 
     def __init__(self, job: str) -> None:
@@ -94,7 +93,7 @@ class ServingHelper:
         self._turn = asyncio.Lock()
 
     async def ask(self, *, seconds: float) -> dict[str, Any]:
-        """One answer; raises HelperError, after which the next question meets a fresh process."""
+        """One answer. Raises HelperError; the next call then starts a new process."""
         async with self._turn:
             try:
                 async with asyncio.timeout(seconds):
@@ -105,7 +104,7 @@ class ServingHelper:
                     self._process.stdin.write(b"\n")
                     await self._process.stdin.drain()
                     answer = json.loads(await self._answers.get())
-            except (TimeoutError, OSError, ValueError, RuntimeError) as error:  # the last of a pipe, see _converse
+            except (TimeoutError, OSError, ValueError, RuntimeError) as error:  # for RuntimeError see _communicate
                 await self.close()
                 raise HelperError(f"the {self._job} helper failed ({str(error) or 'no answer in time'})") from error
             except BaseException:
@@ -113,16 +112,16 @@ class ServingHelper:
                 raise
         if not isinstance(answer, dict):
             await self.close()
-            raise HelperError(f"the {self._job} helper answered nonsense")
+            raise HelperError(f"the answer of the {self._job} helper is not an object")
         return answer
 
     @property
     def is_running(self) -> bool:
-        """Whether the next question meets a process that answered before."""
+        """Whether the process runs."""
         return self._process is not None
 
     async def close(self) -> None:
-        """Ends the process, if there is one."""
+        """Ends the process if it runs."""
         process, self._process = self._process, None
         listening, self._listening = self._listening, None
         if listening is not None:
@@ -131,13 +130,13 @@ class ServingHelper:
             await _end(process, self._job)
 
     async def _listen(self, process: asyncio.subprocess.Process, answers: asyncio.Queue[bytes]) -> None:
-        """Tells notices and answers apart; the last answer, empty, is the end of the process or of its good sense."""
+        """Separates notices from answers. An empty answer stands for the end of the process or an invalid answer."""
         assert process.stdout is not None
         line = b" "
         while line:
             try:
                 line = await process.stdout.readline()
-            except (OSError, ValueError):  # longer than any answer
+            except (OSError, ValueError):  # a line beyond the limit
                 line = b""
             if line != NOTICE:
                 answers.put_nowait(line)
@@ -161,21 +160,21 @@ async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess
             limit=MOST_ANSWER_BYTES,
         )
     except OSError as error:
-        raise HelperError(f"the {job} helper cannot be started ({error})") from error
+        raise HelperError(f"cannot start the {job} helper ({error})") from error
 
 
-async def _converse(process: asyncio.subprocess.Process, question: bytes) -> tuple[bytes, bytes]:
-    """What it writes to stdout and stderr, asked `question`; nothing of one that died before it could be asked."""
+async def _communicate(process: asyncio.subprocess.Process, question: bytes) -> tuple[bytes, bytes]:
+    """Stdout and stderr of the process for `question`; empty when it ended before it read the question."""
     try:
         return await process.communicate(question)
-    except RuntimeError:  # uvloop's word for a pipe that is closed already, where asyncio only warns
+    except RuntimeError:  # uvloop raises this for a closed pipe, where asyncio only warns
         return b"", b""
 
 
 async def _end(process: asyncio.subprocess.Process, job: str, seconds: float = END_SECONDS) -> None:
-    """Kills what still runs and reaps it, also for a caller who is cancelled; what cannot be killed is reaped later."""
+    """Kills and reaps the process, also when the caller is cancelled. A hanging process is reaped later."""
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             process.kill()
     reaping = asyncio.create_task(_reap(process, job, seconds))
     _reaping.add(reaping)
@@ -187,7 +186,7 @@ async def _reap(process: asyncio.subprocess.Process, job: str, seconds: float) -
     reaped = asyncio.ensure_future(process.wait())
     await asyncio.wait({reaped}, timeout=seconds)
     if not reaped.done():
-        log.warning("the %s helper (pid %d) hangs in a driver and cannot be ended", job, process.pid)
+        log.warning("the %s helper (pid %d) hangs in a driver and cannot be killed", job, process.pid)
         stuck = _stuck.setdefault(job, set())
         stuck.add(reaped)
         reaped.add_done_callback(stuck.discard)

@@ -74,7 +74,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
     error = refused.value
     assert (error.code, error.status, error.details["cause"]) == (Code.MEMORY_LIMIT_EXCEEDED, 503, "oom_load")
     assert "told to fail with oom_load" in error.message
-    assert "170.0 MiB are planned from now on" in error.message
+    assert "the next load plans 170.0 MiB" in error.message
     (short,) = error.details["devices"]
     assert (short["device"], short["need_bytes"]) == ("gpu-0", 170 * MIB)
     assert error.retry_after is not None

@@ -35,7 +35,7 @@ async def test_it_is_left_alone_and_reaped_when_the_driver_lets_go(caplog: pytes
     with caplog.at_level(logging.WARNING):
         for process in hung:
             await helper_client._end(cast(Any, process), "nvml", seconds=0.01)
-    assert caplog.messages == ["the nvml helper (pid 4711) hangs in a driver and cannot be ended"] * len(hung)
+    assert caplog.messages == ["the nvml helper (pid 4711) hangs in a driver and cannot be killed"] * len(hung)
     with pytest.raises(HelperError, match="3 nvml helpers hang in a driver"):
         await ServingHelper("nvml").ask(seconds=5)
     for process in hung:

@@ -28,6 +28,6 @@ async def test_asking_for_a_removed_model_is_told_at_once(start: Start, tmp_path
     rewrite(tmp_path, {"b": {}})
     authority.reload(load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {}))
     for _ in ("while it leaves", "when it is gone"):
-        with pytest.raises(ModelNotFound, match="there are: b"):
+        with pytest.raises(ModelNotFound, match="configured models: b"):
             authority.ask(model)
         await until("gone", lambda: model.running is None)

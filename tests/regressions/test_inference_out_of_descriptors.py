@@ -39,7 +39,7 @@ async def test_a_load_without_descriptors_fails_and_holds_nothing(
         authority, model = service.authority, service.authority.resolve("a")
         await authority.measure(model)
         before = len(os.listdir("/dev/fd"))
-        with descriptors_left(count), pytest.raises(ModelFailed, match="cannot be started"):
+        with descriptors_left(count), pytest.raises(ModelFailed, match="cannot start a worker"):
             await authority.load(model)
         assert len(os.listdir("/dev/fd")) == before
         assert empty(service)

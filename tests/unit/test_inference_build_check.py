@@ -108,7 +108,7 @@ async def test_build_that_fails_asks_for_a_restart_outside_and_says_what_to_do(
         await check.at_start()
     assert caught.value.exit_code == Exit.RESTART_OUTSIDE
     assert said in str(caught.value)
-    assert "run `make clean`, then `make serve`" in str(caught.value)
+    assert "`make clean`, then `make serve`" in str(caught.value)
     again, helper = _check(tmp_path, engine)
     await again.at_start()  # a failure is never recorded as a pass
     assert helper.runs == 1

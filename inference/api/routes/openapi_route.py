@@ -1,7 +1,7 @@
-"""`GET /openapi.json`: the service's API in OpenAPI's words; checks no request.
+"""`GET /openapi.json`: the OpenAPI description of the service.
 
-The bodies of the hot paths are read by workers, which the service never maps into itself; they are described here, and
-a test holds the names against those that a worker reads.
+Workers read the bodies of the hot paths, so their schemas are declared here. A test compares the field names with
+those of the worker.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ _RENDERED: Mapping[str, Schema] = {
 
 
 def _body(fields: Mapping[str, Schema], *needed: str) -> Schema:
-    """An object with these fields and no others; null counts as absent."""
+    """An object with only these fields. Null counts as absent, except for `needed` ones."""
     properties = {
         name: schema if name in needed or schema is _ANY else _either(schema, {"type": "null"})
         for name, schema in fields.items()
@@ -204,13 +204,13 @@ BODIES: Mapping[str, Schema] = {
     ),
     "/detokenize": _body({"model": _MODEL, "tokens": _list(_integer(0))}, "model", "tokens"),
 }
-"""What each hot path takes, as workers read it."""
+"""The body of each hot path."""
 
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
 
 
 def add(app: FastAPI, open_paths: frozenset[str]) -> None:
-    """Adds the path to `app`; what it answers is made once, when somebody asks."""
+    """Adds the route to `app`."""
 
     @app.get(openapi.PATH, include_in_schema=False)
     async def describe() -> JSONResponse:
@@ -218,5 +218,5 @@ def add(app: FastAPI, open_paths: frozenset[str]) -> None:
 
 
 def description(app: FastAPI, open_paths: frozenset[str]) -> dict[str, Any]:
-    """The whole description of the service whose cold routes `app` has."""
+    """The complete description: the routes of `app` and the hot paths."""
     return openapi.completed(app.openapi(), BODIES, open_paths, _STREAMS)

@@ -26,7 +26,7 @@ class SimulatorError(Exception):
         self.of_state = of_state
 
 
-async def told(path: Path, do: str, device: str, *, seconds: float, **amount: float) -> None:
+async def send_command(path: Path, do: str, device: str, *, seconds: float, **amount: float) -> None:
     """Carries out one command over a connection of its own, which may take long. Raises SimulatorError."""
     said = {"do": do, "device": device, **amount}
     writer: asyncio.StreamWriter | None = None
