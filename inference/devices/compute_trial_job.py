@@ -40,13 +40,13 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     llama_cpp.llama_backend_init()
     lib = _declared(ggml_library.library())
     if job["kind"] == "cpu":
-        return _test(lib, lib.ggml_backend_dev_by_name(b"CPU"))
+        return check_product(lib, lib.ggml_backend_dev_by_name(b"CPU"))
     grant = DeviceGrant(job["id"], job["kind"], ggml_name=job["ggml_name"], rpc_endpoint=job["rpc_endpoint"])
     try:
         (device,) = ggml_library.resolve([grant])
     except LoadError as error:
         return {"error": str(error)}
-    return _test(lib, device)
+    return check_product(lib, device)
 
 
 def _print_errors(level: int, text: bytes, _data: Any) -> None:
@@ -54,7 +54,8 @@ def _print_errors(level: int, text: bytes, _data: Any) -> None:
         os.write(2, text)
 
 
-def _test(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
+def check_product(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
+    """Multiplies two matrices on `device` (a ggml device) and returns the answer of `run`."""
     import numpy as np
 
     backend = lib.ggml_backend_dev_init(device, None)

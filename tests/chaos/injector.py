@@ -263,7 +263,7 @@ class Injector:
 
         An event that says that all is well leaves nothing but the line. Raises LookupError.
         """
-        words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "NVIDIA devices cannot be read"]
+        words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "cannot read NVIDIA devices"]
         end = self.clock() + SEEN_SECONDS
         while not any(word in self.system.said_since(heard) for word in words):
             with contextlib.suppress(httpx2.HTTPError):

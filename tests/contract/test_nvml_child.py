@@ -176,7 +176,7 @@ async def test_a_device_that_cannot_be_read_says_why_until_it_can(stub: NvmlStub
     assert signs == [[Sign.UNSURE, Sign.UNSURE], [fine, Sign.DEAD], [fine, Sign.GONE], [fine, fine]]
     assert "(999)" in notes[0]
     assert "(15)" in notes[1]
-    assert notes[2:] == ["NVML does not list it any more", ""]
+    assert notes[2:] == ["NVML no longer lists it", ""]
     assert probe.readings()[1].used_bytes == GIB
     await probe.close()
 

@@ -55,7 +55,7 @@ class WrongLibrary(PaperLibrary):
     ids=["closed", "full", "refusing", "silent", "wrong"],
 )
 def test_a_device_that_fails_is_told_how(library: Any, answer: dict[str, str]) -> None:
-    assert compute_trial_job._tried(library, 1) == answer
+    assert compute_trial_job.check_product(library, 1) == answer
 
 
 @pytest.mark.parametrize(
