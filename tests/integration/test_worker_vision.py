@@ -167,7 +167,7 @@ def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -
 def test_tokens_of_images_are_not_counted_without_an_answer(worker: WorkerRig) -> None:
     status, said = worker.post("/tokenize", {"messages": body("look ", image())["messages"]})
     assert (status, said["error"]["code"]) == (400, "unsupported_parameter")
-    assert "the usage of an answer counts images too" in said["error"]["message"]
+    assert "the usage of an answer includes them" in said["error"]["message"]
     assert worker.post("/tokenize", {"messages": body("look")["messages"]})[0] == 200
 
 
