@@ -18,8 +18,9 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
+from gateway.routing.candidate_outcomes import CandidateOutcome
 from gateway.routing.chain import Candidate, Drop
-from gateway.routing.refusal import Outcome, no_answer
+from gateway.routing.refusal import no_answer
 from inference.protocol import Code, context_overflow
 from inference.worker.api import generation_body
 from inference.worker.prompt.prompts import Prompts
@@ -173,8 +174,8 @@ def test_gateway_words_context_overflow_of_every_tier_like_openai(
     error = no_answer(
         request,
         [
-            Outcome(LOCAL, "context_too_small", "too small", drop=Drop.CONTEXT, details=numbers and smaller),
-            Outcome(MINI, "context_length", "too long", drop=Drop.CONTEXT, details=numbers),
+            CandidateOutcome(LOCAL, "context_too_small", "too small", drop=Drop.CONTEXT, details=numbers and smaller),
+            CandidateOutcome(MINI, "context_length", "too long", drop=Drop.CONTEXT, details=numbers),
         ],
         None,
     )
