@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 
 from headgate.shared import hop, wire
 from headgate.shared.asgi import (
@@ -58,7 +58,7 @@ from inference.protocol import (
     Progress,
     device_frame,
 )
-from inference.shape import shape_of
+from inference.shape import Fields, fields_of, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class Wish:
     probe: bool
     asked_at: float
     """on the event loop's clock"""
-    shape: Mapping[str, Any]
-    """for a crash record"""
+    fields: Fields
+    """of the body, for a crash record"""
 
     def seconds_left(self, now: float) -> float | None:
         """What of the deadline is left, never negative; None without a deadline."""
@@ -209,7 +209,7 @@ class Relay:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
             await rerun.admit(model)  # a twin of it may have been convicted meanwhile
-            lease.shape = {**wish.shape, "alone": lease.alone}
+            lease.shape = functools.partial(_shape, path, len(body), wish.fields, lease.alone)
             answer = self._stream if wish.stream else self._whole
             has_computed = (
                 await answer(lease, wish, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
@@ -219,15 +219,14 @@ class Relay:
 
     async def _read(self, path: str, headers: Headers, body: bytes) -> Wish:
         asked_at = asyncio.get_running_loop().time()
-        data = await asyncio.to_thread(_parse, body) if len(body) > _BIG_BODY_BYTES else _parse(body)
-        model, stream = data.get("model"), data.get("stream")
+        fields = await asyncio.to_thread(_fields, body) if len(body) > _BIG_BODY_BYTES else _fields(body)
+        model, stream = _value(fields, "model"), _value(fields, "stream")
         if not isinstance(model, str) or not model:
             raise InvalidRequestError("`model` must be the id of a model, as text; see /v1/models", param="model")
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
-        shape = shape_of(path, len(body), data)
-        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, shape)
+        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, fields)
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe that must not load anything; False when the model is ready and can be asked."""
@@ -370,14 +369,23 @@ def _where(lease: Lease) -> str:
     return ",".join(lease.devices)
 
 
-def _parse(body: bytes) -> Mapping[str, Any]:
+def _fields(body: bytes) -> Fields:
+    """The fields of the body; their values are decoded by the worker only."""
     try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        return fields_of(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError('the body must be a JSON object such as {"model": ...}') from error
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
-    if not isinstance(data, dict):
-        raise InvalidRequestError('the body must be a JSON object such as {"model": ...}')
-    return data
+
+
+def _value(fields: Fields, name: str) -> Any:
+    raw = fields.get(name)
+    return None if raw is None else msgspec.json.decode(raw)
+
+
+def _shape(path: str, body_bytes: int, fields: Fields, alone: bool) -> dict[str, Any]:
+    return {**shape_of(path, body_bytes, fields), "alone": alone}
 
 
 def _priority(headers: Headers) -> Priority:

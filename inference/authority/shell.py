@@ -76,8 +76,8 @@ class Lease:
         self.process = worker.process
         self.devices = devices
         """the devices that the worker computes on"""
-        self.shape: dict[str, Any] = {}
-        """of the request, for a crash record"""
+        self.shape: Callable[[], dict[str, Any]] = dict
+        """describes the request for a crash record"""
         self._authority = authority
         self._worker = worker
         self._open = True
@@ -503,7 +503,7 @@ class Authority:
         self.notifier.changed(self, effect.seconds)
 
     def _record_crash(self, effect: effects.RecordCrash) -> None:
-        shapes = [self._leases[id].shape for id in effect.leases if id in self._leases]
+        shapes = [self._leases[id].shape() for id in effect.leases if id in self._leases]
         self.crashes.add(effect.model, effect.pid, effect.exit, shapes)
 
     def _has_started(self, effect: effects.Started) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from inference.shape import shape_of
+import json
+
+from inference.shape import fields_of, shape_of
 
 
 def test_a_shape_counts_and_never_quotes() -> None:
@@ -14,9 +16,13 @@ def test_a_shape_counts_and_never_quotes() -> None:
         "stream": True,
         "regex": "secret",
     }
-    shape = shape_of("/v1/chat/completions", 99, body)
+    shape = shape_of("/v1/chat/completions", 99, fields_of(json.dumps(body).encode()))
     assert shape == {
         "path": "/v1/chat/completions", "body_bytes": 99, "stream": True, "messages": 1, "tools": 2, "max_tokens": 7,
         "constrained": True,
     }  # fmt: skip
-    assert shape_of("/tokenize", 2, {"messages": "text"}) == {"path": "/tokenize", "body_bytes": 2, "stream": False}
+    assert shape_of("/tokenize", 2, fields_of(b'{"messages":"text"}')) == {
+        "path": "/tokenize",
+        "body_bytes": 2,
+        "stream": False,
+    }

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from gateway.providers.openai.json_schema import is_strict
+from gateway.providers.openai.openai_schema import is_strict
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.lib._pydantic import to_strict_json_schema

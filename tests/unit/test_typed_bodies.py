@@ -125,6 +125,11 @@ def test_an_image_that_is_no_base64_makes_anthropic_unsuitable() -> None:
     )
 
 
+def test_functions_of_the_old_kind_need_a_model_that_calls_tools() -> None:
+    raw = json.dumps({"model": "m", "messages": [HI], "functions": [{"name": "f"}], "function_call": "auto"}).encode()
+    assert parse(Endpoint.CHAT, raw).needs == {"tools"}
+
+
 def test_requests_without_a_stream_are_not_resumed() -> None:
     assert obstacle(parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x"}'), "any") == "shape"
 
