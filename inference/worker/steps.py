@@ -1,4 +1,4 @@
-"""What the scheduler takes and gives: jobs, limits, steps, and the phases a job passes; decides nothing."""
+"""Data of the scheduler: jobs, limits, steps and the phases of a job."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from inference.protocol import Priority
 
 HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
-"""A class waits this much longer than the next; a fixed offset on the arrival time, so that no class ever starves."""
+"""Offset added to the arrival time in the order of service. It is constant, so that no priority starves."""
 
 
 class Phase(StrEnum):
-    """Where a job is."""
+    """The state of a job."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 WAITING, PREFILL, DECODE, ENDED = Phase
-"""Every step asks for them once per sequence, and Python 3.11 looks members of enums up through their class."""
+"""Module constants, because Python 3.11 looks up enum members slowly and each step needs them once per sequence."""
 
 TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
     (WAITING, "admit"): PREFILL,
@@ -38,10 +38,12 @@ TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes: `slots` sequence ids, each with KV cells of its own for `context` tokens, `batch` tokens per step, `queue`
-    waiting jobs. `can_trim`: the tail of a slot can be removed and its head copied (not with running states).
-    `outputs`: tokens per step whose logits can be read, at least one per slot; 0 stands for exactly that.
-    `copied`: the fewest tokens that are copied from another slot sooner than computed.
+    """Sizes of an engine: `slots` sequences with own KV cells for `context` tokens each, `batch` tokens per step,
+    `queue` waiting jobs.
+
+    `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
+    `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
+    `copied`: the minimum number of tokens that are copied from another slot instead of computed.
     """
 
     slots: int
@@ -55,16 +57,16 @@ class Limits:
     def __post_init__(self) -> None:
         fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
         if not (fits and self.queue >= 0 and (self.outputs == 0 or self.outputs >= self.slots)):
-            raise ValueError(f"no engine can run with {self}")
+            raise ValueError(f"invalid limits of an engine: {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One sequence to generate. Times are seconds on the caller's clock.
 
-    `deadline` bounds the wait for the first token of a `request`, whichever of its jobs has it; without one a job is a
-    request of its own. Jobs of one `group` share their prompt (its choices): the first computes it, the others copy it.
-    `score` asks for logits at every token of the prompt, so nothing of it is copied and a step takes less of it.
+    `deadline`: limit for the first token of the `request`, in any of its jobs. A job without `request` is a request of
+    its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
+    `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
     """
 
     id: int
@@ -79,13 +81,13 @@ class Job:
 
     @property
     def key(self) -> tuple[float, int]:
-        """Order of service, smallest first."""
+        """Place in the order of service; the smallest comes first."""
         return (self.arrival + HEAD_START_SECONDS[self.priority], self.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Forget the tokens of `slot` from position `start` on."""
+    """Remove the tokens of `slot` from position `start` on."""
 
     slot: int
     start: int
@@ -93,7 +95,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Let the empty `target` hold the first `count` tokens of `source` too."""
+    """Copy the first `count` tokens of `source` to the empty slot `target`."""
 
     source: int
     target: int
@@ -101,8 +103,9 @@ class Copy:
 
 
 class Row(NamedTuple):
-    """Tokens of one job to compute from position `start` on; `sample` when a token follows from the last one, `every`
-    when the logits at all of them are wanted. A tuple, because a step makes one per sequence.
+    """Tokens of one job to compute, starting at position `start`. A tuple, because each step creates one per sequence.
+
+    `sample`: a token is sampled from the logits of the last token. `every`: the logits of all tokens are needed.
     """
 
     job: int
@@ -114,9 +117,10 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Memory operations to run in order, then one batch, its rows in the order of their slots: one token each for what
-    decodes, and pieces of prompts, which have `prefill` tokens in all; `tokens` counts both. `expired` jobs ended
-    because their deadline passed.
+    """Memory operations to run in order, then one batch with its rows in the order of slots.
+
+    Rows hold one token of each decoding job and pieces of prompts. `prefill`: number of prompt tokens. `tokens`: number
+    of all tokens. `expired`: jobs that ended because of their deadline.
     """
 
     operations: Sequence[Remove | Copy] = ()

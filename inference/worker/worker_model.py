@@ -1,7 +1,4 @@
-"""What a worker has of a model beyond its context: loads it, opens it anew, saves what its sequences hold.
-
-Decides neither when nor for whom; nothing here serves a request.
-"""
+"""The loaded model of a worker: loads it, offloads it with its sequences, and opens it again."""
 
 from __future__ import annotations
 
@@ -25,8 +22,10 @@ log = logging.getLogger("headgate.worker")
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
-    """A loaded model with all that outlives its context. `under`: what saved sequences must match; `restored` are those
-    that its context holds again, which took `restore_seconds`.
+    """A loaded model and the data that outlives its context.
+
+    `under`: properties that saved sequences must match. `restored`: sequences that were restored into the context, in
+    `restore_seconds`.
     """
 
     loaded: Loaded
@@ -45,7 +44,7 @@ def load_worker_model(
     write_log: Callable[[str], None],
     on_progress: Callable[[float], bool],
 ) -> WorkerModel:
-    """Starts llama.cpp in this process and loads the model, from `held` memory if there is; raises LoadError."""
+    """Starts llama.cpp and loads the model, from `held` memory if it is given; raises LoadError."""
     os.environ.update(grant.environment)
     tail = LogTail(write_log)
     llama.start(tail)
@@ -61,12 +60,12 @@ def load_worker_model(
 
 
 def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
-    """A fresh context for a model that was offloaded in this process, its sequences back; raises LoadError."""
+    """Opens a new context for a model that was offloaded in this process, with its sequences; raises LoadError."""
     return _announced(_restored(replace(model, loaded=reopen(model.loaded, grant, model.tail), grant=grant)))
 
 
 def offload(model: WorkerModel, retained: Sequence[Retained], order: Offload) -> Offloaded:
-    """Saves sequences as `order` says and frees the context, which nobody uses any more."""
+    """Saves sequences within the limit of `order` and frees the context, which must be unused."""
     context = model.loaded.context
     saved = save(context, retained, model.store, order.most_bytes, model.under)
     context.close()
@@ -79,14 +78,14 @@ def offload(model: WorkerModel, retained: Sequence[Retained], order: Offload) ->
 
 
 def _restored(model: WorkerModel) -> WorkerModel:
-    """With the sequences in its context that were saved."""
+    """The model with the saved sequences restored into its context."""
     began = time.monotonic()
     found = restore(model.loaded.context, model.store, model.under)
     return replace(model, restored=found, restore_seconds=time.monotonic() - began)
 
 
 def _announced(model: WorkerModel) -> WorkerModel:
-    """With the restored tokens in what the authority is told; what was saved is not needed any more."""
+    """The model with restored tokens and duration in its ready message; the saved sequences are freed."""
     model.store.clear()
     tokens = sum(len(item.tokens) for item in model.restored)
     ready = replace(model.loaded.ready, restored_tokens=tokens, restore_seconds=model.restore_seconds)

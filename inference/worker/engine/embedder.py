@@ -1,4 +1,4 @@
-"""The engine thread of a model that pools: a vector per input; what goes into a batch is decided in `core/pooling`."""
+"""The engine of embedding and reranking models: one vector per input. `PoolQueue` decides what goes into a batch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from inference.worker.worker_errors import WorkerError
 log = logging.getLogger("headgate.worker.embedder")
 
 MAX_QUEUED_TOKENS = 2**22
-"""16 MiB of token ids. The largest request is not counted, so one that finds nobody waiting is taken whatever it holds,
-and keeps out no small one."""
+"""16 MiB of token ids. The largest request does not count: an empty queue accepts a request of any size, and a large
+request does not block small ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """What one input came to (float32): an embedding of length 1 in the Euclidean norm, or a reranker's raw answers;
-    or why there is none.
+    """The result of one input: `values` (float32) or `error`.
+
+    `values` is an embedding, scaled to Euclidean length 1, or the raw outputs of a reranker.
     """
 
     index: int
@@ -40,7 +41,7 @@ class Vector:
 
 
 class PoolingBackend(Protocol):
-    """A context that pools: at most `n_slots` inputs with at most `pool_tokens` tokens together."""
+    """A pooling context: a batch has at most `n_slots` inputs with at most `pool_tokens` tokens in total."""
 
     n_slots: int
     pool_tokens: int
@@ -54,7 +55,7 @@ _Input = Input[Ticket[Vector]]
 
 
 class Embedder:
-    """Runs the thread; same shape as `Engine`."""
+    """Computes vectors on its own thread; the interface follows `Engine`."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Embedder:
         scales: bool = True,
         companions: Companions | None = None,
     ) -> None:
-        """`scales`: vectors are scaled to length 1."""
+        """`scales`: scale vectors to length 1."""
         self.counters = EngineCounters(clock)
         self._scales = scales
         self._backend = backend
@@ -76,7 +77,7 @@ class Embedder:
         self._clock = clock
         self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
         self._unanswered: Sequence[_Input] = []
-        """No longer in the queue and not answered yet."""
+        """Inputs that have left the queue and have no result yet."""
         self._lock = threading.Lock()
         self._companions = companions or Companions()
         self._runner = EngineThread("embedder", self._iterate, self._close, on_fatal)
@@ -92,29 +93,30 @@ class Embedder:
         deadline: float | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Queues token lists; one Vector per input comes to the ticket. Raises WorkerError(queue_full)."""
+        """Queues token lists; the ticket gets one Vector per input. Raises WorkerError(QUEUE_FULL)."""
         with self._lock:
             waiting = self._queue.requests
             if waiting > 0 and waiting >= self._most_waiting:
                 raise WorkerError(
-                    Code.QUEUE_FULL, f"{waiting} requests wait for this model and its queue holds {self._most_waiting}"
+                    Code.QUEUE_FULL,
+                    f"the queue of this model is full: waiting requests={waiting}, limit={self._most_waiting}",
                 )
             if (tokens := self._queue.weight(inputs)) > MAX_QUEUED_TOKENS:
                 raise WorkerError(
                     Code.QUEUE_FULL,
-                    f"besides a large one requests of {tokens} tokens would wait for this model, and its queue holds "
-                    f"{MAX_QUEUED_TOKENS}",
+                    f"the queue of this model is full: queued tokens={tokens} (without the largest request), "
+                    f"limit={MAX_QUEUED_TOKENS}",
                 )
             self._queue.add(ticket, inputs, self._clock(), priority, deadline)
         self._runner.wake()
 
     def abort(self, ticket: Ticket[Vector]) -> None:
-        """Forgets what of a request was not computed yet."""
+        """Removes the waiting inputs of a request."""
         with self._lock:
             self._queue.drop(ticket)
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
-        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        """Ends all requests with `reason` after the running step. Returns whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
 
     def _iterate(self) -> bool:
@@ -136,7 +138,7 @@ class Embedder:
             self._deliver(vectors)
 
     def _next(self) -> Sequence[_Input]:
-        """The next batch; ends those that are too late or could never be pooled."""
+        """The next batch. Inputs that are past their deadline or too long get an error."""
         with self._lock:
             batch = self._queue.take(self._clock())
             self.counters.queued = self._queue.inputs
@@ -180,7 +182,7 @@ class Embedder:
 
     def _vector(self, index: int, values: np.ndarray) -> Vector:
         if not np.isfinite(values).all():
-            return Vector(index, error=WorkerError(Code.MODEL_FAILED, "the model computed numbers that are not finite"))
+            return Vector(index, error=WorkerError(Code.MODEL_FAILED, "the model returned values that are not finite"))
         return Vector(index, normalized(values) if self._scales else values)
 
 
@@ -189,8 +191,8 @@ def _too_late() -> WorkerError:
 
 
 def _too_long(tokens: int, most: int) -> WorkerError:
-    """For what validation should have refused: it must not reach llama.cpp, which would end the process."""
-    return WorkerError(Code.MODEL_FAILED, f"an input of {tokens} tokens cannot be pooled; at most {most} can")
+    """For an input that validation missed: llama.cpp would abort the process."""
+    return WorkerError(Code.MODEL_FAILED, f"the input has {tokens} tokens; this model pools at most {most}")
 
 
 def normalized(values: np.ndarray) -> np.ndarray:

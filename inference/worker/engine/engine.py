@@ -1,8 +1,8 @@
-"""The engine thread: schedule, decode, sample, emit, for all sequences of one model; decides no policy of its own.
+"""The engine of a generating model: the loop `schedule -> decode -> sample -> emit` for all of its sequences.
 
-What runs next is the scheduler's decision, how text ends the generation's. Whatever goes wrong with one request ends
-that request; whatever goes wrong with a step ends the requests in it; whatever goes wrong besides ends them all. What
-goes wrong may be no Exception: that is how panics of Rust libraries arrive.
+`Scheduler` decides what runs next, `Generation` decides where a text ends. An error in one request ends that request.
+An error in a step ends the requests of the step. Any other error ends all requests. Handlers catch BaseException,
+because panics of Rust libraries are not Exceptions; KeyboardInterrupt and SystemExit are raised again.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ log = logging.getLogger("headgate.worker.engine")
 PROGRESS_SECONDS = 0.5
 
 GATHER_SECONDS, GATHER_FROM_SECONDS = 0.01, 0.05
-"""How long an idle engine waits for requests that are being read, where the prompts that are here count the second or
-more (`Pace.duration`): those that come together begin together. A step with one of them alone costs nearly what it
-would with several, and holds up all others; a short one is over by the time they are read."""
+"""How long an idle engine waits for requests that are still being parsed, and from which duration of the present
+prompts on (`Pace.duration`) it waits. Requests that arrive together then start in one step: a step with one prompt
+costs nearly as much as a step with several and delays all others. A short step ends before the others are parsed."""
 
 UNREAD_OUTPUTS = 2**14
-"""How far a reader may lag behind, in pieces of text without log probabilities, joined ones too; every alternative of a
-token counts as one. Then the request waits, without a slot, until it is read on. About 4 MiB."""
+"""Limit of unread outputs of one request, about 4 MiB. A joined output counts once; each alternative of a token counts
+as one more. A request over the limit is suspended and gives up its slot until its outputs are read."""
 
 UNREAD_SECONDS = 60.0
-"""How long it waits so. The gateway ends a client that reads nothing for half of that."""
+"""A request that stays suspended for this long ends with an error. The gateway disconnects a client that reads nothing
+for half of this time."""
 
 SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
-"""(sampling, choice, most tokens of the answer, constraint) -> sampler."""
+"""(sampling, choice, maximum tokens of the answer, constraint) -> sampler."""
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class _Running:
 
 
 class Engine:
-    """Runs the thread. `submit` and `abort` may be called from any thread; outputs come through `deliver`."""
+    """Generates on its own thread, on which `deliver` gets the outputs. `submit` and `abort` are thread-safe."""
 
     def __init__(
         self,
@@ -107,39 +108,39 @@ class Engine:
         self._runner.start()
 
     def submit(self, work: Work, ticket: Ticket[Output]) -> None:
-        """Queues a request; its outputs, or the refusal, come to the ticket."""
+        """Queues a request. Its outputs, or the error that rejects it, arrive at the ticket."""
         arrival = self._clock()
         ticket.on_room = lambda: self._post(ticket, lambda: self._resume(ticket))
         self._post(ticket, lambda: self._take(work, ticket, arrival))
 
     def expect(self, count: Callable[[], int]) -> None:
-        """`count` says, on any thread, how many requests are about to be submitted."""
+        """Sets the function that returns the number of requests about to be submitted; it must be thread-safe."""
         self._expected = count
 
     def abort(self, ticket: Ticket[Output]) -> None:
-        """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
+        """Ends a request before the next step, without an output. A request that has already ended is ignored."""
         self._post(ticket, lambda: self._drop(ticket))
 
     def limit(self, sequences: int) -> None:
-        """Admits at most so many (1 or more) sequences at once, from the next step on."""
+        """Sets the maximum number (at least 1) of concurrent sequences from the next step on."""
         self._control_commands.append(lambda: self._scheduler.limit(sequences))
         self._runner.wake()
 
     def forget(self) -> None:
-        """Drops what is retained for later requests, before the next step."""
+        """Drops the retained prefixes before the next step."""
         self._control_commands.append(self._scheduler.forget)
         self._runner.wake()
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
-        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        """Ends all requests with `reason` after the running step. Returns whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
 
     def adopt(self, held: Sequence[Retained]) -> None:
-        """Before `start`: the context holds these sequences already."""
+        """Registers sequences that the context already holds. Call it before `start`."""
         self._scheduler.adopt(held)
 
     def retained(self) -> list[Retained]:
-        """After `stop`: what the context's sequences hold, for whoever saves them."""
+        """The retained sequences of the context. Call it after `stop`."""
         return self._scheduler.retained()
 
     def _post(self, ticket: Ticket[Output], command: Callable[[], None]) -> None:
@@ -170,7 +171,7 @@ class Engine:
         self.counters.active = self.counters.queued = 0
 
     def _wait_for_expected(self) -> None:
-        """Before the first step of those that come to an idle engine."""
+        """Waits shortly for expected requests before the first step of an idle engine."""
         if self._pace.duration(self._scheduler.waiting_tokens) < GATHER_FROM_SECONDS:
             return
         until = self._clock() + GATHER_SECONDS
@@ -188,7 +189,7 @@ class Engine:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
-                self._fail_request(ticket, _reason(error, "the engine refused the request"))
+                self._fail_request(ticket, _reason(error, "the engine could not accept the request"))
 
     def _fail_request(self, ticket: Ticket[Output], reason: WorkerError) -> None:
         self._refuse(ticket, reason)
@@ -197,7 +198,7 @@ class Engine:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
-            log.exception("a request could not be forgotten")
+            log.exception("a request could not be removed")
             self._runner.give_up(reason.message)
 
     def _guarded_step(self) -> None:
@@ -206,7 +207,7 @@ class Engine:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            # Nothing below is expected to raise; if it does, the requests of this step pay, and no others.
+            # Nothing below is expected to raise; if it does, only the requests of this step end.
             log.exception("the step failed")
             if self.counters.step_started is not None:
                 self.counters.end()
@@ -217,7 +218,7 @@ class Engine:
         allowed = self._pace.seconds(decoding, prompts, just_begun=prompts > 0 and self._scheduler.just_begun)
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
-            self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
+            self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
         for operation in step.operations:
             if isinstance(operation, Remove):
                 self._backend.remove(operation.slot, operation.start)
@@ -231,7 +232,13 @@ class Engine:
             self.counters.end()
             if status is Decode.NO_ROOM:
                 for job in self._scheduler.no_room():
-                    self._end(job, WorkerError(Code.MODEL_FAILED, "the KV cache has no room for this request alone"))
+                    self._end(
+                        job,
+                        WorkerError(
+                            Code.MODEL_FAILED,
+                            "the KV cache has no room for this request, although no other request runs",
+                        ),
+                    )
             else:
                 self._fail_step(f"llama.cpp could not compute a step ({status.name.lower()})")
             return
@@ -254,7 +261,7 @@ class Engine:
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
-        """Reads the logits of a row that was computed, the last of them at batch index `index`."""
+        """Reads the logits of a computed row; `index` is the batch index of its last token."""
         try:
             if row.every:
                 self._score(running, row, index)
@@ -285,7 +292,7 @@ class Engine:
             output = generation.accept(token := generation.sampler.sample(index))
         else:
             drawn = Distribution.of(self._backend.logits(index))
-            top = drawn.top(running.logprobs)  # before a mask changes the logits
+            top = drawn.top(running.logprobs)  # before the mask changes the logits
             token = generation.sampler.sample(index)
             output = generation.accept(token, drawn.logprob(token), top)
         self.counters.generated_tokens += 1
@@ -304,15 +311,17 @@ class Engine:
         self._outbox.put(running.ticket, output)
 
     def _send(self, running: _Running, output: Output) -> None:
-        """An output that is not the last of its choice: the first leaves at once, others may wait as long as the reader
-        has patience. Who does not read must not make us hold more and more.
+        """Sends an output that is not the last of its choice.
+
+        The first output of a choice leaves at once, later ones may wait for `max_delay_seconds`. A request with
+        too many unread outputs is suspended.
         """
         ticket = running.ticket
         if running.max_delay_seconds == 0 or not running.begun:
             running.begun = True
             self._outbox.put(ticket, output)
         elif not self._outbox.hold(ticket, output, self._clock() + running.max_delay_seconds):
-            return  # it is part of what is counted already
+            return  # joined with an output that is already counted
         ticket.sent += 1
         if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
             self._suspend(ticket, running.most_unread)
@@ -321,7 +330,7 @@ class Engine:
         ended = self._scheduler.failed()
         for job in ended:
             self._end(job, WorkerError(Code.MODEL_FAILED, message))
-        log.error("%s; %d requests ended", message, len(ended))
+        log.error("%s: ended requests=%d", message, len(ended))
         self._runner.failed(message)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -338,7 +347,9 @@ class Engine:
         most_unread = UNREAD_OUTPUTS // (1 + alternatives)
         for index, job in enumerate(jobs):
             reading = work.reading
-            parser = reading.parser() if reading is not None else None  # before there is anything to free
+            parser = (
+                reading.parser() if reading is not None else None
+            )  # before a sampler exists that would have to be freed on an error
             sampler = self._make_sampler(work.sampling, index % work.n, work.max_tokens, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
             generation = (
@@ -371,7 +382,7 @@ class Engine:
             self._scheduler.suspend(job)
         ticket.stalled = True
         if ticket.sent - ticket.read <= most_unread:
-            self._resume(ticket)  # it was read just before it was told to say so
+            self._resume(ticket)  # the reader read before it could see `stalled`
 
     def _resume(self, ticket: Ticket[Output]) -> None:
         self._unread_since.pop(ticket, None)
@@ -383,17 +394,20 @@ class Engine:
         for ticket in late:
             for job in self._jobs_of[ticket].copy():
                 self._scheduler.abort(job)
-                self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "nobody reads the answer"))
+                self._end(
+                    job,
+                    WorkerError(Code.DEADLINE_EXCEEDED, f"the answer was not read for {UNREAD_SECONDS:.0f} seconds"),
+                )
 
     def _end(self, job: int, error: WorkerError) -> None:
-        """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
+        """Ends a choice with `error`. The scheduler has already removed the job, or all jobs end."""
         running = self._running[job]
         self._outbox.put(running.ticket, running.generation.fail(error))
         self._release(job)
 
     def _release(self, job: int) -> None:
         if (running := self._running.pop(job, None)) is None:
-            return  # it was refused half-way, before it had a sampler
+            return  # rejected before it had a sampler
         siblings = self._jobs_of[running.ticket]
         siblings.discard(job)
         if not siblings:
@@ -412,20 +426,18 @@ class Engine:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            log.exception("what requests wait for is not known")
+            log.exception("progress could not be reported")
             self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")
         self._deliver_outputs()
 
     def _deliver_outputs(self) -> None:
-        """Everything since the last call but what may wait for the next, in one delivery. What cannot be delivered is
-        kept for the next.
-        """
+        """Delivers all outputs since the last call, except those that may wait. A failed delivery is repeated later."""
         if self._outbox.is_waiting:
             self._outbox.release(self._next_chance())
         self._outbox.deliver(self._deliver)
 
     def _next_chance(self) -> float:
-        """When the coming step will be over: as far as it resembles the last one, and both only decode."""
+        """The expected end of the next step; infinite unless the last step and the next one only decode."""
         return self._clock() + self._next_seconds if self._scheduler.only_decodes else math.inf
 
     def _note_progress(self) -> None:
@@ -446,7 +458,7 @@ class Engine:
 
 
 def _reason(error: BaseException, failed: str) -> WorkerError:
-    """What a request is told that ends with `error`: the words meant for it, or that we `failed`."""
+    """The error of a request: `error` if it is a WorkerError, otherwise MODEL_FAILED with the message `failed`."""
     if isinstance(error, WorkerError):
         return error
     log.error("%s", failed, exc_info=error)

@@ -1,6 +1,6 @@
-"""The thread of an engine: turns until it is told to stop or has to give up; never knows what a turn does.
+"""The thread of an engine: runs iterations until it is stopped or gives up.
 
-Nothing that a turn raises ends the thread unnoticed: whoever waits would wait for ever, and the process look idle.
+An exception of an iteration is reported, so that waiting requests end with an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from inference.worker.worker_errors import WorkerError
 log = logging.getLogger("headgate.worker.runner")
 
 FATAL_FAILURES = 3
-"""After this many failed steps in a row the process gives up, so that a fresh one can take over."""
+"""After this many consecutive failed steps the worker gives up and is replaced."""
 
 _IDLE_SECONDS = 5.0
 
 
 class EngineThread:
-    """Runs `iterate` as long as it says that there is more to do, sleeps until `wake` otherwise, and runs `end` last.
+    """Calls `iterate` again while it returns True, sleeps until `wake` otherwise, and calls `end` at the end.
 
-    Having given up it only runs `end`, at every `wake` and until it is told to stop: who comes meanwhile is told too.
+    After giving up it calls `end` at every `wake` until `stop`, so that requests that arrive in this time also end.
     """
 
     def __init__(
@@ -34,11 +34,12 @@ class EngineThread:
         end: Callable[[WorkerError], None],
         on_fatal: Callable[[str], None],
     ) -> None:
-        """`end` gets the reason that every request is to be told; `on_fatal` a sentence, once and on this thread. What
-        either of them or `iterate` raises is logged; from `iterate` it means giving up.
+        """`end` gets the error for all requests. `on_fatal` gets a message, once, on this thread.
+
+        Exceptions of all three are logged; after an exception of `iterate` the thread gives up.
         """
         self.failures = 0
-        """Failed steps in a row."""
+        """Consecutive failed steps."""
         self._iterate = iterate
         self._end = end
         self._on_fatal = on_fatal
@@ -52,11 +53,11 @@ class EngineThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to do; from any thread."""
+        """Requests an iteration. Thread-safe."""
         self._wake.set()
 
     def pause(self, seconds: float) -> None:
-        """Waits until there is something to do, so long at most. On the thread itself."""
+        """Waits for `wake`, at most `seconds`. Call it on the engine thread only."""
         self._wake.wait(seconds)
         self._wake.clear()
 
@@ -73,23 +74,23 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def succeeded(self) -> None:
-        """A step went well."""
+        """Records a successful step."""
         self.failures = 0
 
     def failed(self, message: str) -> None:
-        """A step failed; with the last of too many in a row it gives up after this turn."""
+        """Records a failed step; after FATAL_FAILURES consecutive ones the thread gives up after this iteration."""
         self.failures += 1
         if self.failures >= FATAL_FAILURES:
             self.give_up(message)
 
     def give_up(self, message: str) -> None:
-        """No turn follows this one. On the thread itself."""
+        """Makes this iteration the last one. Call it on the engine thread only."""
         if self._stopping is None:
             self._stopping = WorkerError(Code.MODEL_FAILED, message)
             try:
                 self._on_fatal(message)
             except BaseException:
-                log.exception("that the engine gave up could not be told")
+                log.exception("the fatal error of the engine could not be reported")
 
     def _run(self) -> None:
         name_thread(self._thread.name)
@@ -99,7 +100,7 @@ class EngineThread:
             try:
                 has_more = self._iterate()
             except BaseException as error:
-                log.exception("the engine's thread failed")
+                log.exception("the engine thread failed")
                 self.give_up(f"the engine failed ({type(error).__name__}: {error})")
                 break
             if not has_more:
@@ -115,4 +116,4 @@ class EngineThread:
         try:
             self._end(self._stopping)
         except BaseException:
-            log.exception("not every request could be told that the engine ended")
+            log.exception("not all requests could be ended")

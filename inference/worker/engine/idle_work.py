@@ -1,4 +1,4 @@
-"""Does one piece of work when nobody has been served for a while; knows neither the work nor the requests."""
+"""Runs a task once the worker has been idle for a while."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import partial
 from typing import Protocol
 
 IDLE_SECONDS = 1.0
-"""Who asks one question after the other has asked again by then."""
+"""A client with consecutive requests sends its next request within this time."""
 
 
 class Timer(Protocol):
-    """What can be called off."""
+    """A timer that can be cancelled."""
 
     def cancel(self) -> None:
-        """Calls it off."""
+        """Cancels the timer."""
         ...
 
 
@@ -25,7 +25,7 @@ def _later(seconds: float, call: Callable[[], object]) -> Timer:
 
 
 class IdleTask:
-    """On the event loop, whose owner says when it is busy and when it is quiet."""
+    """Runs `work` after IDLE_SECONDS without a request. Call its methods on the event loop."""
 
     def __init__(
         self,
@@ -33,20 +33,20 @@ class IdleTask:
         executor: Executor,
         later: Callable[[float, Callable[[], object]], Timer] = _later,
     ) -> None:
-        """`work` runs on `executor`, once, and again in a later lull where it returns True."""
+        """`work` runs on `executor` once, and again in a later idle period if it returns True."""
         self._work: Callable[[], object] | None = work
         self._executor = executor
         self._later = later
         self._timer: Timer | None = None
 
     def busy(self) -> None:
-        """Somebody is served."""
+        """A request is running: cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def idle(self) -> None:
-        """Nobody is served any more."""
+        """No request is running: starts the timer."""
         if self._work is not None:
             self.busy()
             self._timer = self._later(IDLE_SECONDS, self._start)
@@ -57,6 +57,6 @@ class IdleTask:
             self._executor.submit(work).add_done_callback(partial(self._done, work))
 
     def _done(self, work: Callable[[], object], job: Future[object]) -> None:
-        """On whatever thread the work ended."""
+        """Runs on the thread of the executor."""
         if not job.cancelled() and job.exception() is None and job.result() is True:
             self._work = work

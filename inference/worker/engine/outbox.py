@@ -1,8 +1,7 @@
-"""Keeps what steps produced until it is delivered; decides nothing but what may leave together.
+"""Collects the outputs of steps until they are delivered, and joins outputs that may wait.
 
-Every piece that leaves is paid for again in each process on its way, so text for which its reader has patience waits
-for the next to leave with it: as long as the patience lasts, by what is expected of the coming step, and never beyond
-the end of its choice.
+Each delivered output costs time in every process on its way. Text that may wait is therefore joined with the next text
+of its choice. It leaves no later than its due time, estimated from the next step, and with the end of its choice.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Delivery = tuple[Ticket[Output], Output]
 
 
 class Outbox:
-    """On the engine's thread. Outputs of one choice leave in the order in which they came."""
+    """Used on the engine thread only. Outputs of one choice are delivered in order."""
 
     def __init__(self) -> None:
         self._ready: list[Delivery] = []
@@ -25,11 +24,11 @@ class Outbox:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waits for more."""
+        """Whether an output waits to be joined."""
         return bool(self._waiting)
 
     def put(self, ticket: Ticket[Output], output: Output) -> None:
-        """Leaves with the next delivery, and so does what of its choice waits."""
+        """Adds an output to the next delivery, together with the waiting output of its choice."""
         _due, before = self._waiting.pop((ticket, output.choice), (math.inf, None))
         if before is not None and output.error is not None:
             self._ready.append((ticket, before))
@@ -38,8 +37,9 @@ class Outbox:
         self._ready.append((ticket, output))
 
     def hold(self, ticket: Ticket[Output], output: Output, due: float) -> bool:
-        """Waits until `due`, or leaves earlier with what comes before that. Whether it waits on its own: False when it
-        joined what waited.
+        """Keeps an output until `due`, or until the next `put` of its choice.
+
+        Returns False if the output was joined with one that already waits.
         """
         key = ticket, output.choice
         if (waiting := self._waiting.get(key)) is None:
@@ -50,20 +50,18 @@ class Outbox:
         return False
 
     def release(self, next_chance: float = math.inf) -> None:
-        """What waits leaves next where some of it would be too late at `next_chance`: everything together, because it
-        came together.
-        """
+        """Moves all waiting outputs to the next delivery if one of them is due before `next_chance`."""
         if min((due for due, _output in self._waiting.values()), default=math.inf) < next_chance:
             self._ready += [(ticket, output) for (ticket, _choice), (_due, output) in self._waiting.items()]
             self._waiting.clear()
 
     def drop(self, ticket: Ticket[Output]) -> None:
-        """Nobody waits for the outputs of `ticket` any more."""
+        """Drops the waiting outputs of `ticket`."""
         for key in [key for key in self._waiting if key[0] is ticket]:
             del self._waiting[key]
 
     def deliver(self, send: Callable[[list[Delivery]], None]) -> None:
-        """Sends what is to leave, at once; what `send` raises leaves it here for the next time."""
+        """Sends the next delivery; if `send` raises, its outputs stay for the next call."""
         if self._ready:
             send(self._ready)
             self._ready = []

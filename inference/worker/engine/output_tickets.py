@@ -1,4 +1,4 @@
-"""Carries outputs from the engine's thread to the request that waits for them; decides nothing."""
+"""Transfers outputs from the engine thread to the requests on the event loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_WAIT_SECONDS = 3600.0
 
 
 class Ticket(Generic[T]):
-    """One request's mailbox on the event loop.
+    """The outputs of one request. Used on the event loop, except for three attributes of the engine thread.
 
-    From the engine's thread only `progress`, `sent` and `stalled` are written: the engine sets `stalled` when too much
-    lies unread, and the reader clears it and calls `on_room` once it has read.
+    The engine thread writes `progress`, `sent` and `stalled`. It sets `stalled` when too many outputs are unread; the
+    reader clears it and calls `on_room` after it has read.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -31,19 +31,19 @@ class Ticket(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._last_output_at = 0.0
         self.gone = False
-        """The client left; nobody reads any more."""
+        """The client has disconnected; the outputs are not read."""
         self.held: object = None
-        """What must live as long as anybody computes this request."""
+        """A reference that must live until the request ends, such as its images."""
         self.progress: Progress | None = None
-        """What the request waits for; may be a step old."""
+        """What the request waits for; may lag by one step."""
         self.sent = 0
-        """Outputs on their way or here, the last of each choice not counted."""
+        """Number of sent outputs, without the last one of each choice."""
         self.read = 0
-        """Outputs taken."""
+        """Number of outputs read."""
         self.stalled = False
         self.on_room: Callable[[], None] | None = None
         self.on_arrival: Callable[[T], bool] | None = None
-        """Asked about an output that comes while somebody waits in `take`: what it reads, with True, wakes nobody."""
+        """Called with an output that arrives during `take`. True: the output is read, and `take` goes on waiting."""
 
     def put(self, output: T) -> None:
         """Adds an output; on the event loop only."""
@@ -56,14 +56,15 @@ class Ticket(Generic[T]):
         self._wake()
 
     def leave(self) -> None:
-        """The client left: wakes whoever waits."""
+        """Marks the client as disconnected and wakes `take`."""
         self.gone = True
         self._wake()
 
     async def take(self, seconds: float) -> list[T]:
-        """Everything that arrived, waiting until there was nothing for `seconds`; empty after that time or when gone.
+        """Returns all outputs that have arrived; waits for one if there are none.
 
-        One timer serves the whole wait: what `on_arrival` reads moves a number only.
+        Returns an empty list after `seconds` without an output, or when the client has disconnected. A single timer
+        serves the whole wait, also when `on_arrival` reads outputs in between.
         """
         if not self._outputs and not self.gone:
             self._waiter = self._loop.create_future()
@@ -79,16 +80,14 @@ class Ticket(Generic[T]):
         return outputs
 
     async def next(self) -> list[T]:
-        """Outputs, however long they take: the engine ends every request. Raises GoneError when the client left."""
+        """Waits for outputs without a deadline of its own, because the engine ends every request. Raises GoneError."""
         outputs = await self.take(_MAX_WAIT_SECONDS)
         if self.gone:
             raise GoneError
         return outputs
 
     def _reads(self, output: T) -> bool:
-        """Whether `on_arrival` took the output. What goes wrong there concerns this request alone, and whoever waits
-        meets it again.
-        """
+        """Whether `on_arrival` has read the output. After an exception the waiting task reads it and meets it again."""
         assert self.on_arrival is not None
         try:
             return self.on_arrival(output)
@@ -116,13 +115,13 @@ class Ticket(Generic[T]):
 
 
 class OutputDispatcher:
-    """Delivers what one step produced with a single wake-up of the loop."""
+    """Delivers the outputs of one step with a single wake-up of the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def deliver(self, batch: list[tuple[Ticket[Any], Any]]) -> None:
-        """Called on the engine's thread; a loop that has ended takes nothing any more."""
+        """Delivers a batch from the engine thread; does nothing once the event loop is closed."""
         if batch and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_put_all, batch)
 

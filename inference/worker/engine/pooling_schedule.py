@@ -1,10 +1,9 @@
-"""Decides which inputs of which requests are pooled together next; never computes a vector.
+"""Decides which inputs of which requests are pooled in the next batch.
 
-The order of service is arrival plus the head start of the priority, as for answers, plus the seconds that were computed
-for the request already, each as often as there were requests to share them. So requests that wait beside each other
-advance alike, however many inputs they have, and one that has had its share is where one is that comes now: that one
-waits for a turn of each of them. Nobody waits for ever, because whoever comes later is later in the order. Within a
-request inputs are served in theirs.
+The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS), plus the seconds computed
+for the request so far, each multiplied by the number of requests that shared them. Concurrent requests therefore make
+equal progress, independent of their number of inputs. No request starves, because later requests have a later place.
+The inputs of a request are served in their order.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from inference.protocol import Priority
 from inference.worker.steps import HEAD_START_SECONDS
 
 INPUT_TOKENS = 32
-"""An input takes the memory of so many tokens beside its own: 128 bytes for an array, its allocation and its place."""
+"""Memory overhead of an input, as a number of tokens: 128 bytes for the array, its allocation and its list entry."""
 
 Owner = TypeVar("Owner")
 
 
 @dataclass(frozen=True, slots=True)
 class Input(Generic[Owner]):
-    """The token ids of one text, the `index`-th of its request, and whom the vector is for."""
+    """The token ids of one text. `index` is its position in the request; `owner` gets the vector."""
 
     owner: Owner
     index: int
@@ -33,8 +32,9 @@ class Input(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[Owner]):
-    """`chosen` are computed together. `late` and `unfit` have left the queue: their deadline has passed, or they have
-    more tokens than could ever be pooled.
+    """`chosen` inputs are computed together. `late` inputs are past their deadline, `unfit` inputs are too long.
+
+    All of them have left the queue.
     """
 
     chosen: Sequence[Input[Owner]]
@@ -44,7 +44,7 @@ class Batch(Generic[Owner]):
 
 @dataclass(slots=True, eq=False)
 class _Request(Generic[Owner]):
-    """`key` is its place in the order of service in seconds, `at` the next of its inputs, `weight` what is left."""
+    """`key`: place in the order of service, in seconds. `at`: index of the next input. `weight`: tokens that wait."""
 
     key: float
     owner: Owner
@@ -68,7 +68,7 @@ class _Request(Generic[Owner]):
 
 
 class PoolQueue(Generic[Owner]):
-    """What waits to be pooled, at most `slots` inputs with at most `pool_tokens` tokens at once."""
+    """The queue of inputs; a batch has at most `slots` inputs with at most `pool_tokens` tokens in total."""
 
     def __init__(self, slots: int, pool_tokens: int) -> None:
         self._slots = slots
@@ -79,17 +79,19 @@ class PoolQueue(Generic[Owner]):
 
     @property
     def requests(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._requests)
 
     @property
     def inputs(self) -> int:
-        """How many of them all."""
+        """Number of waiting inputs."""
         return sum(len(request.inputs) - request.at for request in self._requests)
 
     def weight(self, *more: Sequence[Sequence[int]]) -> int:
-        """The tokens of all requests, and of `more` that may join them, but for the largest, whoever's that is: a small
-        one finds room beside it, a second large one does not. An input counts as INPUT_TOKENS more.
+        """Waiting tokens of all requests and of `more` new ones, without the largest of these requests.
+
+        Each input counts INPUT_TOKENS more. The largest request does not count, so that a small request is accepted
+        beside a large one, and a second large one is not.
         """
         held = [request.weight for request in self._requests] + [_weight(inputs) for inputs in more]
         return sum(held) - max(held, default=0)
@@ -102,21 +104,21 @@ class PoolQueue(Generic[Owner]):
         priority: Priority = Priority.NORMAL,
         deadline: float | None = None,
     ) -> None:
-        """Takes a request; times are seconds on the caller's clock. An input is not begun once `deadline` is there."""
+        """Queues a request. Times are seconds on the caller's clock; no input starts after `deadline`."""
         key = arrival + HEAD_START_SECONDS[priority]
         self._requests.append(_Request(key, owner, inputs, deadline, _weight(inputs)))
 
     def drop(self, owner: Owner) -> None:
-        """Forgets what waits for `owner`."""
+        """Removes the waiting inputs of `owner`."""
         self._requests = [request for request in self._requests if request.owner != owner]
 
     def clear(self) -> list[Input[Owner]]:
-        """Forgets everything that waits, and returns it."""
+        """Removes and returns all waiting inputs."""
         requests, self._requests = self._requests, []
         return [item for request in requests for item in request.left()]
 
     def take(self, now: float) -> Batch[Owner]:
-        """The next batch, filled in the order of service up to the first input that has no room in it any more."""
+        """The next batch: inputs in the order of service up to the first one that does not fit."""
         late = [request for request in self._requests if request.is_late(now)]
         waiting = sorted((request for request in self._requests if not request.is_late(now)), key=_key)
         chosen: list[Input[Owner]] = []
@@ -131,13 +133,13 @@ class PoolQueue(Generic[Owner]):
         return Batch(chosen, [item for request in late for item in request.left()], unfit)
 
     def computed(self, seconds: float) -> None:
-        """What the last batch took; each of its requests pays for its tokens, and for all whose time it was too."""
+        """Records the duration of the last batch: its requests move back by their share times their number."""
         total = max(1, sum(tokens for _request, tokens in self._computing))
         for request, tokens in self._computing:
             request.key += seconds * self._sharing * tokens / total
 
     def _fill(self, request: _Request[Owner], room: int, chosen: list[Input[Owner]], unfit: list[Input[Owner]]) -> int:
-        """Moves inputs of one request into the batch; returns the tokens that it still has room for."""
+        """Moves inputs of one request into the batch; returns the tokens that still fit."""
         before = room
         while request.has_more:
             item = request.next()

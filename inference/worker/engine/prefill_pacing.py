@@ -1,7 +1,7 @@
-"""Decides how many prompt tokens a step may carry so that steps stay short; never reads a clock.
+"""Decides how many prompt tokens a step may hold, so that steps stay short.
 
-Decoding sequences wait for every step to end, and aborts and new requests are seen between steps. How many prompt
-tokens fit into half a second differs by four orders of magnitude between machines, so it is learned.
+Decoding sequences wait for each step, and aborts and new requests take effect between steps. The number of prompt
+tokens per half second differs by four orders of magnitude between machines, so it is measured.
 """
 
 from __future__ import annotations
@@ -9,55 +9,58 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TOKEN_SECONDS = 0.002
-"""A token of a prompt that takes longer counts so long. On a slow model every time below is longer in that proportion,
-as its streams are slower: steps with room for less than a prompt, each beside a token for every stream, cost it a sixth
-of what it can do."""
+"""A prompt token that takes longer counts only this long. All limits below are longer in the same proportion on a slow
+model, because its streams are slower too. Without this rule, steps with less than one prompt each cost a slow model a
+sixth of its throughput."""
 
 SLOWEST = 6
-"""But no less than one part in so many of what it took."""
+"""A prompt token counts at least its duration divided by this number."""
 
 STEP_SECONDS = 0.4
-"""What prompts take of a step that streams wait for: the pause of a stream."""
+"""Time for prompts in a step that streams wait for; a stream pauses for this long."""
 
 LONGEST_SECONDS = 1.0
-"""What they take where fewer are held up by it than wait for it, up to STEP_SECONDS times the proportion: one stream
-pauses once, and all others begin. Also where nobody is held up who has had more than a first token: requests that came
-together wait for each other once. And how late an abort or a new request is seen."""
+"""Maximum time for prompts in a step, and the longest delay of an abort or a new request.
+
+A step may take more than STEP_SECONDS where more prompts wait than streams are delayed, in the proportion of the two
+numbers: one stream pauses once, and all prompts start. It may take the maximum where no delayed stream has more than
+its first token: requests that arrived together wait for each other once."""
 
 MIXED_SECONDS = 0.08
-"""What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
+"""Average time for prompts in a step that also decodes; a reader of a stream notices a longer pause."""
 
 CREDIT_SECONDS = 4.0
-"""How much more than that prompts may take in all before streams have had steps to catch up in. Requests that come
-together are so computed at once: paused once, a stream is faster afterwards than one that is held up at every token."""
+"""Total time above this average that prompts may take before streams catch up. Requests that arrive together are then
+computed at once: a stream that pauses once ends earlier than a stream that is delayed at each token."""
 
 DEBT_SECONDS = LONGEST_SECONDS / 2
-"""How much of what a step took beyond that is made up for by the next ones: what the scheduler may exceed a budget by.
-Where a step was longer for another reason, the pace is corrected instead."""
+"""Maximum debt that the following steps repay; equal to what the scheduler may exceed a budget by. Where a step was
+longer for another reason, the measured pace is corrected instead."""
 
 SMALLEST = 32
-"""Where even these take longer they are taken all the same; also where learning begins."""
+"""Minimum prompt tokens of a step, even if they take longer; also the first value before any measurement."""
 
 
 def counted(tokens: int, seconds: float) -> float:
-    """What so many tokens of prompts count that took `seconds`."""
+    """The time that `tokens` of prompts count when they took `seconds`."""
     return max(seconds / SLOWEST, min(seconds, tokens * TOKEN_SECONDS))
 
 
 def weight(decoding: int, prompts: int) -> float:
-    """What a second counts in which so many streams are held up for so many prompts: less the more wait for it."""
+    """How much a second counts that delays `decoding` streams for `prompts` prompts: less for more prompts."""
     return min(1.0, decoding / max(1, prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`tokens` of prompts count STEP_SECONDS, as far as is known; a step carries at most `most`. `credit_seconds` is
-    what decoding sequences may still be held up beyond MIXED_SECONDS a step; a second in which more wait for a first
-    token than for a next one counts in that proportion (`weight`).
+    """The measured pace: `tokens` of prompts count STEP_SECONDS. A step holds at most `most` prompt tokens.
 
-    With costs that stay as they are, prompts take no longer than they may: a step is never trusted to carry more than
-    the one measured last would have carried in that time, and what is known at most doubles. A token of a prompt is
-    taken to cost as much as one that is decoded, which is the dearer one. A step that was too long corrects it at once.
+    `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. A second in which more
+    prompts than streams wait counts in that proportion (`weight`).
+
+    With constant costs, prompts stay within their time: a step holds at most what the last measured step would have
+    computed in that time, and the estimate at most doubles per step. A prompt token is assumed to cost as much as a
+    decoded one, which is the more expensive one. A step that was too long corrects the estimate at once.
     """
 
     most: int
@@ -66,12 +69,13 @@ class Pace:
 
     @classmethod
     def first(cls, most: int) -> Pace:
-        """Before anything was measured: SMALLEST, however long a step may take."""
+        """The pace before any measurement: SMALLEST tokens per step."""
         return cls(most, int(SMALLEST * STEP_SECONDS / LONGEST_SECONDS))
 
     def seconds(self, decoding: int, prompts: int, *, just_begun: bool = False) -> float:
-        """What `prompts` of the next step may count beside so many `decoding` sequences, of which none has had more
-        than a first token where they have `just_begun`.
+        """The time for `prompts` prompts in the next step, beside `decoding` sequences.
+
+        `just_begun`: no decoding sequence has more than its first token.
         """
         if not decoding:
             return LONGEST_SECONDS
@@ -79,21 +83,21 @@ class Pace:
         return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
 
     def duration(self, tokens: int) -> float:
-        """Seconds that so many tokens of prompts count, as far as is known; they take no less."""
+        """Estimated time that `tokens` of prompts count; a lower bound of their duration."""
         return tokens * STEP_SECONDS / max(1, self.tokens)
 
     def budget(self, seconds: float) -> int:
-        """Tokens of prompts for a step in which they may count so much."""
+        """Prompt tokens of a step whose prompts may count `seconds`."""
         return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(
         self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int
     ) -> Pace:
-        """The pace after a step that took `seconds` and whose prompts were `allowed` to count so many; for the last two
-        see `seconds`.
+        """The pace after a step that took `seconds` and whose prompts were `allowed` to count that many seconds.
 
-        A short step that carried less than half of what it might can only show that prompts take less than was known:
-        most of it was not theirs. Where nobody decoded nobody was held up, and whoever decodes next has not been.
+        `decoding` and `prompts` are as in `seconds`. A short step with less than half of its budget can only raise the
+        estimate, because most of its time was not spent on prompts. A step without decoding sequences delays no stream,
+        so the credit is full after it.
         """
         spent = counted(prompt_tokens, seconds * prompt_tokens / max(1, all_tokens))
         credit = CREDIT_SECONDS
@@ -105,7 +109,7 @@ class Pace:
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
         tokens = int(min(2 * max(self.tokens, prompt_tokens), fitting))
-        was_short = spent <= max(allowed, MIXED_SECONDS)  # in debt nothing is allowed
+        was_short = spent <= max(allowed, MIXED_SECONDS)  # `allowed` may be 0 or less in debt
         if was_short and prompt_tokens * 2 < self.budget(allowed):
             tokens = max(self.tokens, tokens)
         return replace(known, tokens=tokens)

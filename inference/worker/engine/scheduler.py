@@ -1,15 +1,14 @@
-"""Decides which tokens of which sequences go into the next step; never touches llama.cpp.
+"""Decides which tokens of which sequences go into the next step.
 
-A sans-io state machine: events come in as method calls, a `Step` goes out, and the shell reports how it went. The state
-is changed in place instead of copied, because a step runs every few milliseconds over sequences of thousands of tokens;
-nothing outside sees it but through steps and ended jobs.
+A sans-io state machine: events come in as method calls, a `Step` goes out, and the engine reports its result. The state
+is changed in place instead of copied, because a step runs every few milliseconds over sequences of thousands of tokens.
 
     submit -> WAITING -> PREFILL -> DECODE -> (finish, abort, deadline, failure) ENDED
-                 ^----------+---------+   suspended because nobody reads, or put back because llama.cpp had no room;
-                                          what was generated is kept and computed again as far as its cells are gone
+                 ^----------+---------+   suspended because its outputs are not read, or put back because the KV cache
+                                          had no room; generated tokens are kept and computed again where needed
 
-The order of service is arrival plus the head start of the priority: the oldest job is the first in it, the youngest the
-last. Which slot holds what, and what a prompt reuses of it, is `slots`' decision.
+The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS): the oldest job comes
+first, the youngest last. `Slots` decides which slot holds which tokens and which prefix a prompt reuses.
 """
 
 from __future__ import annotations
@@ -27,26 +26,28 @@ from inference.worker.prompt.image_tokens import undivided
 from inference.worker.steps import DECODE, PREFILL, TRANSITIONS, WAITING, Job, Limits, Phase, Row, Step
 
 OLDEST_PART = 4
-"""The prompt that came first gets at least one part in so many of a step's budget."""
+"""The oldest prompt gets at least the budget of a step divided by this number."""
 
 STRETCH_PART = 4
-"""A step exceeds its budget by one part in so many for a prompt that is complete then: a remainder would hold up once
-more everybody who had a first token in this step."""
+"""A step may exceed its budget by the budget divided by this number, if that completes a prompt. The rest of the prompt
+would otherwise delay all sequences with a first token once more."""
 
 LAST_PART = 2
-"""It exceeds it by one part in so many where more wait for a first token than for a next one, and none of them is left
-then: whoever has a first token is held up no more."""
+"""A step may exceed its budget by the budget divided by this number, if that completes all prompts and more prompts
+than streams wait. No later step then delays the streams."""
 
 WORTH_PART = 2
-"""A prompt that cannot be completed is read on with what is left of the budget where that is one part in so many of it.
-llama.cpp computes rows together as far as they have the same length (`llama_batch_allocr::split_equal`), so pieces of
-odd lengths cost a pass over all weights each, now and when they are completed."""
+"""A prompt that does not fit gets a piece only if the rest of the budget is at least the budget divided by this number.
+llama.cpp computes rows together as far as they have the same length (`llama_batch_allocr::split_equal`), so each piece
+of another length costs a pass over all weights, now and when the prompt is completed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """`deadline` is the job's until its request has a first token. `scored` counts the tokens of the prompt whose
-    logits were handed out. `passed`: an image did not fit into what the last step had left for it.
+    """A job and its state.
+
+    `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
+    `passed`: an image of the prompt did not fit into the last step.
     """
 
     job: Job
@@ -68,7 +69,7 @@ _by_slot = attrgetter("slot")
 
 
 class Scheduler:
-    """The state. One call of `plan`, then exactly one of `computed`, `no_room` or `failed` for a step with rows."""
+    """The state. Each call of `plan` that returns rows requires exactly one of `computed`, `no_room` or `failed`."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -82,7 +83,7 @@ class Scheduler:
         self._earliest = math.inf
         self._crowded = False
 
-    # --- what others may know ----------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
     @property
     def active(self) -> int:
         """Jobs that hold a slot."""
@@ -90,18 +91,18 @@ class Scheduler:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many jobs generate, and so wait for every step to end, and how many prompts are there or find a slot."""
+        """Number of decoding jobs, and number of prompts that have a slot or can get one."""
         decoding = sum([run.phase is DECODE for run in self._running])
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
     def just_begun(self) -> bool:
-        """Whether nobody who generates has had more than a first token."""
+        """Whether no decoding job has more than its first token."""
         return all(run.generated <= 1 for run in self._running if run.phase is DECODE)
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the next step draws a token for every job that runs and reads no prompt."""
+        """Whether the next step decodes every running job and prefills no prompt."""
         if not self._running or (self._waiting and self._free > 0):
             return False
         return self.load[0] == len(self._running)
@@ -113,31 +114,31 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more jobs `submit` takes: those that free slots will hold are not in the queue for long."""
+        """How many more jobs `submit` accepts: free slots count, because their jobs leave the queue at once."""
         return self.limits.slots + self.limits.queue - len(self._runs)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of jobs without a slot, also those that need not be computed again."""
+        """Tokens of jobs without a slot, including tokens that a slot already holds."""
         return sum([len(run.tokens) for run in self._waiting])
 
     @property
     def cells_used(self) -> int:
-        """KV cells that slots hold, retained prefixes included."""
+        """KV cells in use, including retained prefixes."""
         return self._slots.used
 
     @property
     def cells(self) -> tuple[int, int]:
-        """KV cells that hold something: of jobs with a slot, and retained ones."""
+        """KV cells in use: of jobs with a slot, and of retained prefixes."""
         return self._slots.cells
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is work for a step."""
         return bool(self._running or self._waiting or self._slots.pending)
 
     def progress(self) -> list[tuple[int, Phase, int, int]]:
-        """Per job that waits or prefills: phase, place in the queue (1 = next) or tokens done, tokens in all."""
+        """Waiting and prefilling jobs: id, phase, place in the queue (1 = next) or computed tokens, all tokens."""
         places = [(run.job.id, run.phase, place, len(run.tokens)) for place, run in enumerate(self._waiting, 1)]
         return places + [
             (run.job.id, run.phase, run.slot.computed, len(run.tokens))
@@ -147,12 +148,14 @@ class Scheduler:
 
     # --- events ------------------------------------------------------------------------------------------------------
     def submit(self, jobs: Sequence[Job]) -> bool:
-        """Takes all of `jobs` or, when the queue has no room for them beyond free slots, none and returns False."""
+        """Queues all of `jobs`. Returns False and queues none if `room` is too small for them."""
         if len(jobs) > self.room:
             return False
         for job in jobs:
             if not 0 < len(job.prompt) <= self.limits.context or job.id in self._runs:
-                raise ValueError(f"job {job.id} was not validated: {len(job.prompt)} tokens")
+                raise ValueError(
+                    f"job {job.id} is invalid: its prompt has {len(job.prompt)} tokens, or its id is in use"
+                )
         for job in jobs:
             prompt = job.prompt if isinstance(job.prompt, array) else array("i", job.prompt)
             run = self._runs[job.id] = _Run(job, job.key, prompt, job.deadline)
@@ -162,12 +165,12 @@ class Scheduler:
         return True
 
     def abort(self, job: int) -> None:
-        """Ends a job that nobody waits for any more; unknown ones have ended already."""
+        """Ends a job. Jobs that have already ended are ignored."""
         if (run := self._runs.get(job)) is not None:
             self._end(run)
 
     def extend(self, job: int, token: int) -> None:
-        """The token that was sampled for `job`, which goes on."""
+        """Appends the sampled token of `job`."""
         run = self._runs[job]
         run.tokens.append(token)
         run.generated += 1
@@ -175,14 +178,14 @@ class Scheduler:
             self._has_begun(run)
 
     def finish(self, job: int) -> None:
-        """`job` is complete; its slot keeps what it holds."""
+        """Ends a complete `job`; its slot retains its tokens."""
         run = self._runs[job]
         if run.deadline is not None:
             self._has_begun(run)
         self._end(run)
 
     def suspend(self, job: int) -> None:
-        """`job` gives its slot to others until `resume`; what it holds is retained until another takes the slot."""
+        """Takes the slot from `job` until `resume`; its tokens are retained until another job takes the slot."""
         run = self._runs[job]
         if run.slot is not None:
             self._leave(run)
@@ -191,24 +194,26 @@ class Scheduler:
             self._waiting.remove(run)
 
     def resume(self, job: int) -> None:
-        """A suspended `job` takes its old place in the queue; jobs that are not suspended stay as they are."""
+        """Queues a suspended `job` at its old place; a job that is not suspended is ignored."""
         run = self._runs.get(job)
         if run is not None and run.slot is None and run not in self._waiting:
             insort(self._waiting, run, key=_order)
 
     def limit(self, sequences: int) -> None:
-        """Gives out at most so many slots (1 or more) from now on; a job that has one keeps it."""
+        """Sets the maximum number (at least 1) of slots in use; jobs with a slot keep it."""
         self._most = sequences
 
     def forget(self) -> None:
-        """Drops what slots retain of jobs that ended."""
+        """Drops the retained prefixes."""
         self._slots.forget()
 
     def plan(self, now: float, prefill_budget: int) -> Step:
-        """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts, or
-        a quarter more where these complete one, or half where they complete all and more prompts than streams wait.
+        """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
+
+        The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if more
+        prompts than streams wait.
         """
-        assert not self._pending, "the last step was not reported"
+        assert not self._pending, "the result of the last step was not reported"
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
             self._admit()
@@ -222,7 +227,7 @@ class Scheduler:
         return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill)
 
     def computed(self) -> None:
-        """The step's batch was computed."""
+        """Records that the batch of the step was computed."""
         for row in self._pending:
             run = self._runs[row.job]
             self._slot_of(run).computed += len(row.tokens)
@@ -233,14 +238,14 @@ class Scheduler:
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:
-        """llama.cpp found no cells, although every slot has its own, and computed nothing: puts the youngest job back.
+        """Records that llama.cpp had no free cells and computed nothing; puts the youngest job back into the queue.
 
-        Returns the jobs that ended because they cannot run even alone.
+        Returns the jobs that ended because they do not fit even alone.
         """
         self._pending = ()
         if len(self._running) > 1:
             self._put_back(self._running[-1])
-            self._crowded = True  # admitted again at once, it would be put back in the next step, for ever
+            self._crowded = True  # no admission until a job leaves: the job would be put back in each step
             return ()
         ended = tuple(self._running)
         for run in ended:
@@ -249,9 +254,9 @@ class Scheduler:
         return tuple(run.job.id for run in ended)
 
     def failed(self) -> tuple[int, ...]:
-        """The step's batch failed half-way: its jobs end and their slots are emptied. Returns the jobs.
+        """Records that the batch failed in the middle: its jobs end and their slots are emptied. Returns these jobs.
 
-        After `computed` it was the shell that failed: jobs whose next token was never reported end.
+        After `computed` it ends the jobs whose next token was not reported, because the engine failed after the batch.
         """
         rows, self._pending = self._pending, ()
         lost = [self._runs[row.job] for row in rows]
@@ -264,17 +269,17 @@ class Scheduler:
 
     # --- between steps -----------------------------------------------------------------------------------------------
     def retained(self) -> list[Retained]:
-        """What slots hold that no job has."""
+        """The tokens in slots without a job."""
         return self._slots.retained()
 
     def adopt(self, held: Sequence[Retained]) -> None:
-        """Before the first step: the context holds these sequences already. The last one counts as used last."""
+        """Registers sequences that the context holds, least recently used first. Call it before the first step."""
         for item in held:
             self._slots.adopt(item)
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:
-        """Ends whose deadline passed before their request's first token."""
+        """Ends the jobs whose deadline has passed before the first token of their request."""
         late = []
         self._earliest = math.inf
         for run in list(self._runs.values()):
@@ -288,7 +293,7 @@ class Scheduler:
         return tuple(late)
 
     def _has_begun(self, run: _Run) -> None:
-        """The first token of a request is there: its other answers may wait for their turn as long as they have to."""
+        """Removes the deadlines of a request once it has a first token; its other answers may wait longer."""
         run.deadline = None
         if run.job.request is not None:
             for other in self._runs.values():
@@ -296,26 +301,26 @@ class Scheduler:
                     other.deadline = None
 
     def _admit(self) -> None:
-        """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet."""
+        """Gives free slots to the first waiting jobs."""
         for run in self._waiting[: self._free]:
             if self._is_prefilled_by_sibling(run):
-                continue  # its slot is kept for it
+                continue  # its slot stays free for it
             self._waiting.remove(run)
             if run.tokens is run.job.prompt:
-                run.tokens = run.tokens[:]  # only now: choices that wait hold their prompt once
+                run.tokens = run.tokens[:]  # not earlier, so that waiting choices share one prompt
             run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
             insort(self._running, run, key=_order)
             self._move(run, "admit")
 
     @property
     def _free(self) -> int:
-        """Slots that may be given out now."""
+        """Number of slots that may be assigned now."""
         if self._crowded and self._running:
             return 0
         return max(0, min(self.limits.slots, self._most) - len(self._running))
 
     def _is_prefilled_by_sibling(self, run: _Run) -> bool:
-        """Whether another choice of the same prompt is about to have computed what this one can copy."""
+        """Whether another choice is prefilling the same prompt, so that this one can copy its cells later."""
         group = run.job.group
         if group is None or not self.limits.can_trim or self._reusable(run) < self.limits.copied:
             return False
@@ -324,13 +329,13 @@ class Scheduler:
         )
 
     def _reusable(self, run: _Run) -> int:
-        """The last token is computed again in any case, because its logits are needed; so is what is to be scored."""
+        """Tokens that may be reused. The logits of the last token and of tokens to be scored are needed."""
         if run.job.score and run.scored < len(run.job.prompt):
             return min(run.scored, len(run.tokens) - 1)
         return len(run.tokens) - 1
 
     def _decoding(self) -> list[Row]:
-        """A row for every job that lacks one token only."""
+        """A row for each job with exactly one token to compute."""
         rows: list[Row] = []
         for run in self._running:
             slot = run.slot
@@ -339,12 +344,12 @@ class Scheduler:
         return rows
 
     def _prefilling(self, rows: list[Row], budget: int) -> None:
-        """Gives `budget` to the prompts with the least left, so that first tokens come one after the other, and a part
-        of it to the one that came first, so that it cannot be kept waiting by shorter ones for ever. Whole prompts are
-        preferred to pieces.
+        """Divides `budget` among the prompts and appends their rows.
 
-        Where outputs are too few it takes what there is. An image is computed as a whole, however small the
-        rest of the budget; one that the batch had no room left for is first in the next.
+        The prompts with the fewest remaining tokens come first, so that first tokens come one after the other. The
+        oldest prompt always gets a part, so that shorter ones cannot starve it. Complete prompts are preferred to
+        pieces. Scored prompts are limited by the available outputs. An image is never divided, even if it exceeds the
+        budget; an image that does not fit into the batch comes first in the next step.
         """
         prompts = sorted(
             [(not run.passed, self._left(run), run.key, run) for run in self._running if self._left(run) > 1]
@@ -379,14 +384,14 @@ class Scheduler:
                 outputs -= count - 1 if row.every else 0
 
     def _undivided(self, run: _Run, slot: Slot, count: int, planned: int) -> int:
-        """`count` moved to where it divides no image, 0 when the image it begins with has to wait."""
+        """`count`, changed so that no image is divided; 0 if the image at its start does not fit."""
         start = slot.computed
         end = undivided(run.tokens, start, start + count, self.limits.batch - planned)
         run.passed = end == start
         return end - start
 
     def _scorable(self, run: _Run, slot: Slot, outputs: int) -> int:
-        """How many tokens of a scored job's rest may go into one row."""
+        """How many of the remaining tokens of a scored job may go into one row."""
         if slot.computed < run.scored:
             return run.scored - slot.computed
         return outputs if slot.computed < len(run.job.prompt) else len(run.tokens)
@@ -397,7 +402,7 @@ class Scheduler:
         every = run.job.score and run.scored <= start < len(run.job.prompt)
         return Row(run.job.id, slot.number, start, run.tokens[start:end], end == len(run.tokens), every)
 
-    # --- who leaves --------------------------------------------------------------------------------------------------
+    # --- ends of jobs ----------------------------------------------------------------------------------------------
     def _put_back(self, run: _Run) -> None:
         self._slots.empty(self._slot_of(run))
         run.slot = None
@@ -420,7 +425,7 @@ class Scheduler:
         del self._runs[run.job.id]
 
     def _left(self, run: _Run) -> int:
-        """Tokens of an active job that are not computed yet."""
+        """Tokens of an active job that are still to be computed."""
         return len(run.tokens) - self._slot_of(run).computed
 
     def _move(self, run: _Run, event: str) -> None:

@@ -1,9 +1,9 @@
-"""A context that also computes images: puts a step's text and images into batches of their own; never schedules.
+"""A backend that also computes images: it splits a step into batches of text and batches of image embeddings.
 
-The scheduler knows an image as a run of numbers below zero. llama.cpp takes a batch of tokens or one of embeddings, so
-a step becomes several: what stands before and between images, each image, and last of all the ends of the rows, whose
-logits are sampled. Where an image moves the text behind it by fewer positions than it has cells (M-RoPE), rows are
-moved here; everybody else counts cells.
+The scheduler sees an image as a run of negative token numbers. A batch of llama.cpp holds tokens or embeddings, so a
+step becomes several batches: text before and between images, each image, and finally the ends of the rows, whose
+logits are sampled. With M-RoPE an image takes fewer positions than cells; this module converts cells to positions, all
+other modules count cells.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from inference.worker.backend import OK, Backend, BatchRow, Decode, ImageTile
 
 
 class ImageBackend(Backend, Protocol):
-    """A context that takes embeddings too."""
+    """A context that also decodes embeddings."""
 
     def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
-        """Computes one image at `positions` (int32, sections by tokens) from its embeddings; no logits follow."""
+        """Computes the embeddings `rows` of one image at `positions` (int32, sections by tokens), without logits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of text tokens of a row, or one image (`tile`); `start` counts cells."""
+    """A run of text tokens of a row, or one image (`tile`). `start` is a cell."""
 
     slot: int
     start: int
@@ -39,14 +39,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _ImageOffset:
-    """An image in a sequence: from cell `start` on, and by how many positions fewer than cells it moves the text."""
+    """An image in a sequence that starts at cell `start` and takes `saved` fewer positions than cells."""
 
     start: int
     saved: int
 
 
 class VisionBackend:
-    """`Backend` over another one. `tile_of` finds the image that begins with a token."""
+    """A `Backend` that wraps another one. `tile_of` returns the image that begins with a token."""
 
     def __init__(self, backend: ImageBackend, slots: int, tile_of: Callable[[int], ImageTile]) -> None:
         self.can_trim = backend.can_trim
@@ -55,13 +55,13 @@ class VisionBackend:
         self._image_offsets: list[tuple[_ImageOffset, ...]] = [()] * slots
 
     def remove(self, slot: int, start: int = 0) -> bool:
-        """Forgets the tokens of `slot` from cell `start` on."""
+        """Removes the tokens of `slot` from cell `start` on."""
         done = self._backend.remove(slot, self._position(slot, start))
         self._image_offsets[slot] = tuple(offset for offset in self._image_offsets[slot] if offset.start < start)
         return done
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Shares the first `count` cells of `source`."""
+        """Copies the first `count` cells of `source` to `target`."""
         self._backend.copy(source, target, self._position(source, count))
         self._image_offsets[target] = tuple(offset for offset in self._image_offsets[source] if offset.start < count)
 
@@ -72,7 +72,7 @@ class VisionBackend:
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
         """Computes a step; returns the batch index of each row's last token, -1 for a row that ends in an image.
 
-        When it fails half-way, what was computed of it is removed, so that NO_ROOM leaves the memory as it was.
+        After a failure in the middle the computed cells are removed, so that NO_ROOM leaves the memory unchanged.
         """
         parts = [self._parts(row) for row in rows]
         if all(len(of_row) == 1 and of_row[0].tile is None for of_row in parts):
@@ -148,12 +148,12 @@ class VisionBackend:
 
 
 def tile_finder(tiles: Mapping[int, ImageTile]) -> Callable[[int], ImageTile]:
-    """Looks images up by their first token; raises KeyError with a sentence for one that is not there."""
+    """Returns a function that finds an image by its first token; it raises KeyError for an unknown one."""
 
     def find(token: int) -> ImageTile:
         tile = tiles.get(token)
         if tile is None:
-            raise KeyError("an image of this step is not there any more")
+            raise KeyError("an image of this step was released before it was computed")
         return tile
 
     return find

@@ -1,4 +1,4 @@
-"""Decides which sequences are saved when a model leaves its device, and what a saved one must match; pure."""
+"""Decides which sequences are saved when a model is offloaded, and whether saved ones can be restored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What a slot holds between requests: the tokens whose cells are there. The larger `used_at`, the later used."""
+    """Tokens whose cells a slot holds between requests. A larger `used_at` means used more recently."""
 
     slot: int
     tokens: array[int]
@@ -18,7 +18,7 @@ class Retained:
 
 
 def chosen(retained: Sequence[Retained], sizes: Mapping[int, int], most_bytes: int) -> list[Retained]:
-    """Those that fit into `most_bytes` together, latest used first; `sizes` are bytes per slot."""
+    """The sequences that fit into `most_bytes` together, most recently used first; `sizes` are bytes per slot."""
     kept = []
     for sequence in sorted(retained, key=lambda item: item.used_at, reverse=True):
         if sizes[sequence.slot] <= most_bytes:
@@ -28,5 +28,5 @@ def chosen(retained: Sequence[Retained], sizes: Mapping[int, int], most_bytes: i
 
 
 def differing(saved: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
-    """The names in which what a sequence was saved under differs from what it would be restored under."""
+    """The keys whose values differ between the two mappings, sorted."""
     return tuple(sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)))

@@ -1,8 +1,8 @@
-"""Saves the sequences of a context to memory that outlives it, and puts them back; decides neither when nor which.
+"""Saves the sequences of a context to memory that outlives it, and restores them.
 
-The memory begins with a mark, which is written last, and a table in JSON; behind it stand tokens and states. It may
-outlive the process that wrote it (a descriptor that the authority holds too), so the table also says everything that
-must be the same where the states are put back. Nothing of it ever leaves this machine's memory.
+The memory starts with a mark, which is written last, and a table in JSON. Tokens and states follow. The memory may
+outlive the process that wrote it (the inference service holds the descriptor too), so the table also contains all
+properties that must be equal when the states are restored. The data stays in memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MARK = b"HGKEPT01"
 _HEAD = struct.Struct("<8sQ")
 _ALIGNED = 64
 _TABLE_BYTES = 4096
-"""Of the table, beyond a line per sequence."""
+"""Size of the table without its entries for sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was saved."""
+    """The size of the saved sequences."""
 
     count_bytes: int = 0
     sequences: int = 0
@@ -44,14 +44,14 @@ class Saved:
 
 
 class SequenceStore:
-    """Memory for saved sequences: behind a descriptor that others may hold as well, or this process's own."""
+    """Memory for saved sequences: a shared descriptor, or private memory of this process."""
 
     def __init__(self, handle: int | None = None) -> None:
         self._handle = handle
         self._own: mmap.mmap | None = None
 
     def make(self, size: int) -> mmap.mmap:
-        """Empty memory of `size` bytes instead of what was there."""
+        """Replaces the memory with `size` empty bytes."""
         self.clear()
         if self._handle is None:
             self._own = mmap.mmap(-1, size)
@@ -60,14 +60,14 @@ class SequenceStore:
         return mmap.mmap(self._handle, size)
 
     def open(self) -> mmap.mmap | None:
-        """What is there, or None."""
+        """The memory, None if it is empty."""
         if self._handle is None:
             return self._own
         size = os.fstat(self._handle).st_size
         return mmap.mmap(self._handle, size) if size else None
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self._handle is not None:
             os.ftruncate(self._handle, 0)
         elif self._own is not None:
@@ -76,7 +76,7 @@ class SequenceStore:
 
 
 def key(grant: Grant, file: Sequence[int]) -> dict[str, Any]:
-    """Everything that must be the same for a state to mean the same. `file` is what `stamp` said of the weights."""
+    """The properties that must be equal for a state to be valid. `file` is the `stamp` of the weights."""
     return {
         "file": list(file),
         "lora": [[path, *stamp(path)] for path in grant.lora],
@@ -89,7 +89,7 @@ def key(grant: Grant, file: Sequence[int]) -> dict[str, Any]:
 
 
 def stamp(path: str | int) -> tuple[int, int, int]:
-    """What changes when a file does: size, time of its last change in ns, inode. (0, 0, 0) for none."""
+    """Size, modification time in ns and inode of a file; (0, 0, 0) if there is none."""
     try:
         status = os.fstat(path) if isinstance(path, int) else Path(path).stat()
     except OSError:
@@ -104,10 +104,10 @@ def save(
     most_bytes: int,
     under: Mapping[str, Any],
 ) -> Saved:
-    """Copies what fits of `retained` into `store`. The context must be nobody else's now.
+    """Copies the sequences of `retained` that fit in `most_bytes` into `store`. No other thread may use the context.
 
-    A sequence with more cells than tokens, whose rest cannot be removed, is left out; one with images too where it
-    would have to be found by the numbers of this process.
+    Sequences with images are skipped, because the numbers of images are valid in this process only. Sequences with
+    more cells than tokens are skipped if the surplus cells cannot be removed.
     """
     sound = [item for item in retained if _is_text(item) and _fits_tokens(context, item)]
     sizes = {
@@ -147,17 +147,17 @@ def save(
 
 
 def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, Any]) -> list[Retained]:
-    """Puts back what `save` kept, oldest first; what does not match or cannot be verified is left out, and said."""
+    """Restores saved sequences, oldest first. A sequence that does not match or fails its check is skipped and logged."""
     memory = store.open()
     if memory is None or len(memory) < _HEAD.size:
         return []
     mark, length = _HEAD.unpack(memory[: _HEAD.size])
     if mark != _MARK:
-        log.warning("no sequences are restored: they were not saved to the end")
+        log.warning("no sequences restored: saving them was interrupted")
         return []
     kept = json.loads(memory[_HEAD.size : _HEAD.size + length])
     if names := differing(kept["under"], under):
-        log.warning("no sequences are restored: %s changed since they were saved", ", ".join(names))
+        log.warning("no sequences restored: changed since they were saved: %s", ", ".join(names))
         return []
     found = []
     with _Address(memory) as address:
@@ -169,7 +169,7 @@ def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, An
                 row["first"],
                 row["last"],
             ):
-                log.warning("a sequence of %d tokens could not be restored", row["tokens"])
+                log.warning("sequence not restored: tokens=%d", row["tokens"])
                 context.remove(row["slot"])
                 continue
             found.append(Retained(row["slot"], tokens, row["tenant"]))
@@ -177,12 +177,12 @@ def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, An
 
 
 def _is_text(item: Retained) -> bool:
-    """Whether it holds something, and no image: those are told apart by numbers below zero."""
+    """Whether the sequence is not empty and has no image (negative token numbers)."""
     return min(item.tokens, default=-1) >= 0
 
 
 def _fits_tokens(context: llama.Context, item: Retained) -> bool:
-    """Whether the sequence holds exactly its tokens, once what lies beyond them is removed."""
+    """Removes surplus cells; returns whether the sequence then holds exactly its tokens."""
     if sequence_state.bounds(context, item.slot)[1] >= len(item.tokens):
         context.remove(item.slot, len(item.tokens))
     return sequence_state.bounds(context, item.slot)[1] == len(item.tokens) - 1
@@ -193,7 +193,7 @@ def _rounded(count: int) -> int:
 
 
 class _Address:
-    """The address of mapped memory, as long as it is used; the mapping cannot be closed meanwhile."""
+    """The address of mapped memory; the mapping cannot be closed inside the `with` block."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory

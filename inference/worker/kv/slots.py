@@ -1,8 +1,7 @@
-"""Decides which slot holds which tokens, what a prompt reuses and what is forgotten first; never who runs.
+"""Decides which slot holds which tokens, which prefix a prompt reuses, and which prefix is dropped first.
 
-A slot is one llama.cpp sequence id. When its job ends it keeps the tokens it holds, so that a later prompt of the same
-tenant that begins alike skips them. Every slot has cells of its own: what one holds takes room from no other, and
-sharing a beginning means copying it.
+A slot is one llama.cpp sequence id. It retains its tokens when its job ends, so that a later prompt of the same tenant
+with the same beginning need not compute them. Each slot has its own cells, so a prefix of another slot is copied.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from inference.worker.kv.saved_sequences import Retained
 from inference.worker.steps import Copy, Limits, Remove
 
 MOST_MOVED = 64
-"""Where a copy is worth more computed tokens than these, nothing is moved so that sequences stand side by side: a gap
-between them costs a step about as much as one or two tokens, and few answers have so many steps."""
+"""Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
+sequences costs a step about as much as one or two tokens, and few answers have enough steps to repay more."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The first `computed` of `tokens` are in KV cells. The list is the job's own while the slot is taken, so that a
-    token is stored once.
-    """
+    """A sequence: the first `computed` of `tokens` are in KV cells. A taken slot shares the array of its job."""
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -34,7 +31,7 @@ class Slot:
 
 
 class Slots:
-    """All slots and the memory operations that the next step has to begin with."""
+    """All slots, and the memory operations at the beginning of the next step."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -44,29 +41,30 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """KV cells that slots hold, retained prefixes included."""
+        """KV cells in use, including retained prefixes."""
         return sum([slot.computed for slot in self._slots])
 
     @property
     def pending(self) -> bool:
-        """Whether operations wait for a step."""
+        """Whether there are operations for the next step."""
         return bool(self._operations)
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Cells that hold something: of taken slots, and of free ones."""
+        """Cells in use: of taken slots, and of free ones."""
         taken = sum(slot.computed for slot in self._slots if slot.taken)
         return taken, sum(slot.computed for slot in self._slots) - taken
 
     def operations(self) -> tuple[Remove | Copy, ...]:
-        """What llama.cpp has to do before the next batch; handed out once."""
+        """Returns and clears the memory operations to run before the next batch."""
         operations, self._operations = self._operations, []
         return tuple(operations)
 
     def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot:
-        """A free slot (there must be one) for `tokens`, of which up to `reusable` may come from what a slot of the same
-        tenant holds; those are computed already. Copying one slot to another costs as much as all cells of a sequence,
-        so short beginnings are not copied, nothing that was kept is lost for them, and short tails are not spared.
+        """Assigns a free slot to `tokens`; there must be one. Up to `reusable` tokens may be a prefix of the same tenant.
+
+        A copy costs as much as moving all cells of a sequence. Short prefixes are therefore not copied and displace no
+        retained prefix, and short retained tails are dropped.
         """
         self._clock += 1
         best, shared = self._longest_prefix(tokens, tenant, reusable)
@@ -75,7 +73,7 @@ class Slots:
         pays = shared >= self._limits.copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.copied
-            if loses_little or (target.computed and pays):  # some prefix is lost anyway: then this one's tail
+            if loses_little or (target.computed and pays):  # a prefix is lost anyway: drop the tail of this one
                 target = best
         moves = False
         if (near := self._nearer(target, free)) is not None:
@@ -95,42 +93,44 @@ class Slots:
         return target
 
     def release(self, slot: Slot) -> None:
-        """Its job left; what it holds is retained."""
+        """Frees the slot and retains its tokens."""
         self._clock += 1
         slot.tokens, slot.taken, slot.used_at = slot.tokens[: slot.computed], False, self._clock
 
     def empty(self, slot: Slot) -> None:
-        """Its job left, and so does what it holds."""
+        """Frees the slot and drops its tokens."""
         self._forget(slot, 0)
         slot.taken = False
 
     def invalidate(self, slot: Slot) -> None:
-        """llama.cpp may hold anything of this sequence: all of it is removed, whatever was reported."""
+        """Removes all tokens of a sequence whose state in llama.cpp is unknown."""
         slot.computed = 0
         self._operations.append(Remove(slot.number, 0))
 
     def _dispensable(self, slot: Slot) -> tuple[bool, int, bool, int]:
-        """Smallest for the slot to give away first: an empty one beside one that is taken, because llama.cpp computes
-        neighbours together, or else the one that was used longest ago.
+        """Sort key; the smallest slot is assigned first: an empty one, else the least recently used one.
+
+        Among empty slots a neighbor of a taken slot comes first, because llama.cpp computes neighbors together.
         """
         held = slot.computed > 0
         return (held, slot.used_at if held else 0, not self._neighbors(slot), slot.number)
 
     def _neighbors(self, slot: Slot) -> int:
-        """How many of the two beside it are taken."""
+        """Number of taken slots among its two neighbors."""
         beside = self._slots[max(0, slot.number - 1) : slot.number + 2]
         return sum([other.taken for other in beside if other is not slot])
 
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
-        """A free slot with more neighbors that run than `target` has, where a move costs less than it brings."""
+        """A free slot with more taken neighbors than `target`, or None if there is none or a move costs too much."""
         if not self._limits.can_trim or self._limits.copied > MOST_MOVED:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None
 
     def _clear(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
-        """Empties `slot`. What it holds goes where something is that was used longer ago, or nothing, other than in
-        `best`; returns where what `best` holds is now.
+        """Empties `slot`; its tokens move to an empty or less recently used slot other than `best`, or are dropped.
+
+        Returns the slot that now holds the tokens of `best`.
         """
         shelters = [other for other in free if other is not slot and other is not best]
         shelter = min(shelters, key=self._dispensable, default=slot)
@@ -145,7 +145,7 @@ class Slots:
         return shelter if slot is best else best
 
     def retained(self) -> list[Retained]:
-        """What the free slots hold, by the count of this side."""
+        """The tokens in free slots."""
         return [
             Retained(slot.number, slot.tokens[: slot.computed], slot.tenant, slot.used_at)
             for slot in self._slots
@@ -153,13 +153,13 @@ class Slots:
         ]
 
     def adopt(self, held: Retained) -> None:
-        """An empty free slot holds this now: llama.cpp was given it."""
+        """Registers a sequence that the context already holds in a free slot."""
         self._clock += 1
         slot = self._slots[held.slot]
         slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
 
     def forget(self) -> None:
-        """Drops what is retained in free slots."""
+        """Drops the tokens in free slots."""
         for slot in self._slots:
             if not slot.taken:
                 self._forget(slot, 0)
@@ -186,9 +186,9 @@ class Slots:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
-    """Length of the longest common beginning of two token lists, at most `limit`.
+    """Length of the longest common prefix of two token lists, at most `limit`.
 
-    Compares halves of slices, which C does, instead of token by token.
+    A binary search that compares slices in C instead of single tokens.
     """
     low, high = 0, max(0, min(len(left), len(right), limit))
     while low < high:

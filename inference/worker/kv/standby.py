@@ -1,7 +1,7 @@
-"""A worker that waits with a model's file in its memory and no device: what a warm model of an accelerator is.
+"""Holds a model file in memory without a device: a warm model of an accelerator.
 
-Decides nothing: it copies, seals what it copied, imports what a load needs, and waits for the grant. The memory has no
-name in any file system, so it is gone with the last process that holds it, however that one ends.
+The file is copied to anonymous memory and sealed, and the modules for a load are imported. The memory has no name in a
+file system, so the kernel frees it when the last process that holds it ends.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LATER = (
     "api.worker_app", "api.worker_server", "assembly", "constraints", "engine.embedder", "engine.engine",
     "engine.vision_context", "loading", "prompt.prompts", "sampling.constrained_sampler", "worker_model",
 )  # fmt: skip
-"""Modules of the worker that a load needs. They map llama.cpp's libraries and touch no device."""
+"""Modules of the worker that a load needs. They map the libraries of llama.cpp and open no device."""
 _LIBRARIES = ("encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")
-"""What they import when they are first used."""
+"""Modules that these import at their first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A copy of `path` in memory. `stamp` is what its size, time and inode were."""
+    """A copy of `path` in memory. `stamp` holds the size, modification time in ns and inode of the file."""
 
     path: str
     handle: int
@@ -37,18 +37,18 @@ class HeldFile:
 
     @property
     def source(self) -> str:
-        """Where llama.cpp finds the copy."""
+        """The path of the copy for llama.cpp."""
         return f"/proc/self/fd/{self.handle}"
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         os.close(self.handle)
 
 
 def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
-    """Copies the file into memory that nobody can change afterwards; raises LoadError.
+    """Copies the file into sealed memory; raises LoadError. `on_progress` gets fractions up to 1.0.
 
-    The kernel copies, from the page cache where the file is in it: the bytes never pass through this process.
+    The kernel copies with sendfile(2), from the page cache if possible.
     """
     for name in (*(f"inference.worker.{name}" for name in _LATER), *_LIBRARIES):
         importlib.import_module(name)
@@ -61,7 +61,9 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
         while done < status.st_size:
             count = os.sendfile(target, source, done, min(CHUNK_BYTES, status.st_size - done))
             if count == 0:
-                raise LoadError(ExitCause.STARTUP, f"{path} became shorter while it was copied")
+                raise LoadError(
+                    ExitCause.STARTUP, f"{path} became shorter while it was copied into memory; load the model again"
+                )
             done += count
             on_progress(done / status.st_size)
         fcntl.fcntl(
@@ -71,10 +73,10 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
         if target >= 0:
             os.close(target)
         if isinstance(error, OSError):
-            raise LoadError(ExitCause.STARTUP, f"{path} cannot be held in memory ({error.strerror})") from error
+            raise LoadError(ExitCause.STARTUP, f"cannot copy {path} into memory ({error.strerror})") from error
         raise
     finally:
         if source >= 0:
-            with contextlib.suppress(OSError):  # nothing was written through it
+            with contextlib.suppress(OSError):  # opened for reading only
                 os.close(source)
     return HeldFile(path, target, done, (status.st_size, status.st_mtime_ns, status.st_ino))
