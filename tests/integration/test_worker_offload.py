@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
     """The authority is told why, and the process ends."""
     with WorkerRig(tmp_path) as rig:
         rig.send(worker_link.Hold(str(tmp_path / "none.gguf")))
-        assert "cannot be held" in rig.expect(worker_link.Failed).message
+        assert "cannot copy" in rig.expect(worker_link.Failed).message
         assert rig.wait() == 1
 
 

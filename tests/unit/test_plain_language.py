@@ -51,8 +51,6 @@ ALLOWED: dict[str, int] = {
     "inference/estimate": 35,
     "inference/worker": 10,
     "inference/worker/cores": 17,
-    "inference/worker/engine": 56,
-    "inference/worker/kv": 7,
     "inference/worker/llama": 5,
     "tests": 1,
     "tests/chaos": 76,

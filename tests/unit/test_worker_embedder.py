@@ -112,17 +112,17 @@ async def test_a_failed_step_and_a_passed_deadline_are_told(bench: Bench) -> Non
     assert (await bench.ask([1]))[0].error is None
 
 
-async def test_the_queue_has_bounds_that_a_large_request_does_not_fill() -> None:
-    """In requests, and in tokens but for those of the largest. The thread does not run, so what is queued stays."""
+async def test_queue_limits_requests_and_tokens_without_the_largest_request() -> None:
+    """The thread does not run, so queued requests stay in the queue."""
     embedder = Embedder(FakePooling(), 3, lambda _vectors: None, lambda _message: None)
     large, other, small = (Ticket[Vector](asyncio.get_running_loop()) for _ in range(3))
     embedder.submit([range(MAX_QUEUED_TOKENS)] * 2, large)
-    with pytest.raises(WorkerError, match=f"requests of {MAX_QUEUED_TOKENS + 32} tokens") as full:
+    with pytest.raises(WorkerError, match=f"queued tokens={MAX_QUEUED_TOKENS + 32} ") as full:
         embedder.submit([range(MAX_QUEUED_TOKENS)], other)
     assert full.value.code is Code.QUEUE_FULL
     embedder.submit([[1]] * 2000, small)
     embedder.submit([[1]], small)
-    with pytest.raises(WorkerError, match="3 requests wait"):
+    with pytest.raises(WorkerError, match="waiting requests=3"):
         embedder.submit([[1]], other)
     embedder.abort(small)
     embedder.submit([[1]], other)

@@ -147,7 +147,7 @@ def save(
 
 
 def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, Any]) -> list[Retained]:
-    """Restores saved sequences, oldest first. A sequence that does not match or fails its check is skipped and logged."""
+    """Restores saved sequences, oldest first. Sequences that do not match are skipped and logged."""
     memory = store.open()
     if memory is None or len(memory) < _HEAD.size:
         return []

@@ -61,7 +61,7 @@ class Slots:
         return tuple(operations)
 
     def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot:
-        """Assigns a free slot to `tokens`; there must be one. Up to `reusable` tokens may be a prefix of the same tenant.
+        """Assigns a free slot (there must be one) to `tokens`. Up to `reusable` tokens may come from a shared prefix.
 
         A copy costs as much as moving all cells of a sequence. Short prefixes are therefore not copied and displace no
         retained prefix, and short retained tails are dropped.
