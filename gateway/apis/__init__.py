@@ -1,1 +1,1 @@
-"""The public APIs the gateway speaks; each is told and asked in one inner dialect (OpenAI's); the seam is `base`."""
+"""The public APIs of the gateway. Each translates to and from OpenAI's chat format; the seam is `public_api`."""

@@ -1,7 +1,7 @@
 """Decides which images a request may have fetched, from where and to which addresses; fetches and resolves nothing.
 
-Who sends a URL chooses what this machine connects to. So only listed hosts are fetched from, over https, never an
-address written as a number, and only where every address behind the name is public.
+A client that sends a URL chooses what this machine connects to. So images are fetched from listed hosts only, over
+https, from names and not from numeric addresses, and only where every address behind the name is public.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ def inlined(body: ChatRequest, urls: Mapping[Remote, str]) -> ChatRequest:
     return found
 
 
-def refusal(remote: Remote, said: str) -> RequestError:
-    """What the caller is told about one image."""
-    return RequestError(Code.INVALID_REQUEST, f"`{remote.param}` {said}", param=remote.param)
+def refusal(remote: Remote, problem: str) -> RequestError:
+    """The error about one image."""
+    return RequestError(Code.INVALID_REQUEST, f"`{remote.param}` {problem}", param=remote.param)
 
 
 def _allows(entry: str, host: str, port: int) -> bool:
-    name, _, said = entry.partition(":")
-    if port != (int(said) if said else HTTPS):
+    name, _, number = entry.partition(":")
+    if port != (int(number) if number else HTTPS):
         return False
     return name in (ANY_HOST, host) or (name.startswith("*.") and host.endswith(name[1:]))

@@ -1,4 +1,4 @@
-"""Bounds the shape of a JSON body before it is parsed: how deep it nests, how many values it has; never parses it.
+"""Bounds the shape of a JSON body before it is parsed: the depth of nesting and the number of values.
 
 Parsers and checks cost time and memory per value, not per byte: 32 MB of text is a long prompt, 32 MB of commas is an
 attack. For valid JSON the depth is exact and no value goes uncounted; every step is linear in the size of the body.

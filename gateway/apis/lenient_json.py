@@ -1,7 +1,7 @@
-"""Reads what tiers say without anybody having checked it: odd parts count as absent; never raises on what is JSON.
+"""Reads answers of providers, which are not validated: parts of another shape count as absent.
 
-orjson, which everything else is read and written with, takes no half of an emoji. Models say one, and some providers
-send the two halves in two chunks.
+orjson, which reads and writes everything else, refuses a lone surrogate. Models generate them, and some providers send
+the two halves of an emoji in two chunks.
 """
 
 from __future__ import annotations

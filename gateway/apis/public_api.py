@@ -3,8 +3,8 @@
 Inside the gateway there is one dialect, OpenAI's: the chain, the tiers and resuming see nothing else. A public API is
 what translates at both ends. Contract (what `gateway.endpoints.serve` and `gateway.endpoints.answer_stream` rely on):
 - `Dialect.parse` raises RequestError and nothing else, naming the field as the caller wrote it.
-- A writer sees the frames of ONE OpenAI stream in order, whoever answered, in groups as they came. It never raises on
-  them, does no I/O, and is called synchronously on the token path.
+- A writer gets the frames of ONE OpenAI stream in order, from any provider, in groups as they came. It raises nothing,
+  does no I/O, and is called synchronously on the token path.
 - After the frames exactly one of `end` and `broke` is called; what `broke` returns is never the API's true end.
 """
 

@@ -38,8 +38,8 @@ _NO_USAGE: Mapping[str, Any] = {
 
 def message_id(id: Any) -> str:
     """An id in Anthropic's style; one that a tier of Anthropic's gave is its own again."""
-    said = str(id or "").removeprefix("chatcmpl-")
-    return said if said.startswith("msg_") else f"msg_{said}"
+    own = str(id or "").removeprefix("chatcmpl-")
+    return own if own.startswith("msg_") else f"msg_{own}"
 
 
 def anthropic_usage(usage: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
 
 
 def whole_usage(usage: Any) -> dict[str, Any]:
-    """Anthropic's usage object, with what its own tier said beside the counts (`cache_creation`, `service_tier`)."""
+    """Anthropic's usage object, with the other fields of its own tier (`cache_creation`, `service_tier`)."""
     native = mapping(usage, "native") if isinstance(usage, Mapping) else {}
     return {**native, **anthropic_usage(usage)}
 
@@ -77,7 +77,7 @@ def _count(holder: Any, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where the caller wanted an answer to end: at one of these texts, or after so many tokens."""
+    """The ends of an answer that the client requested: one of these texts, or a number of tokens."""
 
     stops: Sequence[str] = ()
     max_tokens: int | None = None
@@ -126,7 +126,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
     """The message for a `chat.completion` object. `names` are tools' own, where the tier knew them by others."""
     id = message_id(answer.get("id"))
     choice = answer["choices"][0]
-    said = choice["message"]
+    message = choice["message"]
     calls = [
         {
             "type": "tool_use",
@@ -134,26 +134,26 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
             "name": names.get(call["function"]["name"], call["function"]["name"]),
             "input": arguments(call["function"]["arguments"]),
         }
-        for position, call in enumerate(said.get("tool_calls") or ())
+        for position, call in enumerate(message.get("tool_calls") or ())
         if call["function"]["name"]
     ]
-    refusal = said.get("refusal") or ""
-    text = (said.get("content") or "") + refusal
+    refusal = message.get("refusal") or ""
+    text = (message.get("content") or "") + refusal
     usage = whole_usage(answer.get("usage"))
     return {
         "id": id,
         "type": "message",
         "role": "assistant",
         "model": answer.get("model"),
-        "content": [*_thoughts(said), *([{"type": "text", "text": text}] if text else []), *calls],
+        "content": [*_thoughts(message), *([{"type": "text", "text": text}] if text else []), *calls],
         **stop_of(choice, bounds, output_tokens=usage["output_tokens"], has_calls=bool(calls), refusal=refusal),
         "usage": usage,
     }
 
 
-def _thoughts(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _thoughts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The thinking, as Anthropic signed it or, from any other tier, as one block of text."""
-    if signed := said.get("thinking_blocks"):
+    if signed := message.get("thinking_blocks"):
         return list(signed)
-    text = said.get("reasoning_content") or said.get("reasoning")
+    text = message.get("reasoning_content") or message.get("reasoning")
     return [{"type": "thinking", "thinking": text, "signature": UNSIGNED}] if text else []

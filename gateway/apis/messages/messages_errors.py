@@ -96,7 +96,7 @@ ENVELOPE: Mapping[str, Any] = {
 
 
 def envelope(error: GatewayError) -> dict[str, Any]:
-    """The body for `error`. `request_id` is filled in by whoever sends it.
+    """The body for `error`. `request_id` is filled in where it is sent.
 
     Anthropic's `error.details` hold what its envelope has no other place for: the code, the field to blame, numbers.
     """
@@ -107,7 +107,7 @@ def envelope(error: GatewayError) -> dict[str, Any]:
 
 
 def _worded(error: GatewayError, code: str) -> str:
-    """The message. A prompt that is too long is told in Anthropic's words first, at which agents shorten theirs."""
+    """The message. An error about a too long prompt begins with Anthropic's text: agents then shorten it."""
     if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
         return error.message
     prompt, context = error.details.get("prompt_tokens"), error.details.get("context_length")
@@ -117,7 +117,7 @@ def _worded(error: GatewayError, code: str) -> str:
 
 
 def _own_name(error: GatewayError) -> str | None:
-    """The field to blame as the caller wrote it. What a tier says of one message is said of all: it saw others."""
+    """The parameter under the client's name. An error about one message counts for all: the tier got other messages."""
     param = error.param
     if param is None:
         return None

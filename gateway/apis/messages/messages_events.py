@@ -115,7 +115,7 @@ class MessageEvents:
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
         choices = objects(chunk, "choices")
-        if choices or chunk.get("id"):  # Azure's first chunk says what it thinks of the prompt, and names nobody
+        if choices or chunk.get("id"):  # Azure's first chunk holds its rating of the prompt, and no id
             self._start(chunk, out)
         for choice in choices:
             self._delta(mapping(choice, "delta"), out)
@@ -143,20 +143,20 @@ class MessageEvents:
             self._say("thinking", _THINKING, thought, out)
         for block in objects(delta, "thinking_blocks"):
             self._signed(block, out)
-        if said := text(delta, "content"):
-            self._say("text", _TEXT, said, out)
+        if content_text := text(delta, "content"):
+            self._say("text", _TEXT, content_text, out)
         if refusal := text(delta, "refusal"):
             self._refusal.append(refusal)
             self._say("text", _TEXT, refusal, out)
         for call in objects(delta, "tool_calls"):
             self._call(call, out)
 
-    def _say(self, kind: str, delta: tuple[bytes, bytes], said: str, out: list[bytes]) -> None:
+    def _say(self, kind: str, delta: tuple[bytes, bytes], content_text: str, out: list[bytes]) -> None:
         if self._open is None or self._open[0] != kind:
             self._close(out)
             empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
             self._open = kind, self._begin({"type": kind, **empty}, out)
-        out.append(_DELTA % (self._open[1], *delta, dumps(said)))
+        out.append(_DELTA % (self._open[1], *delta, dumps(content_text)))
 
     def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
         """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
@@ -172,22 +172,22 @@ class MessageEvents:
     def _call(self, piece: Mapping[str, Any], out: list[bytes]) -> None:
         position = piece.get("index", 0)
         function = mapping(piece, "function")
-        call, name, said = self._calls.get(position), text(function, "name"), text(function, "arguments")
+        call, name, content_text = self._calls.get(position), text(function, "name"), text(function, "arguments")
         if call is None:
             call = self._calls[position] = _Call()
         if call.index is None:  # some tiers tell the name in a later piece than the id
             call.id = piece.get("id") or call.id
             if not name:
-                call.pieces.append(said)
+                call.pieces.append(content_text)
                 return
             self._close(out)
             id = call_id(call.id, self._id, position)
             block: dict[str, Any] = {"type": "tool_use", "id": id, "name": self._names.get(name, name), "input": {}}
             call.index, call.is_open = self._begin(block, out), True
-            said, call.pieces = "".join(call.pieces) + said, []
-        if said and call.is_open:
-            call.pieces.append(said)
-            out.append(_DELTA % (call.index, *_INPUT, dumps(said)))
+            content_text, call.pieces = "".join(call.pieces) + content_text, []
+        if content_text and call.is_open:
+            call.pieces.append(content_text)
+            out.append(_DELTA % (call.index, *_INPUT, dumps(content_text)))
 
     # --- blocks -------------------------------------------------------------------------------------------------------
     def _begin(self, block: Mapping[str, Any], out: list[bytes]) -> int:

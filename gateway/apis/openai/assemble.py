@@ -1,4 +1,4 @@
-"""Adds the chunks of one OpenAI stream up to the object a non-streaming caller gets; never invents a field."""
+"""Assembles the chunks of one OpenAI stream into the object of a non-streaming answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _SPOKEN = ("data", "transcript")
 _MORE = ("system_fingerprint", "service_tier", "moderation")
 _COPIED = frozenset(("id", "created", "model", *_MORE))
-_TOLD = ("stop_reason", "native_finish_reason", "stop_details")
+_ONCE = ("stop_reason", "native_finish_reason", "stop_details")
 """What a choice may say about its end beside the finish reason."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 
@@ -24,9 +24,9 @@ class _Choice:
     logprobs: dict[str, list[Any]] | None = None
     finish: str | None = None
     audio: dict[str, Any] = field(default_factory=dict)
-    """What is spoken: lists of pieces, and what is said of them once."""
+    """Audio: lists of pieces, and fields that come once."""
     extra: dict[str, Any] = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
+    once: dict[str, Any] = field(default_factory=dict)
     signed: int = 0
     """How many pieces of the reasoning belong to blocks that have their signature."""
 
@@ -43,7 +43,7 @@ class Assembly:
     _finish: Any = None
     _usage: dict[str, Any] | None = None
     _any: _Any | None = None
-    """Everything, as soon as something else than a text was said."""
+    """Everything, as soon as the answer has more than text."""
 
     def add(self, chunk: Any) -> None:
         """One parsed chunk, in the order of the stream; raises ValueError for what is no chunk of one stream."""
@@ -98,11 +98,11 @@ class Assembly:
         return True
 
     def _summed(self, first: Mapping[str, Any]) -> dict[str, Any]:
-        """One chunk that says what was said."""
-        said: dict[str, Any] = {"role": self._role}
+        """One chunk with all text so far."""
+        delta: dict[str, Any] = {"role": self._role}
         if self._texts:
-            said["content"] = "".join(self._texts)
-        choices = [] if self._texts is None else [{"delta": said, "finish_reason": self._finish}]
+            delta["content"] = "".join(self._texts)
+        choices = [] if self._texts is None else [{"delta": delta, "finish_reason": self._finish}]
         return {**first, "choices": choices, "usage": self._usage}
 
     @property
@@ -164,7 +164,7 @@ class _Any:
     def _add_choice(self, choice: _Choice, part: Mapping[str, Any]) -> None:
         if part.get("finish_reason") is not None:
             choice.finish = part["finish_reason"]
-            choice.told = {name: part[name] for name in _TOLD if part.get(name) is not None}
+            choice.once = {name: part[name] for name in _ONCE if part.get(name) is not None}
         if isinstance(logprobs := part.get("logprobs"), dict):
             choice.logprobs = choice.logprobs or {}
             for name, values in logprobs.items():
@@ -261,15 +261,15 @@ def _add_thought(choice: _Choice, block: Any) -> None:
 
 def _append(whole: dict[str, str], piece: Mapping[str, Any]) -> None:
     for key in ("name", "arguments"):
-        if isinstance(said := piece.get(key), str):
-            whole[key] += said
+        if isinstance(more := piece.get(key), str):
+            whole[key] += more
 
 
 def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": choice.role, "content": None, "refusal": None}
     message |= {name: "".join(pieces) for name, pieces in choice.texts.items() if name != "text"}
     if choice.audio:
-        message["audio"] = {name: "".join(said) if name in _SPOKEN else said for name, said in choice.audio.items()}
+        message["audio"] = {name: "".join(value) if name in _SPOKEN else value for name, value in choice.audio.items()}
     elif message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
         message["content"] = ""  # an empty answer is an answer
     if choice.tools:
@@ -281,7 +281,7 @@ def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "message": message | choice.extra,
         "logprobs": None if choice.logprobs is None else {"content": None, "refusal": None, **choice.logprobs},
         "finish_reason": choice.finish,
-        **choice.told,
+        **choice.once,
     }
 
 
@@ -291,5 +291,5 @@ def _text_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "text": "".join(choice.texts.get("text", ())),
         "logprobs": choice.logprobs,
         "finish_reason": choice.finish,
-        **choice.told,
+        **choice.once,
     }

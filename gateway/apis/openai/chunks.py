@@ -49,7 +49,7 @@ def frame_of(payload: bytes) -> Data:
 
 
 def kind_of(payload: bytes) -> DeltaKind:
-    """What a chunk carries, from its bytes, whoever wrote it.
+    """What a chunk carries, from its bytes, whichever provider wrote it.
 
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
