@@ -1,9 +1,9 @@
-"""Measures what a model will need, exactly and before any buffer exists; runs in a child, decides nothing.
+"""Helper job that measures the memory of a model exactly, without allocating it.
 
-llama.cpp opens the file with `no_alloc` and reserves its compute graphs; `llama_get_memory_breakdown` then gives the
-bytes of weights, KV cache and compute per buffer type, the same figures a real load allocates. The function is C++:
-it returns a `std::map`, whose tree is walked here (libstdc++ and libc++ lay it out differently). Figures that do not
-agree with the header are thrown away for the formula.
+llama.cpp opens the file with `no_alloc` and reserves its compute graphs. `llama_get_memory_breakdown` then gives the
+bytes of weights, KV cache and compute per buffer type that a real load allocates. The function returns a C++
+`std::map`, whose tree is read here (libstdc++ and libc++ have different layouts). Figures that do not agree with the header are
+replaced by the formula.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from inference.estimate.header_formula import Facts, Parameters, Parts, formula_
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
 MOST_CELLS = 2**24
-"""llama.cpp books 52 bytes of host memory for every cell (measured), also where it makes no buffer; here 832 MiB."""
+"""llama.cpp allocates 52 bytes of host memory per cell (measured), also with `no_alloc`: here 832 MiB."""
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact"}`.
+    """Takes `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact"}`.
 
-    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "output_bytes": ...,
-    "projector_bytes": {device: ...}, "layers": [[weights, kv, grows], ...], "facts": {...}, "capabilities": [...]}`, or
-    `{"error": sentence}` when the file cannot be used. `accelerators` is empty for the CPU, else a list of
-    `{"id", "ggml_name"?, "rpc_endpoint"?}`; of several, `counts` says how many layers each takes. Bytes are bytes.
+    `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
+    of each when there are several. Returns `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
+    "note": ..., "output_bytes": ..., "projector_bytes": {device: ...}, "layers": [[weights, kv, grows], ...],
+    "facts": {...}, "capabilities": [...]}`, or `{"error": message}` for an unusable file.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -52,7 +52,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
     if is_exact and (cells := parameters.context_length * parameters.parallel) > MOST_CELLS:
-        is_exact, note = False, f"a cache of {cells} cells is estimated by the header; up to {MOST_CELLS} are measured"
+        is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
     if is_exact:
         try:
             exact, output_bytes, capabilities = _exact(
@@ -91,7 +91,7 @@ class _UnusableError(Exception):
 
 
 class _NoBreakdownError(Exception):
-    """This build of llama.cpp does not tell its figures in a form we can read."""
+    """The memory breakdown of this build of llama.cpp cannot be read."""
 
 
 def _exact(
@@ -103,9 +103,9 @@ def _exact(
     mmproj: str | None,
     trace: LayerTrace,
 ) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
-    """Opens model and context exactly as a worker would, with nothing allocated.
+    """Opens model and context as a worker does, without allocating memory.
 
-    The parts, host memory for outputs that llama.cpp allocates with the first large batch, and the capabilities.
+    Returns the parts, the host memory for outputs (allocated with the first large batch), and the capabilities.
     """
     from inference.worker import llama, loading
     from inference.worker.llama import ggml_library
@@ -113,8 +113,8 @@ def _exact(
     from inference.worker.worker_errors import LoadError
     from inference.workers.worker_link import DeviceGrant, Grant
 
-    class _Listening(LogTail):
-        """Also remembers which cache which layer has."""
+    class _TracingLog(LogTail):
+        """Passes the log to the trace as well."""
 
         def __init__(self, echo: Callable[[str], None], trace: LayerTrace) -> None:
             super().__init__(echo)
@@ -124,8 +124,8 @@ def _exact(
             self._trace.feed(text)
             super().feed(level, text, counts=counts)
 
-    complaints: list[str] = []
-    llama.start(_Listening(complaints.append, trace))
+    errors: list[str] = []
+    llama.start(_TracingLog(errors.append, trace))
     devices = tuple(
         DeviceGrant(item["id"], "gpu", item.get("ggml_name"), item.get("rpc_endpoint")) for item in accelerators
     )
@@ -149,8 +149,8 @@ def _exact(
         model, context, pooling = loading.open_context(grant, params)
         capabilities = loading.capabilities_of(grant, model, pooling, loading.template_of(model)[0])
     except LoadError as error:
-        telling = "; ".join(line.strip() for line in complaints[-2:])
-        raise _UnusableError(telling or str(error)) from error
+        message = "; ".join(line.strip() for line in errors[-2:])
+        raise _UnusableError(message or str(error)) from error
     names = {
         ggml_library.buffer_name(handle): device.id for handle, device in zip(params.handles, devices, strict=False)
     }
@@ -164,9 +164,9 @@ def _exact(
 
 
 def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:
-    """Bytes of an image projector per device: as mtmd tells them, else its file and something to compute in.
+    """Bytes of an image projector per device: from mtmd, else the file size plus PROJECTOR_COMPUTE_BYTES.
 
-    Beside it the host holds the embeddings of images that wait for their place.
+    The host also holds the embeddings of queued images.
     """
     from inference.worker.prompt.vision import HELD_BYTES
 
@@ -182,9 +182,9 @@ _MTMD_SYMBOL = "_Z21mtmd_get_memory_usagePKc19mtmd_context_params"
 
 
 def _mtmd_bytes(path: Path, *, on_gpu: bool) -> int:
-    """What mtmd says a projector takes, all devices together; 0 where this build does not say it, or cannot.
+    """The bytes of a projector on all devices according to mtmd; 0 when this build does not report them.
 
-    It is C++ and returns a `std::map` of device to bytes.
+    The function returns a C++ `std::map` of device to bytes.
     """
     from llama_cpp import mtmd_cpp as mtmd
 
@@ -247,7 +247,7 @@ class _AppleMap(ctypes.Structure):
 
 
 def _walk(node: int, left: int, right: int, depth: int = 0, *, values: int = 4) -> Iterator[tuple[int, ...]]:
-    """The values of a red-black tree: four words of node (color and three links), then the key and its counts."""
+    """The values of a red-black tree. A node has four words (color and three links), then the key and its counts."""
     if not node or depth > 32:
         return
     words = (ctypes.c_uint64 * (4 + values)).from_address(node)
@@ -273,7 +273,10 @@ _SIZE_OF_CACHE = re.compile(
 
 
 class LayerTrace:
-    """What the log of one load said."""
+    """Sizes of the caches of layers, read from the log of a load.
+
+    The log has a line `layer   3: dev = ...` for each layer of a cache, then a line `size = 1.00 MiB (2048 cells, ...`.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
@@ -281,24 +284,24 @@ class LayerTrace:
         self._text = ""
 
     def feed(self, text: str) -> None:
-        """A piece of the log."""
+        """Adds a piece of the log."""
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             if match := _LAYER_OF_CACHE.match(line):
                 self._waiting.append(int(match[1]))
             elif match := _SIZE_OF_CACHE.match(line):
-                cells = int(match["cells"]) if match["what"] == "kv_cache" else 0  # a state does not follow the context
+                cells = int(match["cells"]) if match["what"] == "kv_cache" else 0  # a recurrent state does not grow
                 for layer in self._waiting:
                     self._found[layer] = (float(match["size"]) * 2**20 / len(self._waiting), cells)
                 self._waiting = []
 
     def layers(self, facts: Facts, kv_bytes: int) -> list[tuple[int, int, bool]]:
-        """(weights, cache, whether the cache grows with the context) of each layer; bytes.
+        """(weight bytes, cache bytes, whether the cache grows with the context) of each layer.
 
-        What the log says if it explains `kv_bytes`, else what the header says.
+        The figures are those of the log if their sum agrees with `kv_bytes`, else those of the header.
         """
-        said = sum(size for size, _cells in self._found.values())
-        if not self._found or abs(said - kv_bytes) > 0.05 * kv_bytes + 0.02 * 2**20 * len(self._found):
+        logged = sum(size for size, _cells in self._found.values())
+        if not self._found or abs(logged - kv_bytes) > 0.05 * kv_bytes + 0.02 * 2**20 * len(self._found):
             return [(weights, values, True) for weights, values in facts.by_layer]
         most = max(cells for _size, cells in self._found.values())
         found = []

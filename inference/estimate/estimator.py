@@ -1,8 +1,7 @@
-"""Gets the estimate of a model from a helper and remembers it; never opens a GGUF itself and never reserves anything.
+"""Estimates the memory of models with helper processes, and caches the results in the state directory.
 
-Remembered per (file fingerprint, parameters, kinds of devices, library version) in the state directory, shared by all
-who ask at once and by devices of one make, bounded by a deadline. When the exact way fails the header formula answers;
-when the file is bad, nobody does.
+The cache key is the file fingerprint, the parameters, the kinds of devices and the library version. Concurrent calls
+share one measurement. When the exact measurement fails, the header formula is used; an invalid file is an error.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ log = logging.getLogger(__name__)
 HEADER_SECONDS = 20.0
 _VERSION = 9
 _KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
-"""What is remembered of a helper's answer."""
+"""The cached fields of a helper's answer."""
 _MOST_ENTRIES = 2000
 _MOST_TRIES = 3
-"""How often a model is measured whose files change meanwhile."""
+"""Attempts to measure a model whose files change during the measurement."""
 
 
 class Estimator:
-    """Estimates for models on devices; the cache survives restarts."""
+    """Estimates for models on devices. The cache survives restarts."""
 
     def __init__(self, state: StateDir, *, seconds: float) -> None:
         self._path = state.file("estimates.json")
@@ -58,10 +57,9 @@ class Estimator:
         self.overheads = Overheads(state)
 
     async def get(self, spec: ModelSpec, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
-        """The estimate of `spec` on a device, or on several of which each takes so many layers, in order.
+        """The estimate of `spec` on one device, or on several with `counts` layers each, in order.
 
-        Raises ModelFailed naming the file and what is wrong with it. A cancelled caller leaves the shared work running
-        for the others.
+        Raises ModelFailed with the file and its problem. Cancelling a call does not stop the shared measurement.
         """
         for _ in range(_MOST_TRIES):
             files = spec.files
@@ -76,26 +74,26 @@ class Estimator:
                 where = ", ".join(device.id for device in devices)
                 log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
                 return found
-            log.info("%s changed while %s was measured; it is measured again", changed(files, spec.files), spec.id)
+            log.info("%s changed while %s was measured; measuring again", changed(files, spec.files), spec.id)
         raise ModelFailed(
-            f"the model {spec.id!r} cannot be measured: {spec.path} changes all the time; try again once it is written"
+            f"the model {spec.id!r} cannot be measured: {spec.path} keeps changing; try again when it is written"
         )
 
     def learn(self, device: Reading, observed_bytes: int) -> None:
-        """Takes what a worker was seen to have on an accelerator beyond its buffers."""
+        """Learns the bytes that a worker used on an accelerator beyond its buffers."""
         self.overheads.learn(device, observed_bytes)
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Cancels running measurements."""
         for task in list(self._running.values()):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # nobody waits for it any more
+            with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # the result is not needed any more
                 await task
 
     def _measuring(
         self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
     ) -> asyncio.Task[dict[str, Any]]:
-        """The measurement for `key`, one for all that need it at the same time."""
+        """The shared measurement for `key`."""
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.create_task(self._measure(key, files, spec, devices, counts))
@@ -105,7 +103,7 @@ class Estimator:
     def _forget(self, key: str, done: asyncio.Task[dict[str, Any]]) -> None:
         self._running.pop(key, None)
         if not done.cancelled():
-            done.exception()  # seen, whoever still waits
+            done.exception()  # marks it as retrieved
 
     async def _measure(
         self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
@@ -123,7 +121,7 @@ class Estimator:
         try:
             answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
         except HelperError as error:
-            log.warning("estimate of %s: %s; its header is used instead", spec.id, error)
+            log.warning("estimate of %s: %s; using its header instead", spec.id, error)
             try:
                 answer = await run_helper("estimate", {**job, "exact": False}, seconds=HEADER_SECONDS)
             except HelperError as second:
@@ -141,15 +139,15 @@ class Estimator:
     def _remembered(
         self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
     ) -> Estimate | None:
-        """What the cache says; an entry that does not make sense is dropped, to be measured again."""
+        """The cached estimate, or None. A damaged entry is removed."""
         if key not in self._cache:
             return None
         try:
             found = self._estimate(self._cache[key], spec, devices, counts)
             if any(not isinstance(count, int) or count < 0 for count in found.need.values()):
-                raise ValueError("bytes that are no amounts")
+                raise ValueError("invalid number of bytes")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            log.warning("a remembered estimate of %s is damaged (%r); it is measured again", spec.id, error)
+            log.warning("a cached estimate of %s is damaged (%r); measuring again", spec.id, error)
             del self._cache[key]
             return None
         return found
@@ -161,7 +159,7 @@ class Estimator:
         self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
 
     def _key(self, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
-        said = {
+        parts = {
             "files": files,
             "parameters": asdict(parameters_of(spec, devices[0])),
             "capabilities": spec.capabilities,
@@ -170,12 +168,12 @@ class Estimator:
             "counts": list(counts),
             "library": self._library,
         }
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _estimate(
         self, entry: Mapping[str, Any], spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
     ) -> Estimate:
-        """What was remembered without names of devices, for these."""
+        """A cached entry, which has no device names, applied to these devices."""
         here = _accelerators(devices)
         names = {str(at): device.id for at, device in enumerate(here)} | {CPU: CPU}
         overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
@@ -185,7 +183,7 @@ class Estimator:
         for where, count in entry["projector_bytes"].items():
             overhead[names[where]] = overhead.get(names[where], 0) + int(count)
         if extra := sum(_size(path) for path in spec.lora):
-            for device in devices:  # which of its layers lie where is not known
+            for device in devices:  # the devices of its layers are unknown
                 overhead[device.id] = overhead.get(device.id, 0) + extra
         return Estimate(
             {names[where]: Parts(**figures) for where, figures in entry["parts"].items()},
@@ -206,12 +204,12 @@ def _accelerators(devices: Sequence[Reading]) -> list[Reading]:
 
 
 def _why_missing(path: str) -> str:
-    """Why nothing is found at `path`, in the system's words."""
+    """The system's message for the missing file `path`."""
     try:
         Path(path).stat()
     except OSError as error:
         return error.strerror or str(error)
-    return "it appeared a moment ago; try again"
+    return "it has just appeared; try again"
 
 
 def _size(path: str) -> int:
@@ -222,5 +220,5 @@ def _size(path: str) -> int:
 
 
 def _entries(data: Any) -> dict[str, dict[str, Any]]:
-    """The remembered estimates in the file's content; none of another version."""
+    """The estimates in the file; none of another version."""
     return dict(data["entries"]) if data["version"] == _VERSION else {}

@@ -1,4 +1,4 @@
-"""Tells whether the files of a model are still the same; does not read their content."""
+"""Detects changes of model files from size, modification time and inode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 Stamp = tuple[int, int, int]
 Fingerprint = tuple[tuple[str, Stamp], ...]
-"""Each file of a model with its stamp: the weights (every part of a split file), the projector, the LoRA adapters."""
+"""The files of a model with their stamps: weights (all parts of a split file), projector, LoRA adapters."""
 
 NO_FILE: Stamp = (0, 0, 0)
 _PART = re.compile(r"(?P<prefix>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -16,7 +16,7 @@ _MOST_PARTS = 1024
 
 
 def stamp(path: str | Path) -> Stamp:
-    """Size in bytes, time of the last change in ns, and inode of the file; NO_FILE where there is none."""
+    """Size in bytes, modification time in ns, and inode of a file; NO_FILE when it is missing."""
     try:
         status = Path(path).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file without llama.cpp: what the size formula needs; never reads a tensor's data.
+"""Reads the facts for the size formula from the header of a GGUF file, without llama.cpp.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 """
@@ -21,9 +21,9 @@ MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _MOST = 2**32 - 1
-"""llama.cpp keeps sizes of models in 32 bits."""
+"""llama.cpp stores the dimensions of models in 32 bits."""
 _MOST_OF_A_TOKEN = 2**32
-"""Keys and values of one token over all layers; the largest models of today have some hundred thousand."""
+"""Limit of keys and values of one token over all layers; large models have some hundred thousand."""
 _LONGEST_NAME = 256
 _SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -39,13 +39,13 @@ _BLOCKS: dict[int, tuple[int, int]] = {
 
 
 class BadGgufError(ValueError):
-    """The file is no usable GGUF; the message says what is wrong with it."""
+    """The file is not a usable GGUF file."""
 
 
 def read_facts(path: Path) -> Facts:
-    """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read.
+    """The facts in the header of `path`. Raises BadGgufError, or OSError when the file cannot be read.
 
-    A pipe or a device in its place is never opened: that would wait for a writer, or never end.
+    Pipes and devices are not opened, because reading them could block.
     """
     metadata, lengths, weights, layers = _read_part(path)
     for part in _later_parts(path, metadata):
@@ -57,15 +57,17 @@ def read_facts(path: Path) -> Facts:
         for layer, count in layers_here.items():
             layers[layer] = layers.get(layer, 0) + count
     if not weights:
-        raise BadGgufError("it holds no tensors")
+        raise BadGgufError("it has no tensors")
     return _facts(metadata, lengths, weights, layers)
 
 
 def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
-    """The other files of a model that is split, in order; `path` has to be the first."""
+    """The other files of a split model, in order. `path` must be the first part."""
     count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int):
-        raise BadGgufError(f"its split.count is {_shown(count)} and its split.no {_shown(number)}; both are numbers")
+        raise BadGgufError(
+            f"its split.count is {_shown(count)} and its split.no {_shown(number)}; both must be numbers"
+        )
     if count <= 1:
         return ()
     parts = parts_of(path)
@@ -73,14 +75,14 @@ def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
         first = f": {parts[0].name}" if len(parts) > 1 else ""
         raise BadGgufError(f"it is part {number + 1} of {count}; configure the first part{first}")
     if len(parts) != count:
-        raise BadGgufError(f"it is the first of {count} parts; its name has to be NAME-00001-of-{count:05d}.gguf")
+        raise BadGgufError(f"it is the first of {count} parts; its name must be NAME-00001-of-{count:05d}.gguf")
     return parts[1:]
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[int, int]]:
-    """One file: its metadata, the lengths of its arrays, the bytes of its tensors, and of those in each layer."""
+    """Metadata, lengths of arrays, bytes of tensors, and bytes per layer of one file."""
     if path.exists() and not path.is_file():
-        raise BadGgufError("it is no regular file")
+        raise BadGgufError("it is not a regular file")
     with path.open("rb") as file:
         metadata, lengths, tensors = _header(file)
         data_begins = file.tell()
@@ -102,7 +104,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[in
 
 
 def _alignment(metadata: dict[str, Any]) -> int:
-    """To which multiple of bytes tensors are padded: a power of two, as ggml has it."""
+    """The alignment of tensors in bytes, a power of two."""
     value = metadata.get("general.alignment", 32)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST or value & (value - 1):
         raise BadGgufError(f"its alignment (general.alignment) is {_shown(value)}, and must be a power of two")
@@ -112,7 +114,7 @@ def _alignment(metadata: dict[str, Any]) -> int:
 def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, layer_bytes: dict[int, int]) -> Facts:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
-        raise BadGgufError("it does not say its architecture (general.architecture)")
+        raise BadGgufError("its header has no architecture (general.architecture)")
     if len(architecture) > _LONGEST_NAME:
         raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
     if not architecture.isprintable():
@@ -127,7 +129,7 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
         raise BadGgufError(problem)
 
     def numbers(key: str, default: int = 0) -> list[int]:
-        """One value, or one per layer."""
+        """The value, or the values of all layers."""
         name = f"{architecture}.{key}"
         value = metadata.get(name, default)
         found = value if isinstance(value, list) else [value]
@@ -165,15 +167,15 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[str, int, int, int]]]:
-    """Scalars and short arrays by key; the lengths of all arrays; name, type, values and offset of every tensor."""
+    """Scalars and short arrays by key, the lengths of all arrays, and (name, type, values, offset) of each tensor."""
     magic = file.read(4)
     if magic != MAGIC:
         raise BadGgufError(
-            f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty, and does not begin with GGUF"
+            f"it begins with {magic!r} instead of GGUF" if magic else "it is empty instead of beginning with GGUF"
         )
     version, tensor_count, entry_count = _numbers(file, "<IQQ")
     if version not in (2, 3):
-        raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
+        raise BadGgufError(f"its GGUF version is {version}; supported versions are 2 and 3")
     if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
         raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
     metadata: dict[str, Any] = {}
@@ -209,14 +211,14 @@ def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
         return None
     if inner == _ARRAY:
         raise BadGgufError(f"{_shown(key)} is an array of arrays")
-    if count > 4096:  # scores and token types: long, and not needed
+    if count > 4096:  # scores and token types, which are not needed
         file.seek(count * struct.calcsize(_format(inner)), 1)
         return None
     return [_scalar(file, inner) for _ in range(count)]
 
 
 def _shown(value: Any) -> str:
-    """`value` for a message: short, and in printable characters."""
+    """`value` for a message: short and printable."""
     return ascii(value)[:80]
 
 
@@ -267,6 +269,6 @@ _QUANTIZATION_NAMES: Mapping[int, str] = {
 
 
 def quantization_name(metadata: Mapping[str, Any]) -> str:
-    """The name that a header's metadata give; empty when it says none, or one that is not known here."""
+    """The name of the type in `general.file_type` (`enum llama_ftype` in llama.h); empty when missing or unknown."""
     kind = metadata.get("general.file_type")
     return _QUANTIZATION_NAMES.get(kind, "") if isinstance(kind, int) else ""

@@ -1,13 +1,13 @@
-"""Decides how many bytes a model needs from its header alone; the cross-check and the fallback of the exact estimate.
+"""Estimates the bytes of a model from its header: the cross-check and the fallback of the exact estimate.
 
-The exact figures come from llama.cpp itself (`inference.estimate.estimate_job`). Here:
+The exact figures come from llama.cpp (`inference.estimate.estimate_job`). This formula:
 
 - weights: the tensors' own bytes, as the header lists them;
 - KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
   (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
 - compute: the widest moment of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
   outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence). llama.cpp's own reservation
-  of the worst-case graph was between 0.5 and 1.0 times this for Llama-family models, so it errs on the safe side.
+  of the worst-case graph was 0.5 to 1.0 times this for Llama-family models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KV_BYTES_PER_VALUE: Mapping[str, float] = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a GGUF header says. `kv_values_per_cell` is keys plus values of one token over all layers."""
+    """The facts in a GGUF header. `kv_values_per_cell` is keys plus values of one token over all layers."""
 
     architecture: str
     layers: int
@@ -34,16 +34,16 @@ class Facts:
     kv_values_per_cell: int
     weight_bytes: int
     layer_bytes: int
-    """Of `weight_bytes`, those of the repeating layers; the rest is embeddings and output."""
+    """The part of `weight_bytes` in the repeating layers; the rest is embeddings and output."""
     quantization: str = ""
-    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
+    """The type of most weights (`Q4_K_M`); empty when the header does not contain it."""
     by_layer: tuple[tuple[int, int], ...] = ()
     """Per repeating layer: bytes of its weights, and keys plus values of one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The settings of a model that decide its size."""
+    """The settings of a model that determine its size."""
 
     context_length: int
     parallel: int
@@ -80,10 +80,10 @@ def formula(facts: Facts, parameters: Parameters) -> Parts:
 
 
 def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) -> dict[str, Parts]:
-    """The bytes per device: everything on `cpu`, or so many of the layers and the head on each accelerator, in order.
+    """The bytes per device: all on `cpu`, or the last layers and the head on the accelerators, in order.
 
-    `shares` are layers per accelerator, negative for all that `gpu_layers` says (negative: every one); the last layers
-    go there, and the head counts as one. The token embeddings stay in host memory, as llama.cpp keeps them.
+    `shares` are layers per accelerator; the head counts as one, and a negative number stands for all `gpu_layers`
+    (which is negative for all layers). The token embeddings stay in host memory, as in llama.cpp.
     """
     whole = formula(facts, parameters)
     if not shares or parameters.gpu_layers == 0 or facts.layers == 0:
@@ -104,12 +104,12 @@ def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) 
 
 
 def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:
-    """Why the exact figures cannot be right when held against the header, or None. Tolerant by a factor of two."""
+    """Why the exact figures contradict the header, or None. Tolerates a factor of two."""
     rough = formula(facts, parameters)
     weights = sum(parts.weights_bytes for parts in exact.values())
     kv = sum(parts.kv_bytes for parts in exact.values())
     if not rough.weights_bytes / 2 <= weights <= rough.weights_bytes * 2 + 2**20:
         return f"weights of {weights} bytes against {rough.weights_bytes} in the header"
     if rough.kv_bytes and kv > rough.kv_bytes * 2 + 2**20:
-        return f"a KV cache of {kv} bytes against {rough.kv_bytes} by the header"
+        return f"a KV cache of {kv} bytes against {rough.kv_bytes} from the header"
     return None

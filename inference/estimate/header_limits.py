@@ -1,7 +1,7 @@
-"""Decides whether the numbers in the header of a GGUF can be those of a model.
+"""Checks the numbers in a GGUF header against the limits of llama.cpp.
 
-llama.cpp checks many of them with GGML_ASSERT, which ends the process without a message for the user. The bounds here
-are those of `llama_model_base::load_hparams` (llama.cpp 0c1e57098), so that a damaged file is refused with a sentence.
+llama.cpp checks many of them with GGML_ASSERT, which aborts the process. The limits here are those of
+`llama_model_base::load_hparams` (llama.cpp 0c1e57098), so that a damaged file gives an error message.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ MOST_LAYERS = 512
 MOST_EXPERTS = 1024
 """LLAMA_MAX_EXPERTS."""
 MOST_CONTEXT = 2**27
-"""Tokens. The longest contexts of published models are about 10 million tokens; the field holds 4,294,967,295."""
+"""Tokens. The longest contexts of published models are about 10 million tokens; the field allows 4,294,967,295."""
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _REAL = (
     "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "attention.group_norm_epsilon",
     "rope.freq_base", "rope.scaling.factor",
 )  # fmt: skip
-"""Numbers below zero, or that are none, abort a step or make every probability a NaN."""
+"""Negative values and NaN abort a step or make all probabilities NaN."""
 
 Header = Mapping[str, object]
-"""Values by key without the architecture (`block_count`); a list where the file has one value per layer."""
+"""Values by key without the architecture (`block_count`); a list for one value per layer."""
 
 
 def header_problem(architecture: str, header: Header) -> str | None:
-    """What is impossible about the numbers, as a sentence for the user, or None."""
+    """The first invalid value as a message for the user, or None."""
     found = (
         _range(header, "block_count", 1, MOST_LAYERS)
         or _range(header, "context_length", 1, MOST_CONTEXT)
@@ -45,29 +45,29 @@ def _range(header: Header, key: str, least: int, most: int) -> str | None:
         return f"{key} is missing in its header"
     value = header[key]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        return f"{key} is {_shown(value)}, and must be a whole number from {least} to {most}"
+        return f"{key} is {_shown(value)}, but must be a whole number from {least} to {most}"
     return None
 
 
 def _predicted_layers(header: Header) -> str | None:
     count, layers = _most(header, "nextn_predict_layers"), _most(header, "block_count")
-    return None if count <= layers else f"nextn_predict_layers is {count}, and it has {layers} layers"
+    return None if count <= layers else f"nextn_predict_layers is {count}, but there are {layers} layers"
 
 
 def _experts(architecture: str, header: Header) -> str | None:
     """llama.cpp aborts unless 0 < used <= experts, or both are 0; and the groups divide the experts."""
     experts, used = _most(header, "expert_count"), _most(header, "expert_used_count")
     groups, groups_used = _most(header, "expert_group_count"), _most(header, "expert_group_used_count")
-    if architecture.startswith("hunyuan") and experts <= 1:  # llama.cpp takes these for models without experts
+    if architecture.startswith("hunyuan") and experts <= 1:  # llama.cpp treats these as models without experts
         experts = used = 0
     if experts > MOST_EXPERTS:
-        return f"expert_count is {experts}; at most {MOST_EXPERTS} are possible"
+        return f"expert_count is {experts}; the limit is {MOST_EXPERTS}"
     if used > experts or (experts and not used):
-        return f"expert_used_count is {used}, and it has {experts} experts"
+        return f"expert_used_count is {used}, but there are {experts} experts"
     if groups and groups >= experts:
-        return f"expert_group_count is {groups}, and it has {experts} experts"
+        return f"expert_group_count is {groups}, but there are {experts} experts"
     if groups > 1 and (experts % groups or not 0 < groups_used < groups):
-        return f"expert_group_count is {groups}, of which {groups_used} are used, and it has {experts} experts"
+        return f"expert_group_count is {groups}, of which {groups_used} are used, but there are {experts} experts"
     return None
 
 
@@ -75,7 +75,7 @@ def _real_numbers(header: Header) -> str | None:
     for key in _REAL:
         value = header.get(key)
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-            return f"{key} is {value}, and must be a number from 0 on"
+            return f"{key} is {value}, but must be 0 or more"
     return None
 
 
@@ -83,11 +83,11 @@ def _rope_scaling(header: Header) -> str | None:
     value = header.get("rope.scaling.type")
     if not isinstance(value, str) or value in ROPE_SCALINGS:
         return None
-    return f"rope.scaling.type is {_shown(value)}; known are {', '.join(ROPE_SCALINGS)}"
+    return f"rope.scaling.type is {_shown(value)}; supported values: {', '.join(ROPE_SCALINGS)}"
 
 
 def _most(header: Header, key: str) -> int:
-    """The value, or the largest of one per layer; 0 for a missing one and for what is no number."""
+    """The value, or the largest value of all layers; 0 when it is missing or not a number."""
     value = header.get(key)
     values = value if isinstance(value, list) else [value]
     return max((item for item in values if isinstance(item, int)), default=0)

@@ -1,6 +1,7 @@
-"""Remembers how much more than estimated models need where memory ran out; never measures and never reserves.
+"""Learned head-room: the bytes that models need beyond their estimates, after they ran out of memory.
 
-Kept per (model file, parameters, device) in the state directory. What grows, bounds and forgets it is the core's.
+Stored per (model file, parameters, device) in the state directory. `inference.authority.placement.headroom` contains
+the policy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What was learned, and of whom, for people who read the file."""
+    """The head-room, with model and device for readers of the file."""
 
     room: Headroom
     model: str
@@ -40,7 +41,7 @@ class _Entry:
 
 
 class Headrooms:
-    """What was learned; a damaged or foreign file counts as nothing. `clock` gives seconds that outlive the process."""
+    """The learned head-room of all models. `clock` is wall-clock time, which survives restarts."""
 
     def __init__(self, state: StateDir, clock: Callable[[], float] = time.time) -> None:
         self._path = state.root / "headroom.json"
@@ -53,9 +54,9 @@ class Headrooms:
     def added(
         self, spec: ModelSpec, devices: Sequence[Reading], estimate: Estimate, capacities: Mapping[str, int]
     ) -> Estimate:
-        """`estimate` with what was learned for these devices; `capacities` is what models may have of each, bytes.
+        """`estimate` with the head-room of these devices. `capacities` are the bytes for models on each.
 
-        A configured `memory_overhead` replaces what was learned.
+        A configured `memory_overhead` replaces learned head-room.
         """
         more = {}
         for device in devices if spec.memory_overhead is None else ():
@@ -70,16 +71,16 @@ class Headrooms:
         return replace(estimate, overhead_bytes=overhead, headroom_bytes=more)
 
     def of(self, spec: ModelSpec, device: Reading) -> Headroom:
-        """What was learned of this model there, as far as it still counts."""
+        """The current head-room of a model on a device."""
         entry = self._entries.get(_key(spec, device))
         return eased(entry.room, self.clock()) if entry is not None else Headroom()
 
     def short(self, spec: ModelSpec, device: Reading, need_bytes: int, *, computing: bool) -> int:
-        """Memory ran out on `device` for a model whose estimate there is `need_bytes`; what it is given more now."""
-        when = "while it computed" if computing else "while it was loaded, although the estimate allowed it"
+        """Learns that a model with an estimate of `need_bytes` ran out of memory. Returns its head-room in bytes."""
+        when = "while computing" if computing else "while loading, although the estimate allowed it"
         if spec.memory_overhead is not None:
             log.warning(
-                "%s ran out of memory on %s %s; its memory_overhead of %s may be too little",
+                "%s ran out of memory on %s %s; its memory_overhead of %s may be too small",
                 spec.id, device.id, when, format_bytes(spec.memory_overhead),
             )  # fmt: skip
             return 0
@@ -87,13 +88,13 @@ class Headrooms:
         self._keep(_key(spec, device), _Entry(room, spec.id, device.id))
         more = room.total_bytes
         log.warning(
-            "%s ran out of memory on %s %s; it is planned with %s more there",
+            "%s ran out of memory on %s %s; later loads plan %s more",
             spec.id, device.id, when, format_bytes(more),
         )  # fmt: skip
         return more
 
     def ended_well(self, spec: ModelSpec, devices: Iterable[Reading]) -> bool:
-        """A worker on these ended in good order; whether anything that was learned changed."""
+        """Learns that a worker ended normally. Returns whether any head-room changed."""
         changed = False
         for device in devices:
             key = _key(spec, device)
@@ -109,35 +110,35 @@ class Headrooms:
             self._entries[key] = entry
         while len(self._entries) > _MOST_KEYS:
             self._entries.pop(next(iter(self._entries)))
-        said = {
+        learned = {
             name: {**asdict(kept.room), "model": kept.model, "device": kept.device}
             for name, kept in self._entries.items()
         }
-        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "learned": said}).encode())
+        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "learned": learned}).encode())
 
 
 def _key(spec: ModelSpec, device: Reading) -> str:
-    said = {
+    parts = {
         "file": [str(spec.path), *stamp(spec.path)],
         "parameters": asdict(parameters_of(spec, device)),
         "device": [device.id, *([] if device.id == CPU else [key_of(device)])],
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _learned(data: Any) -> dict[str, _Entry]:
-    """The entries in the file's content; none of another version."""
+    """The entries in the file; none of another version."""
     if data["version"] != _VERSION:
         return {}
-    return {str(key): _entry(said) for key, said in list(data["learned"].items())[-_MOST_KEYS:]}
+    return {str(key): _entry(item) for key, item in list(data["learned"].items())[-_MOST_KEYS:]}
 
 
-def _entry(said: Mapping[str, Any]) -> _Entry:
-    room = Headroom(_count(said["load_bytes"]), _count(said["compute_bytes"]), int(said["good"]), float(said["at"]))
-    return _Entry(room, str(said["model"]), str(said["device"]))
+def _entry(item: Mapping[str, Any]) -> _Entry:
+    room = Headroom(_count(item["load_bytes"]), _count(item["compute_bytes"]), int(item["good"]), float(item["at"]))
+    return _Entry(room, str(item["model"]), str(item["device"]))
 
 
-def _count(said: object) -> int:
-    if type(said) is not int or not 0 <= said < 2**50:
-        raise ValueError("no amount of bytes")
-    return said
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**50:
+        raise ValueError("invalid number of bytes")
+    return value

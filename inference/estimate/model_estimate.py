@@ -1,4 +1,4 @@
-"""What a model needs on each device, and the parameters that decide it."""
+"""The estimated bytes of a model per device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from inference.settings import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees.
+    """The bytes of a model per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is added to both.
 
-    `sizes` are those of its repeating layers; `counts` says how many layers each of several devices takes, in order.
+    `sizes` are those of the repeating layers; `counts` are the layers of each device when there are several.
     """
 
     parts: Mapping[str, Parts]
@@ -26,14 +26,14 @@ class Estimate:
     note: str
     context_trained: int
     capabilities: tuple[str, ...] = ()
-    """What the file can do; empty when only its header was read."""
+    """Capabilities of the model; empty when only its header was read."""
     sizes: tuple[Sizes, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     headroom_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of `overhead_bytes`, what was learned when memory ran out although the estimate allowed it."""
+    """The part of `overhead_bytes` that was learned after out-of-memory errors."""
     architecture: str = ""
     quantization: str = ""
-    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
+    """The type of most weights (`Q4_K_M`); empty when the header does not contain it."""
 
     @property
     def need(self) -> dict[str, int]:
@@ -45,7 +45,7 @@ class Estimate:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As `/memory/plan` shows it."""
+        """The entry in `/memory/plan`."""
         return {
             "devices": {
                 device: {
@@ -62,7 +62,7 @@ class Estimate:
 
 
 def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
-    """What decides the size of `spec` there."""
+    """The parameters that determine the size of `spec` on `device`."""
     return Parameters(
         context_length=spec.context_length,
         parallel=spec.parallel,

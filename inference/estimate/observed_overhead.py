@@ -1,4 +1,4 @@
-"""What a worker takes of a device beside its buffers, from readings before and after its load."""
+"""The overhead of a worker on a device beyond its buffers, from readings before and after its load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from inference.devices.device import Reading
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A device before a load: bytes in use by everybody, and the holdings that were resident on it."""
+    """A device before a load: all used bytes, and the resident holdings of other models."""
 
     used_bytes: int
     others: frozenset[str]
 
     @classmethod
     def of(cls, device: Reading, ledger: Ledger, own: str) -> Before:
-        """As a reading and the ledger show it; `own` is the holding of the load itself."""
+        """From a reading and the ledger. `own` is the holding of the load."""
         return cls(device.used_bytes, _residents(ledger, device.id, own))
 
     def observed(self, device: Reading, ledger: Ledger, own: str, buffer_bytes: int) -> int | None:
-        """What a worker has on `device` now beyond its buffers; None when others came or went meanwhile."""
+        """The bytes of a worker beyond its buffers; None when other holdings changed in the meantime."""
         if _residents(ledger, device.id, own) != self.others or _moving(ledger, device.id, own):
             return None
         return device.used_bytes - self.used_bytes - buffer_bytes

@@ -1,8 +1,7 @@
-"""Remembers what workers take of a device beyond llama.cpp's buffers, and says what the next one is planned with.
+"""Learned overhead: the bytes that workers use on a device beyond llama.cpp's buffers.
 
-Learned per (device model, driver, backend) from what a device showed after a load, kept in the state directory. The
-largest of the last few observations counts: whoever plans with too little pays with a refused load or a lost device.
-Never measures anything itself.
+Learned per (device model, driver, backend) from readings after loads, and stored in the state directory. The largest of
+the last observations counts, because too small an overhead causes failed loads.
 """
 
 from __future__ import annotations
@@ -19,27 +18,29 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 CPU_OVERHEAD_BYTES = 64 * MIB
-"""Of a worker process in host memory: interpreter, libraries, HTTP app, threads (measured)."""
+"""Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
 
 GPU_OVERHEAD_BYTES = 512 * MIB
-"""First figure for what no buffer shows on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
+"""Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
 FIRST_OVERHEAD_BYTES = {"sim": 0}
-"""By kind of device, where it is known to differ: a simulated device holds buffers and nothing else."""
+"""Initial overhead by kind of device. Simulated devices contain only buffers."""
 
 MOST_BYTES = 2048 * MIB
-"""An observation above this is no overhead but somebody else's memory."""
+"""A larger observation is foreign memory and is ignored."""
 KEPT = 8
 ENOUGH = 3
-"""With fewer observations than these the first figure still counts: one alone may have met somebody else's leaving."""
+"""With fewer observations the initial overhead is the minimum: foreign memory that was freed at the same time can make
+a single observation too small.
+"""
 SPARE = 1.1
-"""Planned is a tenth more than was ever seen of late: pools grow with the first large batches."""
+"""Factor on the largest observation, because pools grow with the first large batches."""
 _MOST_KEYS = 64
 _VERSION = 1
 
 
 class Overheads:
-    """What was observed, the newest last; a damaged or foreign file counts as none."""
+    """The observations, newest last."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.file("overheads.json")
@@ -48,14 +49,14 @@ class Overheads:
         self.host = CPU_OVERHEAD_BYTES
 
     def of(self, device: Reading) -> int:
-        """Bytes that a worker on this accelerator is planned to take beside its buffers."""
+        """The overhead of a worker on this accelerator, in bytes."""
         first = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
         seen = self._seen.get(key_of(device), ())
         least = first if len(seen) < ENOUGH else 0
         return max(least, int(max(seen, default=0) * SPARE))
 
     def learn(self, device: Reading, observed_bytes: int) -> None:
-        """Takes what a worker was seen to have beyond its buffers; what cannot be an overhead is passed over."""
+        """Adds an observation. Ignores values that cannot be an overhead."""
         if device.kind in FIRST_OVERHEAD_BYTES or observed_bytes > MOST_BYTES:
             return
         key = key_of(device)
@@ -64,17 +65,17 @@ class Overheads:
         while len(self._seen) > _MOST_KEYS:
             self._seen.pop(next(iter(self._seen)))
         if self.of(device) != before:
-            log.info("a worker on %s is planned with %d MiB beside its buffers", device.name, self.of(device) // MIB)
+            log.info("the overhead of a worker on %s is now %d MiB", device.name, self.of(device) // MIB)
         self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "seen": self._seen}).encode())
 
 
 def key_of(device: Reading) -> str:
-    """What an overhead depends on: device model, driver, backend."""
+    """The key of an overhead: device model, driver, backend."""
     return " / ".join((device.name, device.driver, device.kind))
 
 
 def _observations(data: Any) -> dict[str, list[int]]:
-    """The observations in the file's content, without those that are no amounts; none of another version."""
+    """The valid observations in the file; none of another version."""
     if data["version"] != _VERSION:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Answers what needs a vocabulary only, from a helper: counting tokens never loads weights and evicts nobody."""
+"""Tokenizes for models that are not loaded, in helper processes that open only the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOST_AT_ONCE = 2
 
 
 class Vocabulary:
-    """At most MOST_AT_ONCE helpers, one per question; a file is opened in a few tens of milliseconds."""
+    """Runs at most MOST_AT_ONCE helpers, one per request. Opening a file takes some tens of milliseconds."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def ask(self, spec: ModelSpec, path: str, body: bytes, *, seconds: float) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises DeadlineExceeded after `seconds`, ModelFailed for an unusable file."""
+        """Status and body of the response. Raises DeadlineExceeded after `seconds`, ModelFailed for an invalid file."""
         job = {
             "model": spec.id,
             "file": str(spec.path),
@@ -34,7 +34,7 @@ class Vocabulary:
             async with asyncio.timeout(seconds), self._places:
                 answer = await run_helper("tokenize", job, seconds=seconds, environment=HIDDEN)
         except TimeoutError:
-            raise DeadlineExceeded(f"no tokens of {spec.id!r} were counted within {seconds:g} s") from None
+            raise DeadlineExceeded(f"tokenizing with {spec.id!r} took longer than {seconds:g} s") from None
         except HelperError as error:
             raise ModelFailed(f"the vocabulary of {spec.id!r} cannot be used: {error}") from error
         if "error" in answer:

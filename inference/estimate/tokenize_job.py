@@ -1,6 +1,6 @@
-"""Answers /tokenize and /detokenize for a model that is not loaded, from its vocabulary; runs in a child, keeps none.
+"""Helper job that serves /tokenize and /detokenize for a model that is not loaded.
 
-It is the worker's own app over a file opened without weights, so an answer is the same as that of a loaded model.
+It runs the worker's app on a file opened without weights, so responses are the same as those of a loaded model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"model", "file", "context_length", "mmproj", "capabilities", "path", "body"}` with `{"status",
-    "body"}`, or with `{"error"}`.
+    """Takes `{"model", "file", "context_length", "mmproj", "capabilities", "path", "body"}`.
+
+    Returns `{"status", "body"}` or `{"error"}`.
     """
     from inference.worker import llama, loading
     from inference.worker.api.worker_app import App
@@ -25,14 +26,14 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.workers.worker_link import DeviceGrant, Grant
 
     llama.start(LogTail(lambda line: None))
-    said = job["capabilities"]
+    names = job["capabilities"]
     grant = Grant(
         job["model"],
         job["file"],
         (DeviceGrant("cpu", "cpu"),),
         gpu_layers=0,
         mmproj=job["mmproj"],
-        capabilities=None if said is None else tuple(said),
+        capabilities=None if names is None else tuple(names),
     )
     try:
         model = llama.Model(grant.path, llama.model_params(grant, vocab_only=True))
@@ -53,20 +54,20 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     prompts = Prompts(model, template, facts)
     threading.stack_size(TOKENIZER_STACK_BYTES)
     app = App(facts, prompts, model.detokenize, None, None, ThreadPoolExecutor(1))
-    return asyncio.run(_ask(app, job["path"], job["body"].encode()))
+    return asyncio.run(_call(app, job["path"], job["body"].encode()))
 
 
-async def _ask(app: Any, path: str, body: bytes) -> dict[str, Any]:
-    said: list[MutableMapping[str, Any]] = []
+async def _call(app: Any, path: str, body: bytes) -> dict[str, Any]:
+    sent: list[MutableMapping[str, Any]] = []
     unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        return unread.pop() if unread else await asyncio.get_running_loop().create_future()  # nobody leaves
+        return unread.pop() if unread else await asyncio.get_running_loop().create_future()  # never disconnects
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        said.append(message)
+        sent.append(message)
 
     headers = [(b"content-length", str(len(body)).encode())]
     await app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
-    whole = b"".join(message.get("body", b"") for message in said)
-    return {"status": said[0]["status"], "body": whole.decode()}
+    whole = b"".join(message.get("body", b"") for message in sent)
+    return {"status": sent[0]["status"], "body": whole.decode()}

@@ -431,7 +431,7 @@ def test_a_bad_gguf_is_told_by_name_and_the_service_lives(tmp_path: Path) -> Non
     cut.write_bytes(tiny_gguf.generative().read_bytes()[:-5000])
     rig = Rig(tmp_path, {"bad": {"path": str(bad)}, "cut": {"path": str(cut)}, "a": tiny(1)}).start()
     try:
-        for name, path, word in (("bad", bad, "begin with GGUF"), ("cut", cut, "cut short")):
+        for name, path, word in (("bad", bad, "instead of GGUF"), ("cut", cut, "cut short")):
             status, answer, _ = rig.chat(name)
             assert (status, answer["error"]["code"]) == (503, "model_failed")
             assert str(path) in answer["error"]["message"]

@@ -15,7 +15,7 @@ def test_a_huge_context_costs_nothing_to_estimate() -> None:
     answer = estimate_job.run(job)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**26
     assert answer["source"] == "header"
-    assert answer["note"] == "a cache of 1073741824 cells is estimated by the header; up to 16777216 are measured"
+    assert answer["note"] == "a cache of 1073741824 cells is estimated from the header; the limit is 16777216"
     assert answer["parts"]["cpu"]["kv_bytes"] >= 2**30 * 256
 
 

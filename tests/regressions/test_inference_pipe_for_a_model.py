@@ -23,7 +23,7 @@ def _endless(path: Path) -> None:
 def test_it_is_not_opened(tmp_path: Path, make: object) -> None:
     assert callable(make)
     make(tmp_path / "model.gguf")
-    with pytest.raises(BadGgufError, match="it is no regular file"):
+    with pytest.raises(BadGgufError, match="it is not a regular file"):
         read_facts(tmp_path / "model.gguf")
 
 

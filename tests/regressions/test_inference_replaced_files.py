@@ -107,7 +107,7 @@ async def test_a_file_that_never_stops_changing_is_an_error(tmp_path: Path, monk
     """The error says what to do; there is no endless measuring."""
     found, spec = _helper(tmp_path, monkeypatch, changes=99)
     own = Estimator(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}), seconds=5)
-    with pytest.raises(ModelFailed, match="changes all the time; try again once it is written"):
+    with pytest.raises(ModelFailed, match="keeps changing; try again when it is written"):
         await own.get(spec, *CpuProbe().readings())
     assert len(found) == 3
 

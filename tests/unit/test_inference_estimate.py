@@ -71,8 +71,8 @@ def test_a_header_says_what_llama_cpp_says() -> None:
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
-        (lambda data: b"", "begin with GGUF"),
-        (lambda data: b"ZZZZ" + data[4:], "begin with GGUF"),
+        (lambda data: b"", "(instead of GGUF|beginning with GGUF)"),
+        (lambda data: b"ZZZZ" + data[4:], "(instead of GGUF|beginning with GGUF)"),
         (lambda data: data[:4] + b"\x09" + data[5:], "version is 9"),
         (lambda data: data[:60], "ends inside its header: the file is incomplete, copy it again"),
         (lambda data: data[:-2000], "cut short.*copy it again"),
@@ -99,7 +99,7 @@ def test_a_later_part_of_a_split_file_names_the_first(tmp_path: Path) -> None:
 def test_a_renamed_part_of_a_split_file_says_how_parts_are_named(tmp_path: Path) -> None:
     """Its other parts cannot be found."""
     renamed = tiny_gguf.in_parts(tmp_path)[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(BadGgufError, match=r"the first of 3 parts; its name has to be NAME-00001-of-00003\.gguf"):
+    with pytest.raises(BadGgufError, match=r"the first of 3 parts; its name must be NAME-00001-of-00003\.gguf"):
         read_facts(renamed)
 
 

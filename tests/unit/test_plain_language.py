@@ -44,8 +44,6 @@ ALLOWED: dict[str, int] = {
     "inference/authority/quarantine": 15,
     "inference/authority/warm": 2,
     "inference/devices": 3,
-    "inference/devices/simgpu": 52,
-    "inference/estimate": 35,
     "inference/worker": 10,
     "inference/worker/cores": 17,
     "inference/worker/llama": 5,

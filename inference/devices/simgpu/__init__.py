@@ -1,1 +1,1 @@
-"""GPUs that are real to llama.cpp on a machine without one; decides what fails, never who may use them."""
+"""Simulated GPUs for llama.cpp: ggml RPC servers with limited memory and faults on demand."""

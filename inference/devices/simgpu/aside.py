@@ -31,7 +31,7 @@ class _Copy:
 
 
 class Aside:
-    """What one process has aside. Nobody else may touch the memory meanwhile."""
+    """The memory that one process has moved aside. It must not be used in the meantime."""
 
     def __init__(self) -> None:
         self._copy: _Copy | None = None

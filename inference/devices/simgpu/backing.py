@@ -1,4 +1,4 @@
-"""Keeps ggml servers at hand, one per connection and one to spare; decides nothing about memory."""
+"""Starts ggml RPC servers for simulated devices: one per connection, and a spare one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from inference.helpers.child_environment import child_environment
 
 START_SECONDS = 30.0
 MOST_SPARES = 2
-"""One that is begun in the place of one that was taken, and one that came back meanwhile."""
+"""The replacement of a server that was taken, and one that was returned in the meantime."""
 
 
 LEAST_MOVE_SECONDS = 10.0
 SLOWEST_MOVE_BYTES_PER_SECOND = 100e6
-"""Within memory, on busy cores."""
+"""A copy within memory on busy cores."""
 
 
 class NoServerError(Exception):
-    """A ggml server did not start; the message says why."""
+    """A ggml server did not start."""
 
 
 class NotMovedError(Exception):
-    """A server did not move its buffers, and is in no known state; the message says why."""
+    """A server did not move its buffers. Its state is unknown."""
 
 
 class ServerEndedError(NotMovedError):
-    """It ended before it said that it was done, by itself or with its connection."""
+    """The server ended before it had moved the buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ class Server:
     port: int
 
     async def suspend(self, buffers: Mapping[int, int]) -> None:
-        """Moves buffers (bytes by pointer) that nobody uses to host memory. Raises NotMovedError."""
+        """Moves unused buffers (bytes by pointer) to host memory. Raises NotMovedError."""
         await self._move({"do": "suspend", "buffers": list(buffers.items())}, sum(buffers.values()))
 
     async def resume(self, count_bytes: int) -> None:
-        """Moves back what was suspended, so many bytes. Raises NotMovedError."""
+        """Moves the `count_bytes` of suspended buffers back. Raises NotMovedError."""
         await self._move({"do": "resume"}, count_bytes)
 
-    async def _move(self, said: Mapping[str, object], count_bytes: int) -> None:
+    async def _move(self, command: Mapping[str, object], count_bytes: int) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if self.process.stdin.is_closing():
             raise ServerEndedError("its server has ended")
         try:
             async with asyncio.timeout(LEAST_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
-                self.process.stdin.write(json.dumps(said).encode() + b"\n")
+                self.process.stdin.write(json.dumps(command).encode() + b"\n")
                 await self.process.stdin.drain()
                 line = await self.process.stdout.readline()
             if not line.endswith(b"\n"):
@@ -81,7 +81,7 @@ class Servers:
         self._spares: list[asyncio.Future[Server]] = []
 
     def prepare(self) -> None:
-        """Begins to start a server that nobody asked for yet."""
+        """Starts a spare server in the background."""
         if not self._spares:
             self._keep(asyncio.create_task(self._start()))
 
@@ -93,7 +93,7 @@ class Servers:
         try:
             with contextlib.suppress(NoServerError):  # then one is started now
                 server = await asyncio.shield(spare)
-        except asyncio.CancelledError:  # whoever wanted it is gone; the next one takes it
+        except asyncio.CancelledError:  # the caller is cancelled; the next one takes the server
             self._keep(spare)
             raise
         self.prepare()
@@ -138,8 +138,8 @@ class Servers:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
-                said = await process.stdout.readline()
-            return Server(process, int(said))
+                line = await process.stdout.readline()
+            return Server(process, int(line))
         except (TimeoutError, ValueError):
             await _kill(process)
             raise NoServerError("ggml's RPC server did not start") from None

@@ -1,4 +1,4 @@
-"""Tells a running simulator what to do, over its private socket; waits for nothing but the answer."""
+"""Client of the simulator's control socket."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 SOCKET_NAME = "simgpu.sock"
-"""In the directory of the service's sockets."""
+"""File name in the directory of the service's sockets."""
 ANSWER_SECONDS = 10.0
 MOST_ANSWER_BYTES = 2**20
 
 
 class SimulatorError(Exception):
-    """The simulator does not answer, or refuses; the message says which.
+    """The simulator does not answer, or refuses a command.
 
-    `of_state`: it refuses as things are on the device, such as for want of room, or has ended and all devices with it.
+    `of_state`: the reason is the state of the device, such as too little memory, or the simulator has ended.
     """
 
     def __init__(self, message: str, *, of_state: bool = False) -> None:
@@ -27,18 +27,18 @@ class SimulatorError(Exception):
 
 
 async def send_command(path: Path, do: str, device: str, *, seconds: float, **amount: float) -> None:
-    """Carries out one command over a connection of its own, which may take long. Raises SimulatorError."""
-    said = {"do": do, "device": device, **amount}
+    """Runs one command over a new connection, with a deadline. Raises SimulatorError."""
+    command = {"do": do, "device": device, **amount}
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=MOST_ANSWER_BYTES)
-            writer.write(json.dumps(said).encode() + b"\n")
+            writer.write(json.dumps(command).encode() + b"\n")
             await writer.drain()
             line = await reader.readline()
         answer = json.loads(line) if line.endswith(b"\n") else {}
     except TimeoutError:
-        raise SimulatorError(f"the simulator gave no answer within {seconds:g} s") from None
+        raise SimulatorError(f"the simulator did not answer within {seconds:g} s") from None
     except (OSError, ValueError) as error:
         is_gone = isinstance(error, OSError)
         raise SimulatorError(f"the simulator gave no answer ({error})", of_state=is_gone) from None
@@ -69,10 +69,10 @@ class Control:
         self._answers = self._sock.makefile("rb")
 
     def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
-        """Carries out one command of `faults.COMMANDS`; the status of every device by its id, after it."""
-        said = {"do": do, "device": device, **amount}
+        """Runs one command of `faults.COMMANDS`. Returns the status of all devices by id."""
+        command = {"do": do, "device": device, **amount}
         try:
-            self._sock.sendall(json.dumps(said).encode() + b"\n")
+            self._sock.sendall(json.dumps(command).encode() + b"\n")
             answer = json.loads(self._answers.readline() or b"{}")
         except (OSError, ValueError) as error:
             raise SimulatorError(f"the simulator gave no answer ({error})") from None

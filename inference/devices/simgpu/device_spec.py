@@ -1,4 +1,4 @@
-"""Reads what INFERENCE_DEVICES says about simulated devices; starts none of them.
+"""Parses simulated devices in INFERENCE_DEVICES.
 
 `sim:2x600MiB` is two devices of 600 MiB, `sim:600MiB,1GiB` one of each.
 """
@@ -13,24 +13,24 @@ from headgate.shared.amounts import MIB, format_bytes, parse_bytes
 PREFIX = "sim:"
 EXAMPLE = "sim:2x600MiB"
 MOST_DEVICES = 16
-"""As many servers as ggml's RPC backend takes in one process."""
+"""The number of servers that ggml's RPC backend supports in one process."""
 LEAST_BYTES = MIB
 CHOICES = ("auto", "cpu")
 _ITEM = re.compile(r"(?:(\d{1,4})\s*[x*×]\s*)?(.+)", re.IGNORECASE)  # noqa: RUF001 - people write it
 
 
 def parse_choice(text: str) -> tuple[int, ...] | None:
-    """Sizes in bytes of the simulated devices that `text` asks for, None for `auto` and `cpu`.
+    """Sizes in bytes of the simulated devices in `text`, None for `auto` and `cpu`.
 
-    Raises ValueError naming the choices, and the one that was probably meant.
+    Raises ValueError with the choices and a suggestion.
     """
-    said = text.strip()
-    if said in CHOICES:
+    choice = text.strip()
+    if choice in CHOICES:
         return None
-    if said.lower().startswith(PREFIX):
-        return sizes(said[len(PREFIX) :])
+    if choice.lower().startswith(PREFIX):
+        return sizes(choice[len(PREFIX) :])
     known = {choice: choice for choice in CHOICES} | {"sim": EXAMPLE}
-    near = difflib.get_close_matches(said.lower().partition(":")[0], known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(choice.lower().partition(":")[0], known, n=1, cutoff=0.5)
     meant = f" (did you mean {known[near[0]]}?)" if near else ""
     raise ValueError(
         f"{text!r} is not a choice of devices; write auto, cpu, or simulated devices such as {EXAMPLE}{meant}"
@@ -38,7 +38,7 @@ def parse_choice(text: str) -> tuple[int, ...] | None:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Bytes of each device in a list such as `2x600MiB,1GiB`; raises ValueError saying which part is wrong."""
+    """Bytes of each device in a list such as `2x600MiB,1GiB`. Raises ValueError with the wrong part."""
     found: list[int] = []
     for item in (part.strip() for part in text.split(",")):
         match = _ITEM.fullmatch(item)

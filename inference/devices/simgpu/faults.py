@@ -1,4 +1,4 @@
-"""Reads a command for the simulator, such as `{"do": "shrink", "bytes": 1048576}`; carries none of them out."""
+"""Parses commands for the simulator, such as `{"do": "shrink", "bytes": 1048576}`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "return": ("", "a lost device is back, empty, with its capacity"),
     "stall": ("", "nothing passes in either direction until `heal`"),
     "unstall": ("", "ends stall alone"),
-    "slow": ("seconds", "every request is delayed by so many seconds"),
-    "shrink": ("bytes", "the device shows another capacity; what is allocated stays"),
-    "late": ("seconds", "freed bytes are back so much later (without it: with `settle`)"),
-    "settle": ("", "all late bytes are back now"),
-    "foreign": ("bytes", "other processes use so many bytes of the device in all"),
-    "suspend": ("pid", "what the process has on `device` goes to host memory, and what it asks for waits"),
-    "resume": ("pid", "a suspended process has all of that back, if there is room for it"),
+    "slow": ("seconds", "each request is delayed by `seconds`"),
+    "shrink": ("bytes", "the device reports another capacity; allocations stay"),
+    "late": ("seconds", "freed bytes become available after `seconds` (without it: with `settle`)"),
+    "settle": ("", "all late bytes become available now"),
+    "foreign": ("bytes", "other processes use `bytes` of the device in total"),
+    "suspend": ("pid", "moves the data of the process on `device` to host memory; its requests wait"),
+    "resume": ("pid", "moves the data of a suspended process back if it fits"),
     "heal": ("", "ends refuse, refuse_after, stall, slow, shrink, late and foreign, and a lost device returns"),
 }
-"""What the simulator can be told: the name, its one parameter (or none), and what happens."""
+"""The commands of the simulator: name, parameter (or none), and effect."""
 _NEEDED = frozenset({"refuse_after", "slow", "shrink", "foreign", "suspend", "resume"})
 _WHOLE = frozenset({"count", "bytes", "pid"})
 _OF_ONE_DEVICE = frozenset({"suspend", "resume"})
@@ -33,36 +33,36 @@ _OF_ONE_DEVICE = frozenset({"suspend", "resume"})
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A command that makes sense. `device` None means all; `amount` is in the unit of the command's parameter."""
+    """A valid command. `device` None stands for all devices; `amount` is in the unit of the parameter."""
 
     do: str
     device: str | None = None
     amount: float = math.inf
 
 
-def parse(said: object, devices: list[str]) -> Order:
-    """The command that `said` is; raises ValueError saying what is wrong with it."""
-    if not isinstance(said, dict):
+def parse(data: object, devices: list[str]) -> Order:
+    """The command in `data`. Raises ValueError with the mistake."""
+    if not isinstance(data, dict):
         raise ValueError('a command is an object such as {"do": "status"}')
-    name = said.get("do")
+    name = data.get("do")
     if not isinstance(name, str) or name not in COMMANDS:
         near = difflib.get_close_matches(str(name), COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name!r} is no command{meant} (there are {', '.join(COMMANDS)})")
     parameter, _what = COMMANDS[name]
-    unknown = set(said) - {"do", "device", parameter}
+    unknown = set(data) - {"do", "device", parameter}
     if unknown:
         raise ValueError(f"{name} takes no {', '.join(sorted(map(str, unknown)))}")
-    device = said.get("device")
+    device = data.get("device")
     if device is not None and device not in devices:
         raise ValueError(f"there is no simulated device {device!r} (there are {', '.join(devices)})")
     if device is None and name in _OF_ONE_DEVICE:
         raise ValueError(f"{name} needs device")
-    if not parameter or said.get(parameter) is None:
+    if not parameter or data.get(parameter) is None:
         if name in _NEEDED:
             raise ValueError(f"{name} needs {parameter}")
         return Order(name, device)
-    return Order(name, device, _amount(parameter, said[parameter]))
+    return Order(name, device, _amount(parameter, data[parameter]))
 
 
 def _amount(parameter: str, value: Any) -> float:

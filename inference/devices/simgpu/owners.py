@@ -1,4 +1,4 @@
-"""Finds the connections of a process to a loopback port, in what Linux says of sockets; touches none of them."""
+"""Finds the connections of a process to a loopback port in /proc/net/tcp."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LOCAL, _REMOTE, _INODE = 1, 2, 9
 
 
 def ports_of(pid: int, port: int) -> frozenset[int]:
-    """The ports at its own end of the connections that a process has to 127.0.0.1:`port`; empty for one that is gone.
+    """The client ports of the connections of `pid` to 127.0.0.1:`port`; empty for an ended process.
 
-    Raises ValueError where the system does not tell.
+    Raises ValueError when the system does not show them.
     """
     if sys.platform != "linux":
-        raise ValueError("whose a connection is can be told on Linux only")
+        raise ValueError("the owner of a connection can be found on Linux only")
     mine = _sockets_of(pid)
     there = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}:{port:04X}"
     rows = (line.split() for line in _TABLE.read_text().splitlines()[1:])
@@ -28,16 +28,16 @@ def ports_of(pid: int, port: int) -> frozenset[int]:
 
 
 def _sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets it has open."""
+    """Inodes of the open sockets of a process."""
     found = set()
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                 kind, _, inode = str(entry.readlink()).partition(":")
                 if kind == "socket":
                     found.add(inode.strip("[]"))
     except FileNotFoundError:
         return set()
     except PermissionError:
-        raise ValueError(f"the system does not tell which connections process {pid} has") from None
+        raise ValueError(f"the system does not show the connections of process {pid}") from None
     return found

@@ -1,7 +1,7 @@
-"""Starts the simulator, reads its devices and notices its end, which is the loss of its devices; places no model.
+"""Starts the simulator and reads its devices. The end of the simulator is the loss of its devices.
 
-One that ended is started afresh after its loss was told, as `inference.devices.reopen_policy` decides: its devices
-come back empty, with the same identity and at another endpoint, like cards after the reset of their driver.
+It is restarted after the loss was reported, with the delays of `inference.devices.reopen_policy`. Its devices are then
+empty, with the same identity and another endpoint, like GPUs after a reset of the driver.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 START_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 STEADY_SECONDS = 30.0
-"""A simulator that lived so long is no failing one: its end is the first of its kind."""
+"""A simulator that ran this long counts as healthy: its end starts a new series of failures."""
 MOST_LINE_BYTES = 2**20
 KIND = "sim"
 
 
 class SimProbe:
-    """The simulated devices `gpu-0`, `gpu-1`, ...; `directory` is private and holds the simulator's socket.
+    """The simulated devices `gpu-0`, `gpu-1`, ... `directory` is private and contains the simulator's socket.
 
-    `engine` is the folder of llama-cpp-python, whose RPC they need.
+    `engine` is the folder of llama-cpp-python, whose RPC backend they need.
     """
 
     def __init__(self, sizes: Sequence[int], directory: Path | None = None, *, engine: Path | None = None) -> None:
@@ -189,7 +189,7 @@ class SimProbe:
         self._watch = asyncio.create_task(self._notice_end(process))
 
     async def _reopen(self, status: int) -> None:
-        """Starts the next simulator when it is due, but not before somebody was told that the last one has ended."""
+        """Starts the next simulator when it is due and the end of the last one was reported."""
         if not self._is_loss_told or not self._reopening.is_due(time.monotonic()):
             self._lose(f"the simulator has ended with status {status}", Sign.GONE)
             self._is_loss_told = True

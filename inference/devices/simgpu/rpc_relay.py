@@ -1,7 +1,7 @@
-"""Moves the bytes of one connection between a client and its ggml server; decides nothing about them.
+"""Moves the bytes of one connection between a client and its ggml server.
 
-What a `Conversation` lets through goes from one socket to the other by way of one buffer per direction, which is read
-again when all of it is sent: weights are copied twice, in and out, and slow clients hold up nobody else.
+Bytes that a `Conversation` permits pass through one buffer per direction, which is filled again when it is empty: data
+is copied twice, and a slow client does not block other connections.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from inference.devices.simgpu.rpc_wire import Conversation, Flow, Piece
 
 BUFFER_BYTES = 2**20
 MOST_HELD_BYTES = 64 * 2**20
-"""Of a stalled connection in one direction; what is more waits in the sockets."""
+"""Buffered bytes of a stalled connection per direction; further bytes wait in the sockets."""
 _JOINED_BYTES = 2**16
-"""Pieces of so many bytes together are one packet; copying them costs less than another call does."""
+"""Pieces up to this size together are sent in one call, because copying them costs less than another call."""
 
 
 class Pace:
-    """How a device lets bytes pass: not at all while it is stalled, later by `delay_seconds` for each request."""
+    """How fast a device transfers bytes: not while it is stalled, and with a delay per request."""
 
     def __init__(self) -> None:
         self.passing = asyncio.Event()
@@ -31,9 +31,9 @@ class Pace:
 
 
 class Relay:
-    """Lets the bytes of one connection pass in both directions. Its sockets are somebody else's to close.
+    """Relays the bytes of one connection in both directions. The caller closes the sockets.
 
-    Shut, it holds back what the client sends until it is opened again.
+    While it is shut, bytes of the client wait.
     """
 
     def __init__(self, client: socket.socket, server: socket.socket, talk: Conversation, pace: Pace) -> None:
@@ -41,7 +41,7 @@ class Relay:
         self._client, self._server = client, server
         self._talk, self._pace = talk, pace
         self._turn = asyncio.Lock()
-        """Who may write to the client: answers come from the server and from here."""
+        """Held to write to the client: answers come from the server and from the relay."""
         self._open = asyncio.Event()
         self._open.set()
         self._passing = 0
@@ -99,7 +99,7 @@ class Relay:
             while not all(gate.is_set() for gate in gates):
                 data = bytes(data) + await self._stalled(source, gates)
             await self._pass(step(data))
-            if count == BUFFER_BYTES:  # more is there, and it would be taken without a look at anybody else
+            if count == BUFFER_BYTES:  # more bytes wait; lets other tasks run first
                 await asyncio.sleep(0)
 
     async def _stalled(self, source: socket.socket, gates: Sequence[asyncio.Event]) -> bytes:

@@ -1,9 +1,8 @@
-"""Computes for one connection of a simulated device: ggml's own RPC server on the CPU; decides nothing.
+"""ggml's RPC server on the CPU for one connection of a simulated device.
 
-`python -m inference.devices.simgpu.rpc_server` prints the port it listens on, which the kernel chose, and serves
-until it is killed or its parent dies. ggml's server takes one client at a time, so each connection has its own.
-Meanwhile lines on stdin move buffers that no request is using out of the device's memory and back, each answered on
-stdout with `{"bytes": moved}` or `{"error": sentence}`; pointers are those that the server answers allocations with:
+`python -m inference.devices.simgpu.rpc_server` prints its port and serves until it is killed or its parent ends. ggml's
+server accepts one client at a time, so each connection has its own. Lines on stdin move unused buffers out of the
+device's memory and back; the answers on stdout are `{"bytes": moved}` or `{"error": message}`:
 
     {"do": "suspend", "buffers": [[pointer, bytes], ...]}   {"do": "resume"}
 """
@@ -30,24 +29,24 @@ from inference.devices.simgpu.aside import Aside, AsideError
 
 LISTEN_SECONDS = 20.0
 THREADS = 1
-"""More would wait for each other spinning, and the workers need the cores as well: with two threads on two busy cores a
+"""More threads spin while they wait for each other, and workers need the cores: with two threads on two busy cores a
 token of a 135 M model took 0.8 s instead of 0.014 s.
 """
 _MOST_DESCRIPTORS = 64
 
 
 def package() -> Path | None:
-    """The folder of llama-cpp-python, without importing it; None where it is not installed."""
+    """The folder of llama-cpp-python, found without importing it; None when it is not installed."""
     found = importlib.util.find_spec("llama_cpp")
     return Path(found.origin).parent if found is not None and found.origin is not None else None
 
 
 def main() -> int:
-    """Serves; returns only when ggml's server did not begin."""
+    """Serves. Returns only when ggml's server does not start."""
     child_process.die_with_parent(os.environ)
     child_process.disable_core_dumps()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server prints there
     before = set(_listening())
     threading.Thread(target=_serve_for_ever, daemon=True).start()
     deadline = time.monotonic() + LISTEN_SECONDS
@@ -66,14 +65,14 @@ def main() -> int:
     return 1
 
 
-def _moved(aside: Aside, said: dict[str, Any]) -> dict[str, Any]:
-    """Carries one command out."""
+def _moved(aside: Aside, command: dict[str, Any]) -> dict[str, Any]:
+    """Runs one command."""
     try:
-        if said["do"] == "resume":
+        if command["do"] == "resume":
             return {"bytes": aside.put_back()}
         base = library().ggml_backend_buffer_get_base
         base.restype, base.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        return {"bytes": aside.take([(base(pointer), size) for pointer, size in said["buffers"] if size])}
+        return {"bytes": aside.take([(base(pointer), size) for pointer, size in command["buffers"] if size])}
     except AsideError as error:
         return {"error": str(error)}
 

@@ -144,7 +144,7 @@ class _Stream:
 class _Awaited:
     """A reply that is still to come, or (`local`) one that is made here and waits for its turn.
 
-    One to a mark is nobody's but ours.
+    Replies to a mark are only for this conversation.
     """
 
     command: Command
@@ -190,7 +190,7 @@ class Conversation:
         return flow
 
     def from_server(self, data: Piece) -> Flow:
-        """Takes bytes of the server; raises WireError when nobody asked for them."""
+        """Takes bytes of the server. Raises WireError for bytes without a request."""
         flow, stream, rest = Flow(), self._server, memoryview(data)
         while rest:
             if stream.left:
@@ -226,7 +226,7 @@ class Conversation:
     def _replied(self, stream: _Stream, flow: Flow) -> None:
         """The size of a reply is there, with its payload where that matters."""
         if not self._awaited:
-            raise WireError("the server answers what nobody asked")
+            raise WireError("the server answered without a request")
         (size,) = _SIZE.unpack_from(stream.gathered)
         awaited = self._awaited[0]
         expected = _MARKED_BYTES if awaited.is_mark else _REPLY_READ_WHOLE.get(awaited.command)

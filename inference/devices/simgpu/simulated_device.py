@@ -1,8 +1,8 @@
-"""One simulated device: a loopback port that speaks ggml's RPC, with faults on demand; places no model.
+"""One simulated device: a loopback port with ggml's RPC protocol and faults on demand.
 
-Bytes go through a `Conversation`, which decides allocations against the device's `Memory`; behind each connection
-computes a ggml server of its own. A connection that says nothing gets none. What a process has here can be suspended:
-its bytes are in host memory until they are resumed, and what it asks for meanwhile waits.
+A `Conversation` checks allocations against the `Memory` of the device. A ggml server of its own computes for each
+connection that sends something. The data of a process can be suspended: it is in host memory until it is resumed, and
+requests of the process wait.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 
 FIRST_BYTES = 2**16
 QUIET_SECONDS = 1.0
-"""How long a process that is to be suspended may take to finish what it asked for."""
+"""Time for the running requests of a process before it is suspended."""
 _LINGER = struct.Struct("@ii")
 
 
 class StateError(ValueError):
-    """A command cannot be carried out as things are on the device, which says nothing against the command."""
+    """The state of the device does not allow a valid command."""
 
 
 @dataclass(eq=False)
 class _Link:
-    """A connection that computes: the client's port, and whose it is while it is suspended."""
+    """A connection with a server. `pid` is its process while it is suspended."""
 
     port: int
     relay: Relay
@@ -47,7 +47,7 @@ class _Link:
 
 
 class Device:
-    """`id` names it; `endpoint` is where llama.cpp finds it."""
+    """A device with an `id` and an `endpoint` for llama.cpp."""
 
     def __init__(self, id: str, uuid: str, capacity_bytes: int, servers: Servers) -> None:
         self.id, self.uuid = id, uuid
@@ -59,7 +59,7 @@ class Device:
         self._connections: dict[int, asyncio.Task[None]] = {}
         self._links: dict[int, _Link] = {}
         self._turn = asyncio.Lock()
-        """Who may suspend and resume."""
+        """Held to suspend or resume."""
         self._listening: asyncio.Task[None] | None = None
         self._port = 0
         self._pace = Pace()
@@ -67,7 +67,7 @@ class Device:
 
     @property
     def endpoint(self) -> str:
-        """`host:port`; the port is the same after a cut, unless somebody took it meanwhile."""
+        """`host:port`. The port is the same after a cut, unless another process has taken it."""
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
@@ -290,6 +290,6 @@ def _now() -> float:
 
 
 def _reset(side: socket.socket) -> None:
-    """Makes the end of the connection a reset, which nobody mistakes for an orderly one."""
+    """Ends the connection with a reset instead of a normal close."""
     with contextlib.suppress(OSError):  # it is closed already
         side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))

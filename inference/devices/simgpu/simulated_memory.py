@@ -1,10 +1,9 @@
-"""Decides whether an allocation on a simulated device succeeds, and when freed bytes are back; allocates nothing.
+"""The memory accounts of a simulated device: which allocations succeed, and when freed bytes become available.
 
     capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
 
-`held` are buffers of all connections together, `asked` bytes that were granted while the buffer is still being made,
-`late` bytes whose return is delayed. Buffers that are `suspended` are in host memory and none of these. Pure: time is
-an argument.
+`held` are the buffers of all connections, `asked` granted bytes whose buffer is not created yet, `late` freed bytes
+that are not available yet. `suspended` buffers are in host memory and count for none of these. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 Buffer = tuple[int, int]
-"""Connection number and the server's pointer: pointers are unique within one server only."""
+"""Connection number and pointer; pointers are unique only within one server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What happened since the start; `allocated_bytes` sums up all allocations, `peak_bytes` is the most in use."""
+    """Totals since the start. `peak_bytes` is the highest use."""
 
     allocations: int = 0
     refusals: int = 0
@@ -30,10 +29,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One device's memory. `refusing` counts the allocations still to be refused on demand (infinity: all).
+    """The memory of one device.
 
-    `sparing` is how many allocations succeed before the one that is refused on demand (None: no such one).
-    `late_seconds` delays every return (0: at once; infinity: until `settle` is told so); `late` are (due, bytes).
+    `refusing`: number of allocations to refuse (infinity: all). `sparing`: number of allocations that succeed before
+    one is refused (None: no refusal). `late_seconds`: delay of freed bytes (infinity: until `settle`). `late`: tuples
+    (due, bytes).
     """
 
     capacity_bytes: int
@@ -49,12 +49,12 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """What everybody uses, foreign use and late returns included."""
+        """All used bytes, including foreign and late ones."""
         return self.foreign_bytes + self.ours_bytes
 
     @property
     def ours_bytes(self) -> int:
-        """What clients of the device use, late returns included."""
+        """Bytes of the clients, including late ones."""
         return sum(self.held.values()) + sum(self.asked.values()) + sum(size for _due, size in self.late)
 
     @property
@@ -130,7 +130,7 @@ class Memory:
         return replace(after, counters=replace(self.counters, peak_bytes=peak))
 
     def _judged(self, size_bytes: int) -> tuple[Memory, bool]:
-        """Whether so much is granted, as far as room and what was said about refusals go; counts a refusal."""
+        """Whether the allocation is granted, by free memory and requested refusals. Counts a refusal."""
         if self.refusing > 0 or self.sparing == 0 or size_bytes > self.free_bytes:
             counters = replace(self.counters, refusals=self.counters.refusals + 1)
             sparing = None if self.sparing == 0 else self.sparing
@@ -167,4 +167,4 @@ def _parted(buffers: Mapping[Buffer, int], connections: Collection[int]) -> tupl
 
 
 ALL = math.inf
-"""As `refusing`: until further notice; as `late_seconds`: until told; as a time to settle at: all that is late."""
+"""As `refusing`: all allocations. As `late_seconds`: until `settle`. As a time to settle at: all late bytes."""
