@@ -2,8 +2,8 @@
 
 llama.cpp opens the file with `no_alloc` and reserves its compute graphs. `llama_get_memory_breakdown` then gives the
 bytes of weights, KV cache and compute per buffer type that a real load allocates. The function returns a C++
-`std::map`, whose tree is read here (libstdc++ and libc++ have different layouts). Figures that do not agree with the header are
-replaced by the formula.
+`std::map`, whose tree is read here (libstdc++ and libc++ have different layouts). Figures that do not
+agree with the header are replaced by the formula.
 """
 
 from __future__ import annotations

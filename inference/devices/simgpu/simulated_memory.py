@@ -3,7 +3,7 @@
     capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
 
 `held` are the buffers of all connections, `asked` granted bytes whose buffer is not created yet, `late` freed bytes
-that are not available yet. `suspended` buffers are in host memory and count for none of these. Pure: time is an argument.
+that are not available yet. `suspended` buffers are in host memory and count for none of these. Times are arguments.
 """
 
 from __future__ import annotations
