@@ -105,10 +105,10 @@ class _Memory:
     def _grow(self, more_bytes: int, param: str) -> None:
         self._size += more_bytes
         if self._size > self._most:
-            said = (
+            message = (
                 f"the conversation has grown longer than the {self._most} bytes that a body may have; begin a new one"
             )
-            raise RequestError(Code.BODY_TOO_LARGE, said, param=param)
+            raise RequestError(Code.BODY_TOO_LARGE, message, param=param)
 
 
 class _Asked:

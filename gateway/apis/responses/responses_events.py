@@ -1,4 +1,4 @@
-"""Writes the events of one Response from the chunks of one chat stream; reads no clock, asks nobody, raises nothing.
+"""Writes the events of one Response from the chunks of one chat stream; it reads no clock and raises nothing.
 
 `response.created` and `response.in_progress` come first, then the items one after another, each whole before the next
 (calls whose arguments a tier gives in turns end together), then exactly one of `response.completed`,
@@ -83,8 +83,8 @@ class Answer:
     def begin(self, model: Any) -> list[Event]:
         """The first events; `model` is what the first chunk says, if it says one."""
         self._model = model if isinstance(model, str) and model else self._head.model
-        said = {"response": self.object(IN_PROGRESS)}
-        return [("response.created", said), ("response.in_progress", said)]
+        fields = {"response": self.object(IN_PROGRESS)}
+        return [("response.created", fields), ("response.in_progress", fields)]
 
     @property
     def has_begun(self) -> bool:
@@ -99,14 +99,14 @@ class Answer:
     def _add_choice(self, choice: Mapping[str, Any]) -> list[Event]:
         events: list[Event] = []
         delta = mapping(choice, "delta")
-        thought, said = text(delta, "reasoning_content") or text(delta, "reasoning"), text(delta, "content")
+        thought, content = text(delta, "reasoning_content") or text(delta, "reasoning"), text(delta, "content")
         calls = objects(delta, "tool_calls")
-        if isinstance(logprobs := choice.get("logprobs"), dict) and (said or not (thought or calls)):
+        if isinstance(logprobs := choice.get("logprobs"), dict) and (content or not (thought or calls)):
             self._logprobs += [_logprob(token) for token in objects(logprobs, "content")]
         if thought:
             events += self._add_reasoning(thought)
-        if said:
-            events += self._add_text(said)
+        if content:
+            events += self._add_text(content)
         if refused := text(delta, "refusal"):
             message, opened = self._message()
             events += [*opened, *message.add_refusal(refused)]
@@ -262,7 +262,7 @@ class Stream:
             elif isinstance(frame, Data) and not self._over:
                 chunk = loads(frame.payload)
                 model = chunk.get("model")
-                begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk names nobody
+                begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk has no model
                 out.append(self._written([*begun, *self.answer.add(chunk)]))
                 if self.answer.is_astray:
                     out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))
@@ -300,8 +300,8 @@ class Stream:
     def _written(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
         for kind, fields in events:
-            said = dumps({"type": kind, "sequence_number": self._number, **fields})
-            out.append(b"event: " + kind.encode() + b"\ndata: " + said + b"\n\n")
+            data = dumps({"type": kind, "sequence_number": self._number, **fields})
+            out.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
             self._number += 1
         return b"".join(out)
 

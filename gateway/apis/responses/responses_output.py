@@ -1,6 +1,6 @@
 """The output items of one Response while they grow, and the events each step of theirs is; decides no order of items.
 
-An event is (type, fields); whoever writes the stream numbers them. A step is given what the model said and returns the
+An event is (type, fields); the writer of the stream numbers them. A step takes output of the model and returns the
 events that say so.
 """
 
@@ -105,7 +105,7 @@ class _Part:
 
 
 class Message(Item):
-    """What a model said to the user: parts of text and of refusal, each in one piece."""
+    """A message of the model: parts of text and of refusal, each in one piece."""
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
@@ -117,8 +117,8 @@ class Message(Item):
         part = self._parts[-1]
         part.pieces.append(text)
         part.logprobs += logprobs
-        said = {**self._at(len(self._parts) - 1), "delta": text, "logprobs": _brief(logprobs)}
-        return [*events, ("response.output_text.delta", said)]
+        fields = {**self._at(len(self._parts) - 1), "delta": text, "logprobs": _brief(logprobs)}
+        return [*events, ("response.output_text.delta", fields)]
 
     def add_refusal(self, text: str) -> list[Event]:
         """More of a refusal."""
@@ -150,8 +150,8 @@ class Message(Item):
         if whole["type"] == "refusal":
             done: Event = ("response.refusal.done", {**place, "refusal": whole["refusal"]})
         else:
-            said = {**place, "text": whole["text"], "logprobs": _brief(whole["logprobs"])}
-            done = ("response.output_text.done", said)
+            fields = {**place, "text": whole["text"], "logprobs": _brief(whole["logprobs"])}
+            done = ("response.output_text.done", fields)
         return [done, ("response.content_part.done", {**place, "part": whole})]
 
 

@@ -237,14 +237,14 @@ _REPEATED: Mapping[str, Any] = {
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
-    said = {name: body.get(name, default) for name, default in _REPEATED.items()}
+    echo = {name: body.get(name, default) for name, default in _REPEATED.items()}
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
-    said["reasoning"] = {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
-    said["text"] = {"format": text.get("format") or {"type": "text"}}
+    echo["reasoning"] = {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
+    echo["text"] = {"format": text.get("format") or {"type": "text"}}
     if text.get("verbosity"):
-        said["text"]["verbosity"] = text["verbosity"]
-    said["tools"] = [_shown(tool) for tool in body.get("tools") or ()]
-    return said
+        echo["text"]["verbosity"] = text["verbosity"]
+    echo["tools"] = [_shown(tool) for tool in body.get("tools") or ()]
+    return echo
 
 
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Keeps answers for later requests to build on, each for the key that asked, within bounds; writes nothing to disk.
 
-Over the bound the key that holds most loses its oldest, so that nobody can push out what others keep.
+Over the bound the key with the most bytes loses its oldest response, so that no key can displace those of others.
 """
 
 from __future__ import annotations
