@@ -137,3 +137,23 @@ def test_requests_without_a_stream_are_not_resumed() -> None:
 def test_decode_keeps_the_values_of_null_fields_absent() -> None:
     body = decode({"model": "m", "messages": [HI], "temperature": None, "stop": None}, ChatRequest, "/v1")
     assert as_json(body) == {"model": "m", "messages": [HI]}
+
+
+def test_unknown_fields_of_structured_outputs_are_sent_on_for_completions() -> None:
+    shape = {"regex": "a+", "whitespace_pattern": " "}
+    raw = json.dumps({"model": "m", "prompt": "x", "structured_outputs": shape}).encode()
+    assert as_json(parse(Endpoint.COMPLETIONS, raw).body)["structured_outputs"] == shape
+
+
+def test_the_schema_of_a_tool_is_of_an_object() -> None:
+    tool = {"name": "t", "input_schema": {"type": "array"}}
+    raw = json.dumps({"model": "m", "max_tokens": 5, "messages": [HI], "tools": [tool]}).encode()
+    with pytest.raises(RequestError) as caught:
+        messages_request.parse(raw)
+    assert caught.value.param == "tools[0].input_schema.type"
+
+
+def test_a_long_body_that_is_no_json_is_not_parsed_again_for_its_message() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(Endpoint.CHAT, b'{"user": "%b", "temperature": NaN}' % (b"x" * 2**20))
+    assert (caught.value.code, caught.value.param) == (Code.INVALID_JSON, None)
