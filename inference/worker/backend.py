@@ -1,6 +1,6 @@
-"""The seam between the engine and llama.cpp: what a computing context, a vocabulary and a sampler can do.
+"""The interfaces between the engine and llama.cpp: context, vocabulary, sampler and constraint.
 
-The package `llama` is the real thing; tests drive the engine with a fake that returns every code there is.
+The package `llama` implements them. Tests use a fake that can return every status code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Decode(IntEnum):
-    """What llama_decode returned. NO_ROOM and BAD_BATCH leave the memory as it was, the others may not."""
+    """Status of llama_decode. NO_ROOM and BAD_BATCH leave the KV cache unchanged; other errors may change it."""
 
     OK = 0
     NO_ROOM = 1
@@ -25,11 +25,11 @@ class Decode(IntEnum):
 
 
 OK = Decode.OK
-"""Asked for several times a step; Python 3.11 looks members of enums up through their class."""
+"""A module constant, because Python 3.11 looks up enum members slowly."""
 
 
 class BatchRow(Protocol):
-    """A run of tokens of one sequence; `sample` asks for logits at its last token, `every` at all of them."""
+    """Tokens of one sequence in a batch. `sample`: logits of the last token are needed; `every`: of all tokens."""
 
     @property
     def slot(self) -> int:
@@ -48,45 +48,45 @@ class BatchRow(Protocol):
 
     @property
     def sample(self) -> bool:
-        """Whether a token follows."""
+        """Whether a token is sampled from the logits of the last token."""
         ...
 
     @property
     def every(self) -> bool:
-        """Whether the logits at all of its tokens are wanted, not only at the last."""
+        """Whether the logits of all tokens are needed."""
         ...
 
 
 class Backend(Protocol):
-    """A context that computes; every method is called from the engine's thread only."""
+    """A context that computes batches. All methods are called on the engine thread only."""
 
     can_trim: bool
 
     def remove(self, slot: int, start: int = 0) -> bool:
-        """Forgets the tokens of `slot` from `start` on."""
+        """Removes the tokens of `slot` from `start` on; False if a part of a sequence cannot be removed."""
         ...
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Shares the first `count` tokens of `source`."""
+        """Copies the first `count` tokens of `source` to the empty slot `target`."""
         ...
 
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
-        """Computes one batch; returns the batch index of each row's last token."""
+        """Computes one batch; returns the status and the batch index of the last token of each row."""
         ...
 
     def logits(self, index: int) -> np.ndarray:
-        """Logits at a batch index, valid until the next decode."""
+        """Logits at a batch index; valid until the next decode."""
         ...
 
 
 @dataclass(eq=False)
 class ImageTile:
-    """An image, or a tile of one, as a prompt holds it.
+    """An image, or a tile of one, in a prompt.
 
-    Its `n_tokens` cells move the text behind them on by `n_positions` only. `non_causal`: its tokens see one another in
-    both directions. Where its tokens do not just follow each other (M-RoPE), they are at `positions` plus `moves` times
-    the position where it begins; both have four sections by tokens. `rows` are its embeddings (float32, tokens by
-    width) once it was encoded from `source`, which is the projector's own.
+    It takes `n_tokens` cells and `n_positions` positions. `non_causal`: its tokens attend to each other in both
+    directions. With M-RoPE its tokens are at `positions` plus `moves` times its start position; both arrays have four
+    sections by tokens. `rows`: embeddings (float32, tokens by width), None until it is encoded. `source`: an object of
+    the projector.
     """
 
     n_tokens: int
@@ -99,7 +99,7 @@ class ImageTile:
 
 
 class Vocabulary(Protocol):
-    """What the engine needs to know of a model's tokens."""
+    """The tokens of a model."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -112,36 +112,36 @@ class Vocabulary(Protocol):
 
 
 class TokenSampler(Protocol):
-    """Draws the next token of one sequence."""
+    """Samples the tokens of one sequence."""
 
     def sample(self, index: int) -> int:
-        """Draws and accepts from the logits at a batch index."""
+        """Samples and accepts a token from the logits at a batch index."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Before the first draw: tokens of the answer that were drawn elsewhere."""
+        """Accepts tokens of the answer that another worker generated. Call it before the first `sample`."""
         ...
 
     def close(self) -> None:
-        """Frees it; called once, on the engine's thread."""
+        """Frees the sampler. Called once, on the engine thread."""
         ...
 
 
 class Mask(Protocol):
-    """Which tokens may follow in one answer. Used by the engine's thread only; raises ConstraintError."""
+    """The tokens that a constraint allows next in one answer. Used on the engine thread; raises ConstraintError."""
 
     def apply(self, logits: np.ndarray) -> None:
-        """Sets the logits (float32, one per vocabulary entry, in place) of tokens that may not follow to -inf."""
+        """Sets the logits (float32, one per vocabulary entry) of tokens that are not allowed to -inf, in place."""
         ...
 
     def accept(self, token: int) -> None:
-        """The token that was drawn."""
+        """Accepts a sampled token."""
         ...
 
 
 class Constraint(Protocol):
-    """A compiled form; every choice of a request starts a mask of its own."""
+    """A compiled grammar. Each choice of a request starts its own mask."""
 
     def start(self) -> Mask:
-        """A mask at the beginning of an answer."""
+        """A mask for the start of an answer."""
         ...

@@ -1,4 +1,4 @@
-"""Counts the processor cores this process may really compute on; decides no placement."""
+"""Counts the CPU cores that this process may use, and measures idle and lost cores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 LEAST_SECONDS = 0.2
-"""The kernel counts idleness in hundredths of a second."""
+"""Minimum duration of a measurement: the kernel counts idle time in hundredths of a second."""
 GAP_SECONDS = 0.005
-"""Between two steps in a row; after more, cores were idle because there was nothing to compute."""
+"""Maximum gap between consecutive steps. After a longer gap cores were idle because there was no work."""
 
 
 @functools.cache
 def usable_cores() -> int:
     """Physical cores within the affinity mask and the cgroup quota, at least 1.
 
-    llama.cpp's own default of 4 threads spins against itself on two cores, and hyper-threads add nothing to a matrix
-    product.
+    With the default of llama.cpp, 4 threads compete for two cores. Hyper-threads do not make matrix products faster.
     """
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = {_siblings(cpu) for cpu in allowed}
@@ -28,8 +27,9 @@ def usable_cores() -> int:
 
 
 def idle_seconds() -> Mapping[int, float] | None:
-    """Seconds that each processor within the affinity mask had nothing to do, since some time in the past; None where
-    the kernel does not tell (`/proc/stat`: idle and waiting for I/O are the fourth and fifth figure).
+    """Idle seconds of each CPU within the affinity mask, counted from an arbitrary start.
+
+    None if the kernel does not report them. Source: `/proc/stat`, sum of the fourth field (idle) and fifth (I/O wait).
     """
     try:
         lines = Path("/proc/stat").read_text().splitlines()
@@ -42,8 +42,9 @@ def idle_seconds() -> Mapping[int, float] | None:
 
 
 def waited_seconds(thread: int | None = None) -> float | None:
-    """Seconds that the calling thread, or that one of this process, was ready to run and had no core, since it began;
-    None where the kernel does not tell (`/proc/thread-self/schedstat`: the second figure, in nanoseconds).
+    """Seconds in which a thread of this process (default: the calling one) was runnable and had no core.
+
+    None if the kernel does not report them. Source: second field of `/proc/thread-self/schedstat`, in nanoseconds.
     """
     place = "thread-self" if thread is None else f"self/task/{thread}"
     try:
@@ -53,8 +54,9 @@ def waited_seconds(thread: int | None = None) -> float | None:
 
 
 class LostCores:
-    """How much of the time in which a thread computed it was without a core; asked on that thread. `read` gives the
-    seconds that it waited for one.
+    """Measures the share of its computing time in which a thread waited for a core. Use it on that thread.
+
+    `read` returns the seconds that the thread has waited.
     """
 
     def __init__(self, read: Callable[[], float | None] = waited_seconds) -> None:
@@ -63,26 +65,26 @@ class LostCores:
         self._before: float | None = None
 
     def computed(self, seconds: float) -> None:
-        """The thread computed for so long, waiting included."""
+        """Adds computing time, including the time of waiting."""
         if self._before is None:
-            self._before = self._read()  # what it waited before that is not known
+            self._before = self._read()  # the time before is unknown
         else:
             self._computed += seconds
 
     def share(self) -> float | None:
-        """Of what was computed since the last call of `forget`; None where nobody can tell."""
+        """Share of the computing time since the last call of `forget`; None if it is unknown."""
         now = self._read()
         if now is None or self._before is None or self._computed <= 0:
             return None
         return (now - self._before) / self._computed
 
     def forget(self) -> None:
-        """Begins anew with the next step."""
+        """Starts a new measurement with the next step."""
         self._computed, self._before = 0.0, None
 
 
 class IdleCores:
-    """How many physical cores have nothing to do while something computes. `read` gives idle seconds per processor."""
+    """Measures idle physical cores during computing. `read` returns the idle seconds per CPU."""
 
     def __init__(self, read: Callable[[], Mapping[int, float] | None] = idle_seconds) -> None:
         self._read = read
@@ -90,7 +92,7 @@ class IdleCores:
         self._before: Mapping[int, float] | None = None
 
     def over(self, began: float, ended: float) -> float | None:
-        """After a step: idle cores on average over the last steps in a row, None where these were too short to tell."""
+        """After a step: average number of idle cores over the last consecutive steps; None if they were too short."""
         if began - self._last > GAP_SECONDS:
             self._since, self._before = ended, self._read()
         self._last = ended
@@ -114,7 +116,7 @@ def _siblings(cpu: int) -> str | None:
 
 
 def _quota() -> int:
-    """Whole cores the cgroup (v2) allows; a large number where it sets no limit."""
+    """Cores that the cgroup (v2) allows, rounded up; a large number without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return 1 << 16 if quota == "max" else math.ceil(int(quota) / int(period))

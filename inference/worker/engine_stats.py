@@ -1,4 +1,4 @@
-"""Facts about the engine that the heartbeat publishes; written by the engine's thread, read by any; decides nothing."""
+"""Counters of the engine for the heartbeat. The engine thread writes them; any thread may read them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from inference.worker.prefill_rate import UNKNOWN, PrefillRate
 from inference.workers.worker_link import Heartbeat
 
 HUNG_STEP_SECONDS = 10.0
-"""A step that takes longer is not explained any more to those who wait for it: a hung one must look hung to them."""
+"""Waiting requests get no progress messages during a step that takes longer, so that a hung step is recognizable."""
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Plain numbers, each written whole; a reader may see them a moment old."""
+    """Numbers that are each written atomically; a reader may see slightly old values."""
 
     clock: Callable[[], float]
     step_started: float | None = None
@@ -29,24 +29,24 @@ class EngineCounters:
     prefill: PrefillRate = UNKNOWN
 
     def begin(self, tokens: int) -> None:
-        """A step of that many tokens starts."""
+        """Records the start of a step with `tokens` tokens."""
         self.step_tokens = tokens
         self.step_started = self.clock()
 
     def end(self) -> float:
-        """The step is over; returns its seconds."""
+        """Records the end of the step; returns its duration in seconds."""
         started, self.step_started = self.step_started, None
         self.steps += 1
         return self.clock() - (started if started is not None else self.clock())
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step runs that can still be expected to end."""
+        """Whether a step runs that has not exceeded HUNG_STEP_SECONDS."""
         started = self.step_started
         return started is not None and self.clock() - started < HUNG_STEP_SECONDS
 
     def beat(self) -> Heartbeat:
-        """The heartbeat now."""
+        """The current heartbeat message."""
         started = self.step_started
         return Heartbeat(
             step_seconds=None if started is None else max(0.0, self.clock() - started),

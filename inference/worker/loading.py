@@ -1,4 +1,4 @@
-"""Loads what a grant asks for and says what it is: model, context, capabilities; never serves and never retries."""
+"""Loads the model of a grant: weights, context, projector, chat template and capabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATIVE = ("chat", "completions")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to serve."""
+    """A loaded model."""
 
     model: llama.Model
     context: llama.Context
@@ -41,10 +41,10 @@ class Loaded:
 
 
 def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> Loaded:
-    """Loads the model on this thread; `on_progress` gets 0.0 to 1.0 and may return False to give up.
+    """Loads the model on this thread. `on_progress` gets 0.0 to 1.0 and cancels the load by returning False.
 
-    Raises LoadError; its cause is OOM_LOAD for a clean NULL of llama.cpp, which cannot tell memory from other reasons,
-    and STARTUP where the reason is known to be another.
+    Raises LoadError: OOM_LOAD if llama.cpp returns NULL, which does not distinguish reasons, and STARTUP if the reason
+    is known and is not memory.
     """
     started = time.monotonic()
     _check(grant)
@@ -55,15 +55,13 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         projector = _projector(grant, model, params)
     except LoadError as error:
         raise _explained(error, grant, tail) from None
-    # On a thread that ends: OpenMP keeps the threads of whoever computed as long as that one lives. Once they are more
-    # than cores, all of them sleep at every barrier, and a small model takes twice as long for a token.
+    # The warm-up runs on a thread that ends: OpenMP keeps a team of threads for each thread that has computed. With
+    # more threads than cores all of them sleep at each barrier, and a small model takes twice as long per token.
     with ThreadPoolExecutor(1, thread_name_prefix="warm-up") as alone:
         step = alone.submit(context.warm_up)
         if model.reads_text:
-            model.tokenize(
-                " "
-            )  # with the wrong kind of vocabulary llama.cpp aborts here, and no caller is blamed for it
-        template, problem = template_of(model)  # walks over the vocabulary, for which nobody needs to wait
+            model.tokenize(" ")  # llama.cpp aborts on a wrong vocabulary: here, and not in a request
+        template, problem = template_of(model)  # reads the vocabulary during the warm-up
         step.result()
     capabilities = capabilities_of(grant, model, pooling, template)
     context_length = _context_length(grant, model, context)
@@ -103,7 +101,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
 
 
 def _projector(grant: Grant, model: llama.Model, params: Any) -> llama.Projector | None:
-    """What reads images for the model, on its first device; raises LoadError."""
+    """The vision projector of the model, on its first device; raises LoadError."""
     if grant.mmproj is None:
         return None
     device = params.handles[0] if params.handles else None
@@ -111,9 +109,9 @@ def _projector(grant: Grant, model: llama.Model, params: Any) -> llama.Projector
 
 
 def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context, int | None]:
-    """The model and its context as a worker opens them, and the pooling (None: generative); raises LoadError.
+    """Opens the model and its context; also returns the pooling type (None: generative). Raises LoadError.
 
-    With `no_alloc` in `params` nothing is allocated: what a load would take can then be read from the context.
+    With `no_alloc` in `params` nothing is allocated, and the context reports the memory that a load would take.
     """
     on_gpu = params.n_gpu_layers != 0
     with malloc_trim.reused() if on_gpu else contextlib.nullcontext():
@@ -123,8 +121,8 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
     if pooling is None and context.memory is None:
         raise LoadError(
             ExitCause.STARTUP,
-            f"a {_architecture(model)} model keeps no memory of what it read, so it cannot generate here; if it gives "
-            "embeddings, say so in capabilities",
+            f"a {_architecture(model)} model has no KV cache, so it cannot generate; for an embedding model set "
+            "capabilities: [embeddings]",
         )
     return model, context, pooling
 
@@ -135,7 +133,7 @@ def _context(grant: Grant, model: llama.Model, pooling: int | None, *, on_gpu: b
 
 
 def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
-    """A fresh context over weights that are still there, after `loaded`'s was closed; on the CPU. Raises LoadError."""
+    """Opens a new context on the CPU for loaded weights whose context was closed. Raises LoadError."""
     started = time.monotonic()
     tail.forget_context()
     try:
@@ -148,7 +146,7 @@ def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
 
 
 def _context_length(grant: Grant, model: llama.Model, context: llama.Context) -> int:
-    """Most tokens of one sequence: what was asked for, within the positions the model knows and what pools at once."""
+    """Maximum tokens of a sequence: the configured length, limited by the positions of the model and by pooling."""
     bounds = [grant.context_length, model.n_positions, context.pool_tokens if context.pooling > 0 else None]
     return min(bound for bound in bounds if bound is not None)
 
@@ -161,8 +159,8 @@ def _check(grant: Grant) -> None:
     if not 0 < grant.context_length * grant.parallel < MAX_CELLS:
         raise LoadError(
             ExitCause.STARTUP,
-            f"context_length {grant.context_length} x parallel {grant.parallel} is more than llama.cpp can count; "
-            f"together they must stay below {MAX_CELLS}",
+            f"context_length {grant.context_length} x parallel {grant.parallel} is too large; the product "
+            f"must be less than {MAX_CELLS}",
         )
     if not 0 < grant.parallel <= min(grant.batch, MAX_PARALLEL):
         raise LoadError(
@@ -172,16 +170,16 @@ def _check(grant: Grant) -> None:
     for path in (grant.path, *grant.lora, *([grant.mmproj] if grant.mmproj else [])):
         if not Path(path).is_file():
             what = " (mmproj)" if path == grant.mmproj else ""
-            raise LoadError(ExitCause.STARTUP, f"there is no file {path}{what}")
+            raise LoadError(ExitCause.STARTUP, f"file not found: {path}{what}")
 
 
 def _pooling(model: llama.Model, grant: Grant) -> int | None:
-    """How the model pools, None for a generative one; raises LoadError for what can be neither."""
+    """The pooling type of the model, None for a generative one; raises LoadError for an unsupported model."""
     requested = set(grant.capabilities or ())
     if len([kind for kind in (GENERATIVE, ("embeddings",), ("rerank",)) if requested & set(kind)]) > 1:
         raise LoadError(
             ExitCause.STARTUP,
-            "one worker either generates, embeds or reranks; configure two models for the same file",
+            "a model either generates, embeds or reranks; configure one model per use of the file",
         )
     if model.is_encoder_decoder:
         raise LoadError(
@@ -190,41 +188,42 @@ def _pooling(model: llama.Model, grant: Grant) -> int | None:
     named = model.metadata.get(f"{_architecture(model)}.pooling_type", "-1")
     pooling = int(named) if re.fullmatch(r"-?\d{1,9}", named, re.ASCII) else llama.POOLING_RANK + 1
     if pooling > llama.POOLING_RANK:
-        raise LoadError(ExitCause.STARTUP, f"its pooling type {named[:40]} is not known; mean, cls, last and rank are")
+        raise LoadError(ExitCause.STARTUP, f"unknown pooling type {named[:40]}; supported types: mean, cls, last, rank")
     if "rerank" in requested or (pooling == llama.POOLING_RANK and not requested & set(GENERATIVE)):
         _check_reranker(model, requested)
         return llama.POOLING_RANK
     if "embeddings" in requested or (pooling > llama.POOLING_NONE and not requested):
         if pooling == llama.POOLING_NONE:
             raise LoadError(
-                ExitCause.STARTUP, "its pooling is none: it gives a vector per token, and an embedding is one per text"
+                ExitCause.STARTUP,
+                "its pooling type is none (one vector per token); embeddings need one vector per text",
             )
         return pooling if pooling > 0 else llama.POOLING_MEAN
     if not model.generates:
-        raise LoadError(ExitCause.STARTUP, f"a {_architecture(model)} model neither generates text nor names a pooling")
+        raise LoadError(ExitCause.STARTUP, f"a {_architecture(model)} model does not generate and has no pooling type")
     return None
 
 
 def _check_reranker(model: llama.Model, requested: set[str]) -> None:
-    """Raises LoadError where a score would mean nothing, though llama.cpp would compute one."""
+    """Raises LoadError if the scores of the model would be meaningless, although llama.cpp would compute them."""
     problem = None
     has_softmax = _architecture(model) in _TWO_ANSWERS
     if "embeddings" in requested:
-        problem = "this is a reranking model: it gives no embeddings; leave capabilities out or write rerank"
+        problem = "this is a reranking model without embeddings; remove capabilities or set capabilities: [rerank]"
     elif not model.has_head:
         problem = "it has no classification head (cls.weight or cls.output.weight), so it cannot rerank"
     elif has_softmax and model.n_scores != 2:
-        problem = f"a {_architecture(model)} reranker answers yes or no, and this one has {model.n_scores} answers"
+        problem = f"a {_architecture(model)} reranker has two outputs (yes and no), and this one has {model.n_scores}"
     elif not has_softmax and model.n_scores != 1:
-        problem = f"it is a classifier with {model.n_scores} classes; a reranker has one"
+        problem = f"it is a classifier with {model.n_scores} classes; a reranker has one output"
     elif model.rerank_template is None and model.sep is None and model.eos is None:
-        problem = "it has neither a rerank template nor a token that could separate query and document"
+        problem = "it has neither a rerank template nor a separator token for query and document"
     if problem is not None:
         raise LoadError(ExitCause.STARTUP, problem)
 
 
 _TWO_ANSWERS = ("qwen3", "qwen3vl")
-"""Architectures whose ranking llama.cpp ends in a softmax over two answers, the first of which is yes."""
+"""Architectures for which llama.cpp ends the ranking with a softmax over two outputs; the first is yes."""
 
 
 def _architecture(model: llama.Model) -> str:
@@ -236,14 +235,14 @@ def _is_causal(model: llama.Model) -> bool:
 
 
 def family_of(template: ChatTemplate | None) -> str:
-    """The name of the template's dialect; empty without one."""
+    """The name of the dialect of the template; empty without a template."""
     return "" if template is None else template.dialect.name
 
 
 def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
-    """The chat template of the file, or None, and why one cannot be used.
+    """The chat template of the file, or None, and the reason why a template cannot be used.
 
-    One of its own for tools counts where it presents them as a family does; all others are told in the first.
+    A separate template for tools is used if its dialect writes tools; otherwise the first template presents the tools.
     """
     with_tools, problem = _compiled(model, model.tool_template)
     if with_tools is not None and not with_tools.dialect.writes_tools:
@@ -267,29 +266,33 @@ def _compiled(
 def capabilities_of(
     grant: Grant, model: llama.Model, pooling: int | None, template: ChatTemplate | None
 ) -> tuple[str, ...]:
-    """What the model can do, within what the grant allows; raises LoadError when it asks for what is not there."""
+    """The capabilities of the model that the grant allows; raises LoadError if the grant needs a missing one."""
     if grant.mmproj is not None and (pooling is not None or template is None):
-        raise LoadError(ExitCause.STARTUP, "mmproj is set, and images are read in chats only, which this model has not")
+        raise LoadError(
+            ExitCause.STARTUP, "mmproj is set, but images need chat, which this model does not support; remove mmproj"
+        )
     if pooling is not None:
         return ("rerank",) if pooling == llama.POOLING_RANK else ("embeddings",)
     if template is None:
         can: tuple[str, ...] = ("completions",)
     else:
-        # A template that knows no tools can still be told of them in a message: whether that is any use, people say.
+        # Without tools in the template, a message can describe them; the configuration decides whether that is useful.
         wanted = template.with_tools.dialect.writes_tools if grant.capabilities is None else True
         can = (*GENERATIVE, "tools") if wanted else GENERATIVE
         can = can if grant.mmproj is None else (*can, "vision")
     if grant.capabilities is None:
         return can
     if "vision" in grant.capabilities and grant.mmproj is None:
-        raise LoadError(ExitCause.STARTUP, "capabilities name vision, and there is no mmproj that reads images")
+        raise LoadError(ExitCause.STARTUP, "capabilities contain vision, but mmproj is not set")
     if template is None and (missing := [name for name in ("chat", "tools") if name in grant.capabilities]):
-        raise LoadError(ExitCause.STARTUP, f"capabilities name {missing[0]}, and the file has no usable chat template")
+        raise LoadError(
+            ExitCause.STARTUP, f"capabilities contain {missing[0]}, but the file has no usable chat template"
+        )
     return tuple(name for name in can if name in grant.capabilities)
 
 
 def _explained(error: LoadError, grant: Grant, tail: LogTail) -> LoadError:
-    """Adds llama.cpp's own words; a file it could not read is no matter of memory."""
+    """Adds log lines of llama.cpp; the cause becomes STARTUP if they do not mention memory."""
     log_lines = tail.complaints()
     is_memory = not log_lines or any(word in log_lines for word in _MEMORY_WORDS)
     cause = error.cause if is_memory else ExitCause.STARTUP

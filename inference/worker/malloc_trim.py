@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system instead of keeping it for later; decides nothing about who uses memory."""
+"""Settings of glibc's malloc that return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _LARGE_BYTES = 2**20
 _MOST_LARGE_BYTES = 32 * 2**20
-"""What glibc allows at most."""
+"""Maximum of glibc."""
 _TOP_BYTES = 128 * 2**10
-"""glibc's own default of what may lie free at the top of the heap."""
+"""Default of glibc for free memory at the top of the heap."""
 
 
 def set_up() -> None:
-    """For the whole process: few arenas, and large blocks are the system's again when they are freed (glibc only).
+    """Uses few arenas and returns freed large blocks to the system, in the whole process (glibc only).
 
-    By default glibc keeps up to eight arenas per core and raises the size of what it calls large after every large
-    block, so that one huge request would stay resident for as long as the worker lives.
+    By default glibc keeps up to eight arenas per core and raises its threshold for large blocks after each large block.
+    The memory of one large request would then stay resident until the worker ends.
     """
     _tune(_M_ARENA_MAX, 2)
     _tune(_M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -28,10 +28,10 @@ def set_up() -> None:
 
 @contextlib.contextmanager
 def reused() -> Iterator[None]:
-    """Meanwhile freed blocks of up to 32 MiB are kept for the next of their kind, and given back at the end.
+    """Reuses freed blocks of up to 32 MiB inside the `with` block and returns them to the system at its end.
 
-    Weights on their way to a device go through a block per tensor; with fresh pages for each the kernel's part of a
-    load doubles (1.3 GB: 2.3 s instead of 1.2 s).
+    Weights are copied to a device through one block per tensor. With new pages for each block, the time of a load in
+    the kernel doubles (1.3 GB: 2.3 s instead of 1.2 s).
     """
     _tune(_M_MMAP_THRESHOLD, _MOST_LARGE_BYTES)
     _tune(_M_TRIM_THRESHOLD, 2**30)
@@ -44,7 +44,7 @@ def reused() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Returns what is free now (glibc only); may take milliseconds, without the interpreter lock."""
+    """Returns free memory to the system (glibc only). May take milliseconds; releases the GIL."""
     if (give_back := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         give_back(0)
 

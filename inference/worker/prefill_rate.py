@@ -1,7 +1,7 @@
-"""Keeps the rate at which prompts are read, from the steps that read them; measures no step itself.
+"""The prefill rate, estimated from the durations of steps.
 
-The tokens that a prompt shares with an earlier one count as read in no time: they are part of what the next prompt may
-expect too. Steps with few prompt tokens say how quick a step is, not a prompt, and are left out.
+Reused prefix tokens count as computed in no time, because the next prompt can expect reuse too. Steps with few prompt
+tokens are ignored, because their duration depends on the step and not on the prompt.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WINDOW_SECONDS = 20.0
-"""Of computing: what was measured longer ago hardly counts."""
+"""Window of computing time; older measurements hardly count."""
 
 LEAST_TOKENS = 32
-"""Prompt tokens of a step that is counted."""
+"""Minimum number of prompt tokens of a step that counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """Prompt tokens and the seconds of the steps that read them, older ones weighing less."""
+    """Prompt tokens and the seconds of their steps; older steps have less weight."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
     def read(self, tokens: int, seconds: float) -> PrefillRate:
-        """After a step of `seconds` that read `tokens` of prompts, those that were there already included."""
+        """The rate after a step of `seconds` with `tokens` prompt tokens, including reused ones."""
         if tokens < LEAST_TOKENS or seconds <= 0:
             return self
         kept = max(0.0, 1.0 - seconds / WINDOW_SECONDS)
@@ -31,9 +31,9 @@ class PrefillRate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate, None before the first step that counts."""
+        """The rate; None before the first step that counts."""
         return self.tokens / self.seconds if self.seconds else None
 
 
 UNKNOWN = PrefillRate()
-"""Before the first step."""
+"""The rate before the first step."""

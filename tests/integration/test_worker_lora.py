@@ -47,7 +47,7 @@ def test_adapters_add_up_in_any_order_and_one_of_no_strength_changes_nothing(tmp
         (lambda: tiny_gguf.lora(tiny_gguf.Shape(architecture="qwen3")), "arch mismatch"),
         (lambda: tiny_gguf.lora(wakes_at=(256, 257)), "invocation tokens"),
         (lambda: tiny_gguf.generative(), "expect general.type to be 'adapter'"),
-        (lambda: Path("/nowhere/adapter.gguf"), "there is no file"),
+        (lambda: Path("/nowhere/adapter.gguf"), "file not found"),
     ],
     ids=["another width", "more layers", "another architecture", "one that waits", "a model", "no file"],
 )

@@ -115,7 +115,7 @@ def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp
         rig.send(worker_link.Hold(grant.path))
         rig.send(replace(grant, flash_attention=False))
         assert rig.ready().restored_tokens == 0
-        assert "flash_attention changed" in rig.log
+        assert "changed since they were saved: flash_attention" in rig.log
         assert text_of(ask(rig, "hello world")) != ""
 
 

@@ -51,13 +51,13 @@ def test_an_encoder_pools_as_its_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "capabilities", "says"),
     [
-        (lambda: tiny_gguf.embedding("none"), ("embeddings",), "its pooling is none"),
-        (lambda: tiny_bert.embedding(pooling=None), None, "keeps no memory"),
+        (lambda: tiny_gguf.embedding("none"), ("embeddings",), "its pooling type is none"),
+        (lambda: tiny_bert.embedding(pooling=None), None, "has no KV cache"),
         (lambda: tiny_bert.embedding(), ("rerank",), "no classification head"),
         (lambda: tiny_bert.cross_encoder(), ("embeddings",), "reranking model"),
         (lambda: tiny_bert.cross_encoder(head=3), None, "3 classes"),
-        (lambda: tiny_gguf.yes_no_reranker(labels=("score",)), None, "has 1 answers"),
-        (lambda: tiny_gguf.generative(), ("chat", "rerank"), "configure two models"),
+        (lambda: tiny_gguf.yes_no_reranker(labels=("score",)), None, "this one has 1"),
+        (lambda: tiny_gguf.generative(), ("chat", "rerank"), "configure one model per use"),
     ],
     ids=["none", "no pooling", "no head", "not an embedder", "a classifier", "one answer", "two trades"],
 )

@@ -30,13 +30,13 @@ LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
     "wrong", [{"slots": 0}, {"slots": 9}, {"copied": 0}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
 )
 def test_an_engine_that_cannot_run_is_not_made(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="no engine"):
+    with pytest.raises(ValueError, match="invalid limits"):
         Limits(**{"slots": 2, "context": 20, "batch": 8, "queue": 2, **wrong})
 
 
 @pytest.mark.parametrize("prompt", [(), (1,) * 21])
 def test_a_job_without_tokens_or_with_too_many_was_not_validated(prompt: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="not validated"):
+    with pytest.raises(ValueError, match="is invalid"):
         Scheduler(LIMITS).submit([Job(1, prompt)])
 
 

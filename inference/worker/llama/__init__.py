@@ -1,6 +1,6 @@
-"""The one package that touches llama.cpp: models, contexts, batches, samplers; decides nothing about requests.
+"""The only package that calls llama.cpp: models, contexts, batches and samplers.
 
-It speaks llama-cpp-python's low-level functions only, never its `Llama` class, which is one context behind one lock.
+It uses the low-level functions of llama-cpp-python only, because its `Llama` class is one context behind one lock.
 """
 
 from inference.worker.llama.context import Context

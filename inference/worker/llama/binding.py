@@ -1,8 +1,8 @@
-"""Opens llama-cpp-python's low-level functions without the package around them; decides nothing.
+"""Imports the low-level functions of llama-cpp-python without its `__init__`.
 
-The package's own entry imports its `Llama` class with chat formats, a disk cache and `multiprocessing`, of which a
-worker uses nothing. Here the package is known by its name before that entry has run; it runs when something is asked of
-the package that only the entry gives.
+The `__init__` imports the `Llama` class with chat formats, a disk cache and `multiprocessing`, which a worker does not
+use. This module registers the package without running its `__init__`, which runs at the first access to an attribute
+that only the `__init__` defines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGE = "llama_cpp"
 
 
 class _Package(ModuleType):
-    """The package; its modules are imported when they are named."""
+    """The package; its modules are imported at the first access."""
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
@@ -25,13 +25,13 @@ class _Package(ModuleType):
             raise AttributeError(name)
         if not name.startswith("__") and importlib.util.find_spec(f"{PACKAGE}.{name}") is not None:
             return importlib.import_module(f"{PACKAGE}.{name}")
-        self.__class__ = ModuleType  # type: ignore[assignment]  # it becomes the whole package, once
+        self.__class__ = ModuleType  # type: ignore[assignment]  # from here on an ordinary module
         spec.loader.exec_module(self)
         return getattr(self, name)
 
 
 def _know_the_package() -> None:
-    """Unless it was imported before, or is not there: then the import below says so."""
+    """Registers the package, unless it is imported already or missing; the import below then fails with a message."""
     if PACKAGE in sys.modules or (spec := importlib.util.find_spec(PACKAGE)) is None:
         return
     package = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""KV memory and compute buffers over a model: batches in, logits and vectors out; decides nothing."""
+"""A context of llama.cpp: KV cache and compute buffers of a model. It computes batches into logits or vectors."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _logits_ith: Any = without_gil_release("llama_get_logits_ith")
 _logits_ith.restype = ctypes.c_void_p
 
 WIDEST_GAP = 3
-"""llama.cpp computes sequences together only where their numbers follow each other. Up to so many between two of a
-batch are computed along with one token each, which is forgotten: on two cores a further row of a small model costs a
-third of what a further pass over its weights does, and less the larger the model or the device.
+"""llama.cpp computes sequences together only if their numbers are consecutive. Up to this many other sequences between
+two of a batch are computed with one token each, which is removed afterwards. On two cores one more row of a small model
+costs a third of one more pass over its weights, and less with larger models or devices.
 """
 
 COPIED_PART = 128
-"""A copy moves all cells of a sequence. On two cores that took as long as prefilling a 60th of them with 15 M
-parameters and a 320th with 135 M; larger models compute longer for every byte of a cell.
+"""A copy moves all cells of a sequence. On two cores it took as long as the prefill of 1/60 of them with 15 M
+parameters, and of 1/320 with 135 M. Larger models compute longer per byte of a cell.
 """
 LEAST_COPIED = 16
 
 
 class Context:
-    """KV memory and compute buffers over a model. Used by one thread only, except `close`."""
+    """KV cache and compute buffers of a model. Used by one thread only, except for `close` and `use_threads`."""
 
     def __init__(self, model: Model, params: Any) -> None:
-        """Allocates; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
+        """Allocates the context; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
         self.model = model
         self._adapters: list[Any] = []
         self.handle = lib.llama_init_from_model(model.handle, params)
@@ -56,14 +56,14 @@ class Context:
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self.n_slots = int(lib.llama_n_seq_max(self.handle))
         self.n_outputs = int(params.n_outputs_max) or self.n_batch
-        """Tokens of a batch whose logits can be read."""
+        """Maximum number of tokens of a batch whose logits can be read."""
         self._logits_row = ctypes.c_float * model.n_vocab
         self._logits_views: dict[int, np.ndarray] = {}
         is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
         self.n_ctx_seq = self.n_ctx if self.pooling > 0 else self.n_ctx // self.n_slots
         """Cells of one sequence."""
         self.worth_copying = max(LEAST_COPIED, self.n_ctx_seq // COPIED_PART)
-        """The fewest tokens that are copied sooner than computed."""
+        """The minimum number of tokens that are copied instead of computed."""
         self._in_pieces = is_causal and self.pooling in (POOLING_LAST, POOLING_RANK)
         self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx // self.n_slots))
         if not self._in_pieces:
@@ -93,20 +93,22 @@ class Context:
 
     @property
     def output_bytes(self) -> int:
-        """Host memory for the outputs of the largest batch, which llama.cpp allocates when one comes and does not
-        count: a row of logits and, where it pools, one of the embedding per token (`llama_context::output_reserve`).
+        """Host memory for the outputs of the largest batch.
+
+        llama.cpp allocates it with the first such batch and does not report it: a row of logits per output token, or
+        with pooling a row of logits and one of the embedding per token (`llama_context::output_reserve`).
         """
         if self.pooling > 0:
             return self.n_ubatch * (self.model.n_vocab + self.model.n_embd) * 4
         return self.n_outputs * self.model.n_vocab * 4
 
     def use_threads(self, count: int) -> None:
-        """Computes with at most `count` threads from the next step on; may be called while a step runs."""
+        """Sets the maximum number of threads from the next step on; may be called while a step runs."""
         self._threads = count
         self._set_threads()
 
     def spare(self, count: int) -> None:
-        """Computes with `count` threads fewer than that, but with one at least, from the next step on."""
+        """Uses `count` threads fewer than the maximum, at least one, from the next step on (core sparing)."""
         self._spared = count
         self._set_threads()
 
@@ -115,13 +117,14 @@ class Context:
         lib.llama_set_n_threads(self.handle, count, count)
 
     def close(self) -> None:
-        """Frees the memory and the compute buffers."""
+        """Frees the KV cache and the compute buffers."""
         lib.llama_free(self.handle)
 
     def apply_lora(self, paths: Sequence[str]) -> None:
-        """Loads and applies adapters at full strength, together.
+        """Loads the adapters and applies all of them with scale 1.0.
 
-        Raises LoadError naming the one that cannot be applied: OOM_LOAD for a NULL of llama.cpp, whose log says why.
+        Raises LoadError with the path of the adapter that failed: OOM_LOAD if llama.cpp returns NULL; its log has the
+        reason.
         """
         if not paths:
             return
@@ -133,14 +136,14 @@ class Context:
             if lib.llama_adapter_get_alora_n_invocation_tokens(adapter) > 0:
                 raise LoadError(
                     ExitCause.STARTUP,
-                    f"the LoRA adapter {path} waits for invocation tokens (aLoRA), which is not supported; adapters "
-                    "here are always on",
+                    f"the LoRA adapter {path} needs invocation tokens (aLoRA), which are not supported; use an adapter "
+                    "that is always active",
                 )
             adapters.append(adapter)
         self._use(adapters)
 
     def inherit(self, before: Context) -> None:
-        """Takes over what another context of the same model was given and has learned, instead of warming up."""
+        """Takes over adapters and `can_trim` of an earlier context of the same model, instead of a warm-up."""
         if before._adapters:
             self._use(before._adapters)
         self.can_trim = before.can_trim
@@ -150,27 +153,27 @@ class Context:
         handles = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
         scales = (ctypes.c_float * len(adapters))(*([1.0] * len(adapters)))
         if lib.llama_set_adapters_lora(self.handle, handles, len(adapters), scales) != 0:
-            raise LoadError(ExitCause.STARTUP, "llama.cpp refused the LoRA adapters")
+            raise LoadError(ExitCause.STARTUP, "llama.cpp rejected the LoRA adapters")
 
     def remove(self, slot: int, start: int = 0) -> bool:
-        """Forgets the tokens of `slot` from position `start` on; False where a part cannot be removed."""
+        """Removes the tokens of `slot` from position `start` on; False if a part of a sequence cannot be removed."""
         return self.memory is None or bool(_seq_rm(self.memory, slot, start, -1))
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Lets the empty `target` hold the first `count` tokens of `source` too.
+        """Copies the first `count` tokens of `source` to the empty slot `target`.
 
-        Sequences have cells of their own, between which llama.cpp copies all or, asserting, nothing. The bytes move at
+        Each sequence has its own cells, and llama.cpp copies only whole sequences (it asserts that). The data moves at
         the beginning of the next step.
         """
         _seq_cp(self.memory, source, target, -1, -1)
         _seq_rm(self.memory, target, count, -1)
 
     def decode(self, rows: Sequence[BatchRow], *, every: bool = False) -> tuple[Decode, list[int]]:
-        """Computes `rows` as one batch. Returns how it went and, per row, the batch index of its last token.
+        """Computes `rows` as one batch. Returns the status and the batch index of the last token of each row.
 
-        Rows in the order of their slots are computed together, one token of each at a time as long as they have any.
-        `every` asks for output at every token, as pooling needs. Token ids and lengths were validated before: llama.cpp
-        asserts on some that are wrong. More outputs than were reserved, where it would assert too, are a bad batch.
+        Rows must be in the order of their slots, so that llama.cpp computes them together. `every`: compute outputs for
+        all tokens, as pooling needs. Token ids and lengths must be valid, because llama.cpp asserts on some invalid
+        ones. A batch with more outputs than reserved returns BAD_BATCH, because llama.cpp would assert.
         """
         gap = self._gap(rows) if self.can_trim and len(rows) > 1 else []
         if not gap:
@@ -179,12 +182,12 @@ class Context:
         status, last = self._decode(together, every)
         for row in gap:
             _seq_rm(self.memory, row.slot, row.start, -1)
-        if status is Decode.NO_ROOM:  # it may be one between that is full: an image has more cells than positions
+        if status is Decode.NO_ROOM:  # a gap slot may be full: images have more cells than positions
             return self._decode(rows, every)
         return status, [index for row, index in zip(together, last, strict=False) if row not in gap]
 
     def _gap(self, rows: Sequence[BatchRow]) -> list[_Row]:
-        """A token, to be forgotten, for each of the few sequences that stand between those of a step that decodes."""
+        """One token for each sequence in gaps of up to WIDEST_GAP between the sequences of a decoding step."""
         gap: list[_Row] = []
         if rows[-1].slot - rows[0].slot < len(rows) or any(len(row.tokens) != 1 for row in rows):
             return gap
@@ -203,7 +206,7 @@ class Context:
         for row in rows:
             count = len(row.tokens)
             end = at + count
-            if count == 1:  # as in every step that decodes
+            if count == 1:  # a decoding row
                 tokens[at], positions[at], owners[at] = row.tokens[0], row.start, pointers[row.slot]
                 wanted[at] = row.sample or row.every or every
             else:
@@ -220,10 +223,10 @@ class Context:
         return self._computed(self._batch), last
 
     def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
-        """Computes the embeddings of an image (`rows`, float32) as cells of `slot`; no logits follow.
+        """Computes the embeddings `rows` (float32) of an image as cells of `slot`, without logits.
 
-        `positions` (int32) has one section, or four where the model's positions have (M-RoPE). One that sees all of
-        itself must fit a physical batch; what does not fit is a bad batch, where llama.cpp would assert.
+        `positions` (int32) has one section, or four with M-RoPE. An image with `non_causal` attention must fit into a
+        physical batch. Returns BAD_BATCH for an image that does not fit, because llama.cpp would assert.
         """
         count = len(rows)
         if count > (self.n_ubatch if non_causal else self.n_batch) or rows.shape[1] != self._width:
@@ -251,8 +254,10 @@ class Context:
                 lib.llama_set_causal_attn(self.handle, True)
 
     def _computed(self, batch: Any) -> Decode:
-        """Computes a batch to its end. On a device `llama_decode` returns before that, and whatever reads outputs first
-        waits for it; those calls keep the interpreter lock, so that every thread of the process would wait too.
+        """Computes a batch and waits for its end.
+
+        On a device `llama_decode` returns earlier, and the first call that reads outputs waits. These calls hold the
+        GIL, so all threads of the process would wait with it.
         """
         if code := lib.llama_decode(self.handle, batch):
             return Decode(code)
@@ -260,14 +265,14 @@ class Context:
         return OK
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
-        """Computes whole inputs, at most `pool_tokens` in all, and leaves the memory empty.
+        """Computes complete inputs with at most `pool_tokens` tokens in total, and empties the memory.
 
-        Returns one vector per row: the embedding, or what the classification head of a reranker says. Where only the
-        last token counts and sees those before it, the inputs go through in pieces of one physical batch. Raises
-        ValueError for more tokens than that, which llama.cpp would answer by ending the process.
+        Returns one vector per row: the embedding, or the outputs of the classification head of a reranker. Models with
+        causal attention that pool the last token compute inputs in pieces of a physical batch. Raises ValueError for
+        more tokens, because llama.cpp would abort the process.
         """
         if sum(len(row.tokens) for row in rows) > self.pool_tokens:
-            raise ValueError(f"more than {self.pool_tokens} tokens cannot be pooled at once")
+            raise ValueError(f"a batch of a pooling model holds at most {self.pool_tokens} tokens")
         self.forget_all()
         size = self.model.n_scores if self.pooling == POOLING_RANK else self.model.n_embd
         vectors = []
@@ -288,22 +293,22 @@ class Context:
             lib.llama_memory_clear(self.memory, False)
 
     def logits(self, index: int) -> np.ndarray:
-        """A view, valid until the next decode, of the logits (float32, one per vocabulary entry) at a batch index.
+        """A view of the logits (float32, one per vocabulary entry) at a batch index; valid until the next decode.
 
-        Raises LookupError where none were computed.
+        Raises LookupError if no logits were computed there.
         """
         address = _logits_ith(self.handle, index)
         if address is None:
             raise LookupError(f"the last batch has no logits at {index}")
         view = self._logits_views.get(address)
-        if view is None:  # rows keep their places; making a view costs several times as much as finding it
+        if view is None:  # rows keep their addresses; creating a view is slower than a lookup
             view = self._logits_views[address] = np.ctypeslib.as_array(self._logits_row.from_address(address))
         return view
 
     def warm_up(self) -> None:
-        """One step before the first request, so that what is allocated lazily fails here; raises LoadError.
+        """Computes one step before the first request, so that lazy allocations fail here; raises LoadError.
 
-        It also learns whether the tail of a sequence can be removed (`can_trim`), which running states cannot.
+        Sets `can_trim`: whether the end of a sequence can be removed, which is impossible with recurrent states.
         """
         token = self.model.bos if self.model.bos is not None else 0
         many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx // self.n_slots)
@@ -329,7 +334,7 @@ def _slot_of(row: BatchRow) -> int:
 
 
 def _in_pieces(rows: Sequence[BatchRow], size: int) -> Iterator[list[tuple[BatchRow, bool]]]:
-    """`rows` one after the other, cut into batches of at most `size` tokens; each piece with whether its row ends."""
+    """Divides `rows` into batches of at most `size` tokens. Yields each piece with whether it ends its row."""
     batch: list[tuple[BatchRow, bool]] = []
     room = size
     for row in rows:

@@ -1,7 +1,7 @@
-"""Samplers of llama.cpp's DRY penalty, made once for each setting and copied for each answer; decides nothing.
+"""Samplers of llama.cpp for the DRY penalty: created once per setting and copied for each answer.
 
-llama.cpp compares every sequence breaker with every token of the vocabulary, about 4 ms for each breaker and 128,000
-tokens. A copy takes microseconds.
+To create one, llama.cpp compares each sequence breaker with all tokens of the vocabulary: about 4 ms per breaker with
+128,000 tokens. A copy takes microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Dry(NamedTuple):
 
 
 class DryPrototypes:
-    """Of one vocabulary. Thread-safe for everything but `close`."""
+    """The samplers of one vocabulary. Thread-safe except for `close`."""
 
     def __init__(self, vocab: Any) -> None:
         self._vocab = vocab
@@ -35,7 +35,7 @@ class DryPrototypes:
         self._prototypes: OrderedDict[Dry, Any] = OrderedDict()
 
     def prepare(self, dry: Dry) -> None:
-        """Makes what `sampler` copies, unless it is there; on a thread that nothing waits for."""
+        """Creates the prototype for `sampler` unless it exists. Slow: not for the event loop or the engine thread."""
         with self._lock:
             if dry in self._prototypes:
                 self._prototypes.move_to_end(dry)
@@ -52,7 +52,7 @@ class DryPrototypes:
                 lib.llama_sampler_free(self._prototypes.popitem(last=False)[1])
 
     def sampler(self, dry: Dry) -> Any:
-        """A DRY sampler of the caller's own, without history; slow where `prepare` was not called."""
+        """A new DRY sampler without history, owned by the caller; slow if `prepare` was not called before."""
         while True:
             with self._lock:
                 if (prototype := self._prototypes.get(dry)) is not None:
@@ -60,7 +60,7 @@ class DryPrototypes:
             self.prepare(dry)
 
     def close(self) -> None:
-        """Frees what `prepare` made."""
+        """Frees the prototypes."""
         for prototype in self._prototypes.values():
             lib.llama_sampler_free(prototype)
         self._prototypes.clear()

@@ -1,6 +1,6 @@
-"""Finds ggml's compute devices by name, and tensors in a file's header; never decides which one a model gets.
+"""Finds compute devices of ggml by name, and tensors in the header of a GGUF file.
 
-llama-cpp-python binds none of ggml's functions, so they are opened here with ctypes.
+llama-cpp-python has no bindings for the functions of ggml, so they are bound here with ctypes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CONNECT_SECONDS = 5.0
 def library() -> ctypes.CDLL:
     """The ggml library that llama.cpp itself uses, with its backends loaded.
 
-    The functions are looked up from libllama on: a wheel holds `libggml.so` as a copy of `libggml.so.0`, and who opens
-    the copy gets another registry of backends than that of llama.cpp.
+    The functions are looked up through libllama. A wheel contains `libggml.so` as a copy of `libggml.so.0`, and the
+    copy would have another registry of backends than llama.cpp.
     """
     from inference.worker.llama.binding import lib as llama
 
@@ -73,12 +73,12 @@ def has_tensor(path: str, name: str) -> bool:
 
 
 def device_name(device: int) -> str:
-    """ggml's name of a device handle, as it stands in llama.cpp's log lines."""
+    """The name of a device in ggml, as in the log lines of llama.cpp."""
     return str(library().ggml_backend_dev_name(device).decode())
 
 
 def buffer_name(device: int) -> str:
-    """What the names of a device's buffers begin with: its own name, but of a remote device that of its buffer type.
+    """The prefix of buffer names of a device: the device name, or the name of the buffer type of a remote device.
 
     ggml numbers remote devices in a process (`RPC1`) and names their buffers by server (`RPC0[127.0.0.1:50052]`).
     """
@@ -88,10 +88,9 @@ def buffer_name(device: int) -> str:
 
 
 def resolve(grants: Sequence[DeviceGrant]) -> list[int]:
-    """Device handles for the accelerators among `grants`, in order; raises LoadError naming what is missing.
+    """Device handles of the accelerators in `grants`, in order; raises LoadError for a missing device.
 
-    A grant without a name takes the next accelerator that this process can see: the environment it was spawned with
-    has already narrowed them to its own.
+    A grant without a name gets the next visible accelerator; the environment of the process limits the visible ones.
     """
     wanted = [grant for grant in grants if grant.kind != "cpu"]
     handles: list[int] = []
@@ -108,24 +107,27 @@ def _local(grant: DeviceGrant, taken: Sequence[int]) -> int:
         if handle:
             return int(handle)
         raise LoadError(
-            ExitCause.DEVICE_LOST, f"device {grant.id} ({grant.ggml_name}) is not visible; there are {_visible()}"
+            ExitCause.DEVICE_LOST,
+            f"device {grant.id} ({grant.ggml_name}) is not visible; visible devices: {_visible()}",
         )
     for index in range(lib.ggml_backend_dev_count()):
         handle = lib.ggml_backend_dev_get(index)
         is_accelerator = lib.ggml_backend_dev_type(handle) not in (DEVICE_TYPE_CPU, _ACCEL)
         if is_accelerator and handle not in taken:
             return int(handle)
-    raise LoadError(ExitCause.DEVICE_LOST, f"no accelerator is visible for device {grant.id}; there are {_visible()}")
+    raise LoadError(
+        ExitCause.DEVICE_LOST, f"no accelerator is visible for device {grant.id}; visible devices: {_visible()}"
+    )
 
 
 _ACCEL = 3
-"""Type of CPU helpers such as BLAS, which hold no weights (GPU is 1, integrated GPU 2)."""
+"""Device type of CPU libraries such as BLAS, which hold no weights (GPU is 1, integrated GPU 2)."""
 
 
 def _visible() -> str:
     lib = library()
     names = [device_name(lib.ggml_backend_dev_get(index)) for index in range(lib.ggml_backend_dev_count())]
-    return ", ".join(names) or "no devices at all"
+    return ", ".join(names) or "none"
 
 
 def _remote(endpoint: str) -> int:
@@ -138,7 +140,7 @@ def _remote(endpoint: str) -> int:
         )
     host, _colon, port = endpoint.rpartition(":")
     try:
-        # ggml aborts the process when nobody listens.
+        # ggml aborts the process if the connection is refused.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise LoadError(ExitCause.DEVICE_LOST, f"the device at {endpoint} does not answer ({error})") from None

@@ -1,4 +1,4 @@
-"""Keeps llama.cpp's last log lines and reads from them which buffers were allocated; decides nothing.
+"""Keeps the last log lines of llama.cpp and parses the allocated buffers.
 
 llama.cpp reports its allocations only in its log: `load_tensors:  CUDA0 model buffer size =  123.45 MiB`.
 """
@@ -13,7 +13,7 @@ from inference.workers.worker_link import Buffer
 
 KEPT_LINES = 50
 MOST_LINE_CHARS = 4096
-"""Of a line, so much is kept and looked at: names in a model file have no bound, and llama.cpp repeats them."""
+"""Lines are cut to this length, because they may contain names from a model file, which have no limit."""
 _LEVEL_WARN = 3
 _LEVEL_CONT = 5
 _LEVEL_DEBUG = 1
@@ -26,7 +26,7 @@ _KINDS = {"model": "weights", "LoRA": "weights", "KV": "kv", "RS": "kv", "comput
 
 
 class LogTail:
-    """Collects lines as llama.cpp writes them; warnings and errors also go to `echo`, which a crash record reads."""
+    """Collects log lines; warnings and errors also go to `echo`, for the crash record."""
 
     def __init__(self, echo: Callable[[str], None]) -> None:
         self._echo = echo
@@ -36,9 +36,9 @@ class LogTail:
         self._level = 0
 
     def feed(self, level: int, text: str, *, counts: bool = True) -> None:
-        """One callback of llama.cpp: a line with its newline, or a piece of one (level CONT).
+        """Handles one log callback: a line with its newline, or a part of a line (level CONT).
 
-        Without `counts` it is another library's log, whose buffers are none of the model's.
+        `counts` is False for the log of another library, whose buffers do not belong to the model.
         """
         if level != _LEVEL_CONT:
             self._level = level
@@ -52,8 +52,8 @@ class LogTail:
             return
         self._lines.append(line)
         if counts and (match := _BUFFER.search(line)):
-            # One device has several buffers of a kind (mapped and host ones count for the same owner): they add up,
-            # except compute and output buffers, which are measured again on every reserve.
+            # A device has several buffers of a kind, and their sizes add up. Compute and output buffers are reported
+            # again on each reserve.
             key = (match["where"], _KINDS[match["what"]])
             size = round(float(match["size"]) * _MIB)
             replaces = match["what"] in ("compute", "output")
@@ -62,7 +62,7 @@ class LogTail:
             self._echo(line)
 
     def forget_context(self) -> None:
-        """The context is freed: of what was allocated only the weights are left."""
+        """Removes all buffers except the weights, because the context was freed."""
         self._buffers = {key: size for key, size in self._buffers.items() if key[1] == "weights"}
 
     @property
@@ -71,17 +71,17 @@ class LogTail:
         return tuple(self._lines)
 
     def complaints(self) -> str:
-        """The lines that sound like the reason of a failure, for an error message."""
+        """The last lines that contain the reason of a failure, for an error message."""
         telling = [
             line for line in self._lines if re.search(r"error|fail|unable|invalid|unsupported|cannot", line, re.I)
         ]
         return "; ".join(line.strip() for line in telling[-3:])
 
     def buffers(self, names: dict[str, str]) -> tuple[Buffer, ...]:
-        """Buffers allocated so far; `names` maps ggml's device names to ours, anything else is host memory.
+        """The allocated buffers. `names` maps device names of ggml to device ids; other buffers are host memory.
 
-        A buffer type such as `CUDA_Host` or `CPU_REPACK` belongs to the host, `CUDA0_Split` or `RPC0[host:port]` to
-        its device.
+        A buffer type such as `CUDA_Host` or `CPU_REPACK` belongs to the host; `CUDA0_Split` or `RPC0[host:port]`
+        belongs to its device.
         """
         found: dict[tuple[str, str], int] = {}
         for (where, kind), size in self._buffers.items():

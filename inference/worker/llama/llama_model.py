@@ -1,4 +1,4 @@
-"""An open GGUF: its weights, vocabulary, metadata and template; decides nothing."""
+"""A loaded GGUF file: weights, vocabulary, metadata and chat templates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ATTRIBUTE_CONTROL = 1 << 3
 _ATTRIBUTE_USER_DEFINED = 1 << 4
 _ATTRIBUTE_STRIPS_LEFT = 1 << 7
 _PART_CHARS = 2**14
-"""Texts are tokenized in parts of this length where they can be cut at control tokens."""
+"""Minimum length of the parts in which a text is tokenized; it is cut before control tokens."""
 MOST_PIECES = 2**13
-"""Of the tokens asked for last, kept as bytes at 100 bytes each; another one costs a microsecond."""
+"""Size of the cache of token bytes, at 100 bytes per token; a miss costs a microsecond."""
 _EXACT_VOCABULARIES = (1, 2)
-"""SentencePiece and byte-level BPE: every byte of a text is in exactly one token."""
+"""SentencePiece and byte-level BPE: each byte of a text belongs to exactly one token."""
 
 _to_piece = without_gil_release("llama_token_to_piece")
 _vocab_attr = without_gil_release("llama_vocab_get_attr")
@@ -42,7 +42,7 @@ class _Special:
 
 
 class Model:
-    """An open GGUF: weights and vocabulary. Thread-safe for everything but `close`."""
+    """A loaded GGUF file: weights and vocabulary. Thread-safe except for `close`."""
 
     def __init__(self, path: str, params: Any) -> None:
         """Loads the file; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
@@ -58,13 +58,13 @@ class Model:
         self.dry = DryPrototypes(self.vocab)
 
     def close(self) -> None:
-        """Frees the weights; contexts must be closed before."""
+        """Frees the weights. Contexts must be closed before."""
         self.dry.close()
         lib.llama_model_free(self.handle)
 
     @functools.cached_property
     def metadata(self) -> dict[str, str]:
-        """Every scalar key of the GGUF as text."""
+        """All scalar keys of the GGUF file as text."""
         found: dict[str, str] = {}
         buffer = ctypes.create_string_buffer(1 << 20)
         for index in range(lib.llama_model_meta_count(self.handle)):
@@ -77,17 +77,17 @@ class Model:
 
     @functools.cached_property
     def template(self) -> str | None:
-        """The chat template in the GGUF."""
+        """The default chat template of the GGUF file."""
         return self._template(None)
 
     @functools.cached_property
     def tool_template(self) -> str | None:
-        """The one for chats with tools, where the GGUF has another for them."""
+        """The separate chat template for chats with tools, if the GGUF file has one."""
         return self._template(b"tool_use")
 
     @functools.cached_property
     def rerank_template(self) -> str | None:
-        """The text around a query and a document in a generative reranker's GGUF, with {query} and {document} in it."""
+        """The prompt template of a generative reranker, with the placeholders {query} and {document}."""
         return self._template(b"rerank")
 
     def _template(self, name: bytes | None) -> str | None:
@@ -96,7 +96,7 @@ class Model:
 
     @property
     def n_ctx_train(self) -> int:
-        """Context length the model was trained with, in tokens."""
+        """Context length of the training, in tokens."""
         return int(lib.llama_model_n_ctx_train(self.handle))
 
     @property
@@ -106,55 +106,53 @@ class Model:
 
     @property
     def n_embd(self) -> int:
-        """Length of an embedding this model gives."""
+        """Length of an output embedding."""
         return int(lib.llama_model_n_embd_out(self.handle))
 
     @property
     def n_scores(self) -> int:
-        """Length of what the classification head of a reranker gives."""
+        """Number of outputs of the classification head of a reranker."""
         return int(lib.llama_model_n_cls_out(self.handle))
 
     @functools.cached_property
     def has_head(self) -> bool:
-        """Whether the file holds a classification head, which llama.cpp does not insist on when it ranks.
+        """Whether the file has a classification head; llama.cpp does not require one for ranking.
 
-        The last layer of it is `cls.output` but for Jina's BERT, whose only one is `cls`.
+        Its last layer is `cls.output`, or `cls` in Jina's BERT.
         """
         is_jina = self.metadata.get("general.architecture") == "jina-bert-v2"
-        in_parts = "split.count" in self.metadata  # the head may lie in a later part
+        in_parts = "split.count" in self.metadata  # a later part may hold the head
         return in_parts or self._has_tensor("cls.weight" if is_jina else "cls.output.weight")
 
     @functools.cached_property
     def n_positions(self) -> int | None:
-        """How many positions have learned vectors, None where there is no such table: beyond it llama.cpp aborts."""
+        """Size of the table of position embeddings, None without one. llama.cpp aborts for later positions."""
         return self.n_ctx_train if self._has_tensor("position_embd.weight") else None
 
     def _has_tensor(self, name: str) -> bool:
-        """Whether the file, or the first of its parts, lists the tensor."""
+        """Whether the file, or the first of its parts, contains the tensor."""
         return ggml_library.has_tensor(self._path, name)
 
     @property
     def description(self) -> str:
-        """Such as `llama 1B Q4_K - Medium`."""
+        """A description such as `llama 1B Q4_K - Medium`."""
         buffer = ctypes.create_string_buffer(256)
         lib.llama_model_desc(self.handle, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
     @property
     def generates(self) -> bool:
-        """Whether it is a plain decoder; encoders and encoder-decoders are not (nor is a model without a memory, which
-        only its context shows).
-        """
+        """Whether the model is a plain decoder. A decoder may still have no KV cache, which only its context shows."""
         return bool(lib.llama_model_has_decoder(self.handle)) and not lib.llama_model_has_encoder(self.handle)
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether it is an encoder with a decoder behind it."""
+        """Whether the model is an encoder with a decoder."""
         return bool(lib.llama_model_has_encoder(self.handle)) and bool(lib.llama_model_has_decoder(self.handle))
 
     @property
     def keeps_whole_state(self) -> bool:
-        """Whether its memory is a running state (recurrent, hybrid), of which no part can be removed or shared."""
+        """Whether the model has recurrent states (recurrent or hybrid), whose parts cannot be removed or copied."""
         return bool(lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
 
     @property
@@ -164,17 +162,17 @@ class Model:
 
     @property
     def control_texts(self) -> tuple[str, ...]:
-        """Texts that turn into control tokens when special tokens are parsed, longest first."""
+        """Texts that become control tokens when special tokens are parsed, longest first."""
         return self._special.control_texts
 
     @property
     def longest_piece(self) -> int | None:
-        """Most bytes of text that one token can stand for; None where the tokenizer drops or rewrites text."""
+        """Maximum bytes of text per token; None if the tokenizer drops or changes text."""
         return self._special.longest if lib.llama_vocab_type(self.vocab) in _EXACT_VOCABULARIES else None
 
     @functools.cached_property
     def _special(self) -> _Special:
-        """One pass over the vocabulary."""
+        """Properties of special tokens, from one pass over the vocabulary."""
         ends, texts, longest = set(), set(), 1
         atoms, cuttable = set(), set()
         for token in range(self.n_vocab):
@@ -208,9 +206,7 @@ class Model:
 
     @functools.cached_property
     def fill_tokens(self) -> tuple[int, int, int] | None:
-        """The tokens that stand before the text that precedes a gap, before the text that follows it, and before what
-        fills it; None for a model that was not made to fill gaps.
-        """
+        """The fill-in-the-middle tokens before the prefix, the suffix and the middle; None if one is missing."""
         before, after, middle = (
             int(token(self.vocab))
             for token in (lib.llama_vocab_fim_pre, lib.llama_vocab_fim_suf, lib.llama_vocab_fim_mid)
@@ -219,7 +215,7 @@ class Model:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether prompts of this model start with BOS."""
+        """Whether prompts of the model start with BOS."""
         return bool(lib.llama_vocab_get_add_bos(self.vocab)) and self.bos is not None
 
     @functools.cached_property
@@ -230,17 +226,17 @@ class Model:
 
     @property
     def has_words(self) -> bool:
-        """Whether the vocabulary divides a text into words first, as BPE and WordPiece do."""
+        """Whether the tokenizer divides a text into words first (BPE and WordPiece)."""
         return lib.llama_vocab_type(self.vocab) in (lib.LLAMA_VOCAB_TYPE_BPE, lib.LLAMA_VOCAB_TYPE_WPM)
 
     @property
     def adds_eos(self) -> bool:
-        """Whether a text of this model ends with EOS."""
+        """Whether the tokenizer adds EOS to a text."""
         return bool(lib.llama_vocab_get_add_eos(self.vocab)) and self.eos is not None
 
     @property
     def adds_sep(self) -> bool:
-        """Whether two texts of this model have SEP between them."""
+        """Whether the tokenizer adds SEP between two texts."""
         return bool(lib.llama_vocab_get_add_sep(self.vocab)) and self.sep is not None
 
     def text_of(self, token: int | None) -> str:
@@ -249,11 +245,11 @@ class Model:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it has a vocabulary; without one llama.cpp would abort where text is tokenized."""
+        """Whether the model has a vocabulary; without one llama.cpp aborts when text is tokenized."""
         return bool(lib.llama_vocab_type(self.vocab) != lib.LLAMA_VOCAB_TYPE_NONE)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special` adds what the vocabulary wants around a text (BOS, CLS, SEP, EOS)."""
+        """Token ids of `text`; `add_special` adds the tokens that the vocabulary defines (BOS, CLS, SEP, EOS)."""
         if len(text) <= _PART_CHARS or not parse_special:
             return self._tokenize(text, add_special, parse_special)
         marks = self._tokenize("", True, parse_special) if add_special else []
@@ -274,7 +270,7 @@ class Model:
             room = -count
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token, maybe half a character; control tokens are empty unless `special`."""
+        """Bytes of one token, possibly a part of a character; control tokens are empty unless `special`."""
         key = token if special else ~token
         if (known := self._pieces.get(key)) is not None:
             return known
@@ -289,5 +285,5 @@ class Model:
         return piece
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """Text of `tokens`, special ones included; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `tokens`, including special tokens; invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.piece(token, special=True) for token in tokens).decode("utf-8", "replace")

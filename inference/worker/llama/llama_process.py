@@ -1,4 +1,4 @@
-"""Starts llama.cpp in this process, catches its log and last words, and makes its short calls; decides nothing."""
+"""Initializes llama.cpp in this process, handles its log and abort messages, and binds its short functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _library_callbacks: list[Any] = []
 
 
 def start(tail: LogTail) -> None:
-    """Initializes llama.cpp once per process and sends its log to `tail`."""
+    """Initializes llama.cpp and sends its log to `tail`. Call it once per process."""
 
     def on_log(level: int, text: bytes | None, _data: object) -> None:
         tail.feed(level, _decoded(text))
@@ -32,7 +32,7 @@ def start(tail: LogTail) -> None:
 
 
 def library_log_callback() -> Any:
-    """The callback for libraries beside llama.cpp that have a log of their own; after `start`."""
+    """The log callback for other libraries, such as mtmd. Call it after `start`."""
     return _library_callbacks[-1]
 
 
@@ -41,7 +41,7 @@ def _decoded(text: bytes | None) -> str:
 
 
 def on_abort(write: Callable[[str], None]) -> None:
-    """Calls `write` with ggml's last words when it aborts the process, where this build of ggml can."""
+    """Calls `write` with the message of ggml when it aborts the process, if the build supports it."""
     setter = getattr(ggml_library.library(), "ggml_set_abort_callback", None)
     if setter is None:
         return
@@ -52,10 +52,10 @@ def on_abort(write: Callable[[str], None]) -> None:
 
 
 def without_gil_release(name: str) -> Callable[..., Any]:
-    """llama.cpp's function `name`, called without giving up the interpreter lock; for calls of microseconds only.
+    """The function `name` of llama.cpp, called without releasing the GIL; for calls of microseconds only.
 
-    Giving the lock up would let another thread take it for longer than the call lasts. Loading, decoding, waiting for a
-    device and tokenizing do give it up.
+    If the GIL were released, another thread could hold it for longer than the call takes. Loading, decoding,
+    synchronizing and tokenizing release it.
     """
     described = getattr(lib._lib, name)
     function = getattr(_library_holding_gil(), name)

@@ -1,4 +1,4 @@
-"""Turns a grant into llama.cpp's parameters, the same for estimates and for loads; opens nothing but devices."""
+"""Converts a grant to parameters of llama.cpp, for estimates and for loads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inference.workers.worker_link import Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 SCORING_OUTPUTS = 16
-"""Tokens of a prompt whose logits can be read in one step. Each costs 4 bytes times the vocabulary, on the device and
-on the host: 16 MiB in all for a vocabulary of 128 k. With fewer scoring is as slow as generating; more would lie idle.
+"""Maximum prompt tokens per step whose logits can be read. Each costs 4 bytes times the vocabulary size on the device
+and on the host: 16 MiB in total for a vocabulary of 128 k. With fewer tokens, scoring is as slow as generating.
 """
 POOLING_NONE = int(lib.LLAMA_POOLING_TYPE_NONE)
 POOLING_MEAN = int(lib.LLAMA_POOLING_TYPE_MEAN)
@@ -23,11 +23,11 @@ POOLING_RANK = int(lib.LLAMA_POOLING_TYPE_RANK)
 
 
 def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = None, **overrides: object) -> Any:
-    """llama.cpp's model parameters for `grant`; overrides such as `no_alloc=True` or `vocab_only=True` go on top.
+    """Model parameters of llama.cpp for `grant`; `overrides` are set last, such as `no_alloc=True`.
 
-    The device list is always explicit: an empty one for CPU, because with none llama.cpp initializes every GPU it sees.
-    Weights are read, not mapped (load mode NONE), on CPU as well: what the ledger reserved is then what is resident, a
-    file replaced or truncated under a running worker cannot kill it (SIGBUS), and no page fault lands inside a step.
+    The device list is always explicit and empty for the CPU, because llama.cpp otherwise initializes all visible GPUs.
+    Weights are read instead of mapped (load mode NONE), on the CPU too. The resident memory then equals the
+    reservation, a replaced or truncated file cannot end the worker with SIGBUS, and steps have no page faults.
     """
     params = lib.llama_model_default_params()
     handles = [] if grant.gpu_layers == 0 else ggml_library.resolve(grant.devices)
@@ -54,14 +54,14 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
 
 
 def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:
-    """llama.cpp's context parameters for `grant`; `pooling` opens a context that pools so, None one that generates.
+    """Context parameters of llama.cpp for `grant`. `pooling` is the pooling type, None for a generating context.
 
-    A sequence that generates has cells of its own (`kv_unified` false): attention then walks over those of its own and
-    not over everybody's. What pools keeps nothing, and one stream takes inputs of any lengths as one batch.
+    In a generating context each sequence has its own cells (`kv_unified` false), so attention reads only these. A
+    pooling context retains nothing and uses one stream, which takes inputs of different lengths in one batch.
 
-    Logits are reserved for one row per sequence and some to score prompts with (`n_outputs_max`): by default llama.cpp
-    reserves a whole batch times the vocabulary. A pooled input must fit one physical batch, so both batch sizes become
-    the context length there, unless it can go through in pieces.
+    `n_outputs_max` reserves logits for one row per sequence and for scoring; the default of llama.cpp is a whole batch
+    times the vocabulary. A pooled input must fit into one physical batch, so both batch sizes are the context length,
+    unless inputs can be computed in pieces (`in_pieces`).
     """
     params = lib.llama_context_default_params()
     params.n_ctx = grant.context_length * grant.parallel

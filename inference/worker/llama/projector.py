@@ -1,4 +1,4 @@
-"""A vision projector over a model, through llama.cpp's mtmd: image files in, embedding rows out; decides nothing."""
+"""A vision projector (llama.cpp's mtmd): converts image files to embeddings for a model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from inference.worker.llama.llama_process import library_log_callback
 from inference.worker.worker_errors import LoadError
 
 _NO_PROGRAMS = b"/dev/null"
-"""Where mtmd looks for ffmpeg. It hands whatever it cannot decode to that program; here is none."""
+"""The directory in which mtmd looks for ffmpeg, to which it passes undecodable files; it contains no program."""
 
 
 class Projector:
-    """Reads images for one model. `read` and `encode` are called from one thread."""
+    """Reads images for one model. Call `read` and `encode` on one thread."""
 
     def __init__(self, path: str, model: Model, device: int | None, threads: int) -> None:
-        """Allocates, and encodes once to see that it works; `device` None: on the CPU.
+        """Loads the projector; mtmd encodes once as a test. `device` None means the CPU.
 
-        Raises LoadError(OOM_LOAD) when mtmd returns NULL, whose log says why.
+        Raises LoadError(OOM_LOAD) if mtmd returns NULL; its log has the reason.
         """
         from llama_cpp import mtmd_cpp as mtmd
 
         self._mtmd = mtmd
         self._model = model
         self.width = int(lib.llama_model_n_embd_inp(model.handle))
-        """Numbers of one embedding row."""
+        """Length of one embedding."""
         mtmd.mtmd_helper_log_set(library_log_callback(), ctypes.c_void_p(0))
         self.handle = mtmd.mtmd_init_from_file(path.encode(), model.handle, _params(device, threads))
         if not self.handle:
             raise LoadError(ExitCause.OOM_LOAD, f"mtmd could not load the projector {path} for this model")
         if not mtmd.mtmd_support_vision(self.handle):
-            raise LoadError(ExitCause.STARTUP, f"the projector {path} reads no images")
+            raise LoadError(ExitCause.STARTUP, f"the projector {path} does not support images")
         if model.metadata.get("general.architecture", "").startswith("hunyuan"):
             raise LoadError(
-                ExitCause.STARTUP, "images of this model are numbered across a prompt, which is not supported"
+                ExitCause.STARTUP, "the model numbers images across a prompt, which is not supported; remove mmproj"
             )
         self._uses_mrope = bool(mtmd.mtmd_decode_use_mrope(self.handle))
         self._marker = mtmd.mtmd_default_marker()
@@ -50,13 +50,13 @@ class Projector:
         self._options.video_params.ffmpeg_bin_dir = _NO_PROGRAMS
 
     def close(self) -> None:
-        """Frees the projector; before the model."""
+        """Frees the projector. Call it before the model is closed."""
         self._mtmd.mtmd_free(self.handle)
 
     def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
-        """What stands in a prompt for an image file: runs of text tokens and pictures, in order.
+        """The prompt parts of an image file: text tokens and image tiles, in order.
 
-        Raises ValueError for a file that is no image, whatever its beginning claims.
+        Raises ValueError if the file cannot be decoded as an image.
         """
         mtmd = self._mtmd
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
@@ -68,7 +68,7 @@ class Projector:
             text = mtmd.mtmd_input_text(self._marker, len(self._marker), False, True)
             images = (ctypes.c_void_p * 1)(bitmap)
             if mtmd.mtmd_tokenize(self.handle, chunks, ctypes.byref(text), images, 1) != 0:
-                raise ValueError("it cannot be cut into what the projector reads")
+                raise ValueError("the projector cannot divide it into tiles")
             return [
                 self._part(mtmd.mtmd_input_chunks_get(chunks, index))
                 for index in range(mtmd.mtmd_input_chunks_size(chunks))
@@ -106,7 +106,7 @@ class Projector:
         return tile
 
     def _positions(self, chunk: Any, n_tokens: int, start: int) -> np.ndarray:
-        """Where the tokens are when the image begins at `start`: time, row, column and a fourth section."""
+        """Positions of the tokens for an image that starts at `start`: time, row, column and a fourth section."""
         mtmd = self._mtmd
         places = (mtmd.mtmd_decoder_pos * n_tokens)()
         mtmd.mtmd_helper_image_get_decoder_pos(mtmd.mtmd_input_chunk_get_tokens_image(chunk), start, places)

@@ -1,4 +1,4 @@
-"""Chains of llama.cpp's samplers, owned and freed; decides nothing about their parameters."""
+"""Sampler chains of llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from inference.worker.llama.context import Context
 from inference.worker.llama.llama_process import without_gil_release
 
 MOST_CANDIDATES = 2048
-"""Of a choice among few tokens."""
+"""Maximum number of tokens that callers pass to `sample_among`."""
 
 _LEAST_LOGIT = np.float32(-1e30)
-"""Penalties can be larger than any float, and minus infinity for every token would leave nothing to draw from."""
+"""Lower limit of a logit after penalties. With minus infinity for all tokens, no token could be sampled."""
 
 _sample = without_gil_release("llama_sampler_sample")
 _apply = without_gil_release("llama_sampler_apply")
@@ -26,7 +26,7 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 class Sampler:
-    """An owned chain of llama.cpp samplers; use as a context manager or call `close`."""
+    """An owned chain of llama.cpp samplers. Use it as a context manager or call `close`."""
 
     def __init__(self) -> None:
         params = lib.llama_sampler_chain_default_params()
@@ -37,11 +37,11 @@ class Sampler:
         self._pointer: Any = None
 
     def add(self, name: str, *arguments: object) -> Sampler:
-        """Appends `llama_sampler_init_<name>(*arguments)`; the arguments were validated before."""
+        """Appends `llama_sampler_init_<name>(*arguments)`; the arguments must be valid."""
         return self.add_part(getattr(lib, f"llama_sampler_init_{name}")(*arguments))
 
     def add_part(self, part: Any) -> Sampler:
-        """Appends a sampler of llama.cpp, which the chain owns from now on."""
+        """Appends a sampler of llama.cpp; the chain takes ownership."""
         lib.llama_sampler_chain_add(self.handle, part)
         return self
 
@@ -51,15 +51,15 @@ class Sampler:
         return self.add("logit_bias", n_vocab, len(bias), entries)
 
     def sample(self, context: Context, index: int) -> int:
-        """Draws and accepts the token after the one at batch index `index`."""
+        """Samples and accepts a token from the logits at batch index `index`."""
         return int(_sample(self.handle, context.handle, index))
 
     def sample_among(self, tokens: np.ndarray, logits: np.ndarray, penalties: Sampler | None = None) -> int:
-        """Draws and accepts one of `tokens` (in ascending order, at least one) by their finite `logits` alone.
+        """Samples and accepts one of `tokens` (ascending, at least one) from their finite `logits`.
 
-        `penalties` change the logits before; they neither reorder nor drop tokens, and no token's logit falls below
-        `_LEAST_LOGIT`. llama.cpp's own sampling copies and sorts the whole vocabulary, which for one draw costs several
-        times as much as a draw from `MOST_CANDIDATES` or fewer.
+        `penalties` change the logits first. They neither reorder nor drop tokens, and limit logits to `_LEAST_LOGIT`.
+        `sample` copies and sorts the whole vocabulary, which takes several times as long as sampling from at most
+        `MOST_CANDIDATES` tokens.
         """
         count = len(tokens)
         if self._few is None or len(self._few) < count:
@@ -69,7 +69,7 @@ class Sampler:
         self._few["id"][:count] = tokens
         self._few["logit"][:count] = logits
         array = self._few_array
-        # XTC moves the beginning
+        # reset on each call, because XTC moves `data`
         array.data, array.size, array.selected, array.sorted = self._pointer, count, -1, False
         if penalties is not None:
             _apply(penalties.handle, ctypes.byref(array))
@@ -83,7 +83,7 @@ class Sampler:
         return token
 
     def accept(self, token: int) -> None:
-        """Takes `token` as drawn."""
+        """Accepts `token` as sampled."""
         _accept(self.handle, token)
 
     def close(self) -> None:

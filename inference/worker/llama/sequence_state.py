@@ -1,6 +1,6 @@
-"""What one sequence of a context holds, as bytes in host memory, and back; decides nothing.
+"""Copies the state of a sequence to host memory and back.
 
-Plain copies through the host, whatever device the cells are on: llama.cpp's copies that stay on a device can abort.
+The copies always go through the host, because copies of llama.cpp that stay on a device can abort the process.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 def count_bytes(context: Context, slot: int) -> int:
-    """How many bytes `read` will write for that sequence."""
+    """Size in bytes of the state of a sequence."""
     return int(lib.llama_state_seq_get_size(context.handle, slot))
 
 
 def read(context: Context, slot: int, address: int, room_bytes: int) -> int:
-    """Writes the sequence's state to memory at `address`; the bytes written, 0 when they do not fit."""
+    """Copies the state of a sequence to `address`; returns its bytes, 0 if they do not fit into `room_bytes`."""
     return int(lib.llama_state_seq_get_data(context.handle, ctypes.cast(address, _BYTES), room_bytes, slot))
 
 
 def write(context: Context, slot: int, address: int, held_bytes: int) -> int:
-    """Puts a state that `read` wrote into the sequence, which must be empty; the bytes taken, 0 when it is refused."""
+    """Restores a state from `read` into an empty sequence; returns the bytes read, 0 if llama.cpp rejects it."""
     return int(lib.llama_state_seq_set_data(context.handle, ctypes.cast(address, _BYTES), held_bytes, slot))
 
 
 def bounds(context: Context, slot: int) -> tuple[int, int]:
-    """First and last position that the sequence holds; (-1, -1) for an empty one."""
+    """First and last position of a sequence; (-1, -1) if it is empty."""
     first = int(lib.llama_memory_seq_pos_min(context.memory, slot))
     return first, int(lib.llama_memory_seq_pos_max(context.memory, slot))

@@ -1,7 +1,7 @@
-"""Decides where a long text may be cut so that its parts tokenize as the whole would; never tokenizes.
+"""Decides where a long text can be cut without changing its tokens.
 
-llama.cpp first divides a text at the texts of special tokens and tokenizes what lies between them apart, so a cut right
-before such a text changes nothing. Its division takes time that grows with the square of their number in one call.
+llama.cpp first divides a text at the texts of special tokens and tokenizes the parts separately, so a cut before such a
+text does not change the result. The time for this division grows with the square of the number of special tokens.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 
 class Cutter:
-    """Cuts before the texts in `cuttable`; `atoms` are all texts that llama.cpp divides at, those included."""
+    """Cuts before the texts in `cuttable`. `atoms` are all texts at which llama.cpp divides, including `cuttable`."""
 
     def __init__(self, cuttable: Iterable[str], atoms: Iterable[str], size: int) -> None:
-        """`size` is the least length of a part, in characters."""
+        """`size`: minimum length of a part, in characters."""
         longest_first = sorted((text for text in cuttable if text), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._atoms = frozenset(atoms)
@@ -22,7 +22,7 @@ class Cutter:
         self._size = size
 
     def parts(self, text: str) -> list[str]:
-        """The parts of `text`; joined they are `text`."""
+        """The parts of `text`, which joined are equal to it."""
         found: list[str] = []
         start, search_from = 0, self._size
         while self._pattern is not None and (match := self._pattern.search(text, search_from)) is not None:
@@ -35,7 +35,7 @@ class Cutter:
         return [*found, text[start:]]
 
     def _is_inside_another(self, text: str, at: int, start: int) -> bool:
-        """Whether an atom begins before `at` and ends after it: it might be the one that llama.cpp finds."""
+        """Whether an atom starts before `at` and ends after it; llama.cpp might divide at that atom."""
         return any(
             text[begin : begin + length] in self._atoms
             for length in self._lengths
