@@ -86,7 +86,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize(("devices_there", "words"), [([CPU], "accelerators here: none"), ([REAL, CPU], "NVIDIA H100")])
+@pytest.mark.parametrize(("devices_there", "words"), [([CPU], "accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")])
 def test_real_devices_are_left_alone(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
     """Exit code 2, a sentence that says what is there, and how to start a system that may be broken."""
     serve(devices_there)
@@ -156,7 +156,7 @@ def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
         (["device-shrink", "--amount", "much"], "--amount much"),
         (["device-cut", "--amount", "3"], "takes no --amount"),
         (["device-return", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
-        (["worker-kill"], "no model has a worker now"),
+        (["worker-kill"], "no model is loaded"),
     ],
 )
 def test_what_makes_no_sense_is_told(rig: SimDevices, capsys: Any, words: list[str], said: str) -> None:
@@ -204,7 +204,7 @@ def test_a_process_that_is_no_worker_of_ours_is_not_touched(serve: Any, capsys: 
     """The service may run on another machine, where the number means another process."""
     serve([*SIMULATED, CPU], [_status("demo", os.getppid())])
     assert main(["chaos", "worker-kill"]) == 1
-    assert "no worker on this machine" in capsys.readouterr().err
+    assert "not a worker on this machine" in capsys.readouterr().err
 
 
 LISTENER = """
@@ -223,7 +223,7 @@ def test_a_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: 
         assert process.stdout is not None
         port = int(process.stdout.readline())
         try:
-            with pytest.raises(HeadgateError, match="cannot be found"):
+            with pytest.raises(HeadgateError, match="cannot find the process"):
                 chaos.service_pid(f"http://127.0.0.1:{port}", "inference")
             monkeypatch.setenv("GATEWAY_PORT", str(port))
             assert main(["chaos", "gateway-kill"]) == 0
@@ -234,7 +234,7 @@ def test_a_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: 
 
 
 def test_a_service_that_cannot_be_found_is_told() -> None:
-    with pytest.raises(HeadgateError, match="cannot be found"):
+    with pytest.raises(HeadgateError, match="cannot find the process"):
         chaos.service_pid(f"http://127.0.0.1:{free_port()}", "gateway")
 
 

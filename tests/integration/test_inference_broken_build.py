@@ -68,7 +68,7 @@ def test_service_with_a_broken_build_ends_with_70_before_it_is_ready(
         assert http_status(stack.inference.url + "/readyz") in (503, None)
     assert stack.inference.wait() == Exit.RESTART_OUTSIDE
     (said,) = [line for line in stack.inference.log.splitlines() if "does not compute" in line]
-    assert "run `make clean`, then `make serve`" in said
+    assert "`make clean`, then `make serve`" in said
     assert "inference answers on" not in stack.inference.log
 
 
