@@ -63,7 +63,7 @@ class Fuzzed:
         try:
             return await asyncio.wait_for(ask(self.service.app, method, path, body), SECONDS)
         except TimeoutError:
-            return Answer(0, {}, f"no answer within {SECONDS} s")
+            return Answer(0, {}, f"did not answer within {SECONDS} s")
 
     async def everything(self, name: str) -> dict[str, Answer]:
         """What the model is asked, one after the other, and unloaded at the end."""

@@ -86,7 +86,9 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize(("devices_there", "words"), [([CPU], "accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")])
+@pytest.mark.parametrize(
+    ("devices_there", "words"), [([CPU], "accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
+)
 def test_real_devices_are_left_alone(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
     """Exit code 2, a sentence that says what is there, and how to start a system that may be broken."""
     serve(devices_there)

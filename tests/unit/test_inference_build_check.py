@@ -17,7 +17,7 @@ from inference.helpers.build_check import BrokenBuildError, BuildCheck
 from inference.helpers.helper_client import HelperError
 
 CRASHED = HelperError("the proof helper ended with signal SIGILL", status=-4)
-LATE = HelperError("the proof helper gave no answer within 30 s")
+LATE = HelperError("the proof helper did not answer within 30 s")
 
 
 class Helper:
