@@ -1,4 +1,4 @@
-"""Reads the questions and dialogues the demo models learn; never draws random numbers and needs only PyYAML.
+"""Reads the questions and dialogues the demo models learn (YAML files).
 
 The texts lie in `corpus/`: `questions.yaml`, `dialogues.yaml` and `reworded.yaml`. Sums are made here, because a table
 of them would be longer than the rule.

@@ -1,4 +1,4 @@
-"""Trains a bundled demo model on the corpus and writes it as GGUF; never imported by anything that runs.
+"""Trains a bundled demo model on the corpus and writes it as GGUF.
 
     python -m inference.tools.demo_training --model demo --out DIR [--seed N] [--steps N] [--minutes N] [--threads N]
 

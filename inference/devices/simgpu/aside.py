@@ -1,4 +1,4 @@
-"""Copies memory of this process aside, gives its pages back to the system, and copies all of it back; decides nothing.
+"""Copies memory of this process aside, returns its pages to the system, and copies it back.
 
 The addresses stay valid meanwhile, as those of a device do while its driver has copied a process away. What is copied
 is freed piece by piece in both directions, so that nothing is there twice but for one piece.
