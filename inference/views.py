@@ -71,6 +71,8 @@ def _fits(state: State, model: ModelRecord, now: float, moment: Moment) -> tuple
     """Whether it fits, why not, and in how many seconds a lost device that it misses is tried again."""
     if model.worker is not None and model.state is not ModelState.UNLOADING:
         return True, None, None
+    if not state.started:
+        return None, None, None  # the devices are not known yet
     found = moment.of(model)
     if not isinstance(found, Refusal):
         return found, model.failure, None

@@ -127,4 +127,4 @@ async def test_damaged_models_fail_by_name_and_nobody_else_does(fuzzed: Fuzzed) 
     assert {entry["id"] for entry in listed.body["data"]} == {item.name for item in chosen()} | {"good"}
     said = await fuzzed.everything("good")
     assert {what: answer.status for what, answer in said.items()} == dict.fromkeys(said, 200)
-    assert not fuzzed.service.authority.ledger.holdings
+    assert not fuzzed.service.authority.state.ledger.holdings

@@ -601,7 +601,7 @@ def test_full_queues_answer_429(tmp_path: Path) -> None:
 
 
 def _workers(service: Service) -> list[int]:
-    return [pid for pid in children_of(service.pid) if "inference.worker" in command_of(pid)]
+    return [pid for pid in children_of(service.pid) if "-m inference.worker " in command_of(pid)]
 
 
 def _ignore_errors(call: Any) -> None:

@@ -105,7 +105,7 @@ def test_models_yaml_is_judged_alike_by_check_start_and_reload(
 
     async def reloaded() -> set[str]:
         _reload(service, directory, {})
-        return {name for name, model in service.authority.models.items() if not model.removed}
+        return {name for name, model in service.authority.state.models.items() if not model.removed}
 
     @given(texts(MODELS))
     @example("models: {}\n")
