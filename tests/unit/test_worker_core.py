@@ -1,4 +1,4 @@
-"""The worker's cores at their edges: limits, jobs that were not validated, pacing."""
+"""Edge cases of scheduler and pacing: limits, invalid jobs, budgets of steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
 @pytest.mark.parametrize(
     "wrong", [{"slots": 0}, {"slots": 9}, {"copied": 0}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
 )
-def test_an_engine_that_cannot_run_is_not_made(wrong: dict[str, int]) -> None:
+def test_invalid_limits_raise_value_error(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="invalid limits"):
         Limits(**{"slots": 2, "context": 20, "batch": 8, "queue": 2, **wrong})
 
 
 @pytest.mark.parametrize("prompt", [(), (1,) * 21])
-def test_a_job_without_tokens_or_with_too_many_was_not_validated(prompt: tuple[int, ...]) -> None:
+def test_job_with_invalid_prompt_length_raises_value_error(prompt: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="is invalid"):
         Scheduler(LIMITS).submit([Job(1, prompt)])
 
@@ -45,13 +45,13 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopFilter(["a", ""])
 
 
-def test_aborting_what_ended_is_nothing() -> None:
+def test_abort_of_an_ended_job_is_ignored() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.abort(7)
     assert not scheduler.has_work
 
 
-def test_no_room_for_a_lone_job_ends_it_and_empties_its_slot() -> None:
+def test_no_room_for_a_single_job_ends_it_and_empties_its_slot() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.submit([Job(1, (1,) * 12)])
     scheduler.plan(0.0, 8)
@@ -61,7 +61,7 @@ def test_no_room_for_a_lone_job_ends_it_and_empties_its_slot() -> None:
     assert scheduler.plan(0.0, 8).operations == (Remove(0, 0),)
 
 
-def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
+def test_shared_prefix_is_copied_and_the_old_answer_is_retained() -> None:
     """With an empty slot at hand a retained sequence keeps its tail; without one, its tail is what goes."""
     scheduler = Scheduler(LIMITS)
     for id, prompt in ((1, (1, 2, 3, 4)), (2, (1, 2, 3, 9)), (3, (1, 2, 7))):
@@ -76,7 +76,7 @@ def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
             assert step.rows[0].start == 2
 
 
-def test_the_oldest_prompt_gets_a_token_of_a_step_however_small_its_budget() -> None:
+def test_oldest_prompt_gets_a_token_even_with_the_smallest_budget() -> None:
     scheduler = Scheduler(Limits(slots=3, context=20, batch=8, queue=3))
     scheduler.submit([Job(1, (1,) * 10), Job(2, (2,) * 4)])
     assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1)]
@@ -115,12 +115,12 @@ def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     assert Pace.first(8).budget(STEP_SECONDS) == 8
 
 
-def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
+def test_decoding_rows_count_in_the_time_of_a_step() -> None:
     pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.tokens == 800
 
 
-def test_a_step_of_a_slow_model_has_room_for_so_many_tokens_however_long_they_take() -> None:
+def test_step_of_a_slow_model_has_a_minimum_of_tokens() -> None:
     def settled(token_seconds: float) -> Pace:
         pace = Pace.first(2048)
         for _ in range(9):
@@ -136,14 +136,14 @@ def test_a_step_of_a_slow_model_has_room_for_so_many_tokens_however_long_they_ta
     assert slow.credit_seconds == pytest.approx(CREDIT_SECONDS + MIXED_SECONDS - 0.2), "and takes of the credit less"
 
 
-def test_no_step_of_a_slow_model_is_taken_for_a_hung_one() -> None:
+def test_step_of_a_slow_model_is_not_considered_hung() -> None:
     """What streams take of it comes on top."""
     longest = SLOWEST * LONGEST_SECONDS * (1 + 1 / LAST_PART)
     assert longest < 0.95 * HUNG_STEP_SECONDS
     assert DeadlineSettings().inter_token > HUNG_STEP_SECONDS
 
 
-def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
+def test_few_streams_are_delayed_longer_for_many_prompts() -> None:
     pace = Pace(2048, 1000)
     assert pace.seconds(0, 1) == pace.seconds(0, 9) == LONGEST_SECONDS, "that is no stream"
     assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
@@ -154,7 +154,7 @@ def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     assert pace.budget(LONGEST_SECONDS) == 2048
 
 
-def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_again() -> None:
+def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
     pace = Pace(2048, 1000)
     held = 0
     while (allowed := pace.seconds(1, 1)) == STEP_SECONDS:
@@ -179,6 +179,6 @@ def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_agai
     assert pace.seconds(1, 1) == pytest.approx(STEP_SECONDS)
     drained = Pace(2048, 1000, 0.0)
     idle = drained.observe(0, 0, 0.01, STEP_SECONDS, decoding=0, prompts=1)
-    assert idle.credit_seconds == CREDIT_SECONDS, "nobody was there to wait"
+    assert idle.credit_seconds == CREDIT_SECONDS, "no stream was delayed"
     kept = drained.observe(200, 200, MIXED_SECONDS, MIXED_SECONDS, decoding=1, prompts=1)
     assert kept.credit_seconds == pytest.approx(0.0)

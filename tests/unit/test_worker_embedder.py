@@ -1,4 +1,4 @@
-"""The thread of a pooling model over a fake llama.cpp: packing, bounds, broken numbers; each input ends once."""
+"""The embedder with a fake backend: batches, limits and invalid values. Each input ends once."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_embeddings_have_length_one_and_scores_are_raw(bench: Bench) -> No
     assert values.tolist() == ([1.0, 0.0] if bench.scales else [7.0, 0.0])
 
 
-async def test_an_input_that_never_fits_is_told_and_holds_up_nobody(bench: Bench) -> None:
+async def test_input_that_is_too_long_ends_with_an_error(bench: Bench) -> None:
     """Validation refuses it long before; should that fail, llama.cpp still never sees it."""
     found = await bench.ask([1], [2] * 11, [3])
     error = found[1].error
@@ -91,7 +91,7 @@ async def test_an_input_that_never_fits_is_told_and_holds_up_nobody(bench: Bench
     assert found[0].error is found[2].error is None
 
 
-async def test_numbers_that_are_none_end_their_own_input_only(bench: Bench) -> None:
+async def test_values_that_are_not_finite_end_only_their_input(bench: Bench) -> None:
     found = await bench.ask([1], [BROKEN], [2])
     assert [vector.error and vector.error.code for _index, vector in sorted(found.items())] == [
         None,
@@ -100,7 +100,7 @@ async def test_numbers_that_are_none_end_their_own_input_only(bench: Bench) -> N
     ]
 
 
-async def test_a_failed_step_and_a_passed_deadline_are_told(bench: Bench) -> None:
+async def test_failed_step_and_passed_deadline_end_with_errors(bench: Bench) -> None:
     late = (await bench.ask([1], deadline=99.0))[0].error
     assert late is not None
     assert late.code is Code.DEADLINE_EXCEEDED
@@ -128,7 +128,7 @@ async def test_queue_limits_requests_and_tokens_without_the_largest_request() ->
     embedder.submit([[1]], other)
 
 
-async def test_requests_are_served_by_priority_and_one_after_the_other_in_turn() -> None:
+async def test_requests_are_served_by_priority_and_share_batches_fairly() -> None:
     """A small one between the batches of a large one; the clock moves 1 s with each batch."""
     backend, now = _Ticking(n_slots=2), 100.0
     embedder = Embedder(backend, 8, lambda _vectors: None, lambda _message: None, lambda: now + backend.seconds)

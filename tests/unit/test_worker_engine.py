@@ -1,4 +1,4 @@
-"""The engine thread over a fake llama.cpp: decode codes, broken samplers, aborts, stops; each request ends once."""
+"""The engine with a fake backend: decode statuses, failing samplers, aborts and stops. Each request ends once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GONE = WorkerError(Code.MODEL_LOADING, "the end")
 
 @dataclass
 class Bench:
-    """An engine on a fake backend, and what it said."""
+    """An engine on a fake backend, and its fatal errors."""
 
     backend: FakeBackend
     engine: Engine
@@ -114,8 +114,8 @@ async def test_an_exception_inside_a_step_is_a_failed_step(bench: Bench) -> None
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
-async def test_failure_after_failure_gives_the_process_up(bench: Bench) -> None:
-    """Waiting requests are told, too."""
+async def test_consecutive_failed_steps_end_the_worker(bench: Bench) -> None:
+    """Waiting requests get the error too."""
     bench.backend.fates = deque([Decode.COMPUTE_FAILED] * FATAL_FAILURES)
     for _ in range(FATAL_FAILURES):
         [(_, _, code)] = await bench.outcome(bench.ask())
@@ -124,7 +124,7 @@ async def test_failure_after_failure_gives_the_process_up(bench: Bench) -> None:
     assert len(bench.fatal) == 1
 
 
-async def test_no_room_is_retried_after_room_was_made(bench: Bench) -> None:
+async def test_step_without_room_is_repeated_with_fewer_jobs(bench: Bench) -> None:
     """The youngest request waits and goes on where it was."""
     bench.backend.fates = deque([Decode.OK, Decode.OK, Decode.NO_ROOM, Decode.OK])
     first, second = bench.ask(b"one"), bench.ask(b"two")
@@ -132,27 +132,27 @@ async def test_no_room_is_retried_after_room_was_made(bench: Bench) -> None:
     assert await bench.outcome(second) == [("abcdefgh", "stop", None)]
 
 
-async def test_no_room_for_a_request_alone_ends_it(bench: Bench) -> None:
+async def test_request_that_does_not_fit_alone_ends(bench: Bench) -> None:
     bench.backend.fates = deque([Decode.NO_ROOM] * 3)
     [(_, _, code)] = await bench.outcome(bench.ask())
     assert code is Code.MODEL_FAILED
 
 
-async def test_a_broken_sampler_ends_only_its_request(bench: Bench) -> None:
+async def test_failing_sampler_ends_only_its_request(bench: Bench) -> None:
     good = bench.ask(b"good")
     bad = bench.ask(b"bad", sampling=Sampling(seed=666))
     assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
     assert await bench.outcome(good) == [("abcdefgh", "stop", None)]
 
 
-async def test_a_sampler_that_cannot_be_made_ends_only_its_request(bench: Bench) -> None:
+async def test_failing_sampler_factory_ends_only_its_request(bench: Bench) -> None:
     bad = bench.ask(b"bad", sampling=Sampling(seed=667))
     assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
-async def test_a_constraint_that_cannot_be_started_is_no_failure_of_the_model(bench: Bench) -> None:
-    """Its own words reach whoever asked for it, as they do when it ends in the middle of an answer."""
+async def test_constraint_error_at_the_start_keeps_its_own_code(bench: Bench) -> None:
+    """The error is the same as in the middle of an answer."""
 
     class Unstartable:
         def start(self) -> Mask:
@@ -180,7 +180,7 @@ async def test_an_abort_frees_its_slot_within_one_step(bench: Bench) -> None:
     assert all(len(batch) == 1 for batch in bench.backend.batches), "the aborted request was computed further"
 
 
-async def test_a_full_queue_refuses_at_once(bench: Bench) -> None:
+async def test_full_queue_rejects_at_once(bench: Bench) -> None:
     bench.backend.gate = threading.Semaphore(0)
     tickets = [bench.ask(bytes([65 + n])) for n in range(8)]
     refused = bench.ask(b"late")
@@ -190,12 +190,12 @@ async def test_a_full_queue_refuses_at_once(bench: Bench) -> None:
         assert await bench.outcome(ticket) == [("abcdefgh", "stop", None)]
 
 
-async def test_a_deadline_ends_a_request_that_never_began(bench: Bench) -> None:
+async def test_deadline_ends_a_request_that_has_not_started(bench: Bench) -> None:
     ticket = bench.ask(deadline=bench.engine.counters.clock() - 1)
     assert await bench.outcome(ticket) == [("", None, Code.DEADLINE_EXCEEDED)]
 
 
-async def test_stopping_tells_everyone(bench: Bench) -> None:
+async def test_stop_ends_all_requests_with_its_reason(bench: Bench) -> None:
     bench.backend.gate = threading.Semaphore(0)
     tickets = [bench.ask(bytes([65 + n])) for n in range(6)]
     await asyncio.to_thread(bench.backend.entered.wait, 5)
@@ -205,7 +205,7 @@ async def test_stopping_tells_everyone(bench: Bench) -> None:
         assert (await bench.outcome(ticket))[0][2] is Code.MODEL_LOADING
 
 
-async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
+async def test_counters_contain_computed_tokens(bench: Bench) -> None:
     await bench.outcome(bench.ask(b"hello"))
     await bench.outcome(bench.ask(b"hello!"))
     assert await asyncio.to_thread(bench.engine.stop, GONE)
@@ -215,7 +215,7 @@ async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
     assert beat.generated_tokens == 2 * 9
 
 
-async def test_the_pulse_tells_now_and_then_how_many_cells_are_used(bench: Bench) -> None:
+async def test_counters_contain_used_cells_periodically(bench: Bench) -> None:
     """And at the end."""
     now = [0.0]
     engine = Engine(bench.backend, ByteVocabulary(), bench.samplers, LIMITS, len, bench.fatal.append, lambda: now[0])
@@ -231,7 +231,7 @@ async def test_the_pulse_tells_now_and_then_how_many_cells_are_used(bench: Bench
     assert (engine.counters.cells_used, engine.counters.cells_retained) == (0, 4)
 
 
-async def test_requests_that_come_together_begin_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_requests_start_in_one_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first waits for one that is being read."""
     monkeypatch.setattr("inference.worker.engine.engine.GATHER_SECONDS", 10.0)
     coming = [1]
@@ -245,12 +245,12 @@ async def test_requests_that_come_together_begin_together(bench: Bench, monkeypa
     assert len(bench.backend.batches[0]) == 2
 
 
-async def test_nobody_is_waited_for_for_long(bench: Bench) -> None:
+async def test_wait_for_expected_requests_is_bounded(bench: Bench) -> None:
     bench.engine.expect(lambda: 1)
     assert await asyncio.wait_for(bench.outcome(bench.ask()), 5) == [("abcdefgh", "stop", None)]
 
 
-async def test_a_short_step_waits_for_nobody(bench: Bench) -> None:
+async def test_short_step_does_not_wait_for_expected_requests(bench: Bench) -> None:
     asked = []
     bench.engine.expect(lambda: asked.append(1) or 1)
     bench.engine._pace = Pace(LIMITS.batch, 1000)
@@ -258,7 +258,7 @@ async def test_a_short_step_waits_for_nobody(bench: Bench) -> None:
     assert asked == []
 
 
-def test_a_request_is_coming_until_the_engine_has_it_or_it_fails() -> None:
+def test_request_is_expected_until_it_is_submitted_or_fails() -> None:
     coming = ArrivingRequests()
     with coming.one() as arrived, coming.one():
         assert coming.count == 2

@@ -1,4 +1,4 @@
-"""The engine with answers that are divided and bounded: each is followed as asked, and a failure stays its own."""
+"""The engine with parsers and constraints: each answer has its own, and a failure ends one request."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def broken() -> MarkParser:
     raise ValueError("no such parser")
 
 
-async def test_choices_are_divided_each_by_itself(bench: Bench) -> None:
+async def test_each_choice_has_its_own_parser(bench: Bench) -> None:
     ticket = bench.ask(n=2, reading=reading())
     outputs: list[Output] = []
     while sum(output.finish is not None for output in outputs) < 2:
@@ -99,7 +99,7 @@ async def test_choices_are_divided_each_by_itself(bench: Bench) -> None:
         assert (own[-1].finish, own[-1].reasoning_tokens) == ("tool_calls", 3)
 
 
-async def test_a_parser_that_fails_ends_only_its_request(bench: Bench) -> None:
+async def test_failing_parser_ends_only_its_request(bench: Bench) -> None:
     bench.samplers.say = b"ab!c"
     bad, good = bench.ask(b"bad", reading=reading()), bench.ask(b"good")
     assert (await bench.outcome(bad))[0] == ("ab", None, Code.MODEL_FAILED)
@@ -113,7 +113,7 @@ async def test_a_parser_or_a_mask_that_cannot_be_made_ends_only_its_request(benc
         assert await bench.outcome(good) == [("(a)b[f:1]", "stop", None)]
 
 
-async def test_a_form_that_is_lost_is_told_in_its_own_words(bench: Bench) -> None:
+async def test_constraint_error_message_reaches_the_request(bench: Bench) -> None:
     """It is no failure of the model, and the neighbor goes on."""
     lost, kept = FakeConstraint(fails_at=ord("b")), FakeConstraint()
     bad, good = bench.ask(b"bad", constraint=lost), bench.ask(b"good", constraint=kept)
@@ -122,12 +122,12 @@ async def test_a_form_that_is_lost_is_told_in_its_own_words(bench: Bench) -> Non
     assert bytes(kept.made[0].seen[:-1]) == b"(a)b[f:1]"
 
 
-async def test_choices_have_masks_of_their_own(bench: Bench) -> None:
+async def test_each_choice_has_its_own_mask(bench: Bench) -> None:
     constraint = FakeConstraint()
     assert await bench.outcome(bench.ask(n=3, constraint=constraint), 3) == [("(a)b[f:1]", "stop", None)] * 3
     assert len(constraint.made) == 3
 
 
-def test_work_says_nothing_of_shapes_unless_told() -> None:
+def test_work_has_no_reading_or_constraint_by_default() -> None:
     plain = Work(prompts=[[1]], n=1, sampling=Sampling(), max_tokens=1)
     assert (plain.reading, plain.constraint) == (None, None)

@@ -1,4 +1,4 @@
-"""llama.cpp's log: which buffers it allocated, its last words, and what goes to stderr."""
+"""The log of llama.cpp: allocated buffers, the last lines, and the lines that go to stderr."""
 
 from __future__ import annotations
 

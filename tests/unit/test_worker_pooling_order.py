@@ -1,4 +1,4 @@
-"""The queue of a model that pools: who comes first, who pays for what, what fits together, and what ends unpooled."""
+"""The queue of pooling models: order of service, charged time, batches, and inputs that leave without a vector."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def names(queue: PoolQueue[str], now: float = 0.0) -> str:
 
 def served(queue: PoolQueue[str], seconds: float, most: int = 10_000) -> str:
     """Whose inputs are computed one after the other, with batches that take `seconds` each."""
-    said = ""
-    while queue.requests and len(said) < most:
-        said += names(queue)
+    order = ""
+    while queue.requests and len(order) < most:
+        order += names(queue)
         queue.computed(seconds)
-    return said
+    return order
 
 
-def test_a_batch_is_filled_in_order_and_never_overtaken_by_what_is_shorter() -> None:
+def test_batch_is_filled_in_order_without_overtaking_by_shorter_inputs() -> None:
     """Up to the sequences and the tokens of a batch."""
     queue: PoolQueue[str] = PoolQueue(3, 10)
     queue.add("a", [*ones(1, 4), *ones(1, 6), *ones(1, 1)], 0.0)
@@ -50,7 +50,7 @@ def test_a_batch_is_filled_in_order_and_never_overtaken_by_what_is_shorter() -> 
 
 
 @pytest.mark.parametrize(("later", "order"), [(0.0, "hnl"), (9.0, "hnl"), (11.0, "nhl"), (59.0, "nhl"), (61.0, "nlh")])
-def test_a_priority_is_a_head_start_of_seconds(later: float, order: str) -> None:
+def test_priority_is_an_offset_in_seconds(later: float, order: str) -> None:
     """`high` overtakes what came at most 10 and 60 s before it."""
     queue: PoolQueue[str] = PoolQueue(1, 10)
     queue.add("l", ones(1), 0.0, Priority.LOW)
@@ -59,7 +59,7 @@ def test_a_priority_is_a_head_start_of_seconds(later: float, order: str) -> None
     assert served(queue, 0.0) == order
 
 
-def test_a_small_request_waits_for_no_large_one() -> None:
+def test_small_request_does_not_wait_for_a_large_one() -> None:
     """What was computed for the large one counts as if it had come later, so others come between its inputs."""
     queue: PoolQueue[str] = PoolQueue(2, 100)
     queue.add("L", ones(2000), 0.0)
@@ -68,16 +68,16 @@ def test_a_small_request_waits_for_no_large_one() -> None:
     assert served(queue, 1.0, 4) == "sLLL"
 
 
-def test_large_requests_advance_alike() -> None:
+def test_large_requests_make_equal_progress() -> None:
     queue: PoolQueue[str] = PoolQueue(4, 100)
     for owner in "xyz":
         queue.add(owner, ones(400), 0.0)
-    said = served(queue, 1.0, 600)
-    assert {owner: said.count(owner) for owner in "xyz"} == {"x": 200, "y": 200, "z": 200}
+    order = served(queue, 1.0, 600)
+    assert {owner: order.count(owner) for owner in "xyz"} == {"x": 200, "y": 200, "z": 200}
 
 
 @pytest.mark.parametrize("large", [1, 3, 8])
-def test_a_small_request_waits_for_a_turn_of_each_large_one(large: int) -> None:
+def test_small_request_waits_for_one_batch_of_each_large_one(large: int) -> None:
     """However long they have been there: each has had its share of the time that passed."""
     queue: PoolQueue[str] = PoolQueue(1, 100)
     for owner in "ABCDEFGH"[:large]:
@@ -88,8 +88,8 @@ def test_a_small_request_waits_for_a_turn_of_each_large_one(large: int) -> None:
 
 
 @pytest.mark.parametrize(("arrival", "order"), [(11.9, "cb"), (12.1, "bc")])
-def test_each_pays_for_its_own_tokens(arrival: float, order: str) -> None:
-    """A batch of 8 s with 1 token of one request and 3 of another, who pays 6 s; these belonged to both."""
+def test_each_request_is_charged_for_its_own_tokens(arrival: float, order: str) -> None:
+    """A batch of 8 s with 1 token of one request and 3 of another, charged 6 s; two requests shared the time."""
     queue: PoolQueue[str] = PoolQueue(2, 4)
     queue.add("a", ones(1), 0.0)
     queue.add("b", [*ones(1, 3), *ones(1, 4)], 0.0)
@@ -99,7 +99,7 @@ def test_each_pays_for_its_own_tokens(arrival: float, order: str) -> None:
     assert served(queue, 0.0) == order
 
 
-def test_what_is_too_late_or_too_long_leaves_and_holds_up_nobody() -> None:
+def test_late_and_unfit_inputs_leave_the_queue() -> None:
     queue: PoolQueue[str] = PoolQueue(4, 10)
     queue.add("late", ones(2), 0.0, deadline=5.0)
     queue.add("long", [[1], [1] * 11, [2]], 0.0)
@@ -114,7 +114,7 @@ def test_what_is_too_late_or_too_long_leaves_and_holds_up_nobody() -> None:
     queue.computed(1.0)
 
 
-def test_who_left_is_forgotten() -> None:
+def test_dropped_request_leaves_the_queue() -> None:
     queue: PoolQueue[str] = PoolQueue(1, 10)
     for owner in "ab":
         queue.add(owner, ones(2), 0.0)
@@ -125,8 +125,8 @@ def test_who_left_is_forgotten() -> None:
     assert (queue.requests, queue.inputs, names(queue)) == (0, 0, "")
 
 
-def test_the_largest_request_weighs_nothing() -> None:
-    """Whoever's it is, and as it is now."""
+def test_largest_request_does_not_count() -> None:
+    """The largest request of all, by its waiting tokens."""
     queue: PoolQueue[str] = PoolQueue(1, 1000)
     assert queue.weight() == queue.weight(ones(5, 100)) == 0
     queue.add("a", ones(5, 100), 0.0)
@@ -149,7 +149,7 @@ def test_the_largest_request_weighs_nothing() -> None:
     slots=st.integers(1, 4),
     seconds=st.floats(0.0, 5.0),
 )
-def test_every_input_leaves_once_and_nobody_with_a_later_place_goes_first(
+def test_each_input_leaves_once_in_the_order_of_service(
     requests: Sequence[tuple[list[int], float, Priority]], slots: int, seconds: float
 ) -> None:
     """Before anything was computed for either the order is that of arrival and head start."""

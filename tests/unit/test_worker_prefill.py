@@ -1,4 +1,4 @@
-"""The rate at which prompts are read follows the steps that read much of them."""
+"""The prefill rate follows the steps with many prompt tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from inference.worker.prefill_rate import LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 
 
-def test_nothing_is_known_before_a_step_that_counts() -> None:
+def test_rate_is_none_before_a_step_that_counts() -> None:
     assert PrefillRate().tokens_per_second is None
     assert PrefillRate().read(LEAST_TOKENS - 1, 0.5).tokens_per_second is None
     assert PrefillRate().read(500, 0.0).tokens_per_second is None
     assert PrefillRate().read(500, 0.5).tokens_per_second == 1000
 
 
-def test_older_steps_weigh_less_and_none_outlasts_the_window() -> None:
+def test_older_steps_have_less_weight_and_leave_the_window() -> None:
     rate = PrefillRate().read(1000, 1.0)
     for _ in range(200):
         rate = rate.read(100, 1.0)
@@ -25,7 +25,7 @@ def test_older_steps_weigh_less_and_none_outlasts_the_window() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 60)), max_size=40))
-def test_the_rate_is_never_beyond_what_was_seen(steps: list[tuple[int, float]]) -> None:
+def test_rate_stays_within_the_measured_rates(steps: list[tuple[int, float]]) -> None:
     rate = PrefillRate()
     for tokens, seconds in steps:
         rate = rate.read(tokens, seconds)

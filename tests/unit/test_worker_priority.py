@@ -1,4 +1,4 @@
-"""What a request's priority does once it is in a worker: what waits is answered in its order, whatever it asks for."""
+"""Priorities in a worker: waiting requests of all kinds are served in their order."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ async def status(app: App, path: str, priority: str) -> int:
     raw = json.dumps(BODIES[path]).encode()
     headers = [(b"content-length", str(len(raw)).encode()), (H_PRIORITY.encode(), priority.encode())]
     unread = [{"type": "http.request", "body": raw, "more_body": False}]
-    said: list[int] = []
+    statuses: list[int] = []
 
     async def receive() -> dict[str, Any]:
         return unread.pop() if unread else await asyncio.get_running_loop().create_future()
 
     async def send(message: Any) -> None:
-        said.extend([message["status"]] if "status" in message else [])
+        statuses.extend([message["status"]] if "status" in message else [])
 
     await app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
-    return said[0]
+    return statuses[0]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_high_request_is_answered_before_a_low_one_that_came_first(path: str) -> None:
+async def test_high_priority_request_is_served_before_an_earlier_low_one(path: str) -> None:
     """And one that says nothing between them."""
     ended: list[str] = []
 
@@ -115,7 +115,7 @@ async def test_a_high_request_is_answered_before_a_low_one_that_came_first(path:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_priority_that_is_none_is_refused(path: str) -> None:
+async def test_invalid_priority_is_rejected(path: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         app, thread = apps(executor, path)
         async with asyncio.timeout(5):
@@ -124,7 +124,7 @@ async def test_a_priority_that_is_none_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_priority_is_read_as_the_service_in_front_reads_it(path: str) -> None:
+async def test_worker_parses_priorities_as_the_inference_service_does(path: str) -> None:
     """Which takes it in any case and passes it on as it came."""
     with ThreadPoolExecutor(1) as executor:
         app, thread = apps(executor, path)

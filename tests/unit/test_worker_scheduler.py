@@ -1,4 +1,4 @@
-"""The scheduler's rarer turns: scored prompts, suspended jobs, prompts that share a beginning; chosen, not random."""
+"""Single cases of the scheduler: scored prompts, suspended jobs, shared prefixes, limits and deadlines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
     return rows
 
 
-def test_a_scored_prompt_never_asks_for_more_outputs_than_there_are() -> None:
+def test_scored_prompt_stays_within_the_outputs_of_a_step() -> None:
     """One output stays free for every other job that may need it."""
     scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=7))
     scheduler.submit([Job(1, (1,) * 10, score=True), Job(2, (2,) * 20)])
@@ -39,7 +39,7 @@ def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) 
     return [lengths.get(number, 0) for number in range(len(prompts))]
 
 
-def test_prompts_are_read_whole_where_they_are_short() -> None:
+def test_short_prompts_are_prefilled_whole() -> None:
     """A piece would be computed on its own, and so would its rest in the next step."""
     assert given([80, 80, 80, 80], 180) == [80, 80, 0, 0]
     assert given([80, 80, 80, 80], 200) == [80, 80, 80, 0], "with a quarter more the third is complete"
@@ -47,19 +47,19 @@ def test_prompts_are_read_whole_where_they_are_short() -> None:
     assert given([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest has its part all the same"
 
 
-def test_a_long_prompt_takes_what_is_left_of_a_step_where_that_is_much() -> None:
+def test_long_prompt_takes_a_large_rest_of_the_budget() -> None:
     assert given([80, 1000], 160) == [80, 80]
     assert given([80, 1000], 159) == [80, 0]
     assert given([1000, 900], 100) == [25, 75]
 
 
-def test_a_small_remainder_is_taken_along_as_far_as_the_batch_has_room() -> None:
-    """It would be another step that holds everybody up; a large one is none of this step's."""
+def test_budget_is_exceeded_to_complete_a_prompt_within_the_batch() -> None:
+    """A small rest would delay all streams in one more step; a large rest stays for the next step."""
     assert [given([length], 400, decoding=1) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
     assert given([460], 400, batch=450) == [400]
 
 
-def test_more_is_taken_along_where_that_is_all_and_few_are_held_up_by_it() -> None:
+def test_budget_is_exceeded_by_half_to_complete_all_prompts() -> None:
     assert given([80] * 7, 374, batch=1000, decoding=1) == [80] * 7
     assert given([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all of it would be complete"
     assert given([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many are held up as wait"
@@ -67,7 +67,7 @@ def test_more_is_taken_along_where_that_is_all_and_few_are_held_up_by_it() -> No
     assert given([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "llama.cpp takes no more at once"
 
 
-def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
+def test_scored_tokens_are_not_scored_again_after_preemption() -> None:
     scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=6))
     scheduler.submit([Job(1, (1,)), Job(2, (2,) * 12, score=True)])
     assert [len(row.tokens) for row in rows_of(scheduler, 30)] == [1, 5]
@@ -81,7 +81,7 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     assert again == [(0, 5, False), (5, 6, True), (11, 1, True)]
 
 
-def test_a_suspended_job_waits_without_a_place_and_comes_back_to_its_own() -> None:
+def test_suspended_job_resumes_at_its_old_place() -> None:
     scheduler = Scheduler(Limits(slots=1, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4), Job(3, (3,) * 4)])
     assert [row.job for row in rows_of(scheduler)] == [1]
@@ -106,7 +106,7 @@ def test_a_suspended_job_waits_without_a_place_and_comes_back_to_its_own() -> No
     assert (scheduler.active, scheduler.queued) == (0, 0)
 
 
-def test_a_live_sequence_lends_its_beginning() -> None:
+def test_prefix_of_a_running_sequence_is_copied() -> None:
     """The longest of several, and never the last token."""
     scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4))
     scheduler.submit([Job(1, (1, 2, 3, 4, 5)), Job(2, (1, 2, 9))])
@@ -119,7 +119,7 @@ def test_a_live_sequence_lends_its_beginning() -> None:
     assert [row.start for row in step.rows if row.job == 3] == [3]
 
 
-def test_a_beginning_that_is_too_short_to_copy_is_computed() -> None:
+def test_short_prefix_is_computed_instead_of_copied() -> None:
     """In its own place it costs nothing, but a tail as short. Choices do not wait for it."""
     scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4, copied=4))
     scheduler.submit([Job(1, (1, 2, 3, 4), group=1), Job(2, (1, 2, 3, 4), group=1)])
@@ -140,7 +140,7 @@ def test_a_beginning_that_is_too_short_to_copy_is_computed() -> None:
     assert (2, 2) in [(row.slot, row.start) for row in step.rows]
 
 
-def test_what_was_kept_is_not_lost_for_a_short_beginning() -> None:
+def test_retained_prefix_is_not_dropped_for_a_short_match() -> None:
     """The slot that was used longest ago goes, although another begins alike by a token."""
     scheduler = Scheduler(Limits(slots=2, context=30, batch=30, queue=4, copied=4))
     for job, prompt in ((1, (1, 2, 3, 4, 5)), (2, (6, 7, 8, 9, 5))):
@@ -156,7 +156,7 @@ def test_what_was_kept_is_not_lost_for_a_short_beginning() -> None:
     assert (row.slot, row.start) == (1, 4)
 
 
-def test_neighbours_of_what_runs_are_taken_first() -> None:
+def test_neighbors_of_taken_slots_are_assigned_first() -> None:
     """llama.cpp computes sequences together whose numbers follow each other."""
     scheduler = Scheduler(Limits(slots=4, context=30, batch=30, queue=4))
     scheduler.submit([Job(number, (number,)) for number in (1, 2, 3)])
@@ -176,7 +176,7 @@ def after(order: str, copied: int = 2) -> Scheduler:
     return scheduler
 
 
-def test_sequences_that_run_stand_side_by_side() -> None:
+def test_running_sequences_use_neighboring_slots() -> None:
     """What the slot beside them kept moves to the one that was used longest ago, and is found there."""
     scheduler = after("20413")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
@@ -204,7 +204,7 @@ def test_a_gap_is_filled_before_the_row_becomes_longer() -> None:
     assert step.operations == (Remove(3, 0), Copy(1, 3, 3), Remove(1, 0))
 
 
-def test_a_beginning_moves_beside_those_that_run() -> None:
+def test_retained_prefix_moves_next_to_running_sequences() -> None:
     """Its old place is free then."""
     scheduler = after("01234")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (14, 14, 14, 14, 9))])
@@ -213,7 +213,7 @@ def test_a_beginning_moves_beside_those_that_run() -> None:
     assert step.operations == (Remove(0, 0), Remove(1, 0), Copy(4, 1, 4), Remove(4, 0))
 
 
-def test_a_beginning_beside_those_that_run_is_kept_for_a_short_one() -> None:
+def test_retained_prefix_next_to_running_sequences_moves_away_for_a_short_prompt() -> None:
     """The slot is the nearest, and what it holds is worth more than the one token that they share."""
     scheduler = after("20413")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (11, 2, 2))])
@@ -222,7 +222,7 @@ def test_a_beginning_beside_those_that_run_is_kept_for_a_short_one() -> None:
     assert Copy(1, 0, 4) in step.operations
 
 
-def test_little_is_not_moved_and_much_neither() -> None:
+def test_small_and_large_prefixes_are_not_moved() -> None:
     """Fewer tokens than are worth a copy are forgotten; a copy of a large context costs more than a gap."""
     little = after("20413", copied=5)
     little.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
@@ -232,7 +232,7 @@ def test_little_is_not_moved_and_much_neither() -> None:
     assert [row.slot for row in much.plan(0.0, 90).rows] == [0, 2]
 
 
-def test_forgetting_leaves_those_that_run_alone() -> None:
+def test_forget_keeps_running_sequences() -> None:
     """What a free slot kept is dropped; a sequence under way computes on."""
     scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
@@ -245,8 +245,8 @@ def test_forgetting_leaves_those_that_run_alone() -> None:
     assert [(row.job, row.start) for row in step.rows] == [(2, 4)]
 
 
-def test_fewer_sequences_are_begun_and_none_is_ended() -> None:
-    """A limit counts for those that wait; who has a slot keeps it."""
+def test_lower_limit_ends_no_running_sequence() -> None:
+    """A limit applies to waiting jobs; running jobs keep their slots."""
     scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
     scheduler.limit(1)
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
@@ -260,7 +260,7 @@ def test_fewer_sequences_are_begun_and_none_is_ended() -> None:
     assert [row.job for row in rows_of(scheduler)] == [1, 2]
 
 
-def test_a_first_token_meets_the_deadline_of_its_request_and_of_no_other() -> None:
+def test_first_token_removes_only_the_deadline_of_its_request() -> None:
     scheduler = Scheduler(Limits(slots=2, context=50, batch=8, queue=10))
     scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2, 3)])
     scheduler.submit([Job(number, (1, 2), deadline=5.0) for number in (4, 5)])
@@ -279,8 +279,8 @@ def test_a_first_token_meets_the_deadline_of_its_request_and_of_no_other() -> No
     assert scheduler.plan(9.0, 8).expired == ()
 
 
-def test_a_token_that_could_not_be_drawn_meets_no_deadline() -> None:
-    """Whoever else of the request waits is late as if nothing had been computed."""
+def test_failed_sampling_does_not_remove_the_deadline() -> None:
+    """The other waiting jobs of the request still pass their deadline."""
     scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
     assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1]
@@ -290,7 +290,7 @@ def test_a_token_that_could_not_be_drawn_meets_no_deadline() -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["it goes on", "it is all"])
-def test_the_first_token_of_a_request_meets_its_deadline(goes_on: bool) -> None:
+def test_first_token_removes_the_deadline_of_all_choices(goes_on: bool) -> None:
     scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
     scheduler.plan(0.0, 8)
@@ -302,7 +302,7 @@ def test_the_first_token_of_a_request_meets_its_deadline(goes_on: bool) -> None:
     assert scheduler.plan(5.0, 8).expired == ()
 
 
-def test_choices_that_wait_hold_their_prompt_once() -> None:
+def test_waiting_choices_share_one_prompt() -> None:
     """Hundreds can wait, and a prompt of a long context takes half a megabyte."""
     scheduler = Scheduler(Limits(slots=1, context=100_001, batch=8, queue=99))
     prompt = array("i", bytes(400_000))

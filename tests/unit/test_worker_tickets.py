@@ -1,4 +1,4 @@
-"""A request's mailbox: what is read on arrival wakes nobody, keeps its order, and counts like what is taken."""
+"""Tickets: outputs that are read on arrival do not wake the reader, keep their order, and count as read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def waiting(ticket: Ticket[str], seconds: float = LONG) -> asyncio.Task[li
     return task
 
 
-async def test_what_is_read_on_arrival_wakes_nobody_and_counts_as_read() -> None:
+async def test_output_read_on_arrival_does_not_wake_the_reader() -> None:
     ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
     seen: list[str] = []
     ticket.on_arrival = lambda output: output != "end" and not seen.append(output)
@@ -34,7 +34,7 @@ async def test_what_is_read_on_arrival_wakes_nobody_and_counts_as_read() -> None
     assert (seen, ticket.read) == (["a", "b"], 4)
 
 
-async def test_nothing_overtakes_what_is_not_taken_yet() -> None:
+async def test_outputs_keep_their_order() -> None:
     """Between two waits the reader is busy with what it took, so everything waits for its turn."""
     ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
     seen: list[str] = []
@@ -56,7 +56,7 @@ class Clock:
         self.create_future = asyncio.get_running_loop().create_future
 
     def time(self) -> float:
-        """The time that it is said to be."""
+        """The simulated time."""
         return self.now
 
     def call_later(self, seconds: float, call: Callable[..., None], *given: Any) -> asyncio.TimerHandle:
@@ -73,7 +73,7 @@ class Clock:
             call(*given)
 
 
-async def test_silence_is_counted_from_the_last_output_that_was_read_on_arrival() -> None:
+async def test_timeout_starts_at_the_last_output_read_on_arrival() -> None:
     """With one timer, which is set anew only when it fires."""
     clock = Clock()
     ticket: Ticket[str] = Ticket(clock)  # type: ignore[arg-type]
@@ -89,21 +89,21 @@ async def test_silence_is_counted_from_the_last_output_that_was_read_on_arrival(
     assert await task == []
 
 
-async def test_who_stalled_is_told_of_room_by_a_read_on_arrival_too() -> None:
-    told: list[bool] = []
+async def test_read_on_arrival_ends_the_stall() -> None:
+    stalled: list[bool] = []
     ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
-    ticket.on_room = lambda: told.append(ticket.stalled)
+    ticket.on_room = lambda: stalled.append(ticket.stalled)
     ticket.on_arrival = lambda _output: True
     task = await waiting(ticket)
     ticket.stalled = True
     ticket.put("a")
     ticket.put("b")
-    assert told == [False]
+    assert stalled == [False]
     ticket.leave()
     assert await task == []
 
 
-async def test_a_reader_that_fails_leaves_the_output_for_who_waits() -> None:
+async def test_failing_on_arrival_leaves_the_output_for_take() -> None:
     """And the outputs of others in the same delivery are handed out all the same."""
 
     def fails(_output: str) -> bool:
@@ -118,7 +118,7 @@ async def test_a_reader_that_fails_leaves_the_output_for_who_waits() -> None:
 
 
 @pytest.mark.parametrize("gone_first", [False, True])
-async def test_who_leaves_ends_the_wait(gone_first: bool) -> None:
+async def test_disconnect_ends_the_wait(gone_first: bool) -> None:
     ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
     if gone_first:
         ticket.leave()

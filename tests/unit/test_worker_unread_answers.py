@@ -1,4 +1,4 @@
-"""An answer that nobody reads does not grow without limit: its request gives its slot up until it is read on."""
+"""A request with too many unread outputs gives up its slot until they are read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_an_unread_answer_stops_and_goes_on_where_it_was(bench: Bench) -> None:
+async def test_unread_answer_is_suspended_and_continues_after_reading(bench: Bench) -> None:
     ticket = bench.ask(100)
     text = ""
     takes = 0
@@ -75,7 +75,7 @@ async def test_an_unread_answer_stops_and_goes_on_where_it_was(bench: Bench) -> 
     assert computed == 5 + 99, "its cells were kept"
 
 
-async def test_nobody_else_waits_for_it(bench: Bench) -> None:
+async def test_unread_answer_does_not_delay_other_requests(bench: Bench) -> None:
     """It holds no slot."""
     stalled = [bench.ask(200) for _ in range(2)]
     bench.run()
@@ -85,7 +85,7 @@ async def test_nobody_else_waits_for_it(bench: Bench) -> None:
     assert all(ticket.stalled for ticket in stalled)
 
 
-async def test_one_that_is_never_read_ends(bench: Bench) -> None:
+async def test_answer_that_stays_unread_ends(bench: Bench) -> None:
     """All its choices do, and nothing of it is left."""
     ticket = bench.ask(200, n=2)
     bench.run()
@@ -97,7 +97,7 @@ async def test_one_that_is_never_read_ends(bench: Bench) -> None:
     assert not bench.engine._scheduler.queued
 
 
-async def test_a_client_that_leaves_while_it_waits_is_forgotten(bench: Bench) -> None:
+async def test_abort_of_a_suspended_request_removes_it(bench: Bench) -> None:
     ticket = bench.ask(200)
     bench.run()
     assert ticket.stalled
@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_while_it_waits_is_forgotten(bench: Bench) ->
     assert [sampler.closed for sampler in bench.samplers.made] == [1]
 
 
-async def test_reading_between_the_count_and_the_stop_is_noticed(bench: Bench) -> None:
+async def test_read_during_suspension_resumes_the_request(bench: Bench) -> None:
     """The reader saw no reason to say that it had read, so the engine looks again."""
     ticket = bench.ask(60)
     bench.run(until=lambda: ticket.sent == MOST)

@@ -1,4 +1,4 @@
-"""Work that disturbs is done once, when nobody has been served for a while."""
+"""A task runs once after an idle period."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AtOnce(Executor):
         return job
 
 
-def test_it_is_done_in_the_first_lull_and_never_again() -> None:
+def test_task_runs_once_in_the_first_idle_period() -> None:
     done: list[str] = []
     timers = Timers()
     task = IdleTask(lambda: done.append("read"), AtOnce(), timers.later)
@@ -60,7 +60,7 @@ def test_it_is_done_in_the_first_lull_and_never_again() -> None:
     assert done == ["read"]
 
 
-def test_who_asks_again_in_time_puts_it_off() -> None:
+def test_new_request_postpones_the_task() -> None:
     done: list[str] = []
     timers = Timers()
     task = IdleTask(lambda: done.append("read"), AtOnce(), timers.later)
@@ -75,7 +75,7 @@ def test_who_asks_again_in_time_puts_it_off() -> None:
     assert done == ["read"]
 
 
-def test_work_that_says_so_goes_on_in_another_lull() -> None:
+def test_task_that_returns_true_runs_again_in_a_later_idle_period() -> None:
     done: list[str] = []
     timers = Timers()
 
@@ -91,7 +91,7 @@ def test_work_that_says_so_goes_on_in_another_lull() -> None:
         assert len(done) == parts
 
 
-def test_work_that_fails_or_is_called_off_is_not_tried_again() -> None:
+def test_failed_or_cancelled_task_is_not_repeated() -> None:
     done: list[str] = []
     timers = Timers()
 

@@ -1,4 +1,4 @@
-"""How a step with images becomes several batches: order, positions, what is sampled, and undoing half a step."""
+"""A step with images becomes several batches: order, positions, sampled rows, and undoing a partial step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeContext:
     can_trim: bool = True
     fates: deque[Decode] = field(default_factory=deque)
     held: dict[int, list[int]] = field(default_factory=dict)
-    said: list[object] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
 
     def remove(self, slot: int, start: int = 0) -> bool:
         if start and not self.can_trim:
@@ -46,7 +46,7 @@ class FakeContext:
             held += range(row.start, row.start + len(row.tokens))
             at += len(row.tokens)
             last.append(at)
-        self.said.append([(row.slot, row.start, len(row.tokens), row.sample) for row in rows])
+        self.calls.append([(row.slot, row.start, len(row.tokens), row.sample) for row in rows])
         return Decode.OK, last
 
     def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
@@ -56,7 +56,7 @@ class FakeContext:
         line = positions if positions.ndim == 1 else positions[0]  # the cells know the first section
         assert int(line.min()) == (max(held) + 1 if held else 0)
         held += map(int, line)
-        self.said.append(("image", slot, positions.tolist(), non_causal))
+        self.calls.append(("image", slot, positions.tolist(), non_causal))
         return Decode.OK
 
 
@@ -88,23 +88,23 @@ def row(slot: int, start: int, tokens: list[int], sample: bool = True) -> Row:
     return Row(slot, slot, start, tokens, sample)
 
 
-def test_text_alone_goes_through_as_it_is(context: FakeContext, backend: VisionBackend) -> None:
+def test_text_only_step_is_passed_through(context: FakeContext, backend: VisionBackend) -> None:
     assert backend.decode([row(0, 0, [5, 6]), row(1, 0, [7])]) == (Decode.OK, [1, 2])
-    assert context.said == [[(0, 0, 2, True), (1, 0, 1, True)]]
+    assert context.calls == [[(0, 0, 2, True), (1, 0, 1, True)]]
     assert backend.logits(3) == 3
 
 
-def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: VisionBackend) -> None:
-    """Somebody decodes, one prompt has two images, one ends in an image because its step does."""
+def test_sampled_rows_are_computed_last_in_one_batch(context: FakeContext, backend: VisionBackend) -> None:
+    """One row decodes, one prompt has two images, and one row ends in an image."""
     backend.decode([row(0, 0, [5])])
-    context.said.clear()
+    context.calls.clear()
     step = [
         row(0, 1, [6]),
         row(1, 0, [7, *FLAT_TOKENS, 8, *FOLDED_TOKENS, 9, 9]),
         row(2, 0, [5, 5, *FLAT_TOKENS], sample=False),
     ]
     assert backend.decode(step) == (Decode.OK, [0, 2, -1])
-    assert context.said == [
+    assert context.calls == [
         [(1, 0, 1, False), (2, 0, 2, False)],
         ("image", 1, [1, 2, 3], False),
         ("image", 2, [2, 3, 4], False),
@@ -114,30 +114,30 @@ def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: 
     ]
 
 
-def test_cells_are_counted_outside_and_positions_inside(context: FakeContext, backend: VisionBackend) -> None:
+def test_cells_are_converted_to_positions(context: FakeContext, backend: VisionBackend) -> None:
     """A folded image takes four cells and moves the text by two; copies and removals count cells too."""
     assert backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])[0] is Decode.OK
     backend.decode([row(0, 6, [7])])
-    assert context.said[-1] == [(0, 4, 1, True)]
+    assert context.calls[-1] == [(0, 4, 1, True)]
     backend.copy(0, 1, 5)
     assert context.held[1] == [0, 1, 1, 1, 1]
     backend.decode([row(1, 5, [8])])
-    assert context.said[-1] == [(1, 3, 1, True)]
+    assert context.calls[-1] == [(1, 3, 1, True)]
     backend.remove(0, 6)
     assert context.held[0] == [0, 1, 1, 1, 1, 3]
     backend.remove(0, 1)
     backend.decode([row(0, 1, [9])])
-    assert context.said[-1] == [(0, 1, 1, True)]
+    assert context.calls[-1] == [(0, 1, 1, True)]
 
 
-def test_only_images_and_nothing_to_sample(context: FakeContext, backend: VisionBackend) -> None:
+def test_step_with_images_only_has_no_logits(context: FakeContext, backend: VisionBackend) -> None:
     assert backend.decode([row(0, 0, FLAT_TOKENS, sample=False)]) == (Decode.OK, [-1])
     assert backend.decode([row(0, 3, FOLDED_TOKENS, sample=False)]) == (Decode.OK, [-1])
     assert context.held[0] == [0, 1, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("good", range(5))
-def test_no_room_half_way_leaves_the_memory_as_it_was(good: int) -> None:
+def test_no_room_in_the_middle_restores_the_memory(good: int) -> None:
     """Whichever of the step's batches finds no cells: afterwards the same step can be tried again."""
     context = FakeContext()
     backend = VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
@@ -148,10 +148,10 @@ def test_no_room_half_way_leaves_the_memory_as_it_was(good: int) -> None:
     assert backend.decode(step) == (Decode.NO_ROOM, [])
     assert context.held == {0: before, 1: []}
     assert backend.decode(step) == (Decode.OK, [0, 1])
-    assert context.said[-1] == [(0, 4, 1, True), (1, 7, 1, True)]
+    assert context.calls[-1] == [(0, 4, 1, True), (1, 7, 1, True)]
 
 
-def test_what_cannot_be_undone_is_a_failed_step() -> None:
+def test_no_room_that_cannot_be_undone_is_a_failed_step() -> None:
     context = FakeContext(can_trim=False)
     backend = VisionBackend(context, 2, tile_finder({-1: FLAT}))
     backend.decode([row(0, 0, [5])])
@@ -161,6 +161,6 @@ def test_what_cannot_be_undone_is_a_failed_step() -> None:
     assert backend.decode([row(1, 0, [*FLAT_TOKENS, 8])])[0] is Decode.COMPUTE_FAILED
 
 
-def test_an_image_that_is_gone_is_a_defect_and_no_crash(backend: VisionBackend) -> None:
+def test_released_image_raises_key_error(backend: VisionBackend) -> None:
     with pytest.raises(KeyError, match="released before it was computed"):
         backend.decode([row(0, 0, [-99, 5])])

@@ -1,4 +1,4 @@
-"""Which sequences are saved when a model leaves its device, and what must match when they come back."""
+"""Which sequences are saved when a model is offloaded, and which properties must match to restore them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inference.worker.steps import Job, Limits
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))
-def test_the_latest_that_fit_are_chosen(sequences: list[tuple[int, int]], most_bytes: int) -> None:
-    """They fit together, come latest first, and who is left out would not have fitted in its turn."""
+def test_most_recently_used_sequences_that_fit_are_chosen(sequences: list[tuple[int, int]], most_bytes: int) -> None:
+    """They fit together, most recently used first; a sequence that is left out would not have fitted."""
     retained = [Retained(slot, array("i", [1]), "t", used) for slot, (_size, used) in enumerate(sequences)]
     sizes = {slot: size for slot, (size, _used) in enumerate(sequences)}
     kept = chosen(retained, sizes, most_bytes)
@@ -28,14 +28,14 @@ def test_the_latest_that_fit_are_chosen(sequences: list[tuple[int, int]], most_b
             assert sizes[item.slot] > room
 
 
-def test_what_differs_is_named() -> None:
+def test_differing_returns_the_changed_keys() -> None:
     """Values and names that one side lacks."""
     assert differing({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == ("b", "c", "d")
     assert differing({"a": [1, 2]}, {"a": [1, 2]}) == ()
 
 
-def test_an_adopted_sequence_is_a_retained_prefix_like_any_other() -> None:
-    """Its tenant's prompt goes on with it; somebody else's does not; what is held is told again."""
+def test_adopted_sequence_is_reused_as_a_retained_prefix() -> None:
+    """A prompt of its tenant reuses it, a prompt of another tenant does not, and `retained` contains it."""
     limits = Limits(slots=2, context=4096, batch=64, queue=8, can_trim=True)
     tokens = array("i", range(1, 1001))
     scheduler = Scheduler(limits)

@@ -1,4 +1,4 @@
-"""Long texts are cut only where a special token's text begins that no other one overlaps."""
+"""Long texts are cut only before special tokens whose text no other one overlaps."""
 
 from __future__ import annotations
 
