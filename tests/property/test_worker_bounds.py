@@ -168,9 +168,7 @@ def test_one_step_pays_for_a_machine_that_became_slower(
 
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS)
-def test_everybody_ends_within_steps_that_can_be_counted(
-    machine: Machine, requests: list[tuple[int, int, int]]
-) -> None:
+def test_all_jobs_end_within_a_bounded_number_of_steps(machine: Machine, requests: list[tuple[int, int, int]]) -> None:
     """One step per token of its answer, and until then at most one per 8 tokens of its own prompt and of those that
     came before: whichever is the oldest gets a quarter of at least 32.
     """

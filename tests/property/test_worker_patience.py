@@ -93,7 +93,7 @@ class Bench:
         return [(at, output) for at, owner, output in self.heard if owner is ticket and output.choice == choice]
 
 
-def test_text_that_comes_faster_than_it_is_asked_for_leaves_together() -> None:
+def test_text_within_the_delay_is_joined() -> None:
     bench = Bench()
     ticket = bench.ask()
     bench.run()
@@ -106,21 +106,21 @@ def test_text_that_comes_faster_than_it_is_asked_for_leaves_together() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_delay_seconds": 0.0}, {"logprobs": 2}])
-def test_without_patience_and_with_log_probabilities_every_token_leaves_alone(changes: dict[str, Any]) -> None:
+def test_no_delay_or_log_probabilities_send_each_token_alone(changes: dict[str, Any]) -> None:
     bench = Bench()
     ticket = bench.ask(**changes)
     bench.run()
     assert [output.text for _at, output in bench.of(ticket)] == [chr(byte) for byte in SAY[:60]]
 
 
-def test_each_choice_begins_at_once() -> None:
+def test_first_output_of_each_choice_is_sent_at_once() -> None:
     bench = Bench()
     ticket = bench.ask(n=3)
     bench.run()
     assert [bench.of(ticket, choice)[0][1].text for choice in range(3)] == ["a"] * 3
 
 
-def test_a_reader_of_log_probabilities_that_reads_everything_is_never_taken_for_one_that_reads_nothing() -> None:
+def test_reader_of_log_probabilities_is_not_counted_as_lagging() -> None:
     """Text whose scores wait for their token, because a stop string may have begun in it, is counted once."""
     bench = Bench()
     ticket = bench.ask(logprobs=2, stops=("cdx", "fgy"), max_tokens=70)
@@ -128,7 +128,7 @@ def test_a_reader_of_log_probabilities_that_reads_everything_is_never_taken_for_
     assert ticket.sent <= len(bench.of(ticket))
 
 
-def test_who_waits_for_a_slot_keeps_nobody_from_joining() -> None:
+def test_waiting_request_does_not_prevent_joining() -> None:
     bench = Bench()
     bench.engine.limit(1)
     first, second = bench.ask(), bench.ask()
@@ -136,7 +136,7 @@ def test_who_waits_for_a_slot_keeps_nobody_from_joining() -> None:
     assert len(bench.of(first)) == len(bench.of(second)) == 7
 
 
-def test_what_left_early_hurries_nobody_else() -> None:
+def test_early_output_does_not_release_other_outputs() -> None:
     outbox = Outbox()
     left, stays = Mailbox(), Mailbox()
     outbox.hold(left, Output(0, "a", 1), 1.0)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_what_left_early_hurries_nobody_else() -> None:
     assert not outbox.is_waiting
 
 
-def test_what_could_not_be_delivered_is_kept() -> None:
+def test_undelivered_outputs_are_kept() -> None:
     outbox, got = Outbox(), []  # type: ignore[var-annotated]
     outbox.put(Mailbox(), Output(0, "a", 1))  # type: ignore[arg-type]
 
@@ -181,7 +181,7 @@ def test_before_a_prompt_is_read_everything_leaves() -> None:
     assert "".join(output.text for at, output in bench.of(first) if at <= began) == SAY[:5].decode()
 
 
-def test_who_left_gets_nothing_of_what_waited_for_more() -> None:
+def test_aborted_request_gets_no_waiting_output() -> None:
     bench = Bench()
     ticket, other = bench.ask(), bench.ask()
     bench.run(turns=5)
@@ -203,7 +203,7 @@ def test_an_error_comes_behind_the_text_before_it() -> None:
     assert end.error is not None
 
 
-def test_what_waited_is_not_counted_as_unread() -> None:
+def test_waiting_output_is_not_counted_as_unread() -> None:
     """A reader that takes everything is never taken for one that reads nothing."""
     bench = Bench()
     ticket = bench.ask()

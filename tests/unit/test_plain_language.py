@@ -50,12 +50,12 @@ ALLOWED: dict[str, int] = {
     "tests/fuzz": 36,
     "tests/integration": 632,
     "tests/promises": 8,
-    "tests/property": 168,
+    "tests/property": 152,
     "tests/regressions": 203,
     "tests/rigs": 78,
     "tests/rigs/fake_provider": 29,
     "tests/rigs/nvml_stub": 1,
-    "tests/unit": 792,
+    "tests/unit": 687,
 }
 
 
