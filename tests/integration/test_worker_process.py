@@ -66,7 +66,7 @@ BROKEN: list[tuple[str, dict[str, object], str, str]] = [
     ("no gguf", {"path": __file__}, "startup", "magic"),
     ("an image projector", {"mmproj": "/x.gguf"}, "startup", "mmproj"),
     ("a cache type", {"kv_type": "q2"}, "startup", "q2"),
-    ("both kinds", {"capabilities": ("chat", "embeddings")}, "startup", "two models"),
+    ("both kinds", {"capabilities": ("chat", "embeddings")}, "startup", "one model per use"),
     ("no such device", {"devices": (GPU7,), "gpu_layers": -1}, "device_lost", "CUDA7"),
     ("a LoRA that is none", {"lora": (__file__,)}, "startup", "LoRA"),
     ("more than can be counted", {"context_length": 2**30}, "startup", "parallel"),
