@@ -196,14 +196,14 @@ WIDE = lambda: tiny_projector.projector(into=128)  # noqa: E731 - made when a te
     [
         (tiny_gguf.generative, WIDE, {}, "mismatch"),
         (tiny_gguf.generative, tiny_gguf.generative, {}, "could not load the projector"),
-        (tiny_gguf.generative, lambda: Path("/nowhere/eye.gguf"), {}, "no file /nowhere/eye.gguf (mmproj)"),
-        (tiny_gguf.embedding, tiny_projector.projector, {}, "images are read in chats only"),
-        (lambda: tiny_gguf.generative(template=None), tiny_projector.projector, {}, "images are read in chats only"),
-        (tiny_gguf.generative, None, {"capabilities": ("chat", "vision")}, "there is no mmproj"),
+        (tiny_gguf.generative, lambda: Path("/nowhere/eye.gguf"), {}, "file not found: /nowhere/eye.gguf (mmproj)"),
+        (tiny_gguf.embedding, tiny_projector.projector, {}, "images need chat"),
+        (lambda: tiny_gguf.generative(template=None), tiny_projector.projector, {}, "images need chat"),
+        (tiny_gguf.generative, None, {"capabilities": ("chat", "vision")}, "mmproj is not set"),
     ],
     ids=["another width", "no projector", "no file", "an embedding model", "no template", "nothing to see with"],
 )
-def test_a_projector_that_cannot_be_is_refused_at_load(
+def test_invalid_projector_is_rejected_at_load(
     tmp_path: Path,
     model: Callable[[], Path],
     projector: Callable[[], Path] | None,
