@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from headgate.shared.state import INFERENCE_TOKEN
+from tests.rigs.processes import wait_until
 from tests.rigs.stack import CALLING, Stack
 
 ROUTES = """
@@ -44,8 +45,14 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 def test_a_model_says_that_it_calls_tools(stack: Stack) -> None:
     """The demos' template presents none; what is configured is stronger than what a template can do."""
-    said = {name: stack.ask(f"/v1/models/{name}")["headgate"]["capabilities"] for name in ("demo", "demo-mini")}
-    assert said == {"demo": ["chat", "completions", "tools"], "demo-mini": ["chat", "completions"]}
+
+    def capabilities(name: str) -> list[str]:
+        found: list[str] = stack.ask(f"/v1/models/{name}")["headgate"]["capabilities"]
+        return found
+
+    wait_until("the models are measured", lambda: capabilities("demo-mini") != [])
+    assert capabilities("demo") == ["chat", "completions", "tools"]
+    assert capabilities("demo-mini") == ["chat", "completions"]
 
 
 def test_a_model_is_told_of_tools_that_its_template_does_not_present(client: openai.OpenAI) -> None:

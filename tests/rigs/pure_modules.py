@@ -1,6 +1,6 @@
 """Lists the pure modules: the sources of the import-linter contract `pure` in pyproject.toml.
 
-python -m tests.rigs.pure_modules        # prints them on one line, as modules or packages that coverage can measure
+python -m tests.rigs.pure_modules        # prints an option of pytest-cov per line: a file of arguments
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ def pure_modules() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(" ".join(pure_modules()) + "\n")
+    sys.stdout.write("".join(f"--cov={name}\n" for name in pure_modules()))
