@@ -19,10 +19,9 @@ JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
 CORE_COVERAGE ?= 100
-# In a file, not on the command line: tools that look for a worker or a service by its command line must not find pytest.
-PURE := .pytest_cache/pure_modules.args
+PURE := .pytest_cache/pure_modules.coveragerc
 # Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
-MEASURE := -p tests.rigs.core_coverage @$(PURE) --cov-branch --cov-report=term:skip-covered
+MEASURE := -p tests.rigs.core_coverage --cov --cov-config=$(PURE) --cov-branch --cov-report=term:skip-covered
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20

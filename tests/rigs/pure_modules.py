@@ -1,6 +1,8 @@
 """Lists the pure modules: the sources of the import-linter contract `pure` in pyproject.toml.
 
-python -m tests.rigs.pure_modules        # prints an option of pytest-cov per line: a file of arguments
+    python -m tests.rigs.pure_modules        # prints a configuration of coverage.py that measures these files only
+
+Files and not module names: coverage imports the packages of module names, and numpy cannot be imported a second time.
 """
 
 from __future__ import annotations
@@ -19,5 +21,11 @@ def pure_modules() -> list[str]:
     return [name.removesuffix(".**").removesuffix(".*") for name in pure["source_modules"]]
 
 
+def files() -> list[str]:
+    """The files of the pure modules, as patterns relative to the repository."""
+    paths = [name.replace(".", "/") for name in pure_modules()]
+    return [f"{path}/*" if (ROOT / path).is_dir() else f"{path}.py" for path in paths]
+
+
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"--cov={name}\n" for name in pure_modules()))
+    sys.stdout.write("".join(["[run]\nbranch = true\ninclude =\n", *(f"    {name}\n" for name in files())]))
