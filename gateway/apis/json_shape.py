@@ -1,12 +1,12 @@
-"""Bounds the shape of a JSON body before it is parsed: the depth of nesting and the number of values.
+"""Bounds the shape of a JSON body: the depth of nesting and the number of values.
 
 Parsers and checks cost time and memory per value, not per byte: 32 MB of text is a long prompt, 32 MB of commas is an
-attack. For valid JSON the depth is exact and no value goes uncounted; every step is linear in the size of the body.
+attack. Every step is linear in the size of the body.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from typing import Any
 
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -17,25 +17,38 @@ MAX_NESTING = 100
 MAX_VALUES = 250_000
 """Values in arrays and objects; a prompt of token ids for the longest context there is has fewer."""
 
-_BRACKETS = b"[]{}"
-_NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
-_STEP = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
+TOO_DEEP = f"the body is nested deeper than {MAX_NESTING} levels; flatten it"
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def check_shape(raw: bytes) -> None:
-    """Raises RequestError (400) when `raw` nests deeper or holds more values than a request may."""
-    opened = raw.count(b"[") + raw.count(b"{")
-    if opened <= MAX_NESTING and (len(raw) < MAX_VALUES or raw.count(b",") + opened < MAX_VALUES):
+def check_count(raw: bytes) -> None:
+    """Raises RequestError (400) when a body that is not parsed yet holds more values than a request may."""
+    if len(raw) < 2 * MAX_VALUES:  # a value and its comma, or an empty array, are two bytes
+        return
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") < MAX_VALUES:
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 4 * MAX_VALUES:  # a name and a text, two quotes each
         raise _too_many()
     outside = b"".join(plain.split(b'"')[::2])
-    brackets = outside.translate(None, _NO_BRACKETS)
-    if outside.count(b",") + len(brackets) // 2 > MAX_VALUES:
+    if outside.count(b",") + len(outside.translate(None, _NO_BRACKETS)) // 2 > MAX_VALUES:
         raise _too_many()
-    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_NESTING:
-        raise RequestError(Code.INVALID_JSON, f"the body is nested deeper than {MAX_NESTING} levels; flatten it")
+
+
+def check_depth(value: dict[str, Any] | list[Any]) -> None:
+    """Raises RequestError (400) when `value`, an object or array of parsed JSON, nests deeper than a request may."""
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for holder in level
+            for inner in (holder.values() if type(holder) is dict else holder)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    raise RequestError(Code.INVALID_JSON, TOO_DEEP)
 
 
 def _too_many() -> RequestError:

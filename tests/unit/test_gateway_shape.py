@@ -1,4 +1,4 @@
-"""How deep a body nests and how many values it holds is counted exactly enough, before it is parsed."""
+"""The values of a body are counted before it is parsed, and its depth afterwards."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.apis.json_shape import MAX_NESTING, MAX_VALUES, check_shape
+from gateway.apis.json_shape import MAX_NESTING, MAX_VALUES, check_count, check_depth
 from gateway.apis.schema.body_decoder import parse_json
 from gateway.errors import RequestError
 
 
 def test_so_many_values_and_no_more() -> None:
     most = b"[" + b"1," * (MAX_VALUES - 2) + b"1]"
-    check_shape(most)
+    check_count(most)
     with pytest.raises(RequestError, match=str(MAX_VALUES)):
-        check_shape(b"[" + b"1," * (MAX_VALUES + 1) + b"1]")
+        check_count(b"[" + b"1," * (MAX_VALUES + 1) + b"1]")
     with pytest.raises(RequestError, match=str(MAX_VALUES)):
-        check_shape(b"[" + b'"",' * (2 * MAX_VALUES) + b'""]')
+        check_count(b"[" + b'"",' * (2 * MAX_VALUES) + b'""]')
 
 
 def test_text_may_hold_what_it_likes() -> None:
@@ -52,9 +52,15 @@ def _depth(value: object) -> int:
 def test_the_depth_is_exact_whatever_stands_in_strings(value: object, levels: int) -> None:
     for _ in range(levels):
         value = [value]
-    raw = json.dumps(value).encode()
+    assert isinstance(value, list)
     if _depth(value) <= MAX_NESTING:
-        check_shape(raw)
+        check_depth(value)
     else:
         with pytest.raises(RequestError, match="nested deeper"):
-            check_shape(raw)
+            check_depth(value)
+
+
+@pytest.mark.parametrize("levels", [MAX_NESTING, 5000])
+def test_nesting_deeper_than_the_limit_is_refused(levels: int) -> None:
+    with pytest.raises(RequestError, match="nested deeper"):
+        parse_json(b'{"a":' + b"[" * levels + b"]" * levels + b"}")

@@ -19,7 +19,7 @@ import orjson
 from msgspec import UNSET
 from msgspec import inspect as types
 
-from gateway.apis.json_shape import check_shape
+from gateway.apis.json_shape import TOO_DEEP, check_count, check_depth
 from gateway.errors import RequestError
 from headgate.shared.parameters import Parameter
 from inference.protocol import Code
@@ -81,17 +81,20 @@ def refused_types(why: Callable[[str], str | None]) -> dict[str, Any]:
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The object in `raw`; raises RequestError for invalid JSON, another value, or too deep nesting."""
-    check_shape(raw)
+    check_count(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         if not raw.strip():
             raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
+        if "depth limit" in str(error):
+            raise RequestError(Code.INVALID_JSON, TOO_DEEP) from None
         raise RequestError(
             Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
         ) from error
     if not isinstance(body, dict):
         raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
+    check_depth(body)
     return body
 
 
