@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks: percentiles, the limit, bars, and what bytes of a stream are taken for."""
+"""Arithmetic of the benchmarks: percentiles, limits, bars, and parsing of measured streams."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ from headgate.shared.percentiles import percentile
     ("values", "share", "expected"),
     [([3.0], 0.99, 3.0), ([1, 2, 3, 4], 0.5, 2.5), ([4, 1, 3, 2], 1.0, 4), ([1, 2], 0.0, 1), ([0, 10], 0.25, 2.5)],
 )
-def test_percentiles_lie_between_neighbours(values: list[float], share: float, expected: float) -> None:
+def test_percentiles_are_interpolated(values: list[float], share: float, expected: float) -> None:
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_a_percentile_of_nothing_is_no_number() -> None:
+def test_middle_of_measurements() -> None:
     assert math.isnan(percentile([], 0.5))
     assert math.isnan(Middle.of([math.nan]).value)
-
-
-def test_a_middle_shows_its_spread() -> None:
     assert Middle.of([0.003, 0.001, 0.002]).text(0, 1000) == "2 [1 .. 3]"
 
 
-def test_the_limit_is_prefill_and_decode_one_after_the_other() -> None:
+def test_limit_is_the_sum_of_prefill_and_decode() -> None:
     assert limit_seconds(8, 80, 64, prefill_rate=640, decode_rate=256) == pytest.approx(1 + 2)
 
 
@@ -66,7 +63,7 @@ def test_ratios_are_paired_by_round_and_better_is_above_one() -> None:
         (Bar("d", math.nan, "ratio", ">=", 1), "BAR d nan ratio >= 1 short"),
     ],
 )
-def test_a_bar_is_one_line(bar: Bar, line: str) -> None:
+def test_bar_is_one_line(bar: Bar, line: str) -> None:
     assert bar.line() == line
 
 
@@ -75,7 +72,7 @@ def _sample(system: str, streams: int, round: int, rate: float, ttft: float = 1.
 
 
 def test_bars_follow_from_samples() -> None:
-    """Two rounds of which the second ran on a machine half as fast: ratios within rounds do not notice."""
+    """The second of two rounds ran at half speed; ratios within a round do not change."""
     found = Results()
     for round, speed in enumerate((1.0, 0.5)):
         for system, rate, ttft in ((WORKER, 100, 2), (CHAIN, 98, 2), (LLAMA_SERVER, 80, 1), (LLAMA_CPP_SERVER, 25, 9)):
@@ -105,7 +102,7 @@ def test_bars_follow_from_samples() -> None:
     assert "idle worker: pss 200.0 MB" in shown
 
 
-def test_only_what_was_measured_is_judged(tmp_path: Path) -> None:
+def test_without_measurements_there_are_no_bars(tmp_path: Path) -> None:
     found = Results([_sample(WORKER, 1, 0, 10.0)])
     assert report.bars(found) == []
     found.write(tmp_path / "results" / "engine.json")
@@ -139,8 +136,8 @@ def _chunked(body: bytes) -> bytes:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_however_the_bytes_come_the_stream_is_the_same(sizes: list[int]) -> None:
-    """Any division into reads: text, ending and usage are found, and a text's time is that of its last byte."""
+def test_parsing_a_stream_does_not_depend_on_the_reads(sizes: list[int]) -> None:
+    """Text, end and usage are found, and the time of a text is that of its last byte."""
     raw = HEAD + b"".join(map(_chunked, FRAMES)) + b"0\r\n\r\n"
     pieces = []
     at = number = 0
@@ -162,7 +159,7 @@ def test_gaps_are_between_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "error"),
     [
         (HEAD + _chunked(FRAMES[2]) + b"0\r\n\r\n", "ended before its end"),
         (HEAD + _chunked(FRAMES[2]) + _chunked(FRAMES[-1]), "ended before its end"),
@@ -171,16 +168,16 @@ def test_gaps_are_between_texts() -> None:
         (b"", "ended before its end"),
     ],
 )
-def test_a_stream_that_went_wrong_says_so(raw: bytes, said: str) -> None:
-    assert said in client.read([(0.0, raw)]).error
+def test_invalid_stream_has_an_error(raw: bytes, error: str) -> None:
+    assert error in client.read([(0.0, raw)]).error
 
 
-def test_a_body_without_chunks_is_read_too() -> None:
+def test_body_without_chunks_is_parsed() -> None:
     raw = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"".join(FRAMES).replace(b"\n", b"\r\n")
     assert client.read([(0.0, raw), (1.0, b"")]).text == "ab"
 
 
-def test_no_two_prompts_begin_alike() -> None:
+def test_prompts_have_different_beginnings() -> None:
     prompts = Prompts(["a", "b", "c", "d"], seed=1)
     texts = [prompts.text(5) for _ in range(16)]
     assert {len(text.split()) for text in texts} == {5}
@@ -196,7 +193,7 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
     }
 
 
-def test_random_blocks_begin_again_and_keep_their_scale() -> None:
+def test_random_blocks_repeat_and_keep_their_scale() -> None:
     blocks = Blocks(count=7)
     first, second = blocks.take((3, 64), 1.0), blocks.take((4, 64), 2.0)
     assert first.shape == (3, 2 * BLOCK_BYTES)

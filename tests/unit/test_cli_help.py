@@ -1,4 +1,4 @@
-"""Help texts: quick to get, in the documentation as they are, and mistakes answered with advice."""
+"""Help texts: their imports, their copy in the documentation, advice for mistakes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ HEAVY = ["fastapi", "uvicorn", "openai", "anthropic", "aiohttp", "httpx2", "llam
 NOT_FOR_THE_OVERVIEW = [*HEAVY, "pydantic", "yaml", "asyncio", "http.client", "gateway", "inference"]
 
 
-def test_the_documentation_shows_the_help_as_it_is() -> None:
+def test_documentation_contains_the_current_help() -> None:
     """`make reference` writes it."""
     text = DOCUMENT.read_text(encoding="utf-8")
     assert text == rewritten(text)
 
 
-def test_the_documentation_omits_common_options_of_verbs() -> None:
-    """They are explained once, above the reference."""
+def test_documentation_explains_common_options_once() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     explained, _, shown = text.partition("<!-- help: begin")
     assert all(f"`{option}" in explained for option in ("-h", "--config-dir", "--json"))
@@ -45,19 +44,19 @@ def test_help_imports_nothing_heavy(words: list[str], banned: list[str]) -> None
         f"print([name for name in {banned!r} if name in sys.modules])"
     )
     argv = [sys.executable, "-c", script, *words]
-    said = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
-    assert said.stdout.splitlines()[-1] == "[]"
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_the_common_options(verb: str, capsys: Any) -> None:
     assert main(["help", verb]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if verb in ("config", "key"):
         assert main([verb, {"config": "check", "key": "show"}[verb], "--help"]) == 0
-        said = capsys.readouterr().out
-    assert "--config-dir DIR" in said
-    assert "--json" in said
+        output = capsys.readouterr().out
+    assert "--config-dir DIR" in output
+    assert "--json" in output
 
 
 @pytest.mark.parametrize(
@@ -73,34 +72,34 @@ def test_every_verb_has_help_and_the_common_options(verb: str, capsys: Any) -> N
 )
 def test_mistakes_are_exit_code_2_with_advice(words: list[str], advice: str, capsys: Any) -> None:
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert advice in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert advice in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
     "words", [*map(str.split, sorted(LATER)), ["help", "pull"], ["pull", "--help"], ["kv", "clear"]]
 )
-def test_verbs_of_later_versions_are_not_taken_for_misspelled_ones(words: list[str], capsys: Any) -> None:
-    """`offload` is the opposite of `load`."""
+def test_planned_verbs_are_not_corrected_to_existing_ones(words: list[str], capsys: Any) -> None:
+    """The verb `offload` was corrected to its opposite, `load`."""
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "is planned for a later version" in said
-    assert len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "is planned for a later version" in output
+    assert len(output.splitlines()) == 1
 
 
-def test_no_verb_is_both_there_and_to_come() -> None:
+def test_planned_verbs_do_not_exist_yet() -> None:
     assert not LATER & set(VERBS)
 
 
-def test_no_words_show_the_help_and_are_a_usage_error(capsys: Any) -> None:
+def test_empty_command_line_prints_the_help_as_a_usage_error(capsys: Any) -> None:
     assert main([]) == 2
     assert "start:" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     """`headgate --help | head -1` ends quietly."""
-    said = subprocess.run(
+    result = subprocess.run(
         f"{sys.executable} -m headgate config schema | head -1", shell=True, capture_output=True, text=True, timeout=20
     )
-    assert said.stderr == ""
+    assert result.stderr == ""

@@ -1,13 +1,15 @@
-"""`headgate config`: every mistake with its line, what is in force without secrets, schemas that editors can use."""
+"""`headgate config`: problems with their lines, the current configuration without secrets, JSON schemas."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from headgate.cli.config import FILES, GATEWAY, MASK, plain, render
 from headgate.cli.main import main
@@ -34,7 +36,7 @@ routes:
 
 @pytest.fixture(autouse=True)
 def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A correct configuration in a directory of its own."""
+    """A directory with a correct configuration."""
     forget_own(monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
     monkeypatch.setenv("HEADGATE_CONFIG_DIR", str(tmp_path))
@@ -44,14 +46,14 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_good_configuration_has_no_problems(capsys: Any, directory: Path) -> None:
+def test_correct_configuration_has_no_problems(capsys: Any, directory: Path) -> None:
     assert main(["config", "check"]) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == f"{directory}: no problems\n"
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"{directory}: no problems\n"
 
 
-def test_every_mistake_in_both_files_is_named_with_its_line(capsys: Any, directory: Path) -> None:
+def test_check_names_each_mistake_with_its_line(capsys: Any, directory: Path) -> None:
     with (directory / "models.yaml").open("a") as out:
         out.write("    paralel: 2\n")
     (directory / "gateway.yaml").write_text(ROUTES.replace("openai/gpt", "opnai/gpt"))
@@ -65,31 +67,31 @@ def test_every_mistake_in_both_files_is_named_with_its_line(capsys: Any, directo
     assert [entry["line"] for entry in json.loads(capsys.readouterr().out)] == [5, 7]
 
 
-def test_a_chain_with_a_model_that_is_not_there_is_remarked_upon(capsys: Any, directory: Path) -> None:
-    """It is no mistake where the inference service reads another file, so it fails no check; aliases are names too."""
+def test_unknown_local_model_in_a_chain_is_a_warning(capsys: Any, directory: Path) -> None:
+    """The inference service may read another file. Aliases are known names."""
     (directory / "models.yaml").write_text("models: {mine: {path: 'bundled:demo', aliases: [our/s]}}")
     (directory / "gateway.yaml").write_text("routes: {a: {chain: [local/mien, local/our/s, 'local/*']}}")
     assert main(["config", "check"]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(f"{directory / 'gateway.yaml'}: routes.a.chain: models.yaml has no model 'mien'")
-    assert "did you mean local/mine?" in said[0]
-    assert said[1:] == [f"{directory}: no problems"]
+    output = capsys.readouterr().err.splitlines()
+    assert output[0].startswith(f"{directory / 'gateway.yaml'}: routes.a.chain: models.yaml has no model 'mien'")
+    assert "did you mean local/mine?" in output[0]
+    assert output[1:] == [f"{directory}: no problems"]
 
 
-def test_a_missing_file_points_at_a_complete_one(capsys: Any, directory: Path) -> None:
+def test_message_of_a_missing_file_names_an_example(capsys: Any, directory: Path) -> None:
     (directory / "gateway.yaml").unlink()
     assert main(["config", "check"]) == 2
     assert "no such file; start from " in capsys.readouterr().out
 
 
-def test_show_is_what_is_in_force_without_secrets(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_the_current_configuration_without_secrets(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_BREAKER__FAILURES", "3")
     monkeypatch.setenv("INFERENCE_PARALLEL", "7")
     monkeypatch.setenv("INFERENCE_TOKEN", "token-very-secret")
     assert main(["config", "show"]) == 0
-    said = capsys.readouterr().out
-    assert "very-secret" not in said
-    shown = yaml.safe_load(said)
+    output = capsys.readouterr().out
+    assert "very-secret" not in output
+    shown = yaml.safe_load(output)
     assert shown["gateway"]["breaker"]["failures"] == 3
     assert shown["models"]["mine"]["parallel"] == 7
     assert shown["models"]["mine"]["idle_timeout"] == "never"
@@ -101,8 +103,8 @@ def test_show_is_what_is_in_force_without_secrets(capsys: Any, monkeypatch: pyte
     assert json.loads(capsys.readouterr().out) == shown
 
 
-def test_what_is_shown_of_the_gateway_is_taken_back(capsys: Any, directory: Path) -> None:
-    """Apart from masked secrets the output is a configuration: never, numbers of seconds, unset variables."""
+def test_output_of_show_is_a_valid_configuration(capsys: Any, directory: Path) -> None:
+    """Also `never`, durations in seconds and unset variables; only secrets are masked."""
     routes = "routes: {x: {chain: [local/x], load_wait: never}}"
     (directory / "gateway.yaml").write_text(ROUTES.partition("keys:")[0] + routes)
     assert main(["config", "show"]) == 0
@@ -113,25 +115,17 @@ def test_what_is_shown_of_the_gateway_is_taken_back(capsys: Any, directory: Path
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_schemas_in_the_tree_are_up_to_date(file: Any) -> None:
+def test_schema_files_are_current_and_named_by_the_configuration(file: Any) -> None:
     """`make schema` writes them."""
     assert (ROOT / "config" / f"{file.name}.schema.json").read_text(encoding="utf-8") == render(file)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_shipped_files_name_their_schema(file: Any) -> None:
     text = (ROOT / "config" / f"{file.name}.yaml").read_text(encoding="utf-8")
     assert f"# yaml-language-server: $schema={file.name}.schema.json" in text
 
 
-def test_schemas_know_durations_and_sizes_as_people_write_them() -> None:
-    """An editor must not underline `30s`."""
-    from pydantic import TypeAdapter
-
+def test_schemas_accept_durations_and_sizes_with_units() -> None:
+    """An editor does not underline `30s`."""
     assert {"type": "number"} in TypeAdapter(Duration).json_schema()["anyOf"]
     pattern = next(kind["pattern"] for kind in TypeAdapter(Duration).json_schema()["anyOf"] if "pattern" in kind)
-    import re
-
     for text in ("30s", "250ms", "5m", "1h", "never", "1.5h"):
         assert re.match(pattern, text)
     assert not re.match(pattern, "soon")

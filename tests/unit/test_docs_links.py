@@ -1,4 +1,4 @@
-"""Every file that a document names exists."""
+"""Files and links in documents exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 _NAMED = re.compile(r"\bdocs/[a-z-]+\.md\b")
 _PATH = re.compile(r"`((?:gateway|inference|headgate|tests|benchmarks|config|docker|docs)/[\w./*-]*)`")
 RESULTS = "benchmarks/results/"
-"""Written by the benchmarks; no file of the repository."""
+"""Written by the benchmarks, not part of the repository."""
 
 
 def _anchors(document: Path) -> set[str]:
@@ -23,7 +23,7 @@ def _anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_relative_links_lead_somewhere(document: Path) -> None:
+def test_relative_links_have_a_target(document: Path) -> None:
     wrong = []
     for link, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
         target = document.parent / link if link else document
@@ -34,7 +34,7 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_paths_in_documents_exist(document: Path) -> None:
-    """`path/file.py`, `path/` and patterns such as `path/*.py` in backticks; a moved file is renamed there as well."""
+    """`path/file.py`, `path/` and patterns such as `path/*.py` in backticks."""
     named = set(_PATH.findall(document.read_text(encoding="utf-8")))
     assert sorted(name for name in named if not name.startswith(RESULTS) and not [*ROOT.glob(name)]) == []
 
@@ -43,5 +43,5 @@ def test_documents_named_in_configuration_and_units_exist() -> None:
     named = {
         name for path in (ROOT / "config").rglob("*") if path.is_file() for name in _NAMED.findall(path.read_text())
     }
-    assert named, "the configuration points to its documentation"
+    assert named, "the configuration refers to its documentation"
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

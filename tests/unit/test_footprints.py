@@ -1,4 +1,4 @@
-"""What a long run is judged by: how lines rise, which counts grew, which process is which, and what it holds."""
+"""Figures of a soak run: trends, growth of counts, kinds of processes, footprints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look(at: float, *processes: tuple[int, str, int], at_rest: bool = True, task
     return Look(at, at_rest, seen, {"inference": tasks, "gateway": 3})
 
 
-def test_a_line_rises_by_its_share_whatever_stands_out() -> None:
+def test_growth_ignores_outliers() -> None:
     points = line(100, 1)
     assert growth_percent(points) == pytest.approx(100 * 10 / 105)
     points[5] = (5.0, 900.0)
@@ -41,12 +41,12 @@ def test_a_line_rises_by_its_share_whatever_stands_out() -> None:
     assert spread_percent(points) > 500
 
 
-def test_of_a_long_run_some_points_are_enough() -> None:
+def test_slope_of_a_long_run() -> None:
     assert slope(line(0, 2, 5000)) == 2
 
 
 @pytest.mark.parametrize("points", [[], [(0.0, 1.0)], [(0.0, 1.0), (1.0, 5.0)]], ids=["none", "one", "two"])
-def test_few_points_say_nothing(points: list[tuple[float, float]]) -> None:
+def test_growth_of_few_points_is_undefined(points: list[tuple[float, float]]) -> None:
     assert math.isnan(growth_percent(points))
 
 
@@ -54,7 +54,7 @@ def test_few_points_say_nothing(points: list[tuple[float, float]]) -> None:
     ("values", "grown"),
     [([5, 6, 5, 6, 5, 6], 0), ([5, 6, 7, 7, 8, 8], 2), ([9, 9, 5, 5, 5, 5], 0), ([5], 0), ([], 0)],
 )
-def test_a_count_grew_when_its_least_is_more_than_it_was_at_most(values: list[int], grown: int) -> None:
+def test_count_has_grown_if_its_later_minimum_exceeds_its_earlier_maximum(values: list[int], grown: int) -> None:
     assert growth_count(values) == grown
 
 
@@ -70,11 +70,11 @@ def test_a_count_grew_when_its_least_is_more_than_it_was_at_most(values: list[in
         (["sh"], "other"),
     ],
 )
-def test_a_process_is_known_by_its_command_line(words: list[str], kind: str) -> None:
+def test_kind_of_a_process_follows_from_its_command_line(words: list[str], kind: str) -> None:
     assert kind_of(words) == kind
 
 
-def test_this_process_has_a_footprint_and_a_gone_one_has_none() -> None:
+def test_footprint_of_a_running_and_of_an_ended_process() -> None:
     own = footprint(os.getpid())
     assert own is not None
     assert own.rss_bytes > own.private_bytes > MIB
@@ -82,7 +82,7 @@ def test_this_process_has_a_footprint_and_a_gone_one_has_none() -> None:
     assert footprint(2**22 + 1) is None
 
 
-def test_who_lives_from_warm_up_to_the_end_has_a_lifeline_and_the_others_are_generations() -> None:
+def test_processes_of_the_whole_run_have_lifelines_and_others_are_generations() -> None:
     looks = [
         look(0, (1, "inference", 50), (7, "worker", 10)),
         look(1, (1, "inference", 50), (2, "worker", 10), (7, "worker", 11)),
@@ -93,7 +93,7 @@ def test_who_lives_from_warm_up_to_the_end_has_a_lifeline_and_the_others_are_gen
     assert generations(looks, 1, "worker") == [(1, 10 * MIB), (2, 12 * MIB)]
 
 
-def test_a_leak_of_memory_and_one_of_tasks_are_short_of_their_bars() -> None:
+def test_leaks_of_memory_and_of_tasks_miss_their_limits() -> None:
     def run(leak: int, tasks: int) -> dict[str, bool]:
         found = Results(60.0, [look(at, (1, "inference", 50 + leak * at), tasks=5 + tasks * at) for at in range(60)])
         assert any("inference" in text for text in tables(found))

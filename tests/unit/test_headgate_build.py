@@ -1,4 +1,4 @@
-"""Which arguments llama.cpp is compiled with on which CPU, and in which order others are tried."""
+"""Arguments for compiling llama.cpp on each CPU, and the order in which others are tried."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_gcc_before_13_with_amx_starts_with_the_flags_that_keep_stores() -> None
     assert len(rungs) == 4
 
 
-def test_amx_is_left_out_before_avx512_and_that_before_all_native_code() -> None:
+def test_amx_is_disabled_before_avx512_and_avx512_before_all_native_code() -> None:
     _, without_amx, without_avx512, generic = _words(SAPPHIRE_RAPIDS, GCC_12)
     base = {"SSE42", "AVX", "F16C", "FMA", "AVX2", "BMI2", "AVX_VNNI"}
     assert _on(without_amx) == base | {"AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"}
@@ -62,7 +62,7 @@ def test_other_compilers_do_not_get_flags_of_gcc(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize(("cpu", "rungs"), [(HASWELL, 2), (ICE_LAKE, 3), (GRAVITON, 2)])
-def test_cpu_without_amx_starts_with_the_users_arguments_alone(cpu: Cpu, rungs: int) -> None:
+def test_cpu_without_amx_starts_with_the_arguments_of_the_user(cpu: Cpu, rungs: int) -> None:
     found = _words(cpu, GCC_12, "-DGGML_CUDA=ON")
     assert found[0] == ["-DGGML_CUDA=ON"]
     assert len(found) == rungs
@@ -70,7 +70,7 @@ def test_cpu_without_amx_starts_with_the_users_arguments_alone(cpu: Cpu, rungs: 
     assert found[-1][1] == "-DGGML_NATIVE=OFF"
 
 
-def test_features_that_the_cpu_lacks_are_never_switched_on() -> None:
+def test_features_that_the_cpu_lacks_are_not_enabled() -> None:
     for words in _words(ICE_LAKE, GCC_12)[1:]:
         assert not _on(words) & {"AVX_VNNI", "AVX512_BF16"}
 
@@ -82,7 +82,7 @@ def test_quoted_flags_of_the_user_are_kept_and_merged() -> None:
 
 
 @pytest.mark.parametrize("written", ["-DCMAKE_CXX_FLAGS:STRING=-O2", "-D CMAKE_CXX_FLAGS=-O2"])
-def test_flags_are_found_in_every_way_to_write_them(written: str) -> None:
+def test_cxx_flags_are_found_in_each_notation(written: str) -> None:
     assert _words(SAPPHIRE_RAPIDS, GCC_12, written)[0] == ["-DCMAKE_CXX_FLAGS=-O2 -fno-tree-dse -fno-dse"]
 
 
@@ -110,7 +110,7 @@ def test_amx_for_other_cpus_gets_the_flags_too(option: str) -> None:
     assert _words(HASWELL, GCC_12, option) == [[option, KEEPS]]
 
 
-def test_quotes_that_do_not_match_raise() -> None:
+def test_unbalanced_quotes_raise() -> None:
     with pytest.raises(ValueError, match="quotation"):
         ladder(HASWELL, GCC_12, "-DA='")
 
@@ -135,12 +135,12 @@ def test_cpu_is_read_from_cpuinfo() -> None:
     assert str(cpu).endswith("(x86_64 sse4_2 avx avx2 amx_tile amx_int8)")
 
 
-def test_arm_cpu_without_a_name_is_told_by_its_numbers() -> None:
+def test_arm_cpu_without_a_name_is_identified_by_its_numbers() -> None:
     text = "processor : 0\nFeatures : fp asimd i8mm asimddp\nCPU implementer : 0x41\nCPU part : 0xd40\n"
     assert build.cpu_of_cpuinfo(text, "aarch64") == Cpu("ARM 0x41 0xd40", "aarch64", ("asimddp", "i8mm"))
 
 
-def test_nothing_known_is_an_unknown_cpu() -> None:
+def test_empty_cpuinfo_is_an_unknown_cpu() -> None:
     cpu = build.cpu_of_cpuinfo("", "riscv64")
     assert str(cpu) == "unknown CPU (riscv64)"
     assert not cpu.is_x86
@@ -186,13 +186,13 @@ def test_compiler_is_read_from_its_macros(macros: str, compiler: Compiler, text:
     assert str(compiler) == text
 
 
-def test_only_old_gcc_is_known_to_break_amx() -> None:
+def test_only_gcc_before_13_breaks_amx() -> None:
     assert [compiler.breaks_amx for compiler in (GCC_12, GCC_13, CLANG, Compiler())] == [True, False, False, False]
 
 
-# --- what is read from this machine ----------------------------------------------------------------------------------
+# --- this machine ----------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
-def test_this_cpu_is_read_from_its_file(tmp_path: Path) -> None:
+def test_this_cpu_is_read_from_a_file(tmp_path: Path) -> None:
     given = tmp_path / "cpuinfo"
     given.write_text(CPUINFO)
     assert machine.this_cpu(given).has_amx
@@ -200,12 +200,12 @@ def test_this_cpu_is_read_from_its_file(tmp_path: Path) -> None:
     assert machine.this_cpu().model
 
 
-def test_compiler_of_this_machine_tells_its_version(tmp_path: Path) -> None:
+def test_version_of_the_compiler_of_this_machine(tmp_path: Path) -> None:
     assert machine.compiler_at("c++").version
     assert machine.compiler_at(str(tmp_path / "gone")) == Compiler()
 
 
-def test_build_differs_by_cpu_libraries_and_place(tmp_path: Path) -> None:
+def test_builds_differ_by_cpu_libraries_and_folder(tmp_path: Path) -> None:
     for place in ("one", "two"):
         (tmp_path / place / "lib").mkdir(parents=True)
         (tmp_path / place / "lib" / "libllama.so.0").write_bytes(b"1")

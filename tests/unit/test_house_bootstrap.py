@@ -1,4 +1,4 @@
-"""Setting up `.venv`: what is noticed, what is built again, what is said when it cannot work; installs nothing."""
+"""Setting up `.venv`: interpreters, backends, repeated builds, error messages. Installs nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_backends_are_read_from_cmake_arguments(arguments: str, backends: list[s
     assert bootstrap.wanted_backends(arguments) == backends
 
 
-def test_a_build_without_rpc_is_noticed(tmp_path: Path) -> None:
+def test_build_without_rpc_is_detected(tmp_path: Path) -> None:
     lib = tmp_path / "lib"
     lib.mkdir()
     (lib / "libggml-base.so").write_bytes(b"\x7fELF ggml_backend_reg")
@@ -40,18 +40,17 @@ def test_a_build_without_rpc_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["libggml-rpc.so", "libggml-rpc.so.0.25.3", "libggml-rpc.dylib", "ggml-rpc.dll"])
-def test_a_library_of_its_own_is_enough(tmp_path: Path, name: str) -> None:
+def test_backend_is_found_as_a_separate_library(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     assert bootstrap.missing_backends(tmp_path, ["rpc"]) == []
 
 
-def test_a_static_build_is_known_by_its_symbol(tmp_path: Path) -> None:
+def test_backend_is_found_as_a_symbol_of_a_static_build(tmp_path: Path) -> None:
     (tmp_path / "libggml.so").write_bytes(b"\x7fELF\0ggml_backend_rpc_add_server\0ggml_backend_cuda_reg\0")
     assert bootstrap.missing_backends(tmp_path, ["cuda", "rpc", "vulkan"]) == ["vulkan"]
 
 
-def test_the_installed_engine_has_the_backend() -> None:
-    """The build these tests run with; also what the real search finds there, without loading a library."""
+def test_installed_engine_has_the_rpc_backend() -> None:
     import importlib.util
 
     found = importlib.util.find_spec("llama_cpp")
@@ -73,13 +72,13 @@ def test_progress_is_read_from_ninja_and_make(line: str, share: float | None) ->
     assert bootstrap.progress(line) == share
 
 
-def test_the_lock_is_split_at_the_engine() -> None:
+def test_lock_is_split_at_the_engine() -> None:
     assert bootstrap.split_lock(LOCK) == (["aiohttp==3.0", "yarl==1.0"], "llama-cpp-python==0.3.36")
     with pytest.raises(SetupError, match="exactly one line for llama-cpp-python"):
         bootstrap.split_lock("aiohttp==3.0\n")
 
 
-def test_a_missing_compiler_says_what_to_install() -> None:
+def test_message_of_a_missing_compiler_says_what_to_install() -> None:
     with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
         bootstrap.compiler({}, which=lambda name: None)
     with pytest.raises(SetupError, match="CXX is 'weird'"):
@@ -87,21 +86,21 @@ def test_a_missing_compiler_says_what_to_install() -> None:
     assert bootstrap.compiler({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
 
 
-def test_a_failing_step_shows_the_end_of_its_log_and_where_it_is(tmp_path: Path, capsys: Any) -> None:
+def test_failed_step_shows_the_end_of_its_log_and_its_path(tmp_path: Path, capsys: Any) -> None:
     log = tmp_path / "log"
     script = "print('\\n'.join(f'line {n}' for n in range(100))); raise SystemExit(3)"
     with pytest.raises(SetupError) as caught:
         bootstrap.run_logged("doing it", [sys.executable, "-c", script], log, {})
-    said = str(caught.value)
-    assert "line 99" in said
-    assert "line 50" not in said
-    assert f"failed with status 3; the complete log is {log}" in said
+    message = str(caught.value)
+    assert "line 99" in message
+    assert "line 50" not in message
+    assert f"failed with status 3; the complete log is {log}" in message
     assert "line 0" in log.read_text()
     assert "doing it: failed" in capsys.readouterr().err
 
 
 def _python(folder: Path, name: str, version: str, optimized: bool, also: str = "") -> Path:
-    """A stand-in that answers what an interpreter answers, after the shell's `also`."""
+    """A shell script that answers like an interpreter, after the command `also`."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
     configured = "--enable-shared --enable-optimizations" if optimized else "--enable-shared"
@@ -113,18 +112,17 @@ def _python(folder: Path, name: str, version: str, optimized: bool, also: str = 
         "configured": configured,
         "is_standard": True,
     }
-    said = json.dumps(about)
-    file.write_text(f"#!/bin/sh\n{also}\necho '{said}'\n")
+    file.write_text(f"#!/bin/sh\n{also}\necho '{json.dumps(about)}'\n")
     file.chmod(0o755)
     return file
 
 
-def test_the_interpreter_of_these_tests_says_what_it_is() -> None:
-    said = Interpreter.query(sys.executable)
-    assert said is not None
-    assert said.version == sys.version_info[:3]
-    base = getattr(sys, "_base_executable", sys.executable)  # an environment may have a copy of its own
-    assert Path(said.executable).resolve() == Path(base).resolve()
+def test_query_of_the_running_interpreter() -> None:
+    found = Interpreter.query(sys.executable)
+    assert found is not None
+    assert found.version == sys.version_info[:3]
+    base = getattr(sys, "_base_executable", sys.executable)  # an environment may have its own copy
+    assert Path(found.executable).resolve() == Path(base).resolve()
 
 
 @pytest.mark.parametrize(
@@ -139,26 +137,26 @@ def test_the_interpreter_of_these_tests_says_what_it_is() -> None:
     ],
     ids=["pyenv", "pyenv with options", "Debian", "container image", "by hand", "unknown"],
 )
-def test_optimized_are_those_that_say_so_and_those_of_distributions(
+def test_interpreters_of_distributions_and_with_optimization_flags_are_optimized(
     configured: str, prefix: str, expected: bool
 ) -> None:
     assert bootstrap.is_optimized(configured, prefix) is expected
 
 
-def test_a_silent_interpreter_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+def test_query_of_a_hanging_interpreter_times_out(tmp_path: Path) -> None:
     silent = _python(tmp_path, "python3", "3.12.1", True, also="exec sleep 60")
     assert Interpreter.query(str(silent), seconds=0.2) is None
 
 
-def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
+def test_unreadable_folders_of_the_path_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     here = _python(tmp_path / "here", "python3.12", "3.12.1", True)
     path = os.pathsep.join([str(tmp_path / "file"), str(tmp_path / "gone"), str(here.parent)])
     assert [found.executable for found in bootstrap.installed_interpreters(path)] == [str(here)]
 
 
-def test_whatever_is_no_usable_interpreter_is_passed_over(tmp_path: Path) -> None:
-    """Too old, broken, talking nonsense, not there; what is usable is found behind them, each file once."""
+def test_unusable_interpreters_are_skipped(tmp_path: Path) -> None:
+    """Too old, failing, with invalid output, a dangling link; each usable file is found once."""
     _python(tmp_path / "a", "python3", "3.10.4", True)
     _python(tmp_path / "a", "python3.11", "3.11.1", True, also="exit 1")
     _python(tmp_path / "a", "python3.12", "3.12.1", True, also="echo 5; exit 0")
@@ -189,7 +187,7 @@ SLOW, SAME, NEWEST = (
         (SLOW, [Interpreter("debug", (3, 12, 0), True, is_standard=False)], SLOW),
     ],
 )
-def test_an_optimized_interpreter_is_chosen_only_before_one_that_is_not(
+def test_another_interpreter_is_chosen_only_if_it_is_optimized_and_the_own_is_not(
     own: Interpreter, others: list[Interpreter], best: Interpreter
 ) -> None:
     assert bootstrap.best_interpreter(own, others) == best
@@ -200,7 +198,7 @@ def _base_of(root: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatc
     return Setup(root, environ)._base()
 
 
-def test_the_environment_is_made_with_an_optimized_interpreter_and_says_so(
+def test_environment_uses_an_optimized_interpreter_and_prints_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     own = _python(tmp_path / "own", "python3", "3.12.1", False)
@@ -209,15 +207,15 @@ def test_the_environment_is_made_with_an_optimized_interpreter_and_says_so(
     assert "compiled without optimizations" in capsys.readouterr().err
     other = _python(tmp_path / "others", "python3.11", "3.11.2", True)
     assert _base_of(tmp_path, path, monkeypatch, own) == str(other)
-    said = capsys.readouterr().err
-    assert f".venv uses {other} (3.11.2)" in said
-    assert f"make serve PYTHON={own}" in said
+    message = capsys.readouterr().err
+    assert f".venv uses {other} (3.11.2)" in message
+    assert f"make serve PYTHON={own}" in message
 
 
-def test_an_interpreter_that_somebody_named_is_taken(
+def test_interpreter_of_the_variable_python_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """`make PYTHON=...` and a PYTHON in the environment reach the set-up as a variable."""
+    """`make PYTHON=...` sets the variable."""
     own = _python(tmp_path / "own", "python3", "3.12.1", False)
     _python(tmp_path / "others", "python3.11", "3.11.2", True)
     environ = {"PATH": str(tmp_path / "others"), "PYTHON": "python3"}
@@ -232,8 +230,10 @@ STORES_KEPT = "'-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse'"
 
 
 class _Recorded(Setup):
-    """A set-up whose steps are written down; `builds` are the backends that each build of the engine yields, and
-    `proofs` the failure of each check of a build, None for one that computes (as every later one does).
+    """A set-up that records its steps.
+
+    builds: the backends of each build of the engine. proofs: the result of each check of a build; None (also after the
+    last one) means that it computes.
     """
 
     def __init__(
@@ -303,32 +303,32 @@ def _set_up(clone: Path, builds: list[str], cmake_args: str = "", **more: Any) -
     return setup
 
 
-def test_the_second_time_nothing_is_done(clone: Path) -> None:
+def test_second_set_up_does_nothing(clone: Path) -> None:
     assert _set_up(clone, ["rpc"]).steps
     assert _set_up(clone, []).steps == []
 
 
-def test_a_changed_lock_is_installed(clone: Path) -> None:
+def test_changed_lock_is_installed(clone: Path) -> None:
     _set_up(clone, ["rpc"])
     (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
     assert _set_up(clone, ["rpc"]).steps
 
 
-def test_a_cached_build_without_rpc_is_built_again_once(clone: Path, capsys: Any) -> None:
+def test_cached_build_without_rpc_is_compiled_once_more(clone: Path, capsys: Any) -> None:
     setup = _set_up(clone, ["cached cpu", "cpu rpc"])
     assert ["--no-cache-dir" in step and "--force-reinstall" in step for step in setup.compiled] == [False, True]
     assert all("--no-deps" in step for step in setup.compiled)
     assert "has no backend rpc; compiling it again" in capsys.readouterr().err
 
 
-def test_a_build_that_never_gets_the_backend_fails_clearly(clone: Path) -> None:
+def test_build_without_the_backend_after_compilation_is_an_error(clone: Path) -> None:
     with pytest.raises(SetupError, match="has no ggml backend rpc"):
         _set_up(clone, ["cached cpu", "cpu"])
     assert Stamp.read(clone / ".venv" / "headgate.json") is None
 
 
-def test_ones_own_cmake_arguments_are_added_checked_and_kept(clone: Path) -> None:
-    """CUDA asked for once stays: later runs without CMAKE_ARGS neither rebuild nor fall back to CPU."""
+def test_cmake_arguments_of_the_user_are_kept_for_later_set_ups(clone: Path) -> None:
+    """Later runs without CMAKE_ARGS neither compile again nor fall back to the CPU."""
     first = _set_up(clone, ["cached cpu rpc", "cpu rpc cuda"], "-DGGML_CUDA=ON")
     assert [step.split(" install")[0] for step in first.compiled] == ["-DGGML_RPC=ON -DGGML_CUDA=ON"] * 2
     assert _set_up(clone, []).steps == []
@@ -337,13 +337,13 @@ def test_ones_own_cmake_arguments_are_added_checked_and_kept(clone: Path) -> Non
     assert later.compiled[0].startswith("-DGGML_RPC=ON -DGGML_CUDA=ON")
 
 
-def test_other_cmake_arguments_build_anew_past_the_cache(clone: Path) -> None:
+def test_changed_cmake_arguments_compile_without_the_cache(clone: Path) -> None:
     _set_up(clone, ["rpc"])
     setup = _set_up(clone, ["rpc vulkan"], "-DGGML_VULKAN=ON")
     assert ["--no-cache-dir" in step for step in setup.compiled] == [True]
 
 
-def test_a_clone_without_a_compiler_is_told_before_anything_is_built(clone: Path, capsys: Any) -> None:
+def test_missing_compiler_is_reported_before_anything_is_built(clone: Path, capsys: Any) -> None:
     environ = {"PATH": "/nonexistent", "CXX": "no-such-compiler"}
     assert bootstrap.main(environ, root=clone, setup=lambda root, given: _Recorded(root, dict(given), [])) == 1
     assert "CXX is 'no-such-compiler'" in capsys.readouterr().err
@@ -381,14 +381,14 @@ def test_build_that_crashes_is_compiled_again_with_the_next_arguments(clone: Pat
     assert arguments[:2] == ["-DGGML_RPC=ON", f"-DGGML_RPC=ON {STORES_KEPT}"]
     assert "-DGGML_NATIVE=OFF" in arguments[2]
     assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True, True]
-    said = capsys.readouterr().err
-    assert "ended with signal SIGSEGV; compiling again with other arguments" in said
-    assert "compiling without AMX" in said
+    message = capsys.readouterr().err
+    assert "ended with signal SIGSEGV; compiling again with other arguments" in message
+    assert "compiling without AMX" in message
     assert _stamp(clone).reason == "compiling without AMX"
     assert _set_up(clone, [], cpu=AMX_CPU).steps == []
 
 
-def test_arguments_that_work_are_used_at_once_by_the_next_set_up(clone: Path) -> None:
+def test_working_arguments_are_the_first_of_the_next_set_up(clone: Path) -> None:
     _set_up(clone, ["rpc", "rpc", "rpc"], cpu=AMX_CPU, proofs=["broken", "broken"])
     (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
     later = _set_up(clone, ["cached rpc"], cpu=AMX_CPU)
@@ -413,7 +413,7 @@ def test_cached_build_that_does_not_compute_is_compiled_with_the_same_arguments(
     assert "it came from pip's cache and is compiled again" in capsys.readouterr().err
 
 
-def test_arguments_that_do_not_compile_are_passed_over(clone: Path) -> None:
+def test_arguments_that_do_not_compile_are_skipped(clone: Path) -> None:
     setup = _set_up(clone, ["rpc", "fails", "rpc"], cpu=AMX_CPU, compiles_with=GCC_12, proofs=["broken"])
     assert len(setup.compiled) == 3
     assert _stamp(clone).reason == "compiling without AMX and AVX-512"
@@ -424,28 +424,28 @@ def test_first_compilation_that_fails_ends_the_set_up(clone: Path) -> None:
         _set_up(clone, ["fails"])
 
 
-def test_no_build_that_computes_says_what_was_tried_and_what_to_do(clone: Path) -> None:
+def test_message_without_a_working_build_lists_attempts_and_advice(clone: Path) -> None:
     with pytest.raises(SetupError) as caught:
         _set_up(clone, ["rpc", "rpc"], proofs=["it crashes", "it computes nonsense"])
-    said = str(caught.value)
-    assert "no build of llama.cpp works on this CPU, Plain (x86_64 sse4_2 avx avx2)" in said
-    assert "(none): it crashes" in said
-    assert "-DGGML_AVX2=OFF" in said
-    assert "install another C++ compiler" in said
+    message = str(caught.value)
+    assert "no build of llama.cpp works on this CPU, Plain (x86_64 sse4_2 avx avx2)" in message
+    assert "(none): it crashes" in message
+    assert "-DGGML_AVX2=OFF" in message
+    assert "install another C++ compiler" in message
     assert Stamp.read(clone / ".venv" / "headgate.json") is None
 
 
-def test_instruction_sets_of_the_user_are_the_only_ones_tried(clone: Path) -> None:
+def test_instruction_sets_of_the_user_are_not_replaced_by_others(clone: Path) -> None:
     with pytest.raises(SetupError, match="remove the instruction sets from CMAKE_ARGS"):
         _set_up(clone, ["rpc"], "-DGGML_NATIVE=OFF", proofs=["it crashes"], cpu=AMX_CPU)
 
 
-def test_quotes_that_do_not_match_are_a_clear_error(clone: Path) -> None:
+def test_unbalanced_quotes_in_cmake_args_are_an_error(clone: Path) -> None:
     with pytest.raises(SetupError, match="check its quotes"):
         _set_up(clone, [], "-DCMAKE_CXX_FLAGS='-O2")
 
 
-def test_another_cpu_has_the_build_checked_and_kept(clone: Path, capsys: Any) -> None:
+def test_build_is_checked_on_another_cpu_and_kept_if_it_computes(clone: Path, capsys: Any) -> None:
     _set_up(clone, ["rpc"])
     moved = _set_up(clone, [], cpu=AMX_CPU)
     assert (moved.steps, moved.proven) == ([], 1)
@@ -453,14 +453,14 @@ def test_another_cpu_has_the_build_checked_and_kept(clone: Path, capsys: Any) ->
     assert _set_up(clone, [], cpu=AMX_CPU).proven == 0
 
 
-def test_another_cpu_on_which_the_build_breaks_has_it_compiled(clone: Path) -> None:
+def test_build_that_fails_on_another_cpu_is_compiled(clone: Path) -> None:
     _set_up(clone, ["rpc"], cpu=AMX_CPU)
     moved = _set_up(clone, ["rpc"], proofs=["illegal instruction"])
     assert ["--no-cache-dir" in step for step in moved.compiled] == [True]
     assert (_stamp(clone).build or {})["cpu"] == str(PLAIN_CPU)
 
 
-def test_libraries_that_were_replaced_are_checked(clone: Path) -> None:
+def test_replaced_libraries_are_checked(clone: Path) -> None:
     first = _set_up(clone, ["rpc"])
     assert _set_up(clone, []).proven == 0
     (first._package() / "libggml-rpc.so").write_bytes(b"another build")
@@ -489,16 +489,15 @@ def test_stamp_of_an_earlier_version_keeps_the_users_arguments(clone: Path) -> N
         (-99, b"", "this build is broken: its first computation ended with signal 99"),
     ],
 )
-def test_end_of_the_check_says_whether_the_build_computes(status: int, out: bytes, failure: str | None) -> None:
+def test_exit_status_and_output_of_the_check_give_the_failure(status: int, out: bytes, failure: str | None) -> None:
     assert bootstrap.proof_failure(status, out, b"") == failure
 
 
-def test_library_that_cannot_be_loaded_is_no_reason_to_compile_again() -> None:
+def test_library_that_cannot_be_loaded_is_not_compiled_again() -> None:
     with pytest.raises(SetupError, match=r"cannot be loaded: OSError: libcuda\.so\.1"):
         bootstrap.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
 
 
-def test_installed_build_is_proven_by_the_same_command(tmp_path: Path) -> None:
-    """The check that set-up runs, on the build and the interpreter of these tests."""
+def test_installed_build_passes_the_check() -> None:
     setup = Setup(Path(__file__).resolve().parents[2], dict(os.environ))
     assert setup._proof() is None

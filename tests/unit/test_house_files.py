@@ -1,4 +1,4 @@
-"""What a stranger relies on: first lines, the lock, the README's commands, continuous integration."""
+"""Files of the project: module docstrings, the lock file, commands in documents, continuous integration."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headgate import __version__
+from headgate.cli.main import VERBS
 from headgate.machine import this_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,22 +31,16 @@ LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def _lack(path: Path) -> str | None:
-    """What the beginning of a file lacks, or None."""
-    text = path.read_text(encoding="utf-8")
-    said = ast.get_docstring(ast.parse(text))
-    if not said:
-        return "a module docstring is needed"
-    if not text.startswith(('"""', 'r"""')):
-        return "it stands in the first line"
-    return None if len(said.splitlines()[0]) > 10 else "it says more than that"
-
-
-def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
-    """One test for all of them: a case for every file costs more than reading it."""
-    lacks = {str(path.relative_to(ROOT)): lack for path in FILES if (lack := _lack(path))}
+def test_every_file_starts_with_a_docstring() -> None:
+    """One test for all files: a case for each would take longer than reading it."""
     assert len(FILES) > 100
-    assert lacks == {}
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    without = [
+        str(path.relative_to(ROOT))
+        for path, text in texts.items()
+        if not text.startswith(('"""', 'r"""')) or len((ast.get_docstring(ast.parse(text)) or "").split("\n")[0]) <= 10
+    ]
+    assert without == []
 
 
 def _locked() -> dict[str, str]:
@@ -53,8 +48,8 @@ def _locked() -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-def test_lock_holds_names_and_versions_only() -> None:
-    """It has no hashes, hosts or options, so that it works with every package index."""
+def test_lock_contains_names_and_versions_only() -> None:
+    """It works with every package index: no hashes, hosts or options."""
     lines = [line for line in LOCK.splitlines() if line and not line.startswith("#")]
     names = [line.partition("==")[0] for line in lines]
     assert names == sorted(names)
@@ -69,8 +64,7 @@ def test_lock_satisfies_the_requirements_of_the_project() -> None:
             assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), text
 
 
-def test_lock_is_closed_under_requirements() -> None:
-    """Each requirement of a locked package is locked, and each locked package is required by another or the project."""
+def test_lock_contains_all_requirements_and_no_other_packages() -> None:
     locked = set(_locked())
     required = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["dependencies"], *DEV]}
     for name in locked:
@@ -81,33 +75,34 @@ def test_lock_is_closed_under_requirements() -> None:
     assert locked <= required
 
 
-def test_ranges_have_a_floor() -> None:
-    """A dependency without a lowest version promises what was never tried; type stubs follow their package."""
+def test_requirements_have_a_lowest_version() -> None:
+    """Except type stubs, which follow their package."""
     for text in [*PROJECT["dependencies"], *DEV]:
         wanted = Requirement(text)
         assert wanted.name.startswith("types-") or any(part.operator == ">=" for part in wanted.specifier), text
 
 
-def test_one_version_everywhere() -> None:
+def test_version_and_license_of_the_project() -> None:
     assert PROJECT["version"] == __version__
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
 def _targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 
 
-def test_every_make_command_in_the_docs_exists() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    asked = {
+def test_make_commands_in_documents_exist() -> None:
+    named = {
         target
-        for document in documents
+        for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
         for target in re.findall(r"(?:^ {4}|`|\" )make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert {"serve", "test"} <= asked
-    assert asked <= _targets()
+    assert {"serve", "test"} <= named
+    assert named <= _targets()
 
 
-def test_every_target_is_phony_and_the_help_names_those_for_people() -> None:
+def test_make_targets_are_phony_and_listed_by_make_help() -> None:
     phony = set(re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[0].split())
     assert phony == _targets()
     shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
@@ -115,10 +110,7 @@ def test_every_target_is_phony_and_the_help_names_those_for_people() -> None:
         assert f"make {target} " in shown.stdout
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    """`headgate VERB` anywhere in the documents is a verb of the command line."""
-    from headgate.cli.main import VERBS
-
+def test_headgate_commands_in_documents_exist() -> None:
     later = {"pull", "doctor"}
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         text = document.read_text(encoding="utf-8")
@@ -126,19 +118,13 @@ def test_every_command_of_the_readme_exists() -> None:
             assert verb in VERBS or verb in later, f"{document.name}: headgate {verb}"
 
 
-def test_continuous_integration_runs_the_readmes_test_command() -> None:
+def test_continuous_integration_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text(encoding="utf-8")
 
 
-def test_the_license_is_there() -> None:
-    assert PROJECT["license"] == "Apache-2.0"
-    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-
-
-def test_tests_and_benchmarks_begin_with_the_cpu() -> None:
-    """A figure or a failure says on which CPU it came about."""
+def test_tests_and_benchmarks_print_the_cpu_first() -> None:
     needs = dict(re.findall(r"^([a-z-]+): (\w+)", MAKEFILE, re.MULTILINE))
     long = {name for name in _targets() if name.startswith("bench-")}
     long |= {"test", "cover", "chaos", "fuzz", "soak", "resume-proof", "gpu-check"}

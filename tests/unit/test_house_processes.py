@@ -1,4 +1,4 @@
-"""The environment of the services, ports that name their owner, and children that end with their parent."""
+"""Environment of the services, listening ports, and children that end with their parent."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from headgate.shared.errors import ConfigError, HeadgateError, PortInUseError
 from tests.rigs.processes import free_port, is_alive, wait_until
 
 
-def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+def test_environment_overrides_the_env_file(tmp_path: Path) -> None:
+    assert load_environ({"A": "own"}, tmp_path) == {"A": "own"}
     (tmp_path / ".env").write_text("A=file\nB='two words'\nexport C=three # a comment\nLONELY\n")
     assert load_environ({"A": "own", "EMPTY": ""}, tmp_path) == {
         "A": "own", "EMPTY": "", "B": "two words", "C": "three",
     }  # fmt: skip
 
 
-def test_without_a_file_the_environment_stands(tmp_path: Path) -> None:
-    assert load_environ({"A": "own"}, tmp_path) == {"A": "own"}
-
-
-def test_a_file_that_is_not_text_is_a_problem_with_its_name(tmp_path: Path) -> None:
+def test_binary_env_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / ".env").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"\.env: cannot be read"):
         load_environ({}, tmp_path)
 
 
-def test_a_port_in_use_names_its_owner() -> None:
+def test_error_of_a_port_in_use_names_its_owner() -> None:
     with ports.listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("):
@@ -41,12 +38,12 @@ def test_a_port_in_use_names_its_owner() -> None:
     ports.check_free("127.0.0.1", port)
 
 
-def test_an_owner_that_cannot_be_seen_is_said_so() -> None:
+def test_unknown_owner_of_a_port_is_described() -> None:
     assert ports.owner(free_port()) == "a process that this user cannot see"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "127.0.0.256"])
-def test_an_address_of_another_machine_is_told(host: str) -> None:
+def test_address_of_another_machine_is_an_error(host: str) -> None:
     with pytest.raises(HeadgateError, match="choose an address of this machine"):
         ports.listen(host, free_port())
 
@@ -84,7 +81,7 @@ def test_child_ends_when_its_parent_is_killed() -> None:
         wait_until("the child is gone", lambda: not is_alive(child), seconds=5)
 
 
-def test_a_parent_that_is_already_gone_ends_the_child_at_once() -> None:
+def test_child_of_an_ended_parent_exits_at_once() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(10)
     ended = subprocess.run(
@@ -93,11 +90,11 @@ def test_a_parent_that_is_already_gone_ends_the_child_at_once() -> None:
     assert ended.returncode == 1
 
 
-def test_without_a_named_parent_nothing_happens() -> None:
+def test_without_a_parent_variable_nothing_happens() -> None:
     child_process.die_with_parent({})
     child_process.die_with_parent({"HEADGATE_PARENT": "nonsense"})
 
 
-def test_service_links_of_kubernetes_are_no_settings(tmp_path: Path) -> None:
+def test_service_links_of_kubernetes_are_ignored(tmp_path: Path) -> None:
     linked = {"INFERENCE_PORT": "tcp://10.0.0.7:8085", "GATEWAY_PORT_8080_TCP": "tcp://10.0.0.8:8080", "A": "own"}
     assert load_environ(linked, tmp_path) == {"A": "own"}
