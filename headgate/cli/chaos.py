@@ -7,6 +7,7 @@ services have no endpoints for faults.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -251,11 +252,25 @@ def pick(models: list[ModelStatus], name: str | None) -> ModelStatus:
 
 def signal_worker(pid: int, fault: Fault) -> None:
     """Sends the signal of `fault` to the worker `pid`. Raises HeadgateError when it is not a worker of this machine."""
-    if "inference.worker" not in ports.command(pid):
+    if not _is_worker(pid):
         raise HeadgateError(f"pid {pid} is not a worker on this machine; the service may run on another one")
     if fault.name == "oom-compute":
         write_to_stderr_of(pid, OUT_OF_MEMORY)
     _signal(pid, fault.number)
+
+
+def _is_worker(pid: int) -> bool:
+    """Whether `pid` is `python -m inference.worker`, started by an inference service.
+
+    Text within the arguments proves nothing: editors, shells and test runs contain it as well.
+    """
+    from inference.workers.orphans import FAMILY_ENV
+
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        is_child = any(variable.startswith(f"{FAMILY_ENV}=".encode()) for variable in variables)
+        return is_child and ports.arguments(pid)[-2:] == ["-m", "inference.worker"]
+    return False
 
 
 def write_to_stderr_of(pid: int, text: str) -> None:
@@ -278,7 +293,7 @@ def service_pid(url: str, name: str) -> int:
     """The process that listens at `url`. Raises HeadgateError unless it is the service `name` on this machine."""
     port = urlsplit(url).port
     pid = None if port is None else ports.owner_pid(port)
-    if pid is None or name not in ports.command(pid):
+    if pid is None or name not in ports.arguments(pid):
         raise HeadgateError(f"cannot find the process of the {name} at {url} on this machine")
     return pid
 

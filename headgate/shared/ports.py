@@ -108,12 +108,17 @@ def _socket_inodes(pid: int) -> Iterator[str]:
                     yield target[8:-1]
 
 
+def arguments(pid: int) -> list[str]:
+    """The program and the arguments of a process; empty when /proc does not show them."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
+    return []
+
+
 def command(pid: int) -> str:
     """The command line of a process, or a placeholder when it cannot be read."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-        if text := " ".join(word for word in words if word):
-            return text
+    if text := " ".join(word for word in arguments(pid) if word):
+        return text
     if ps := shutil.which("ps"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found = subprocess.run([ps, "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, timeout=5)

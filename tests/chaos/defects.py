@@ -50,7 +50,8 @@ def no_death_signal(service: str) -> None:
     launch = worker_process.launch
 
     def untied(name: str, path: Any, _command: Any, environment: Mapping[str, str], keep: int | None) -> Any:
-        return launch(name, path, (sys.executable, "-c", _UNTIED), environment, keep)
+        command = (sys.executable, "-c", _UNTIED, "-m", "inference.worker")  # the last two identify a worker
+        return launch(name, path, command, environment, keep)
 
     worker_process.launch = untied
 

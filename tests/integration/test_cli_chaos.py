@@ -1,4 +1,4 @@
-"""`headgate chaos` against canned services and real simulated devices: what it does, what it refuses, how it ends."""
+"""`headgate chaos` with canned services and simulated devices: effects, refusals and undoing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.protocol import ModelState, ModelStatus
+from inference.workers.orphans import FAMILY_ENV
 from inference.workers.os_api import socket_directory
 from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.processes import forget_own, free_port, wait_until
@@ -29,7 +31,7 @@ MIB = 2**20
 CPU = {"id": "cpu", "kind": "cpu", "name": "host"}
 SIMULATED = [{"id": name, "kind": "sim", "name": "simulated GPU"} for name in ("gpu-0", "gpu-1")]
 REAL = {"id": "gpu-0", "kind": "CUDA", "name": "NVIDIA H100"}
-SLEEPER = "import sys, time; print('inference.worker', file=sys.stderr, flush=True); time.sleep(600)"
+SLEEPER = "import sys, time; print('started', file=sys.stderr, flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +45,6 @@ def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Starts a canned inference service with these devices and models."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
 
         def start(devices: list[Mapping[str, Any]], models: list[ModelStatus] | None = None) -> None:
@@ -69,40 +69,48 @@ def devices() -> Iterator[SimDevices]:
 
 @pytest.fixture
 def rig(devices: SimDevices, serve: Callable[..., None], tmp_path: Path) -> Iterator[SimDevices]:
-    """Two simulated devices where a service with this state directory has its own."""
+    """Two simulated devices in the state directory of the service."""
     serve([*SIMULATED, CPU])
     (socket_directory(StateDir(tmp_path / "state")) / SOCKET_NAME).symlink_to(devices.socket_path)
     yield devices
     devices.control.tell("heal")
 
 
-@pytest.fixture
-def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks like a worker of this machine."""
-    with subprocess.Popen([sys.executable, "-c", SLEEPER, "inference.worker"], stderr=subprocess.PIPE) as process:
+@contextmanager
+def _sleeper(*arguments: str, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", SLEEPER, *arguments]
+    with subprocess.Popen(command, env={**os.environ, **environ}, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         assert process.stderr.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the arguments and the environment of a worker."""
+    with _sleeper("-m", "inference.worker", environ={FAMILY_ENV: "token"}) as process:
         yield process
-        process.kill()
 
 
 @pytest.mark.parametrize(
     ("devices_there", "words"), [([CPU], "accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
 )
-def test_real_devices_are_left_alone(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
-    """Exit code 2, a sentence that says what is there, and how to start a system that may be broken."""
+def test_real_accelerators_are_refused(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
+    """The message lists the accelerators and shows how to start a simulated system."""
     serve(devices_there)
     assert main(["chaos", "worker-kill"]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "INFERENCE_DEVICES=sim:" in said
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "INFERENCE_DEVICES=sim:" in errors
 
 
-def test_without_a_fault_all_are_listed(capsys: Any) -> None:
-    """Nothing is asked of any service for that."""
+def test_all_faults_are_listed_without_a_service(capsys: Any) -> None:
     assert main(["chaos"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in chaos.FAULTS)
+    output = capsys.readouterr().out
+    assert all(name in output for name in chaos.FAULTS)
     assert main(["chaos", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["faults"]) == len(chaos.FAULTS)
 
@@ -120,7 +128,7 @@ def test_without_a_fault_all_are_listed(capsys: Any) -> None:
         ("oom-context", ["--amount", "2"], "refusing", True),
     ],
 )
-def test_a_fault_of_a_device_stays_until_it_is_undone(
+def test_device_fault_stays_until_it_is_undone(
     rig: SimDevices, capsys: Any, fault: str, more: list[str], field: str, during: Any
 ) -> None:
     before = rig.status()[field]
@@ -134,9 +142,7 @@ def test_a_fault_of_a_device_stays_until_it_is_undone(
 
 @pytest.mark.parametrize("fault", ["device-cut", "device-stall", "device-slow", "device-shrink", "device-foreign",
                                    "device-late", "oom-load", "oom-context"])  # fmt: skip
-def test_a_fault_for_some_seconds_ends_by_itself_and_ends_nothing_else(
-    rig: SimDevices, capsys: Any, fault: str
-) -> None:
+def test_seconds_option_undoes_only_its_own_fault(rig: SimDevices, capsys: Any, fault: str) -> None:
     other = "device-stall" if fault != "device-stall" else "device-slow"
     assert main(["chaos", other]) == 0
     before = [_faults(rig, name) for name in ("gpu-0", "gpu-1")]
@@ -146,34 +152,62 @@ def test_a_fault_for_some_seconds_ends_by_itself_and_ends_nothing_else(
 
 
 def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
-    told = ("lost", "stalled", "slow_seconds", "refusing", "total_bytes", "foreign_bytes", "late_bytes")
+    fields = ("lost", "stalled", "slow_seconds", "refusing", "total_bytes", "foreign_bytes", "late_bytes")
     status = rig.status(device)
-    return {name: status[name] for name in told}
+    return {name: status[name] for name in fields}
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["device-cut", "--device", "gpu-7"], "gpu-7"),
+        (["device-cut", "--device", "gpu-7"], "unknown simulated device 'gpu-7'; simulated devices: gpu-0, gpu-1"),
         (["device-shrink", "--amount", "much"], "--amount much"),
         (["device-cut", "--amount", "3"], "takes no --amount"),
         (["device-return", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
         (["worker-kill"], "no model is loaded"),
     ],
 )
-def test_what_makes_no_sense_is_told(rig: SimDevices, capsys: Any, words: list[str], said: str) -> None:
-    assert main(["chaos", *words]) != 0
-    assert said in capsys.readouterr().err
+def test_invalid_options_are_explained(rig: SimDevices, capsys: Any, words: list[str], message: str) -> None:
+    assert main(["chaos", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["device-cut", "--model", "demo"], "device-cut acts on a device; it takes no --model"),
+        (["worker-kill", "--device", "gpu-0"], "worker-kill acts on a model; it takes no --device"),
+        (["inference-kill", "--model", "demo"], "inference-kill acts on a service; it takes no --model"),
+        (["worker-kill", "--amount", "3"], "worker-kill takes no --amount"),
+        (["worker-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
+        (["gateway-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
+    ],
+)
+def test_options_of_other_faults_are_refused_before_any_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], message: str
+) -> None:
+    monkeypatch.setenv("INFERENCE_PORT", "1")  # no service listens there
+    assert main(["chaos", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_undoing_without_a_simulator_fails_with_a_message(
+    rig: SimDevices, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    path = socket_directory(StateDir(tmp_path / "state")) / SOCKET_NAME
+    monkeypatch.setattr(chaos.time, "sleep", lambda _seconds: path.unlink())
+    assert main(["chaos", "device-cut", "--device", "gpu-0", "--seconds", "1"]) == HeadgateError.exit_code
+    assert "undoing device-cut on gpu-0 failed: no simulated device answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("fault", "number"),
     [("worker-kill", signal.SIGKILL), ("worker-abort", signal.SIGABRT), ("oom-compute", signal.SIGABRT)],
 )
-def test_a_worker_ends_as_told(
+def test_worker_faults_end_the_worker_with_their_signal(
     serve: Any, worker: subprocess.Popen[bytes], capsys: Any, fault: str, number: int
 ) -> None:
-    """Its last words are those of CUDA where memory ran out, and nothing otherwise."""
+    """oom-compute also writes CUDA's message about missing memory."""
     serve([*SIMULATED, CPU], [_status("idle", None), _status("demo", worker.pid)])
     assert main(["chaos", fault]) == 0
     _out, errors = worker.communicate(timeout=20)
@@ -182,30 +216,44 @@ def test_a_worker_ends_as_told(
     assert f"demo (pid {worker.pid}" in capsys.readouterr().err
 
 
-def test_a_worker_stands_still_and_goes_on(serve: Any, worker: subprocess.Popen[bytes]) -> None:
+def test_worker_stops_and_continues(serve: Any, worker: subprocess.Popen[bytes]) -> None:
     serve([*SIMULATED, CPU], [_status("demo", worker.pid)])
     assert main(["chaos", "worker-stop", "--model", "demo"]) == 0
-    wait_until("it stands still", lambda: _run_state(worker.pid) == "T")
+    wait_until("the worker is stopped", lambda: _run_state(worker.pid) == "T")
     assert main(["chaos", "worker-cont", "--model", "demo"]) == 0
-    wait_until("it goes on", lambda: _run_state(worker.pid) != "T")
+    wait_until("the worker continues", lambda: _run_state(worker.pid) != "T")
     assert main(["chaos", "worker-stop", "--seconds", "0"]) == 0
-    wait_until("it goes on", lambda: _run_state(worker.pid) != "T")
+    wait_until("the worker continues", lambda: _run_state(worker.pid) != "T")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [("other", "unknown model 'other'; models: demo, idle"), ("idle", "idle is not loaded (it is cold)")],
 )
-def test_a_model_without_a_worker_is_told(serve: Any, capsys: Any, name: str, words: str) -> None:
+def test_model_without_a_worker_is_refused(serve: Any, capsys: Any, name: str, words: str) -> None:
     serve([*SIMULATED, CPU], [_status("demo", 1), _status("idle", None)])
     assert main(["chaos", "worker-kill", "--model", name]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_process_that_is_no_worker_of_ours_is_not_touched(serve: Any, capsys: Any) -> None:
-    """The service may run on another machine, where the number means another process."""
-    serve([*SIMULATED, CPU], [_status("demo", os.getppid())])
-    assert main(["chaos", "worker-kill"]) == 1
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        pytest.param(["sleep"], {}, id="any process"),
+        pytest.param(["--cov=inference.worker.engine"], {}, id="pytest with module names"),
+        pytest.param(["-c", "python -m inference.worker"], {FAMILY_ENV: "token"}, id="shell of a service"),
+        pytest.param(["-m", "inference.worker"], {}, id="not started by a service"),
+    ],
+)
+def test_processes_that_are_not_workers_are_not_signalled(
+    serve: Any, capsys: Any, arguments: list[str], environ: Mapping[str, str]
+) -> None:
+    """The service may run on another machine, where the pid is that of another process."""
+    with _sleeper(*arguments, environ=environ) as process:
+        serve([*SIMULATED, CPU], [_status("demo", process.pid)])
+        assert main(["chaos", "worker-stop"]) == 1
+        assert main(["chaos", "worker-kill"]) == 1
+        assert _run_state(process.pid) == "S"
     assert "not a worker on this machine" in capsys.readouterr().err
 
 
@@ -217,25 +265,34 @@ time.sleep(600)
 """
 
 
-def test_a_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: Any, capsys: Any) -> None:
-    """And only if it is the one that was meant."""
+@pytest.mark.parametrize("name", ["inference", "gate"])
+def test_listeners_with_other_arguments_are_not_the_service(name: str) -> None:
+    """An editor or a shell may have the name of the service within its arguments."""
+    with _listener("gateway", "/home/user/inference-notes") as (_process, port):
+        with pytest.raises(HeadgateError, match="cannot find the process"):
+            chaos.service_pid(f"http://127.0.0.1:{port}", name)
+
+
+def test_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: Any, capsys: Any) -> None:
     serve([*SIMULATED, CPU])
-    command = [sys.executable, "-c", LISTENER, "gateway"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        try:
-            with pytest.raises(HeadgateError, match="cannot find the process"):
-                chaos.service_pid(f"http://127.0.0.1:{port}", "inference")
-            monkeypatch.setenv("GATEWAY_PORT", str(port))
-            assert main(["chaos", "gateway-kill"]) == 0
-            assert process.wait(20) == -signal.SIGKILL
-        finally:
-            process.kill()
+    with _listener("gateway") as (process, port):
+        monkeypatch.setenv("GATEWAY_PORT", str(port))
+        assert main(["chaos", "gateway-kill"]) == 0
+        assert process.wait(20) == -signal.SIGKILL
     assert f"pid {process.pid}" in capsys.readouterr().err
 
 
-def test_a_service_that_cannot_be_found_is_told() -> None:
+@contextmanager
+def _listener(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with subprocess.Popen([sys.executable, "-c", LISTENER, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_missing_service_is_reported() -> None:
     with pytest.raises(HeadgateError, match="cannot find the process"):
         chaos.service_pid(f"http://127.0.0.1:{free_port()}", "gateway")
 

@@ -48,7 +48,7 @@ ALLOWED: dict[str, int] = {
     "tests/chaos": 76,
     "tests/contract": 65,
     "tests/fuzz": 36,
-    "tests/integration": 632,
+    "tests/integration": 620,
     "tests/promises": 8,
     "tests/property": 152,
     "tests/regressions": 203,
