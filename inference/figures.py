@@ -10,7 +10,8 @@ from typing import Any
 
 from inference.api.inference_metrics import Metrics
 from inference.authority.device_health.health import USABLE
-from inference.authority.handlers.watching import advisor, device_view, pressure_view
+from inference.authority.handlers.queries import device_view, pressure_view
+from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use

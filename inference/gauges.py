@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from inference.authority.handlers.watching import device_view, pressure_view
+from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.state import ModelRecord, State
 from inference.protocol import DeviceState, ModelState, Priority
 

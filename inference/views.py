@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from inference.authority.handlers.placing.prospects import Moment
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queueing import expectations
 from inference.authority.handlers.running.oom_ladder import is_fallback
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.placement.ledger import Balance
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.state import ModelRecord, State

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from inference import views
 from inference.api.event_bus import Bus
-from inference.authority.handlers.placing.prospects import Moment
+from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.state import State
 from inference.protocol import ModelStatus
 

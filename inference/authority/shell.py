@@ -25,12 +25,12 @@ from inference.api.inference_metrics import Metrics
 from inference.api.notifier import Notifier
 from inference.authority import effects, events
 from inference.authority.handlers.operating import configuration
-from inference.authority.handlers.placing.prospects import Moment
-from inference.authority.handlers.placing.questions import error_of
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import error_of
 from inference.authority.handlers.queueing import expectations
+from inference.authority.handlers.running.device_care import loss
 from inference.authority.handlers.running.worker_life import resting
-from inference.authority.handlers.watching import device_view
-from inference.authority.handlers.watching.device_care import loss
+from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.placement.headroom import asked
 from inference.authority.placement.plan import Refusal
 from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State, Timing

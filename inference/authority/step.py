@@ -14,19 +14,22 @@ from inference.authority.draft import Draft
 from inference.authority.effects import Effect, Observe, StopWorker, WakeAt
 from inference.authority.handlers.operating import commands, configuration, startup_devices
 from inference.authority.handlers.placing import cpu_fallback_return, measuring, moving, reconcile, startup_loads
-from inference.authority.handlers.queueing import poison_cases, request_events, tickets
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queueing import poison_cases, request_events
 from inference.authority.handlers.running import (
     departure,
+    device_care,
     growth_watch,
     learning,
     memory_return,
     model_files,
     oom_ladder,
     thread_shares,
+    tickets,
     warm_pool,
     worker_life,
 )
-from inference.authority.handlers.watching import advisor, device_care, device_view, governor
+from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.state import Purpose, State, Timer, TimerKind
 from inference.protocol import ModelState

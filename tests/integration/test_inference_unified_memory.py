@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.state import Devices, State
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings

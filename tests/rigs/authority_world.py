@@ -15,7 +15,7 @@ from typing import Any
 from inference.authority import effects, events
 from inference.authority.device_health.signs import Sign
 from inference.authority.handlers.placing import decision
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.state import ModelRecord, Purpose, State, TimerKind

@@ -8,8 +8,9 @@ from typing import Any
 
 from inference.authority import events
 from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.running import oom_ladder
-from inference.authority.handlers.watching import advisor, device_view, pressure_view
+from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.shell import Authority, Lease, Ticket

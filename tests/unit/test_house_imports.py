@@ -106,7 +106,7 @@ def test_the_state_of_the_authority_is_assigned_in_its_shell_alone() -> None:
         for item in (target.elts if isinstance(target, ast.Tuple) else [target])
         if isinstance(item, ast.Attribute) and item.attr == "_state" and AUTHORITY in path.parents
     }
-    assert found <= {"authority/shell.py", "authority/handlers/placing/prospects.py"}
+    assert found <= {"authority/shell.py", "authority/handlers/watching/prospects.py"}
 
 
 def test_no_module_is_part_of_an_import_cycle() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference.authority.handlers.watching.device_view import candidates
+from inference.authority.handlers.queries.device_view import candidates
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState

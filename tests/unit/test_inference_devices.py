@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.devices.device import Reading, narrowed, outer_set
 from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory

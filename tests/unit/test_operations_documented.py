@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference import settings
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Option, Placement, Policy, Request, Result, plan
 from inference.devices.device import Reading

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headgate.shared.openapi import NOT_NOW
 from inference import figures, views
 from inference.authority.events import Refresh
+from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.running.endings import MOST_RECORDS
-from inference.authority.handlers.watching import device_view, pressure_view
 from inference.authority.shell import Authority
 from inference.dumps import Dumps
 

@@ -21,10 +21,10 @@ from inference.authority.events import (
     Unload,
 )
 from inference.authority.handlers.placing import decision, defragmentation, measuring, moving
-from inference.authority.handlers.placing.questions import held_models
-from inference.authority.handlers.running import departure, keeping, oom_ladder
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import held_models
+from inference.authority.handlers.running import departure, device_care, keeping, oom_ladder
 from inference.authority.handlers.running.growth_watch import reclaim, serving
-from inference.authority.handlers.watching import device_care, device_view
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.placement.plan import Placement, Refusal, Standing
 from inference.authority.state import (

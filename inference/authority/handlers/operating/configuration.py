@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.events import SettingsChanged
-from inference.authority.handlers.placing.questions import held_models
-from inference.authority.handlers.queueing import tickets
-from inference.authority.handlers.running import departure, keeping, model_files
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import held_models
+from inference.authority.handlers.running import departure, keeping, model_files, tickets
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.placement.stage import Standing
 from inference.authority.pressure.lowered_limits import Limits, surplus

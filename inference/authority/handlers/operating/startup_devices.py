@@ -6,8 +6,10 @@ from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import ProveSuspension, Started
 from inference.authority.events import DevicesFound, SuspensionTested
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.running import device_care
 from inference.authority.handlers.running.keeping import TESTED
-from inference.authority.handlers.watching import device_care, device_view, governor
+from inference.authority.handlers.watching import governor
 from inference.authority.state import TimerKind
 
 TICK_SECONDS = 0.5

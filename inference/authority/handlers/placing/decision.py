@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference.authority.handlers.placing import relocation
-from inference.authority.handlers.placing.questions import Subject, held_models, request_for, residents
-from inference.authority.handlers.running import keeping, oom_ladder
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.pressure_view import open_to
+from inference.authority.handlers.queries.questions import Subject, held_models, request_for, residents
+from inference.authority.handlers.running import keeping, oom_ladder, relocation
 from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.handlers.watching import device_view
-from inference.authority.handlers.watching.pressure_view import open_to
 from inference.authority.placement.fix import smaller
 from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
 from inference.authority.placement.turns import Decision, Scenery, Wish, decide

@@ -10,8 +10,8 @@ from inference.authority.draft import Draft
 from inference.authority.effects import Answer, TrimWorkers
 from inference.authority.events import Move, Trimmed
 from inference.authority.handlers.placing import measuring, moving
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running.growth_watch import reclaim, serving
-from inference.authority.handlers.watching import device_view
 from inference.authority.placement.repack import Piece, repack
 from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, Shift, State
 from inference.devices.host import CPU

@@ -6,7 +6,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import Estimate, ReadFiles
 from inference.authority.events import Estimated
 from inference.authority.handlers.placing import decision
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.state import EstimateKey, ModelRecord
 from inference.errors import InferenceError, ModelFailed
 from inference.settings import ModelSpec

@@ -12,13 +12,22 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.effects import ReadFiles
-from inference.authority.handlers.placing import decision, measuring, relocation
+from inference.authority.handlers.placing import decision, measuring
 from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsFiles, NeedsReading
-from inference.authority.handlers.placing.questions import error_of
-from inference.authority.handlers.queueing import tickets
-from inference.authority.handlers.running import departure, keeping, oom_ladder, warm_pool, worker_life
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import error_of
+from inference.authority.handlers.running import (
+    departure,
+    device_care,
+    keeping,
+    oom_ladder,
+    relocation,
+    tickets,
+    warm_pool,
+    worker_life,
+)
 from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.handlers.watching import advisor, device_care, device_view, governor
+from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing

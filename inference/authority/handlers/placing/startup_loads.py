@@ -6,8 +6,8 @@ from inference.authority.draft import Draft
 from inference.authority.effects import ReadFiles
 from inference.authority.events import Wanted
 from inference.authority.handlers.placing import decision, measuring
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queueing import request_events
-from inference.authority.handlers.watching import device_view
 from inference.authority.placement.plan import Result
 from inference.authority.state import Purpose, TicketRecord
 from inference.errors import InferenceError

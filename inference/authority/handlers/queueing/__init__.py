@@ -1,1 +1,1 @@
-"""Requests that wait for models or use them."""
+"""Arrival and end of requests, their deadlines, and their quarantine."""

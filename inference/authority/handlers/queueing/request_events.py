@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.events import Released, Wanted, Withdrawn
-from inference.authority.handlers.queueing import expectations, tickets
-from inference.authority.handlers.running import departure, keeping
-from inference.authority.handlers.watching import device_care
+from inference.authority.handlers.queueing import expectations
+from inference.authority.handlers.running import departure, device_care, keeping, tickets
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter

@@ -1,1 +1,1 @@
-"""Workers of models: their start, their end, their memory, and the warm pool."""
+"""Workers of models: leases, start, end, memory, lost devices, and the warm pool."""

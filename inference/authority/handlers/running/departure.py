@@ -7,8 +7,7 @@ from dataclasses import replace
 from inference.authority.draft import Draft
 from inference.authority.effects import StopWorker
 from inference.authority.events import FilesRead
-from inference.authority.handlers.queueing import tickets
-from inference.authority.handlers.running import endings, model_files, warm_pool
+from inference.authority.handlers.running import endings, model_files, tickets, warm_pool
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.state import TimerKind, WorkerRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inference.authority.device_health.health import USABLE
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request

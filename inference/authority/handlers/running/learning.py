@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference.authority.draft import Draft
 from inference.authority.effects import LearnOverhead
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.state import Learning, WorkerRecord
 from inference.devices.host import CPU
 from inference.protocol import DeviceState

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inference.authority.draft import Draft
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import endings
-from inference.authority.handlers.watching import device_view
 from inference.authority.state import Return, TimerKind, WorkerRecord
 from inference.devices.host import CPU
 

@@ -14,10 +14,10 @@ from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import EaseHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
 from inference.authority.events import HeadroomChanged, ShortageLearned, Trimmed
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import endings
 from inference.authority.handlers.running.growth_watch import reclaim, serving
 from inference.authority.handlers.running.model_files import forget_estimates
-from inference.authority.handlers.watching import device_view
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.placement.plan import Refusal, Standing
 from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch

@@ -23,11 +23,11 @@ from inference.authority.effects import (
     Suspend,
 )
 from inference.authority.events import ContextFreed, FileHeld, ResumeEnded, SuspendEnded
-from inference.authority.handlers.placing.questions import grant_for
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import grant_for
 from inference.authority.handlers.running import endings, keeping
 from inference.authority.handlers.running.memory_return import give_back
 from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.handlers.watching import device_view
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError

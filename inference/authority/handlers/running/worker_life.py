@@ -19,12 +19,18 @@ from inference.authority.events import (
     Spawned,
     SpawnFailed,
 )
-from inference.authority.handlers.placing import relocation
-from inference.authority.handlers.placing.questions import excess, grant_for
-from inference.authority.handlers.queueing import tickets
-from inference.authority.handlers.running import endings, learning, oom_ladder, warm_pool
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import excess, grant_for
+from inference.authority.handlers.running import (
+    device_care,
+    endings,
+    learning,
+    oom_ladder,
+    relocation,
+    tickets,
+    warm_pool,
+)
 from inference.authority.handlers.running.memory_return import give_back
-from inference.authority.handlers.watching import device_care, device_view
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.plan import Placement

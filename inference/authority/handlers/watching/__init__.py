@@ -1,1 +1,1 @@
-"""Devices: readings, health and pressure."""
+"""Pressure, alerts, and whether models would fit."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from inference.authority.draft import Draft
-from inference.authority.handlers.placing.prospects import Moment
-from inference.authority.handlers.placing.questions import Subject, held_models, request_for
-from inference.authority.handlers.watching import device_view
-from inference.authority.handlers.watching.pressure_view import bounds_of, level, rungs, uses
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.pressure_view import bounds_of, level, rungs, uses
+from inference.authority.handlers.queries.questions import Subject, held_models, request_for
+from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan

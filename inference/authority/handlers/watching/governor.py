@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
-from inference.authority.handlers.placing.questions import held_models
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.pressure_view import bounds_of, levels, numbers_of, rules_of, uses
+from inference.authority.handlers.queries.questions import held_models
 from inference.authority.handlers.running import departure
-from inference.authority.handlers.watching import advisor, device_view
-from inference.authority.handlers.watching.pressure_view import bounds_of, levels, numbers_of, rules_of, uses
+from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.pressure.history import DeviceSample, Sample
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headgate.shared.units import format_bytes
-from inference.authority.handlers.watching.device_view import candidates, closed_to, lost_for
+from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for
 from inference.authority.placement.layers import layers_of
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing

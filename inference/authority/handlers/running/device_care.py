@@ -8,9 +8,9 @@ from inference.authority.device_health.health import Case, Doubted, Effect, Read
 from inference.authority.device_health.signs import Sign
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, RestartService, TryDevice
-from inference.authority.handlers.placing.questions import tenants
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.questions import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
-from inference.authority.handlers.watching import device_view
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headgate.shared.units import format_bytes
-from inference.authority.handlers.watching import device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.placement.plan import Refusal
 from inference.authority.pressure.levels import Bounds, Level, Use, settle
 from inference.authority.pressure.relief import Rules, Rung, Watch, refusal

@@ -1,0 +1,1 @@
+"""Answers about the state: devices, pressure, and the inputs of decisions."""
