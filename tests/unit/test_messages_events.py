@@ -1,4 +1,4 @@
-"""Inner streams and answers in Anthropic's words: byte-exact goldens, blocks in their order, ends that say why."""
+"""Streams and answers in Anthropic's format: golden streams, order of blocks, stop reasons, errors."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def call(index: int, arguments: str | None = None, name: str | None = None, id: 
 
 ROLE = chunk({"role": "assistant", "content": ""})
 
-NOBODY = {"id": "", "object": "", "created": 0, "model": ""}
-"""The head of Azure's first chunk, and of those in which its filter speaks later."""
+EMPTY_HEAD = {"id": "", "object": "", "created": 0, "model": ""}
+"""Fields of the first chunk of Azure, and of later chunks of its content filter."""
 FILTERED = {"hate": {"filtered": False, "severity": "safe"}}
 NO_PROMPT = {
-    **NOBODY,
+    **EMPTY_HEAD,
     "choices": [],
     "prompt_filter_results": [{"prompt_index": 0, "content_filter_results": FILTERED}],
 }
@@ -121,13 +121,13 @@ STREAMS: dict[str, tuple[list[Frame], tuple[str, ...]]] = {
 
 
 def written(frames: list[Frame], stops: tuple[str, ...] = ()) -> bytes:
-    """The whole stream, a frame at a time."""
+    """The complete stream, written one frame at a time."""
     writer = MessageEvents(Bounds(stops))
     return b"".join(writer.write([frame]) for frame in [*frames, usage()]) + writer.end()
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, each one that the official client knows."""
+    """The events of a stream; each one is valid for the official client."""
     found = []
     for frame in raw.decode().split("\n\n")[:-1]:
         name, data = frame.split("\n")
@@ -140,7 +140,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_streams_byte_for_byte(name: str) -> None:
+def test_golden_stream(name: str) -> None:
     frames, stops = STREAMS[name]
     raw = written(frames, stops)
     assert raw.decode() == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def test_streams_byte_for_byte(name: str) -> None:
     assert writer.write([*frames, usage()]) + writer.end() == raw
 
 
-def test_calls_whose_arguments_come_by_turns_stay_whole() -> None:
+def test_calls_with_interleaved_arguments_are_separate_blocks() -> None:
     found = events(
         written(
             [
@@ -177,14 +177,14 @@ def test_calls_whose_arguments_come_by_turns_stay_whole() -> None:
     assert (pieces, open_blocks) == ({0: '{"x":1}', 1: '{"y":2}'}, set())
 
 
-def test_a_call_without_an_id_gets_one_and_a_named_one_that_ends_with_stop_is_tool_use() -> None:
+def test_call_without_an_id_gets_one_and_stop_becomes_tool_use() -> None:
     found = events(written([ROLE, chunk(call(0, "{}", "a")), chunk(finish="stop")]))
     block = next(event["content_block"] for event in found if event["type"] == "content_block_start")
     assert (block["id"], block["name"]) == ("toolu_7_0", "a")
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_text_after_a_call_is_a_block_of_its_own() -> None:
+def test_text_after_a_call_is_a_separate_block() -> None:
     frames = [
         ROLE, chunk(call(0, "{}", "a", "c")), chunk({"content": "So."}), chunk({"reasoning": "Hm."}),
         chunk({"content": "Yes."}), chunk(finish="stop"),
@@ -193,7 +193,7 @@ def test_text_after_a_call_is_a_block_of_its_own() -> None:
     assert [start["content_block"]["type"] for start in starts] == ["tool_use", "text", "thinking", "text"]
 
 
-def test_an_empty_answer_is_an_answer() -> None:
+def test_empty_answer_has_start_and_end() -> None:
     found = events(written([ROLE, chunk(finish="stop")]))
     assert [event["type"] for event in found] == ["message_start", "message_delta", "message_stop"]
     writer = MessageEvents(Bounds())
@@ -201,15 +201,15 @@ def test_an_empty_answer_is_an_answer() -> None:
     assert b'"output_tokens":0' in writer.end()
 
 
-def test_a_broken_stream_ends_in_an_error_event() -> None:
+def test_cut_stream_ends_in_an_error_event() -> None:
     writer = MessageEvents(Bounds())
     writer.write([ROLE])
     raw = writer.broke(Code.MODEL_FAILED, "the answer of local/demo broke off").decode()
     assert raw.startswith("event: error\ndata: ") and raw.endswith("}\n\n")
-    said = json.loads(raw.split("data: ")[1])
-    strictly(ErrorResponse, {**said, "error": {key: said["error"][key] for key in ("type", "message")}})
-    assert said["error"]["type"] == "overloaded_error"
-    assert said["error"]["details"] == {"error_code": "model_failed"}
+    event = json.loads(raw.split("data: ")[1])
+    strictly(ErrorResponse, {**event, "error": {key: event["error"][key] for key in ("type", "message")}})
+    assert event["error"]["type"] == "overloaded_error"
+    assert event["error"]["details"] == {"error_code": "model_failed"}
 
 
 @pytest.mark.parametrize(
@@ -220,14 +220,14 @@ def test_a_broken_stream_ends_in_an_error_event() -> None:
         (Code.INTERNAL_ERROR, "api_error"),
         (Code.CONTEXT_LENGTH_EXCEEDED, "invalid_request_error"),
         ("overloaded_error", "overloaded_error"),
-        ("a cloud's own word", "api_error"),
+        ("a code of the provider", "api_error"),
     ],
 )
-def test_codes_have_anthropics_types(code: str, type: str) -> None:
+def test_codes_have_error_types_of_anthropic(code: str, type: str) -> None:
     assert frame_error(code, "no")["error"]["type"] == type
 
 
-def test_errors_have_anthropics_envelope() -> None:
+def test_errors_have_the_envelope_of_anthropic() -> None:
     refused = RequestError(Code.UNSUPPORTED_PARAMETER, "no", param="tools[0].type")
     assert envelope(refused) == {
         "type": "error",
@@ -245,8 +245,8 @@ def test_errors_have_anthropics_envelope() -> None:
         "error_code": "memory_limit_exceeded",
         "headgate": {"missing_bytes": 1},
     }
-    said = UpstreamError(UpstreamKind.STATUS, "too long", status=400, code="context_length_exceeded")
-    passed_on = envelope(PassedOnError(said, 400, "messages"))["error"]
+    cause = UpstreamError(UpstreamKind.STATUS, "too long", status=400, code="context_length_exceeded")
+    passed_on = envelope(PassedOnError(cause, 400, "messages"))["error"]
     assert passed_on["details"] == {"error_code": "context_length_exceeded", "param": "messages"}
     types = {code: envelope(GatewayError(code, "x"))["error"]["type"] for code in Code}
     assert types[Code.INVALID_API_KEY] == "authentication_error"
@@ -270,23 +270,22 @@ def test_errors_have_anthropics_envelope() -> None:
         (None, None),
     ],
 )
-def test_a_tiers_word_for_a_field_becomes_the_callers(param: str | None, own: str | None) -> None:
-    said = UpstreamError(UpstreamKind.STATUS, "no", status=400)
-    assert envelope(PassedOnError(said, 400, param))["error"]["details"].get("param") == own
+def test_field_of_a_providers_error_is_translated_to_the_clients_name(param: str | None, own: str | None) -> None:
+    cause = UpstreamError(UpstreamKind.STATUS, "no", status=400)
+    assert envelope(PassedOnError(cause, 400, param))["error"]["details"].get("param") == own
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_act_upon() -> None:
+def test_message_of_a_prompt_that_is_too_long_can_be_parsed_by_agents() -> None:
     def message(**details: Any) -> str:
         error = RequestError(Code.CONTEXT_LENGTH_EXCEEDED, "shorten it", details=details or None)
         return str(envelope(error)["error"]["message"])
 
-    assert message(prompt_tokens=9000, context_length=8192) == (
-        "prompt is too long: 9000 tokens > 8192 maximum; shorten it"
-    )
+    expected = "prompt is too long: 9000 tokens > 8192 maximum; shorten it"
+    assert message(prompt_tokens=9000, context_length=8192) == expected
     assert message(prompt_tokens=None, context_length=8192, max_tokens=9000) == message() == "shorten it"
 
 
-def test_the_callers_own_places_stay() -> None:
+def test_places_in_the_clients_body_are_kept() -> None:
     for param, own in (("messages[1].content[0].type",) * 2, ("messages[1].content[0].image_url.url", "messages")):
         refused = RequestError(Code.INVALID_REQUEST, "no", param=param)
         assert envelope(refused)["error"]["details"]["param"] == own
@@ -305,7 +304,7 @@ def whole(
     return answer
 
 
-def test_a_whole_answer() -> None:
+def test_unary_answer() -> None:
     assert whole({"content": "Hello", "refusal": None}) == {
         "id": "msg_7",
         "type": "message",
@@ -324,7 +323,7 @@ def test_a_whole_answer() -> None:
     }
 
 
-def test_a_whole_answer_with_everything() -> None:
+def test_unary_answer_with_reasoning_and_calls() -> None:
     function = {"name": "look", "arguments": '{"at":"x"}'}
     broken = {"name": "say", "arguments": "not json"}
     listed = {"name": "list", "arguments": "[1]"}
@@ -344,32 +343,32 @@ def test_a_whole_answer_with_everything() -> None:
     ]
 
 
-def test_thoughts_that_a_tier_counts_in_the_total_alone_are_output() -> None:
-    """An answer that had used up its `max_tokens` by thinking was said to have had no more room."""
+def test_reasoning_tokens_that_only_the_total_contains_are_output() -> None:
+    """Otherwise an answer cut at `max_tokens` while thinking looks cut by the context window."""
     answer = completion({"content": "x"}, "length")
     answer["usage"] = {"prompt_tokens": 21, "completion_tokens": 20, "total_tokens": 1021}
-    said = messages_answer.whole(answer, Bounds((), 1000))
-    assert (said["usage"]["output_tokens"], said["stop_reason"]) == (1000, "max_tokens")
+    message = messages_answer.whole(answer, Bounds((), 1000))
+    assert (message["usage"]["output_tokens"], message["stop_reason"]) == (1000, "max_tokens")
     answer["usage"] = {"prompt_tokens": 21, "completion_tokens": 20}
-    said = messages_answer.whole(answer, Bounds((), 1000))
-    assert (said["usage"]["output_tokens"], said["stop_reason"]) == (20, "model_context_window_exceeded")
+    message = messages_answer.whole(answer, Bounds((), 1000))
+    assert (message["usage"]["output_tokens"], message["stop_reason"]) == (20, "model_context_window_exceeded")
 
 
 @pytest.mark.parametrize("odd", [None, 5, "x", []])
-def test_a_usage_of_another_shape_is_none(odd: Any) -> None:
+def test_native_usage_of_another_type_is_ignored(odd: Any) -> None:
     answer = completion({"content": "x"})
     answer["usage"] = {**USAGE, "native": odd}
     assert messages_answer.whole(answer, Bounds())["usage"] == whole({"content": "x"})["usage"]
 
 
-def test_ends_of_whole_answers() -> None:
-    said = {"content": "x"}
-    assert whole(said, "length")["stop_reason"] == whole(said, "length", limit=5)["stop_reason"] == "max_tokens"
-    assert whole(said, "length", limit=6)["stop_reason"] == "model_context_window_exceeded"
-    met = whole(said, "stop", ("END",), stop_reason="END")
+def test_stop_reasons_of_unary_answers() -> None:
+    text = {"content": "x"}
+    assert whole(text, "length")["stop_reason"] == whole(text, "length", limit=5)["stop_reason"] == "max_tokens"
+    assert whole(text, "length", limit=6)["stop_reason"] == "model_context_window_exceeded"
+    met = whole(text, "stop", ("END",), stop_reason="END")
     assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "END")
-    assert whole(said, "stop", ("END",), stop_reason=2)["stop_reason"] == "end_turn"
-    assert whole(said, "length", native_finish_reason="pause_turn")["stop_reason"] == "pause_turn"
+    assert whole(text, "stop", ("END",), stop_reason=2)["stop_reason"] == "end_turn"
+    assert whole(text, "length", native_finish_reason="pause_turn")["stop_reason"] == "pause_turn"
     refused = whole({"content": None, "refusal": "No."}, "content_filter")
     assert refused["content"] == [{"type": "text", "text": "No."}]
     assert refused["stop_details"] == {"type": "refusal", "category": None, "explanation": "No."}
@@ -381,13 +380,13 @@ def test_ends_of_whole_answers() -> None:
     assert whole({"content": ""}, "something new")["stop_reason"] == "end_turn"
 
 
-def test_signed_thinking_is_given_back_as_it_was() -> None:
+def test_signed_thinking_is_returned_unchanged() -> None:
     signed = [{"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}, {"type": "redacted_thinking", "data": "x"}]
     answer = whole({"content": "y", "reasoning_content": "Hm.", "thinking_blocks": signed})
     assert answer["content"] == [*signed, {"type": "text", "text": "y"}]
 
 
-def test_counts_that_are_no_counts_are_zeros() -> None:
+def test_invalid_counts_are_zero() -> None:
     zeros = {
         "input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0,
     }  # fmt: skip
@@ -401,20 +400,18 @@ def test_counts_that_are_no_counts_are_zeros() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its arguments", "after some of them"])
-def test_a_call_that_is_named_after_its_id_begins_with_both(late: bool) -> None:
-    """Its block began without a name, so that clients called nothing."""
+def test_call_whose_name_follows_its_id_starts_with_both(late: bool) -> None:
     name, begun = call(0, name="look"), call(0, '{"at":')
     pieces = [call(0, id="c1", name=""), call(0), *((begun, name) if late else (name, begun)), call(0, " 1}")]
     found = events(written([ROLE, *map(chunk, pieces), chunk(finish="tool_calls")]))
     (block,) = (event["content_block"] for event in found if event["type"] == "content_block_start")
     assert (block["id"], block["name"]) == ("c1", "look")
-    said = [event["delta"]["partial_json"] for event in found if event["type"] == "content_block_delta"]
-    assert json.loads("".join(said)) == {"at": 1}
+    arguments = [event["delta"]["partial_json"] for event in found if event["type"] == "content_block_delta"]
+    assert json.loads("".join(arguments)) == {"at": 1}
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_a_call_that_never_gets_a_name_is_none() -> None:
-    """Clients were told to use a tool, and none was named."""
+def test_call_without_a_name_is_dropped() -> None:
     found = events(written([ROLE, chunk(call(0, '{"at": 1}', "", "c1")), chunk(finish="tool_calls")]))
     assert [event for event in found if event["type"] == "content_block_start"] == []
     assert found[-2]["delta"]["stop_reason"] == "end_turn"

@@ -1,4 +1,4 @@
-"""Anthropic in front and Anthropic behind: nothing is lost on the way there and back but what that model refuses."""
+"""Messages API in front of an Anthropic provider: fields pass unchanged except those that the model rejects."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TOOL = {
     "name": "look", "description": "Looks.", "strict": True, "cache_control": MARK,
     "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
 }  # fmt: skip
-ASKED = {"role": "user", "content": "Hi"}
+HI = {"role": "user", "content": "Hi"}
 
 
 def native(model: str = "claude-opus-5", **more: Any) -> dict[str, Any]:
-    """What an Anthropic tier is sent; the API's own rules and the client's own types agree with it."""
-    body = {"model": "demo", "max_tokens": 2000, "messages": [ASKED], **more}
+    """The body for an Anthropic provider; it passes the API's rules and the types of the official client."""
+    body = {"model": "demo", "max_tokens": 2000, "messages": [HI], **more}
     origin = chat(parse(json.dumps(body).encode()).body).origin
     assert origin is not None
     request = to_native(origin, model)
@@ -51,7 +51,7 @@ def native(model: str = "claude-opus-5", **more: Any) -> dict[str, Any]:
     return request
 
 
-def test_an_agents_request_arrives_as_it_was_written() -> None:
+def test_request_of_an_agent_is_sent_unchanged() -> None:
     agents: dict[str, Any] = {
         "max_tokens": 32_000,
         "system": [{"type": "text", "text": "You mill."}, {"type": "text", "text": "Be brief.", "cache_control": MARK}],
@@ -90,8 +90,8 @@ def test_an_agents_request_arrives_as_it_was_written() -> None:
     assert native(**agents) == {**agents, "model": "claude-opus-5", "stream": True}
 
 
-def test_what_the_plain_api_refuses_is_left_out() -> None:
-    said = native(
+def test_fields_that_the_plain_api_rejects_are_left_out() -> None:
+    sent = native(
         system=[{"type": "text", "text": " "}, {"type": "text", "text": "x", "cache_control": None}],
         messages=[
             {
@@ -124,8 +124,8 @@ def test_what_the_plain_api_refuses_is_left_out() -> None:
         context_management={"edits": []},
         thinking={"type": "enabled", "budget_tokens": 1024},
     )
-    assert said["system"] == [{"type": "text", "text": "x"}]
-    assert said["messages"] == [
+    assert sent["system"] == [{"type": "text", "text": "x"}]
+    assert sent["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": MARK}]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "functions_look_0", "name": "look", "input": {}}]},
         {
@@ -139,68 +139,68 @@ def test_what_the_plain_api_refuses_is_left_out() -> None:
             ],
         },
     ]
-    assert said["tools"] == [{"name": "look", "input_schema": {"type": "object"}}]
-    assert set(said) == {"model", "max_tokens", "messages", "stream", "system", "tools", "thinking"}
+    assert sent["tools"] == [{"name": "look", "input_schema": {"type": "object"}}]
+    assert set(sent) == {"model", "max_tokens", "messages", "stream", "system", "tools", "thinking"}
 
 
-def test_turns_of_nothing_else_are_left_out_and_a_prefill_is_trimmed() -> None:
+def test_empty_turns_are_left_out_and_a_prefill_is_trimmed() -> None:
     local = {"type": "thinking", "thinking": "Local."}
-    empty = [{"role": "user", "content": " "}, {"role": "assistant", "content": [local]}, ASKED]
-    assert native("claude-haiku-4-5", messages=empty)["messages"] == [ASKED]
-    begun = [ASKED, {"role": "assistant", "content": "The mill "}]
+    empty = [{"role": "user", "content": " "}, {"role": "assistant", "content": [local]}, HI]
+    assert native("claude-haiku-4-5", messages=empty)["messages"] == [HI]
+    begun = [HI, {"role": "assistant", "content": "The mill "}]
     assert native("claude-haiku-4-5", messages=begun)["messages"][-1]["content"] == "The mill"
-    blocks = [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "The mill "}]}]
+    blocks = [HI, {"role": "assistant", "content": [{"type": "text", "text": "The mill "}]}]
     assert native("claude-haiku-4-5", messages=blocks)["messages"][-1]["content"][0]["text"] == "The mill"
-    hidden = [ASKED, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]
+    hidden = [HI, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]
     origin = {"model": "m", "max_tokens": 1, "messages": hidden}
     assert to_native(origin, "claude-haiku-4-5")["messages"] == hidden
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
 
 
-def test_system_messages_inside_a_conversation_stay_where_the_model_takes_them() -> None:
-    """Claude Code sends them; a model up to 4.7 answers 400 to one, so it gets them as a part of the user's turn."""
+def test_later_system_messages_become_a_part_of_the_users_turn_for_older_models() -> None:
+    """Claude Code sends them; models up to 4.7 answer 400."""
     later = {"role": "system", "content": [text("Agents: none.")]}
-    messages = [ASKED, later, {"role": "assistant", "content": "Yes"}, ASKED]
+    messages = [HI, later, {"role": "assistant", "content": "Yes"}, HI]
     assert native("claude-opus-4-8", messages=messages)["messages"] == messages
     joined = {"role": "user", "content": [text("Hi"), text("Agents: none.")]}
     assert native("claude-haiku-4-5", messages=messages)["messages"] == [joined, *messages[2:]]
 
 
-def test_system_message_becomes_a_turn_of_the_user_behind_an_answer() -> None:
+def test_system_message_after_an_answer_becomes_a_turn_of_the_user() -> None:
     answer = {"role": "assistant", "content": "Yes"}
     later = {"role": "system", "content": "Be brief."}
-    messages = [ASKED, answer, later, ASKED]
-    turns = [ASKED, answer, {"role": "user", "content": [text("Be brief."), text("Hi")]}]
+    messages = [HI, answer, later, HI]
+    turns = [HI, answer, {"role": "user", "content": [text("Be brief."), text("Hi")]}]
     assert native("claude-haiku-4-5", messages=messages)["messages"] == turns
 
 
-def test_system_message_behind_results_stands_behind_them() -> None:
+def test_system_message_after_tool_results_follows_them() -> None:
     call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
-    messages = [ASKED, call, {"role": "user", "content": [result]}, {"role": "system", "content": "Be brief."}]
+    messages = [HI, call, {"role": "user", "content": [result]}, {"role": "system", "content": "Be brief."}]
     turns = native("claude-haiku-4-5", messages=messages, tools=[TOOL])["messages"]
     assert turns[-1] == {"role": "user", "content": [result, text("Be brief.")]}
 
 
-def test_thinking_with_a_budget_waits_for_the_next_turn_when_another_tier_thought_this_one_out() -> None:
+def test_thinking_with_a_budget_is_left_out_in_a_turn_without_signed_thinking() -> None:
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}
     thinking = {"type": "enabled", "budget_tokens": 1024}
 
     def thinks(*blocks: dict[str, Any]) -> bool:
-        messages = [ASKED, {"role": "assistant", "content": list(blocks)}, answered]
+        messages = [HI, {"role": "assistant", "content": list(blocks)}, answered]
         return "thinking" in native("claude-haiku-4-5", messages=messages, tools=[TOOL], thinking=thinking)
 
     assert not thinks(call)
     assert thinks(SIGNED, call)
-    plain = [ASKED, {"role": "assistant", "content": "Yes"}, ASKED]
+    plain = [HI, {"role": "assistant", "content": "Yes"}, HI]
     assert "thinking" in native("claude-haiku-4-5", messages=plain, thinking=thinking)
 
 
-def test_sampling_and_the_old_name_of_the_format() -> None:
+def test_sampling_and_output_format() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
     early = native("claude-sonnet-4-5", temperature=0.5, top_k=5, output_format=shape)
     assert (early["temperature"], early["top_k"], early["output_config"]) == (0.5, 5, {"format": shape})
@@ -211,7 +211,7 @@ def test_sampling_and_the_old_name_of_the_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "asked", "sent"),
+    ("model", "given", "sent"),
     [
         ("claude-opus-5", {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}),
         (
@@ -229,24 +229,24 @@ def test_sampling_and_the_old_name_of_the_format() -> None:
         ("claude", {"type": "adaptive"}, {"type": "adaptive"}),
     ],
 )
-def test_thinking_as_each_model_takes_it(model: str, asked: dict[str, Any], sent: dict[str, Any] | None) -> None:
-    assert thinking_for(asked, model) == sent
-    assert native(model, thinking=asked).get("thinking") == sent
+def test_thinking_is_adapted_to_the_model(model: str, given: dict[str, Any], sent: dict[str, Any] | None) -> None:
+    assert thinking_for(given, model) == sent
+    assert native(model, thinking=given).get("thinking") == sent
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "enabled"])
-def test_thinking_as_the_official_beta_client_asks_for_it_is_told_in_plain_words(kind: str) -> None:
-    """`updates` and `block_binding` were 400s here, and are ones of the plain API."""
+def test_thinking_of_the_official_beta_client_is_translated(kind: str) -> None:
+    """The plain API rejects `updates` and `block_binding`."""
     thinking = {"type": kind, "display": "updates", "block_binding": {"prefix_mismatch_behavior": "drop_block"}}
-    asked = thinking | ({"budget_tokens": 1024} if kind == "enabled" else {})
-    body = native("claude-opus-4-6", thinking=request_of(BetaThinkingConfigParam, asked), max_tokens=2000)
-    assert body["thinking"] == {name: asked[name] for name in asked if name != "block_binding"} | {
+    given = thinking | ({"budget_tokens": 1024} if kind == "enabled" else {})
+    body = native("claude-opus-4-6", thinking=request_of(BetaThinkingConfigParam, given), max_tokens=2000)
+    assert body["thinking"] == {name: given[name] for name in given if name != "block_binding"} | {
         "display": "summarized"
     }
     rules.anthropic(body, rules.ANTHROPIC_VERSIONS[0])
 
 
-def test_effort_as_each_model_takes_it() -> None:
+def test_effort_is_adapted_to_the_model() -> None:
     assert effort_for("max", "claude-opus-5") == "max"
     assert effort_for("max", "claude-opus-4-6") == "high"
     assert effort_for("low", "claude-opus-4-6") == "low"
@@ -258,17 +258,17 @@ def test_effort_as_each_model_takes_it() -> None:
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 def frames_of(raw: bytes) -> list[Frame]:
-    """The inner frames that an Anthropic tier gives for a request that came in Anthropic's dialect."""
+    """The inner frames of an Anthropic provider for a request of the Messages API."""
     state = anthropic_events.State(created=5, native=True)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(raw):
-        state, said = anthropic_events.step(state, frame)
-        frames += said
+        state, more = anthropic_events.step(state, frame)
+        frames += more
     return [*frames, *anthropic_events.end(state)]
 
 
 def there_and_back(answer: Answer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events that the tier sent and those that the caller gets, pings left out."""
+    """The events of the provider and those for the client, without pings."""
     raw = b"".join(frame for _, frame in anthropic_wire.stream(1, {"model": "claude-opus-5"}, answer, 9))
     frames = frames_of(raw)
     assert isinstance(frames[-1], Done)
@@ -300,7 +300,7 @@ def _events(raw: bytes) -> list[dict[str, Any]]:
     ],
     ids=["text", "tools", "stop-sequence", "pause", "context", "length", "refusal"],
 )
-def test_a_stream_of_anthropics_comes_back_as_it_was(answer: Answer) -> None:
+def test_stream_of_anthropic_is_returned_unchanged(answer: Answer) -> None:
     sent, got = there_and_back(answer)
     started, first = sent[0]["message"].pop("usage"), got[0]["message"].pop("usage")
     assert first == started
@@ -309,7 +309,7 @@ def test_a_stream_of_anthropics_comes_back_as_it_was(answer: Answer) -> None:
     assert got == sent
 
 
-def test_a_whole_answer_of_anthropics_comes_back_as_it_was() -> None:
+def test_unary_answer_of_anthropic_is_returned_unchanged() -> None:
     answer = Answer(
         text="I look.",
         reasoning="Hm. Two of them.",
@@ -331,7 +331,7 @@ def test_a_whole_answer_of_anthropics_comes_back_as_it_was() -> None:
     assert usage == {**counted, "output_tokens_details": {"thinking_tokens": answer.reasoning_tokens}}
 
 
-def test_thinking_that_is_withheld_comes_back_too() -> None:
+def test_redacted_thinking_is_returned() -> None:
     hidden = {"type": "redacted_thinking", "data": "aGlk"}
     events = [
         {"type": "message_start", "message": {"id": "msg_1", "model": "claude", "usage": {"input_tokens": 1}}},
@@ -347,5 +347,5 @@ def test_thinking_that_is_withheld_comes_back_too() -> None:
     assert got[1]["content_block"] == hidden
     plain = anthropic_events.State(created=5)
     for frame in SseSplitter().feed(raw):
-        plain, said = anthropic_events.step(plain, frame)
-        assert not any(b"thinking" in one.payload for one in said if isinstance(one, Data))
+        plain, frames = anthropic_events.step(plain, frame)
+        assert not any(b"thinking" in one.payload for one in frames if isinstance(one, Data))

@@ -1,4 +1,4 @@
-"""Anthropic Messages bodies as inner chat bodies: what becomes of every field, and which one a refusal names."""
+"""Anthropic Messages bodies are translated into chat bodies; a rejection names the field. Listings of models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from gateway.apis import image_policy
 from gateway.apis.messages import messages_request
+from gateway.apis.messages.messages_models import entry, listing
 from gateway.apis.messages.messages_request import long_names, parse, to_chat
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
@@ -20,11 +21,11 @@ from tests.rigs.typed_bodies import json_of
 
 PNG = "iVBORw0KGgo="
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"properties": {"at": {"type": "string"}}}}
-ASKED = {"role": "user", "content": "Hi"}
+HI = {"role": "user", "content": "Hi"}
 
 
 def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"model": "demo", "max_tokens": 50, "messages": list(messages) or [ASKED], **more}
+    return {"model": "demo", "max_tokens": 50, "messages": list(messages) or [HI], **more}
 
 
 def use(id: str, name: str = "look", **input: Any) -> dict[str, Any]:
@@ -36,14 +37,14 @@ def result(id: str, content: Any = "done", **more: Any) -> dict[str, Any]:
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What the request becomes; the result passes the checks of the inner dialect."""
+    """The translated body; it passes the checks of chat bodies."""
     request = parse(json.dumps(body(*messages, **more)).encode())
     generation_request.parse(Endpoint.CHAT, json.dumps(json_of(request.body)).encode())
     return json_of(request.body)
 
 
 def refused(*messages: Any, **more: Any) -> str:
-    """The field that is to blame."""
+    """The field named by the error."""
     with pytest.raises(RequestError) as caught:
         parse(json.dumps(body(*messages, **more)).encode())
     assert caught.value.status == 400
@@ -51,16 +52,16 @@ def refused(*messages: Any, **more: Any) -> str:
     return caught.value.param
 
 
-def test_the_least_request() -> None:
+def test_minimal_request() -> None:
     assert chat() == {"model": "demo", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-def test_parameters_have_their_inner_names() -> None:
-    said = chat(
+def test_parameters_are_renamed() -> None:
+    sent = chat(
         stop_sequences=["END"], stream=True, temperature=0.5, top_p=0.9, top_k=20, metadata={"user_id": "u1"},
         service_tier="standard_only",
     )  # fmt: skip
-    assert {name: value for name, value in said.items() if name not in ("model", "messages", "max_tokens")} == {
+    assert {name: value for name, value in sent.items() if name not in ("model", "messages", "max_tokens")} == {
         "stop": ["END"], "stream": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "user": "u1",
         "service_tier": "default",
     }  # fmt: skip
@@ -69,7 +70,7 @@ def test_parameters_have_their_inner_names() -> None:
     assert "stop" not in chat(stop_sequences=[], metadata={})
 
 
-def test_the_request_is_typed_and_remembers_its_origin() -> None:
+def test_request_is_typed_and_keeps_its_origin() -> None:
     raw = json.dumps(body(tools=[TOOL], stream=True, cache_control={"type": "ephemeral"})).encode()
     request = parse(raw)
     assert (request.endpoint, request.model, request.stream, request.max_tokens) == (Endpoint.CHAT, "demo", True, 50)
@@ -77,7 +78,7 @@ def test_the_request_is_typed_and_remembers_its_origin() -> None:
     assert json_of(chat_body(request.body).origin) == json.loads(raw)
 
 
-def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
+def test_max_tokens_of_an_agent_is_only_an_upper_bound() -> None:
     request = parse(json.dumps(body(max_tokens=32_000)).encode())
     assert (request.most_tokens(8192), request.most_tokens(64_000)) == (8192, 32_000)
     plain = generation_request.typed(Endpoint.CHAT, request.body, 1)
@@ -85,13 +86,13 @@ def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
 
 
 def test_counting_needs_no_max_tokens() -> None:
-    raw = json.dumps({"model": "demo", "messages": [ASKED]}).encode()
+    raw = json.dumps({"model": "demo", "messages": [HI]}).encode()
     assert parse(raw, counting=True).max_tokens is None
     with pytest.raises(RequestError, match="`max_tokens` is needed"):
         parse(raw)
 
 
-def test_system_blocks_are_one_message_without_what_is_meant_for_anthropics_accounts() -> None:
+def test_system_blocks_are_joined_without_the_billing_header() -> None:
     blocks = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"},
         {"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
@@ -103,18 +104,18 @@ def test_system_blocks_are_one_message_without_what_is_meant_for_anthropics_acco
     assert [message["role"] for message in chat(system="")["messages"]] == ["user"]
 
 
-def test_neighbors_of_one_role_are_one_turn() -> None:
+def test_adjacent_messages_of_one_role_are_joined() -> None:
     later = {"role": "system", "content": [{"type": "text", "text": "Now in verse."}]}
-    said = chat(ASKED, {"role": "user", "content": [{"type": "text", "text": "there"}]}, later, ASKED)["messages"]
+    sent = chat(HI, {"role": "user", "content": [{"type": "text", "text": "there"}]}, later, HI)["messages"]
     texts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
-    assert said == [
+    assert sent == [
         {"role": "user", "content": texts},
         {"role": "system", "content": "Now in verse."},
         {"role": "user", "content": "Hi"},
     ]
 
 
-def test_pictures_and_documents() -> None:
+def test_images_and_documents() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
     address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
@@ -122,33 +123,29 @@ def test_pictures_and_documents() -> None:
         "type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Water."}, "title": "Mills",
         "context": None, "citations": {"enabled": False},
     }  # fmt: skip
-    said = chat({"role": "user", "content": [image, address, pdf, {**pdf, "title": "a.pdf"}, text]})["messages"][0][
-        "content"
-    ]
-    assert said == [
+    content = [image, address, pdf, {**pdf, "title": "a.pdf"}, text]
+    sent = chat({"role": "user", "content": content})["messages"][0]["content"]
+    assert sent == [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
         {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}},
-        {
-            "type": "file",
-            "file": {"filename": "document.pdf", "file_data": "data:application/pdf;base64,JVBERi0="},
-        },
+        {"type": "file", "file": {"filename": "document.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
         {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
         {"type": "text", "text": "Mills\nWater."},
     ]
 
 
-def test_an_image_that_was_fetched_leaves_the_origin_as_it_was() -> None:
+def test_downloaded_image_does_not_change_the_origin() -> None:
     address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
-    asked = parse(json.dumps(body({"role": "user", "content": [address]})).encode()).body
-    remotes = image_policy.remote_images(asked)
-    found = image_policy.inlined(chat_body(asked), {remotes[0]: f"data:image/png;base64,{PNG}"})
+    given = parse(json.dumps(body({"role": "user", "content": [address]})).encode()).body
+    remotes = image_policy.remote_images(given)
+    found = image_policy.inlined(chat_body(given), {remotes[0]: f"data:image/png;base64,{PNG}"})
     assert json_of(found)["messages"][0]["content"][0]["image_url"]["url"].startswith("data:")
-    assert found.origin == chat_body(asked).origin is not None
+    assert found.origin == chat_body(given).origin is not None
 
 
-def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
-    said = chat(
-        ASKED,
+def test_results_have_the_order_of_the_calls() -> None:
+    sent = chat(
+        HI,
         {
             "role": "assistant",
             "content": [
@@ -162,7 +159,7 @@ def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
         {"role": "user", "content": [result("b", "hum"), {"type": "text", "text": "Go on."}]},
         {"role": "user", "content": [result("a", [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}])]},
     )["messages"]
-    assert said[1:] == [
+    assert sent[1:] == [
         {
             "role": "assistant",
             "content": "I look.",
@@ -178,17 +175,17 @@ def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
     ]
 
 
-def test_a_failed_result_says_so_and_pictures_of_results_are_the_users() -> None:
+def test_failed_result_is_marked_and_its_images_move_to_the_user() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
     empty = {"type": "tool_result", "tool_use_id": "b"}
-    said = chat(
-        ASKED,
+    sent = chat(
+        HI,
         {"role": "assistant", "content": [use("a"), use("b"), use("c")]},
         {"role": "user", "content": [result("a", "no such file", is_error=True), empty, result("c", [image])]},
     )["messages"]
-    assert said[1]["content"] is None
-    assert [message["content"] for message in said[2:5]] == ["Error: no such file", "", ""]
-    assert said[5] == {
+    assert sent[1]["content"] is None
+    assert [message["content"] for message in sent[2:5]] == ["Error: no such file", "", ""]
+    assert sent[5] == {
         "role": "user",
         "content": [
             {"type": "text", "text": "From the result of look:"},
@@ -197,12 +194,12 @@ def test_a_failed_result_says_so_and_pictures_of_results_are_the_users() -> None
     }
 
 
-def test_a_last_assistant_turn_is_gone_on_with() -> None:
-    said = chat(ASKED, {"role": "assistant", "content": "The mill"})
-    assert said["continue_final_message"] is True
-    assert said["messages"][-1] == {"role": "assistant", "content": "The mill"}
+def test_last_assistant_turn_is_continued() -> None:
+    sent = chat(HI, {"role": "assistant", "content": "The mill"})
+    assert sent["continue_final_message"] is True
+    assert sent["messages"][-1] == {"role": "assistant", "content": "The mill"}
     hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
-    assert chat(ASKED, hidden)["messages"][-1] == {"role": "assistant", "content": ""}
+    assert chat(HI, hidden)["messages"][-1] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -221,8 +218,8 @@ def test_a_last_assistant_turn_is_gone_on_with() -> None:
     ids=["auto", "any", "none", "tool", "one-by-one", "nothing"],
 )
 def test_tool_choice(choice: Any, inner: dict[str, Any]) -> None:
-    said = chat(tools=[TOOL], tool_choice=choice)
-    assert {name: said[name] for name in ("tool_choice", "parallel_tool_calls") if name in said} == inner
+    sent = chat(tools=[TOOL], tool_choice=choice)
+    assert {name: sent[name] for name in ("tool_choice", "parallel_tool_calls") if name in sent} == inner
 
 
 def test_tools() -> None:
@@ -245,7 +242,7 @@ def test_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "inner"),
+    ("given", "inner"),
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, True),
         ({"thinking": {"type": "adaptive", "display": None}}, True),
@@ -254,29 +251,29 @@ def test_tools() -> None:
     ],
     ids=["enabled", "adaptive", "between_tools", "disabled"],
 )
-def test_whether_to_think_is_told_to_the_template_of_a_local_model(asked: dict[str, Any], inner: bool) -> None:
-    said = chat(**asked)
-    assert said["chat_template_kwargs"] == {"enable_thinking": inner, "thinking": inner}
-    assert "reasoning_effort" not in said
+def test_thinking_is_an_argument_of_the_chat_template(given: dict[str, Any], inner: bool) -> None:
+    sent = chat(**given)
+    assert sent["chat_template_kwargs"] == {"enable_thinking": inner, "thinking": inner}
+    assert "reasoning_effort" not in sent
 
 
 def test_effort_and_format() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object"}}
-    said = chat(output_config={"effort": "high", "format": shape, "task_budget": {}}, thinking={"type": "adaptive"})
-    assert said["reasoning_effort"] == "high"
-    assert "chat_template_kwargs" not in said
+    sent = chat(output_config={"effort": "high", "format": shape, "task_budget": {}}, thinking={"type": "adaptive"})
+    assert sent["reasoning_effort"] == "high"
+    assert "chat_template_kwargs" not in sent
     inner = {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
     }
-    assert said["response_format"] == chat(output_format=shape)["response_format"] == inner
+    assert sent["response_format"] == chat(output_format=shape)["response_format"] == inner
 
 
-def test_tools_that_run_at_anthropic_are_left_out_where_that_is_configured() -> None:
+def test_tools_of_anthropic_are_left_out_if_configured() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
-    asked = json.dumps(body(tools=[search, TOOL, "x"], tool_choice={"type": "auto"})).encode()
+    given = json.dumps(body(tools=[search, TOOL, "x"], tool_choice={"type": "auto"})).encode()
     with pytest.raises(RequestError, match=r"tools\[1\]"):
-        parse(asked, leaves_out=True)
+        parse(given, leaves_out=True)
     kept = parse(json.dumps(body(tools=[search, TOOL], tool_choice={"type": "auto"})).encode(), leaves_out=True)
     assert [tool["function"]["name"] for tool in json_of(kept.body)["tools"]] == ["look"]
     none = parse(json.dumps(body(tools=[search], tool_choice={"type": "auto"})).encode(), leaves_out=True)
@@ -284,7 +281,7 @@ def test_tools_that_run_at_anthropic_are_left_out_where_that_is_configured() -> 
     assert json_of(parse(json.dumps(body()).encode(), leaves_out=True).body) == chat()
 
 
-def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     assert chat(**{name: {"any": "thing"} for name in IGNORED}) == chat()
     assert all(IGNORED.values())
 
@@ -325,7 +322,7 @@ def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
+def test_rejection_names_the_field(more: dict[str, Any], param: str) -> None:
     assert refused(**more) == param
 
 
@@ -340,9 +337,9 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
         ([{"role": "user", "content": [{"type": "poem"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "search_result"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [use("a")]}], "messages[0].content[0].type"),
-        ([ASKED, {"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[1].content[0].type"),
+        ([HI, {"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[1].content[0].type"),
         (
-            [ASKED, {"role": "assistant", "content": [{"type": "web_search_tool_result"}]}],
+            [HI, {"role": "assistant", "content": [{"type": "web_search_tool_result"}]}],
             "messages[1].content[0].type",
         ),
         (
@@ -365,13 +362,13 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
             "messages[0].content[0].citations.enabled",
         ),
         ([{"role": "user", "content": [result("a")]}], "messages[0].content[0].tool_use_id"),
-        ([ASKED, {"role": "assistant", "content": [use("a")]}], "messages"),
-        ([ASKED, {"role": "assistant", "content": [use("a")]}, ASKED], "messages"),
-        ([ASKED, {"role": "assistant", "content": [use("a")]}, {"role": "system", "content": "x"}, ASKED], "messages"),
-        ([ASKED, {"role": "assistant", "content": [use("a"), use("a")]}], "messages[1].content[1].id"),
+        ([HI, {"role": "assistant", "content": [use("a")]}], "messages"),
+        ([HI, {"role": "assistant", "content": [use("a")]}, HI], "messages"),
+        ([HI, {"role": "assistant", "content": [use("a")]}, {"role": "system", "content": "x"}, HI], "messages"),
+        ([HI, {"role": "assistant", "content": [use("a"), use("a")]}], "messages[1].content[1].id"),
         (
             [
-                ASKED,
+                HI,
                 {"role": "assistant", "content": [use("a")]},
                 {"role": "user", "content": [result("a"), result("a")]},
             ],
@@ -384,16 +381,16 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
         "result-of-nothing", "no-result-at-all", "no-result", "system-between", "one-id-twice", "two-results",
     ],
 )  # fmt: skip
-def test_a_wrong_message_is_named_with_its_place(messages: list[dict[str, Any]], param: str) -> None:
+def test_rejection_names_the_message_and_the_block(messages: list[dict[str, Any]], param: str) -> None:
     assert refused(*messages) == param
 
 
-def test_the_old_name_of_a_field_is_suggested() -> None:
+def test_misspelled_field_is_corrected() -> None:
     with pytest.raises(RequestError, match="did you mean `temperature`"):
         parse(json.dumps(body(temprature=1)).encode())
 
 
-def test_the_schema_has_every_field_and_knows_what_is_needed() -> None:
+def test_schema_has_all_fields_and_the_required_ones() -> None:
     schema, parts = json_schema(MessagesRequest)
     assert sorted(schema["required"]) == ["max_tokens", "messages", "model"]
     assert sorted(json_schema(CountedRequest)[0]["required"]) == ["messages", "model"]
@@ -402,17 +399,26 @@ def test_the_schema_has_every_field_and_knows_what_is_needed() -> None:
     json.dumps([schema, parts])
 
 
-def test_to_chat_leaves_the_body_as_it_was() -> None:
-    asked = body(ASKED, {"role": "assistant", "content": [use("a", at=1)]}, {"role": "user", "content": [result("a")]})
-    decoded = decode_messages(asked)
+def test_to_chat_does_not_change_the_body() -> None:
+    given = body(HI, {"role": "assistant", "content": [use("a", at=1)]}, {"role": "user", "content": [result("a")]})
+    decoded = decode_messages(given)
     assert to_chat(decoded).origin is decoded
-    assert json_of(decoded) == asked
+    assert json_of(decoded) == given
     assert messages_request.ATTRIBUTION.endswith(":")
 
 
-def test_tools_that_have_a_shorter_name_inside_are_found_by_it() -> None:
+def test_shortened_tool_names_are_mapped_back() -> None:
     long = "look_" * 20
     (short,) = (tool["function"]["name"] for tool in chat(tools=[{**TOOL, "name": long}])["tools"])
     assert short != long
     assert long_names(decode_messages(body(tools=[TOOL, {**TOOL, "name": long}]))) == {short: long}
     assert long_names(decode_messages(body())) == {}
+
+
+def test_listing_of_models_has_pages_and_context_lengths() -> None:
+    demo = {"id": "demo", "object": "model", "headgate": {"context_length": 4096}}
+    page = listing([demo, {"id": "cloud", "object": "model"}])
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("demo", "cloud", False)
+    assert page["data"] == [entry(demo), entry({"id": "cloud"})]
+    assert (entry(demo)["max_tokens"], entry({"id": "cloud"})["max_tokens"]) == (4096, None)
+    assert listing([]) == {"data": [], "has_more": False, "first_id": None, "last_id": None}

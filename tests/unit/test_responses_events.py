@@ -1,4 +1,4 @@
-"""The events of a Response, byte for byte: golden streams, the official client's own types, and what breaks off."""
+"""Events of a Response: golden streams, checks with the types of the official client, failures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from openai._types import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 
+from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
 from gateway.apis.responses.responses_events import Head, Stream, answered, dumps
 from gateway.apis.responses.responses_request import parse
@@ -21,7 +22,7 @@ from inference.protocol import Code
 from tests.rigs.fake_provider.strict import strictly
 
 GOLDEN = Path(__file__).parent / "golden" / "responses"
-ASKED = {"model": "demo", "input": "Hi", "stream": True, "instructions": "Be brief."}
+BODY = {"model": "demo", "input": "Hi", "stream": True, "instructions": "Be brief."}
 TOOLS = [
     {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": "Adds."},
     {"type": "namespace", "name": "mcp__git", "description": "Git.", "tools": [{"type": "function", "name": "log"}]},
@@ -36,7 +37,7 @@ USAGE = {
 
 
 def head(seals: bool = False, **body: Any) -> Head:
-    found = parse(json.dumps({**ASKED, **body}).encode(), lambda _: None, lambda _: None)
+    found = parse(json.dumps({**BODY, **body}).encode(), lambda _: None, lambda _: None)
     return Head("0123456789abcdef", 1700000000, "demo", found.echo, found.names, seals)
 
 
@@ -49,7 +50,7 @@ def chunk(delta: dict[str, Any] | None, finish: str | None = None, **more: Any) 
 
 
 def call(index: int | None, **fields: Any) -> dict[str, Any]:
-    """A delta with one piece of a function call."""
+    """A delta with a part of a function call."""
     function = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
     place = {} if index is None else {"index": index}
     return {"tool_calls": [{**place, **fields, "function": function}]}
@@ -62,12 +63,12 @@ def token(text: str, top: Sequence[str] = ()) -> dict[str, Any]:
 
 ROLE = chunk({"role": "assistant", "content": ""})
 COMMENT = Comment(b": queued 1\n\n")
-NOBODY: dict[str, Any] = {"id": "", "object": "", "created": 0, "model": "", "prompt_filter_results": []}
-"""What Azure's first chunk says of itself."""
+EMPTY_HEAD: dict[str, Any] = {"id": "", "object": "", "created": 0, "model": "", "prompt_filter_results": []}
+"""The first chunk of Azure has these empty fields."""
 CASES: dict[str, tuple[Head, list[Frame]]] = {
     "azure": (
         head(),
-        [chunk(None, **NOBODY), COMMENT, chunk({"role": "assistant", "content": "", "refusal": None}),
+        [chunk(None, **EMPTY_HEAD), COMMENT, chunk({"role": "assistant", "content": "", "refusal": None}),
          chunk({"content": "Hello"}), chunk({}, "stop"), chunk(None, usage=USAGE)],
     ),
     "text": (
@@ -101,13 +102,13 @@ CASES: dict[str, tuple[Head, list[Frame]]] = {
 }  # fmt: skip
 
 
-def streamed(asked: Head, frames: Sequence[Frame]) -> bytes:
-    stream = Stream(asked)
+def streamed(request: Head, frames: Sequence[Frame]) -> bytes:
+    stream = Stream(request)
     return b"".join([*(stream.feed([frame]) for frame in frames), stream.end(1700000009)])
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    """The events in a stream; each is named as its type says and numbered by its place."""
+    """The events of a stream, after checking their names and sequence numbers."""
     found = []
     for frame in SseSplitter().feed(body):
         if frame.is_comment:
@@ -121,69 +122,61 @@ def events(body: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_golden_stream(name: str) -> None:
-    asked, frames = CASES[name]
-    assert streamed(asked, frames) == (GOLDEN / f"{name}.txt").read_bytes()
+def test_golden_stream(name: str) -> None:
+    request, frames = CASES[name]
+    assert streamed(request, frames) == (GOLDEN / f"{name}.txt").read_bytes()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_event_is_what_the_official_client_expects(name: str) -> None:
-    asked, frames = CASES[name]
-    for event in events(streamed(asked, frames)):
-        strictly(ResponseStreamEvent, event)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_official_client_reads_the_stream_as_the_whole_answer(name: str) -> None:
-    asked, frames = CASES[name]
+def test_official_client_reads_the_stream(name: str) -> None:
+    request, frames = CASES[name]
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=omit)
-    said = events(streamed(asked, frames))
-    for event in said:
+    sent = events(streamed(request, frames))
+    for event in sent:
+        strictly(ResponseStreamEvent, event)
         state.handle_event(cast(ResponseStreamEvent, construct_type(type_=ResponseStreamEvent, value=event)))
-    last = said[-1]
+    last = sent[-1]
     if last["type"] == "response.completed":
         assert state._completed_response is not None
-    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert last["response"]["output"] == done
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frames_that_come_together_are_the_same_bytes(name: str) -> None:
-    asked, frames = CASES[name]
-    stream = Stream(asked)
-    assert stream.feed(frames) + stream.end(1700000009) == streamed(asked, frames)
+def test_division_into_reads_does_not_change_the_bytes(name: str) -> None:
+    request, frames = CASES[name]
+    stream = Stream(request)
+    assert stream.feed(frames) + stream.end(1700000009) == streamed(request, frames)
     assert stream.is_whole
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_answer_is_the_last_event_of_its_stream(name: str) -> None:
-    """The same words asked for whole give the same Response."""
-    from gateway.apis.openai.assemble import Assembly
+def test_unary_response_equals_the_last_event_of_the_stream(name: str) -> None:
 
-    asked, frames = CASES[name]
+    request, frames = CASES[name]
     assembly = Assembly()
     for frame in frames:
         if isinstance(frame, Data):
             assembly.add({"object": "chat.completion.chunk", **json.loads(frame.payload)})
-    whole = answered(asked, assembly.result(), 1700000009).whole(1700000009)
-    last = events(streamed(asked, frames))[-1]["response"]
+    whole = answered(request, assembly.result(), 1700000009).whole(1700000009)
+    last = events(streamed(request, frames))[-1]["response"]
     if name == "reasoning":
-        return  # its two names for reasoning never come from one tier
-    if name == "logprobs":  # tokens that made no character stand where they came
+        return  # no provider uses both names of reasoning
+    if name == "logprobs":  # tokens without a character have another place
         assert whole["output"][0]["content"][0]["text"] == last["output"][0]["content"][0]["text"]
     assert whole == last
     strictly(Response, whole)
 
 
-# --- broken off -------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut", range(5))
-def test_a_stream_that_breaks_off_fails_and_is_no_completed_one(cut: int) -> None:
-    asked, frames = CASES["calls"]
-    stream = Stream(asked)
+def test_cut_stream_ends_as_failed(cut: int) -> None:
+    request, frames = CASES["calls"]
+    stream = Stream(request)
     body = stream.feed(frames[:cut]) + stream.broke(Code.MODEL_FAILED, "the worker died")
-    said = events(body)
-    assert [event["type"] for event in said[:2]] == ["response.created", "response.in_progress"]
-    failed, error = said[-2:]
+    sent = events(body)
+    assert [event["type"] for event in sent[:2]] == ["response.created", "response.in_progress"]
+    failed, error = sent[-2:]
     strictly(ResponseStreamEvent, failed)
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "the worker died"}
@@ -195,10 +188,10 @@ def test_a_stream_that_breaks_off_fails_and_is_no_completed_one(cut: int) -> Non
     assert stream.end(1) == stream.broke("x", "y") == stream.feed(frames[cut:]) == b""
 
 
-def test_an_unfinished_item_is_told_as_incomplete() -> None:
-    asked, frames = CASES["calls"]
-    stream = Stream(asked)
-    body = stream.feed(frames[:4]) + stream.broke("upstream_word", "gone")
+def test_unfinished_item_is_incomplete() -> None:
+    request, frames = CASES["calls"]
+    stream = Stream(request)
+    body = stream.feed(frames[:4]) + stream.broke("upstream_code", "gone")
     output = events(body)[-2]["response"]["output"]
     assert [(item["type"], item["status"]) for item in output] == [
         ("message", "completed"),
@@ -208,22 +201,22 @@ def test_an_unfinished_item_is_told_as_incomplete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(Code.QUEUE_FULL, "rate_limit_exceeded"), (Code.DEADLINE_EXCEEDED, "server_error"),
-                       ("their_own", "server_error")]
+    ("code", "api_code"), [(Code.QUEUE_FULL, "rate_limit_exceeded"), (Code.DEADLINE_EXCEEDED, "server_error"),
+                           ("their_own", "server_error")]
 )  # fmt: skip
-def test_why_it_failed_is_in_the_words_of_the_api(code: str, said: str) -> None:
-    assert events(Stream(head()).broke(code, "x"))[-2]["response"]["error"]["code"] == said
+def test_error_codes_are_those_of_the_api(code: str, api_code: str) -> None:
+    assert events(Stream(head()).broke(code, "x"))[-2]["response"]["error"]["code"] == api_code
 
 
-# --- odd tiers --------------------------------------------------------------------------------------------------------
-def output(*frames: Frame, asked: Head | None = None) -> list[dict[str, Any]]:
-    said = events(streamed(asked or head(tools=TOOLS), [ROLE, *frames]))
-    assert said[-1]["type"] == "response.completed"
-    found: list[dict[str, Any]] = said[-1]["response"]["output"]
+# --- unusual providers ------------------------------------------------------------------------------------------------
+def output(*frames: Frame, request: Head | None = None) -> list[dict[str, Any]]:
+    sent = events(streamed(request or head(tools=TOOLS), [ROLE, *frames]))
+    assert sent[-1]["type"] == "response.completed"
+    found: list[dict[str, Any]] = sent[-1]["response"]["output"]
     return found
 
 
-def test_calls_that_repeat_their_name_or_leave_out_index_or_id_are_still_told_apart() -> None:
+def test_calls_are_separated_also_with_repeated_names_or_without_index_or_id() -> None:
     items = output(
         chunk(call(0, id="a", name="add", arguments="{")),
         chunk(call(0, id="a", name="add", arguments="}")),
@@ -238,21 +231,20 @@ def test_calls_that_repeat_their_name_or_leave_out_index_or_id_are_still_told_ap
     ]  # fmt: skip
 
 
-def test_a_call_without_arguments_has_an_empty_object_unless_it_was_cut() -> None:
-    """Agents parse them as JSON, and gave up at an empty text."""
+def test_complete_call_without_arguments_has_an_empty_object() -> None:
+    """Agents parse arguments as JSON. A cut call keeps its empty text."""
     for finish, arguments in (("tool_calls", "{}"), ("length", "")):
-        said = events(streamed(head(tools=TOOLS), [ROLE, chunk(call(0, id="a", name="add")), chunk({}, finish)]))
-        assert said[-1]["response"]["output"][0]["arguments"] == arguments
-        assert "".join(one["delta"] for one in said if one["type"].endswith("arguments.delta")) == arguments
+        sent = events(streamed(head(tools=TOOLS), [ROLE, chunk(call(0, id="a", name="add")), chunk({}, finish)]))
+        assert sent[-1]["response"]["output"][0]["arguments"] == arguments
+        assert "".join(one["delta"] for one in sent if one["type"].endswith("arguments.delta")) == arguments
 
 
-def test_a_call_without_an_id_gets_one() -> None:
+def test_call_without_an_id_gets_one() -> None:
     items = output(chunk(call(0, name="add", arguments="{}")), chunk({}, "stop"))
     assert items[0]["call_id"] == "call_0123456789abcdef00"
 
 
-def test_a_call_that_is_named_after_its_id_begins_with_both() -> None:
-    """Arguments that came before the name ended the answer as failed."""
+def test_call_whose_name_follows_its_id_starts_with_both() -> None:
     items = output(
         chunk(call(0, id="a", name="add", arguments="{}")), chunk(call(1, id="b", name="")),
         chunk(call(1, arguments='{"b"')), chunk(call(1, name="add")), chunk(call(1, arguments=":1}")),
@@ -263,12 +255,12 @@ def test_a_call_that_is_named_after_its_id_begins_with_both() -> None:
     ]  # fmt: skip
 
 
-def test_a_call_that_never_gets_a_name_is_none() -> None:
+def test_call_without_a_name_is_dropped() -> None:
     items = output(chunk(call(0, id="a", arguments="{}")), chunk({}, "tool_calls"))
     assert [item["type"] for item in items] == ["message"]
 
 
-def test_text_after_a_call_and_thoughts_after_text_are_items_of_their_own() -> None:
+def test_text_after_a_call_and_reasoning_after_text_are_separate_items() -> None:
     items = output(
         chunk({"content": "a"}), chunk({"reasoning_content": "b"}), chunk({"reasoning_content": "c"}),
         chunk(call(0, id="x", name="add", arguments="{}")), chunk({"content": "d"}), chunk({}, "stop"),
@@ -277,7 +269,7 @@ def test_text_after_a_call_and_thoughts_after_text_are_items_of_their_own() -> N
     assert len({item["id"] for item in items}) == 4
 
 
-def test_tokens_of_thoughts_and_calls_are_no_logprobs_of_the_text() -> None:
+def test_logprobs_of_reasoning_are_not_those_of_the_text() -> None:
     items = output(
         chunk({"reasoning_content": "b"}, logprobs={"content": [token("b")]}),
         chunk({"content": "c"}, logprobs={"content": [token("c")]}),
@@ -286,60 +278,63 @@ def test_tokens_of_thoughts_and_calls_are_no_logprobs_of_the_text() -> None:
     assert [entry["token"] for entry in items[1]["content"][0]["logprobs"]] == ["c"]
 
 
-def test_calls_whose_arguments_come_in_turns_are_told_side_by_side() -> None:
+def test_calls_with_interleaved_arguments_are_separate_items() -> None:
     frames = [
         ROLE, chunk(call(0, id="a", name="add", arguments="")), chunk(call(1, id="b", name="add", arguments='{"b"')),
         chunk(call(0, arguments="{}")), chunk(call(1, arguments=":1}")), chunk({"content": "Done."}),
     ]  # fmt: skip
-    said = events(streamed(head(tools=TOOLS), [*frames, chunk({}, "tool_calls")]))
-    items = said[-1]["response"]["output"]
+    sent = events(streamed(head(tools=TOOLS), [*frames, chunk({}, "tool_calls")]))
+    items = sent[-1]["response"]["output"]
     assert [(item["type"], item.get("arguments")) for item in items] == [
         ("function_call", "{}"), ("function_call", '{"b":1}'), ("message", None),
     ]  # fmt: skip
-    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert sorted(done, key=lambda item: str(item["id"])[-2:]) == items
     cut = events(streamed(head(tools=TOOLS), [*frames[:3], chunk({}, "length")]))[-1]["response"]
     assert [item["status"] for item in cut["output"]] == ["incomplete", "incomplete"]
 
 
-def test_arguments_of_a_call_that_had_ended_end_the_answer_as_failed() -> None:
+def test_arguments_for_a_finished_call_fail_the_response() -> None:
     stream = Stream(head(tools=TOOLS))
     body = stream.feed(
         [ROLE, chunk(call(0, id="a", name="add", arguments="{}")), chunk(call(1, id="b", name="add", arguments="{}")),
          chunk(call(0, arguments="}")), chunk({}, "tool_calls")]
     ) + stream.end(1)  # fmt: skip
-    said = events(body)
-    assert [event["type"] for event in said[-2:]] == ["response.failed", "error"]
+    sent = events(body)
+    assert [event["type"] for event in sent[-2:]] == ["response.failed", "error"]
     assert not stream.is_whole
 
 
-def test_prompt_too_long_for_the_model_ends_a_stream_as_openai_does() -> None:
-    """LangChain recognises the exception of the `error` event, agents the code in `response.failed`."""
-    said = events(Stream(head()).broke(Code.CONTEXT_LENGTH_EXCEEDED, "too long"))
-    assert [event["type"] for event in said[-2:]] == ["error", "response.failed"]
-    assert (said[-2]["code"], said[-2]["error"]["code"]) == ("context_length_exceeded", "context_length_exceeded")
-    assert said[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
+def test_context_length_error_has_the_event_order_of_openai() -> None:
+    """LangChain reads the `error` event, agents read the code in `response.failed`."""
+    sent = events(Stream(head()).broke(Code.CONTEXT_LENGTH_EXCEEDED, "too long"))
+    assert [event["type"] for event in sent[-2:]] == ["error", "response.failed"]
+    assert (sent[-2]["code"], sent[-2]["error"]["code"]) == ("context_length_exceeded", "context_length_exceeded")
+    assert sent[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
 
 
-def test_other_choices_and_odd_values_are_passed_over() -> None:
-    payload = {"choices": [{"index": 1, "delta": {"content": "no"}}, {"delta": None}, {"delta": {"content": 5}}]}
-    odd = Data(json.dumps(payload).encode(), DeltaKind.OTHER)
-    items = output(odd, chunk({"content": "yes"}), chunk({}, "stop"), chunk(None, usage={"prompt_tokens": "?"}))
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"model": "m"},
+        {"model": "m", "choices": None},
+        {"choices": [None]},
+        {"choices": [{"index": 1, "delta": {"content": "no"}}, {"delta": None}, {"delta": {"content": 5}}]},
+    ],
+)
+def test_other_choices_and_invalid_chunks_are_ignored(odd: dict[str, Any]) -> None:
+    usage = chunk(None, usage={"prompt_tokens": "?"})
+    items = output(Data(json.dumps(odd).encode(), DeltaKind.OTHER), chunk({"content": "yes"}), chunk({}, "stop"), usage)
     assert [item["content"][0]["text"] for item in items] == ["yes"]
 
 
-@pytest.mark.parametrize("odd", [{}, {"model": "m"}, {"model": "m", "choices": None}, {"choices": [None]}])
-def test_a_chunk_without_choices_says_nothing(odd: dict[str, Any]) -> None:
-    items = output(Data(json.dumps(odd).encode(), DeltaKind.OTHER), chunk({"content": "yes"}), chunk({}, "stop"))
-    assert [item["content"][0]["text"] for item in items] == ["yes"]
+def test_missing_total_of_tokens_is_computed() -> None:
+    sent = events(streamed(head(), [ROLE, chunk(None, usage={"prompt_tokens": 3, "completion_tokens": 4})]))
+    assert sent[-1]["response"]["usage"]["total_tokens"] == 7
 
 
-def test_a_total_is_added_up_where_a_tier_leaves_it_out() -> None:
-    said = events(streamed(head(), [ROLE, chunk(None, usage={"prompt_tokens": 3, "completion_tokens": 4})]))
-    assert said[-1]["response"]["usage"]["total_tokens"] == 7
-
-
-def test_half_an_emoji_goes_out_as_the_escape_it_came_as() -> None:
+def test_lone_surrogate_stays_an_escape() -> None:
     payload = b'{"model":"m","choices":[{"index":0,"delta":{"content":"\\ud83d"},"finish_reason":"stop"}]}'
     body = streamed(head(), [Data(payload, DeltaKind.CONTENT)])
     assert b'"delta":"\\ud83d"' in body

@@ -1,4 +1,4 @@
-"""A Responses body as the chat request that stands for it; what cannot stand in chat is refused by name."""
+"""Responses bodies are translated into chat requests; what chat cannot express is rejected with the field's name."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ FIELDS = responses_schema()[0]["properties"].keys()
 
 
 def nothing(_: str) -> None:
-    """Nothing was asked before."""
+    """No earlier response or item is stored."""
 
 
-def asked(recall: Any = None, /, **body: Any) -> ResponsesRequest:
+def parsed(recall: Any = None, /, **body: Any) -> ResponsesRequest:
     raw = json.dumps({"model": "demo", "input": "Hi", **body}).encode()
     found = parse(raw, recall or nothing, nothing)
-    parse_chat(Endpoint.CHAT, json.dumps(json_of(found.request.body)).encode())  # whatever comes out is a chat body
+    parse_chat(Endpoint.CHAT, json.dumps(json_of(found.request.body)).encode())  # the result is a valid chat body
     return found
 
 
 def chat(**body: Any) -> dict[str, Any]:
-    return json_of(asked(**body).request.body)
+    return json_of(parsed(**body).request.body)
 
 
 def messages(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = chat(input=list(items), **body)["messages"]
-    return said
+    turns: list[dict[str, Any]] = chat(input=list(items), **body)["messages"]
+    return turns
 
 
 def refusal(recall: Any = None, /, **body: Any) -> RequestError:
@@ -59,24 +59,24 @@ def refusal(recall: Any = None, /, **body: Any) -> RequestError:
     return caught.value
 
 
-def test_a_text_is_what_the_user_says() -> None:
-    found = asked()
+def test_text_input_is_a_message_of_the_user() -> None:
+    found = parsed()
     assert json_of(found.request.body) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
     assert found.items == ({"type": "message", "role": "user", "content": "Hi"},)
 
 
-def test_instructions_alone_are_something_to_answer() -> None:
+def test_instructions_without_input_are_a_request() -> None:
     assert messages(instructions="Greet.") == [{"role": "system", "content": "Greet."}]
 
 
-def test_a_stream_always_asks_for_usage_because_the_last_event_tells_it() -> None:
+def test_stream_requests_usage_for_its_last_event() -> None:
     body = chat(stream=True, stream_options={"include_obfuscation": False})
     assert body["stream"] is True
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_every_field_that_chat_has_gets_its_name_there() -> None:
+def test_fields_are_renamed_to_those_of_chat() -> None:
     body = chat(
         max_output_tokens=50, temperature=0.5, top_p=0.9, user="u", safety_identifier="s", prompt_cache_key="k",
         prompt_cache_retention="24h", service_tier="auto", reasoning={"effort": "high", "summary": "auto"},
@@ -93,7 +93,7 @@ def test_every_field_that_chat_has_gets_its_name_there() -> None:
     }  # fmt: skip
 
 
-def test_null_counts_as_absent() -> None:
+def test_null_is_the_same_as_absent() -> None:
     absent: dict[str, Any] = dict.fromkeys(name for name in FIELDS if name not in ("model", "input"))
     assert chat(**absent) == chat()
 
@@ -107,13 +107,13 @@ def test_null_counts_as_absent() -> None:
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
     ],
 )
-def test_logprobs_come_when_they_are_included_or_counted(body: dict[str, Any], expected: int | None) -> None:
+def test_logprobs_are_requested_by_include_or_by_number(body: dict[str, Any], expected: int | None) -> None:
     found = chat(**body)
     assert found.get("top_logprobs") == expected
     assert found.get("logprobs") == (None if expected is None else True)
 
 
-def test_shapes_of_the_answer() -> None:
+def test_text_formats_become_response_formats() -> None:
     assert chat(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
     shape = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True, "description": None}
     assert chat(text={"format": shape})["response_format"] == {
@@ -123,8 +123,8 @@ def test_shapes_of_the_answer() -> None:
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
-def test_the_turns_of_an_agent_become_one_assistant_message_each() -> None:
-    said = messages(
+def test_items_of_an_agents_turn_become_one_assistant_message() -> None:
+    turns = messages(
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List files"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "ls"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
@@ -141,7 +141,7 @@ def test_the_turns_of_an_agent_become_one_assistant_message_each() -> None:
         {"id": "c1", "type": "function", "function": {"name": "shell", "arguments": '{"a":1}'}},
         {"id": "c2", "type": "function", "function": {"name": "shell", "arguments": ""}},
     ]
-    assert said == [
+    assert turns == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "List files"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "ls", "tool_calls": calls},
@@ -153,20 +153,20 @@ def test_the_turns_of_an_agent_become_one_assistant_message_each() -> None:
     ]
 
 
-def test_calls_without_a_word_have_no_content() -> None:
-    said = messages(
+def test_calls_without_text_have_null_content() -> None:
+    turns = messages(
         {"role": "user", "content": "x"},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
     )
-    assert said[1] == {
+    assert turns[1] == {
         "role": "assistant", "content": None, "reasoning_content": "hm",
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     }  # fmt: skip
 
 
-def test_outputs_stand_right_behind_their_calls_whatever_was_said_in_between() -> None:
-    said = messages(
+def test_outputs_follow_their_calls_directly() -> None:
+    turns = messages(
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
         {"type": "message", "role": "assistant", "content": "I call."},
         {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
@@ -175,63 +175,63 @@ def test_outputs_stand_right_behind_their_calls_whatever_was_said_in_between() -
         {"type": "function_call_output", "call_id": "c2", "output": "2"},
         {"type": "function_call_output", "call_id": "unknown", "output": "3"},
     )
-    assert [(message["role"], message["content"]) for message in said] == [
+    assert [(message["role"], message["content"]) for message in turns] == [
         ("assistant", "I call."), ("tool", "1"), ("tool", "2"), ("user", "Hurry."), ("tool", "3"),
     ]  # fmt: skip
-    assert [call["id"] for call in said[0]["tool_calls"]] == ["c1", "c2"]
+    assert [call["id"] for call in turns[0]["tool_calls"]] == ["c1", "c2"]
 
 
-def test_output_without_a_call_is_a_message_of_the_user_under_the_tools_name() -> None:
-    """Codex reports events that way, such as a goal that was set."""
+def test_output_without_a_call_is_a_message_of_the_user_with_the_tools_name() -> None:
+    """Codex reports events in this form, for example that a goal was set."""
     picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-    said = messages(
+    turns = messages(
         {"type": "function_call", "call_id": "c1", "name": "goal", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "set"},
         {"type": "function_call_output", "name": "objective", "namespace": "agent", "output": "Mill."},
         {"type": "function_call_output", "call_id": None, "output": [{"type": "input_text", "text": "x"}, picture]},
     )
-    assert [message["role"] for message in said] == ["assistant", "tool", "user", "user"]
-    assert said[2]["content"] == "Output of agent__objective:\n\nMill."
-    assert said[3]["content"] == [
+    assert [message["role"] for message in turns] == ["assistant", "tool", "user", "user"]
+    assert turns[2]["content"] == "Output of agent__objective:\n\nMill."
+    assert turns[3]["content"] == [
         {"type": "text", "text": "Output of a tool:"},
         {"type": "text", "text": "x"},
         {"type": "image_url", "image_url": {"url": picture["image_url"]}},
     ]
 
 
-def test_reasoning_after_a_call_begins_a_turn_of_its_own() -> None:
-    said = messages(
+def test_reasoning_after_a_call_starts_a_turn() -> None:
+    turns = messages(
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
         {"role": "assistant", "content": "B"},
     )
-    assert [message.get("reasoning_content") for message in said] == [None, "b"]
+    assert [message.get("reasoning_content") for message in turns] == [None, "b"]
 
 
-def test_reasoning_that_nothing_followed_is_no_message() -> None:
-    said = messages({"role": "user", "content": "x"}, {"type": "reasoning", "summary": [{"text": "cut"}]})
-    assert said == [{"role": "user", "content": "x"}]
+def test_reasoning_at_the_end_is_dropped() -> None:
+    turns = messages({"role": "user", "content": "x"}, {"type": "reasoning", "summary": [{"text": "cut"}]})
+    assert turns == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("text", ["ls", "", "half \ud83d emoji", "ä"])
-def test_sealed_reasoning_comes_back_and_foreign_does_not(text: str) -> None:
+def test_sealed_reasoning_is_restored_and_foreign_reasoning_is_dropped(text: str) -> None:
     assert unseal(seal(text)) == text
     assert unseal("gAAAAABo") == ""
     assert unseal("headgate.1.***") == ""
-    said = messages(
+    turns = messages(
         {"type": "reasoning", "summary": [], "encrypted_content": seal("thought")},
         {"role": "assistant", "content": "A"},
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
         {"role": "assistant", "content": "B"},
     )
-    assert said == [
+    assert turns == [
         {"role": "assistant", "reasoning_content": "thought", "content": "A"},
         {"role": "assistant", "content": "B"},
     ]
 
 
-def test_parts_keep_what_they_are() -> None:
-    said = messages(
+def test_content_parts_keep_their_type() -> None:
+    turns = messages(
         {
             "role": "user",
             "content": [
@@ -246,7 +246,7 @@ def test_parts_keep_what_they_are() -> None:
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         {"type": "function_call_output", "call_id": "c", "output": []},
     )
-    assert said[0]["content"] == [
+    assert turns[0]["content"] == [
         {"type": "text", "text": "See"},
         {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
         {"type": "image_url", "image_url": {"url": PNG}},
@@ -254,9 +254,9 @@ def test_parts_keep_what_they_are() -> None:
         {"type": "file", "file": {"file_data": PDF}},
         {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
     ]
-    assert said[1]["content"] == [{"type": "refusal", "refusal": "No."}]
-    assert said[2]["content"] == ""
-    assert asked(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
+    assert turns[1]["content"] == [{"type": "refusal", "refusal": "No."}]
+    assert turns[2]["content"] == ""
+    assert parsed(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
         "vision"
     }
 
@@ -264,21 +264,20 @@ def test_parts_keep_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("given", "strict"), [({}, None), ({"strict": None}, None), ({"strict": False}, False), ({"strict": True}, True)]
 )
-def test_functions_are_strict_where_the_caller_says_so(given: dict[str, Any], strict: bool | None) -> None:
-    """A schema that strict mode takes is not asked for it: tiers refused what they would have answered."""
+def test_functions_are_strict_only_on_request(given: dict[str, Any], strict: bool | None) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tool = {"type": "function", "name": "f", "parameters": {**parameters, "additionalProperties": False}, **given}
-    found = asked(tools=[tool])
+    found = parsed(tools=[tool])
     assert json_of(found.request.body)["tools"][0]["function"].get("strict") == strict
     assert found.echo["tools"][0]["strict"] == strict
 
 
-def test_a_joined_name_is_short_enough_for_every_cloud_and_known_again() -> None:
-    """A namespace makes a name longer than OpenAI takes; the 400 for it was passed on."""
+def test_long_joined_names_are_shortened_and_mapped_back() -> None:
+    """A namespace can make a name longer than the 64 characters that OpenAI accepts."""
     space, name = "mcp__codex_apps__github_enterprise_server", "list_pull_request_review_threads"
     tool = {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
     others = [{**tool, "name": name + letter} for letter in "ab"]
-    found = asked(
+    found = parsed(
         tools=[{"type": "namespace", "name": space, "tools": [tool, *others]}],
         tool_choice={"type": "function", "name": name, "namespace": space},
         input=[
@@ -296,14 +295,14 @@ def test_a_joined_name_is_short_enough_for_every_cloud_and_known_again() -> None
 
 
 @pytest.mark.parametrize("chars", [1, 63, 64])
-def test_names_that_are_short_enough_stay(chars: int) -> None:
+def test_names_of_up_to_64_characters_are_kept(chars: int) -> None:
     assert short_name("n" * chars) == "n" * chars
     assert short_name("n" * 65) != short_name("n" * 66)
     assert short_name(short_name("n" * 65)) == short_name("n" * 65)
 
 
-def test_pictures_in_outputs_are_the_users_because_tool_messages_hold_text() -> None:
-    """An agent that looked at an image ended with OpenAI's 400, which was passed on."""
+def test_images_in_outputs_move_to_a_message_of_the_user() -> None:
+    """Tool messages of OpenAI contain text only."""
     picture = {"type": "input_image", "image_url": PNG}
     items: list[dict[str, Any]] = [
         {"role": "user", "content": "Look."},
@@ -314,9 +313,9 @@ def test_pictures_in_outputs_are_the_users_because_tool_messages_hold_text() -> 
         {"role": "user", "content": "And?"},
         {"type": "function_call_output", "call_id": "of before", "output": [picture]},
     ]
-    said = messages(*items)
+    turns = messages(*items)
     image = {"type": "image_url", "image_url": {"url": PNG}}
-    assert said[2:] == [
+    assert turns[2:] == [
         {"role": "tool", "tool_call_id": "c1", "content": ""},
         {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "b"}]},
         {
@@ -330,43 +329,43 @@ def test_pictures_in_outputs_are_the_users_because_tool_messages_hold_text() -> 
         {"role": "tool", "tool_call_id": "of before", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "From the result of a call:"}, image]},
     ]  # fmt: skip
-    request = to_openai(Endpoint.CHAT, asked(input=items[:-1]).request.body, "gpt-4.1", Flavor.OPENAI)
+    request = to_openai(Endpoint.CHAT, parsed(input=items[:-1]).request.body, "gpt-4.1", Flavor.OPENAI)
     rules.openai_chat(request, "openai")
 
 
-def test_the_address_of_an_image_is_told_on_to_who_decides_about_fetching() -> None:
+def test_address_of_an_image_is_kept() -> None:
     url = "https://example.com/a.png"
-    said = messages({"role": "user", "content": [{"type": "input_image", "image_url": url}]})
-    assert said[0]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+    turns = messages({"role": "user", "content": [{"type": "input_image", "image_url": url}]})
+    assert turns[0]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def test_leading_rules_become_one_system_message_and_later_ones_stay() -> None:
-    said = messages(
+def test_leading_system_messages_are_joined_and_later_ones_stay() -> None:
+    turns = messages(
         {"role": "developer", "content": "Use tabs."},
         {"role": "system", "content": [{"type": "input_text", "text": "No emoji."}]},
         {"role": "user", "content": "x"},
         {"role": "developer", "content": "Now spaces."},
         instructions="Be brief.",
     )
-    assert said == [
+    assert turns == [
         {"role": "system", "content": "Be brief.\n\nUse tabs.\n\nNo emoji."},
         {"role": "user", "content": "x"},
         {"role": "developer", "content": "Now spaces."},
     ]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    said = messages({"role": "system", "content": "0"}, {"role": "developer", "content": parts}, instructions="I")
-    assert said == [{"role": "system", "content": "I\n\n0\n\na\n\nb"}]
+    turns = messages({"role": "system", "content": "0"}, {"role": "developer", "content": parts}, instructions="I")
+    assert turns == [{"role": "system", "content": "I\n\n0\n\na\n\nb"}]
     shown = [*parts, {"type": "input_image", "image_url": PNG}]
-    said = messages({"role": "system", "content": "0"}, {"role": "developer", "content": shown}, instructions="I")
-    assert [message["role"] for message in said] == ["system", "developer"]
-    assert said[0]["content"] == "I\n\n0"
+    turns = messages({"role": "system", "content": "0"}, {"role": "developer", "content": shown}, instructions="I")
+    assert [message["role"] for message in turns] == ["system", "developer"]
+    assert turns[0]["content"] == "I\n\n0"
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
-def test_functions_are_nested_and_may_stand_in_namespaces() -> None:
+def test_functions_may_be_in_namespaces() -> None:
     mcp = {"type": "namespace", "name": "mcp__git", "description": "Git.", "tools": [{**ADD, "name": "log"}]}
     under = {"type": "namespace", "name": "web_", "tools": [{"type": "function", "name": "get"}]}
-    found = asked(tools=[ADD, mcp, under], parallel_tool_calls=False)
+    found = parsed(tools=[ADD, mcp, under], parallel_tool_calls=False)
     body = json_of(found.request.body)
     assert body["tools"][0] == {"type": "function", "function": {k: v for k, v in ADD.items() if k != "type"}}
     assert [tool["function"]["name"] for tool in body["tools"]] == ["add", "mcp__git__log", "web_get"]
@@ -378,7 +377,7 @@ def test_functions_are_nested_and_may_stand_in_namespaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "said", "shown"),
+    ("choice", "inner", "shown"),
     [
         ("none", "none", ["add", "n__sub"]),
         ("required", "required", ["add", "n__sub"]),
@@ -394,27 +393,27 @@ def test_functions_are_nested_and_may_stand_in_namespaces() -> None:
         ),
     ],
 )
-def test_a_choice_of_tools(choice: Any, said: Any, shown: list[str]) -> None:
+def test_tool_choice(choice: Any, inner: Any, shown: list[str]) -> None:
     sub = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "sub"}]}
     body = chat(tools=[ADD, sub], tool_choice=choice)
-    assert body["tool_choice"] == said
+    assert body["tool_choice"] == inner
     assert [tool["function"]["name"] for tool in body["tools"]] == shown
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- rejected fields --------------------------------------------------------------------------------------------------
 HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "computer", "mcp", "image_generation",
           "local_shell", "shell", "apply_patch", "tool_search")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HOSTED)
-def test_tools_that_run_elsewhere_are_refused_by_name(kind: str) -> None:
+def test_hosted_tools_are_rejected_by_name(kind: str) -> None:
     error = refusal(tools=[ADD, {"type": kind}])
     assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "tools[1].type")
     assert kind in error.message
 
 
-def test_tools_that_run_elsewhere_are_left_out_where_that_is_set() -> None:
-    """And the Response tells which tools were left."""
+def test_hosted_tools_are_left_out_if_configured() -> None:
+    """The echo of the Response has no such tool either."""
     hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
     raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
     found = parse(raw, nothing, nothing, leaves_out=True)
@@ -425,14 +424,14 @@ def test_tools_that_run_elsewhere_are_left_out_where_that_is_set() -> None:
 
 
 @pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
-def test_what_is_no_tool_is_refused_also_where_some_are_left_out(tools: Any, param: str) -> None:
+def test_invalid_tools_are_rejected_even_if_hosted_tools_are_left_out(tools: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(), nothing, nothing, leaves_out=True)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("kind", ["custom_tool_call", "compaction", "web_search_call", "local_shell_call", "mcp_call"])
-def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> None:
+def test_unsupported_items_are_rejected_by_name(kind: str) -> None:
     error = refusal(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "x"}])
     assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "input[1].type")
     assert kind in error.message
@@ -444,6 +443,7 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ({"model": None}, "model"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
@@ -490,7 +490,7 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ),
     ],
 )
-def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
+def test_error_names_its_field(body: dict[str, Any], param: str) -> None:
     error = refusal(**body)
     assert error.param == param
     assert f"`{param.split('.')[0].split('[')[0]}" in error.message or param == "tools[1].name"
@@ -508,20 +508,20 @@ def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
         ({"type": "input_file", "file_data": "JVBERi0="}, "file_data"),
     ],
 )
-def test_what_cannot_be_fetched_is_refused(part: dict[str, Any], param: str) -> None:
+def test_references_to_files_are_rejected(part: dict[str, Any], param: str) -> None:
     error = refusal(input=[{"role": "user", "content": [part]}])
     assert error.param == f"input[0].content[0].{param}"
 
 
-def test_a_body_that_is_no_json_is_refused() -> None:
+def test_invalid_json_is_rejected() -> None:
     with pytest.raises(RequestError):
         parse(b"{", nothing, nothing)
 
 
-# --- earlier answers --------------------------------------------------------------------------------------------------
-def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
+# --- earlier responses ------------------------------------------------------------------------------------------------
+def test_previous_response_is_continued_without_its_instructions() -> None:
     before = ({"role": "user", "content": "One"}, {"role": "assistant", "content": "1"})
-    found = asked(
+    found = parsed(
         {"resp_1": Earlier(before, 500)}.get, previous_response_id="resp_1", instructions="Be brief.", input="Two"
     )
     assert json_of(found.request.body)["messages"] == [
@@ -532,38 +532,34 @@ def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
     assert found.echo["previous_response_id"] == "resp_1"
 
 
-def test_an_earlier_answer_that_is_not_there_says_so() -> None:
+def test_unknown_previous_response_is_an_error_with_its_id() -> None:
     error = refusal(previous_response_id="resp_2")
     assert (error.code, error.param) == (Code.PREVIOUS_RESPONSE_NOT_FOUND, "previous_response_id")
     assert "resp_2" in error.message
 
 
-def test_a_reference_stands_for_the_kept_item() -> None:
-    said = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "1"}]}
+def test_item_reference_is_replaced_by_the_stored_item() -> None:
+    item = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "1"}]}
     body = {"model": "demo", "input": [
         {"role": "user", "content": "One"}, {"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"},
         {"role": "user", "content": "Two"},
     ]}  # fmt: skip
     raw = json.dumps(body).encode()
-    found = parse(raw, nothing, {"msg_1": (said, 500)}.get)
+    found = parse(raw, nothing, {"msg_1": (item, 500)}.get)
     assert json_of(found.request.body)["messages"] == [
         {"role": "user", "content": "One"}, {"role": "assistant", "content": "1"},
         {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two"},
     ]  # fmt: skip
-    assert found.items[1] == found.items[2] == said
+    assert found.items[1] == found.items[2] == item
     assert found.request.size_bytes == len(raw) + 1000
 
 
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_2"}, {"id": "msg_2"}])
-def test_an_unknown_item_says_how_to_go_on(reference: dict[str, Any]) -> None:
+def test_unknown_item_is_an_error_with_advice(reference: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         parse(json.dumps({"model": "demo", "input": [reference]}).encode(), nothing, nothing)
     assert (caught.value.status, caught.value.param) == (404, "input[0]")
     assert all(words in caught.value.message for words in ("msg_2", "Send the item itself", "store: false"))
-
-
-def test_a_reference_needs_an_id() -> None:
-    assert refusal(input=[{"type": "item_reference"}]).param == "input[0].id"
 
 
 # --- the list of input items ------------------------------------------------------------------------------------------
@@ -586,17 +582,14 @@ def test_input_items_are_listed_with_ids_types_and_parts() -> None:
     assert messages_of(stored_items(listed(items, "ab"))) == messages_of(stored_items(items))
 
 
-def test_pages_of_input_items_follow_each_other() -> None:
+def test_input_items_are_paginated() -> None:
     items = [{"id": f"i{number}"} for number in range(5)]
 
     def ids(**query: Any) -> tuple[list[str], bool]:
         found = page(items, **{"limit": 2, "after": None, "oldest_first": False, **query})
         kept = [item["id"] for item in found["data"]]
-        assert (found["object"], found["first_id"], found["last_id"]) == (
-            "list",
-            kept[0] if kept else None,
-            kept[-1] if kept else None,
-        )
+        assert (found["object"], found["first_id"]) == ("list", kept[0] if kept else None)
+        assert found["last_id"] == (kept[-1] if kept else None)
         return kept, found["has_more"]
 
     assert ids() == (["i4", "i3"], True)
@@ -609,41 +602,39 @@ def test_pages_of_input_items_follow_each_other() -> None:
 
 
 # --- completeness -----------------------------------------------------------------------------------------------------
-def test_every_field_of_the_official_client_has_a_rule() -> None:
-    """A field that a newer client can send is either taken or refused with a reason of its own."""
-
+def test_fields_of_the_official_client_are_accepted_or_rejected_with_a_reason() -> None:
     documented = {name for variant in ResponseCreateParams.__args__ for name in variant.__annotations__}
     assert documented <= {*FIELDS, *REFUSED}
 
 
-def test_the_schema_is_closed_and_names_what_a_request_needs() -> None:
+def test_schema_is_closed_and_has_required_fields() -> None:
     described, parts = responses_schema()
     assert described["additionalProperties"] is False
     assert {"required": ["input"]} in described["anyOf"]
     json.dumps([described, parts])
 
 
-def test_truncation_may_be_automatic_because_nothing_is_cut_while_the_prompt_fits() -> None:
-    found = asked(truncation="auto")
+def test_automatic_truncation_is_accepted() -> None:
+    found = parsed(truncation="auto")
     assert "truncation" not in json_of(found.request.body)
     assert found.echo["truncation"] == "auto"
 
 
-def test_llama_cpps_parameters_pass_and_values_that_count_as_absent_do_not() -> None:
+def test_parameters_of_llama_cpp_pass_and_minus_one_is_absent() -> None:
     body = chat(max_output_tokens=-1, seed=-1, mirostat=2, dry_multiplier=0.8, min_tokens=3, enable_thinking=False)
     assert "max_completion_tokens" not in body
     assert {name: body[name] for name in ("mirostat", "dry_multiplier", "min_tokens")} == {
         "mirostat": 2, "dry_multiplier": 0.8, "min_tokens": 3,
     }  # fmt: skip
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
-    assert asked(max_output_tokens=-1).echo["max_output_tokens"] is None
+    assert parsed(max_output_tokens=-1).echo["max_output_tokens"] is None
 
 
 @pytest.mark.parametrize(
     ("name", "own"),
     [("max_tokens", "max_output_tokens"), ("max_completion_tokens", "max_output_tokens"), ("n_probs", "top_logprobs")],
 )
-def test_parameter_with_another_name_in_the_responses_api_is_refused_with_that_name(name: str, own: str) -> None:
+def test_parameter_of_chat_is_rejected_with_its_name_in_responses(name: str, own: str) -> None:
     error = refusal(**{name: 5})
     assert (error.param, error.code) == (name, Code.UNSUPPORTED_PARAMETER)
     assert f"calls it `{own}`" in error.message

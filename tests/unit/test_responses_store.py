@@ -1,4 +1,4 @@
-"""Answers are kept for the key that asked, for a while, within a bound; the greediest key loses first."""
+"""Responses are stored per key, for a limited time, within a limit of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def put(store: Store, owner: str, id: str, size: int, now: float = 0.0) -> None:
     store.put(owner, id, b"x" * (size - 2), b"[]", now)
 
 
-def test_an_answer_is_its_owners_alone_and_only_for_a_while() -> None:
+def test_response_is_visible_to_its_owner_until_it_expires() -> None:
     store = Store(100, 60.0)
     store.put("a", "r1", b"{}", b"[1]", 0.0)
     found = store.get("a", "r1", 59.9)
@@ -20,7 +20,7 @@ def test_an_answer_is_its_owners_alone_and_only_for_a_while() -> None:
     assert store.get("a", "r1", 60.0) is None
 
 
-def test_what_is_over_is_forgotten_at_the_next_answer() -> None:
+def test_expired_responses_are_removed_by_the_next_put() -> None:
     store = Store(100, 60.0)
     put(store, "a", "r1", 40)
     put(store, "a", "r2", 40, 30.0)
@@ -30,7 +30,7 @@ def test_what_is_over_is_forgotten_at_the_next_answer() -> None:
     assert store.size_bytes == 10
 
 
-def test_over_the_bound_the_greediest_key_loses_its_oldest() -> None:
+def test_over_the_limit_the_largest_owner_loses_its_oldest_response() -> None:
     store = Store(100, 60.0)
     put(store, "small", "s", 20)
     for number in range(4):
@@ -40,7 +40,7 @@ def test_over_the_bound_the_greediest_key_loses_its_oldest() -> None:
     assert store.size_bytes == 80
 
 
-def test_an_answer_over_the_whole_bound_is_not_kept_and_pushes_nothing_out() -> None:
+def test_response_larger_than_the_limit_is_not_stored() -> None:
     store = Store(100, 60.0)
     put(store, "a", "r1", 60)
     put(store, "a", "huge", 101)
@@ -48,7 +48,7 @@ def test_an_answer_over_the_whole_bound_is_not_kept_and_pushes_nothing_out() -> 
     assert store.get("a", "r1", 0.0) is not None
 
 
-def test_deleting_forgets() -> None:
+def test_deleted_response_is_gone() -> None:
     store = Store(100, 60.0)
     put(store, "a", "r1", 60)
     assert not store.delete("b", "r1", 0.0)
@@ -57,12 +57,12 @@ def test_deleting_forgets() -> None:
     assert store.size_bytes == 0
 
 
-def test_an_item_is_found_by_its_owner_in_the_last_answer_that_holds_it() -> None:
+def test_item_is_found_in_the_latest_response_with_it() -> None:
     store = Store(10_000, 60.0)
     store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1",))
     store.put("a", "r2", b"2", b"[]", 30.0, ids=("msg_1", "msg_2"))
     found = store.holding("a", "msg_1", 80.0)
-    assert found is not None and found.response == b"2", "the first answer is over by now, the second holds it too"
+    assert found is not None and found.response == b"2", "the first response has expired"
     assert store.holding("b", "msg_1", 0.0) is None
     assert store.holding("a", "msg_3", 0.0) is None
     assert store.holding("a", "msg_2", 90.0) is None
@@ -72,13 +72,13 @@ def test_an_item_is_found_by_its_owner_in_the_last_answer_that_holds_it() -> Non
     assert store.holding("a", "msg_1", 40.0) is None
 
 
-def test_the_ids_of_items_count_as_memory() -> None:
+def test_ids_of_items_count_as_memory() -> None:
     store = Store(10_000, 60.0)
     store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1", "msg_2"))
     assert store.size_bytes == 3 + 2 * ITEM_BYTES
 
 
-def test_deleting_an_answer_keeps_the_items_that_earlier_answers_hold() -> None:
+def test_deleted_response_leaves_the_items_of_earlier_ones() -> None:
     store = Store(10_000, 60.0)
     store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1",))
     store.put("a", "r2", b"2", b"[]", 0.0, ids=("msg_1", "msg_2"))
