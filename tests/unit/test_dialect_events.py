@@ -1,11 +1,12 @@
-"""Streams of the clouds as OpenAI frames: byte-exact goldens of documented streams, and what breaks them."""
+"""Streams of cloud providers as OpenAI frames: golden streams of the documentation, invalid and cut streams."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from anthropic.types.stop_reason import StopReason
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Frame
@@ -21,8 +22,8 @@ def anthropic(stream: bytes) -> list[Frame]:
     state = anthropic_events.State(created=1700000000)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(stream):
-        state, said = anthropic_events.step(state, frame)
-        frames += said
+        state, more = anthropic_events.step(state, frame)
+        frames += more
     return [*frames, *anthropic_events.end(state)]
 
 
@@ -30,13 +31,13 @@ def openai(stream: bytes, choices: int = 1) -> list[Frame]:
     state = openai_events.State(choices)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(stream):
-        state, said = openai_events.step(state, frame)
-        frames += said
+        state, more = openai_events.step(state, frame)
+        frames += more
     return [*frames, *openai_events.end(state)]
 
 
 def wire(frames: list[Frame]) -> str:
-    """The stream as a client would read it."""
+    """The bytes that a client receives."""
     out = b""
     for frame in frames:
         match frame:
@@ -70,7 +71,7 @@ def counts(prompt: int, completion: int, cached: int = 0) -> str:
 ROLE = choice('{"role":"assistant","content":""}')
 
 
-def test_text_byte_for_byte() -> None:
+def test_golden_text() -> None:
     assert wire(anthropic(documented.ANTHROPIC_TEXT)) == golden(
         "msg_01Text",
         ROLE,
@@ -82,7 +83,7 @@ def test_text_byte_for_byte() -> None:
     )
 
 
-def test_tool_calls_byte_for_byte() -> None:
+def test_golden_tool_calls() -> None:
     assert wire(anthropic(documented.ANTHROPIC_TOOL)) == golden(
         "msg_01Tool",
         ROLE,
@@ -103,7 +104,7 @@ def test_tool_calls_byte_for_byte() -> None:
     )
 
 
-def test_thinking_byte_for_byte() -> None:
+def test_golden_thinking() -> None:
     assert wire(anthropic(documented.ANTHROPIC_THINKING)) == golden(
         "msg_01Think",
         ROLE,
@@ -115,13 +116,13 @@ def test_thinking_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("example", ["ANTHROPIC_TEXT", "ANTHROPIC_TOOL"])
-def test_translated_chunks_are_openais_own_type(example: str) -> None:
+def test_translated_chunks_have_the_official_type(example: str) -> None:
     for frame in anthropic(getattr(documented, example)):
         if isinstance(frame, Data):
             strictly(ChatCompletionChunk, json.loads(frame.payload))
 
 
-def test_an_openai_stream_is_relayed_byte_for_byte() -> None:
+def test_openai_stream_is_relayed_unchanged() -> None:
     assert wire(openai(documented.OPENAI_TEXT)).encode() == documented.OPENAI_TEXT
     kinds = [frame.kind for frame in openai(documented.OPENAI_TEXT) if isinstance(frame, Data)]
     assert kinds == [DeltaKind.OTHER, DeltaKind.CONTENT, DeltaKind.FINISH]
@@ -161,21 +162,17 @@ def test_stop_reasons(reason: str, expected: str) -> None:
     assert frames[-1] == Done()
 
 
-def test_every_stop_reason_of_the_sdk_has_its_finish_reason() -> None:
-    from typing import get_args
-
-    from anthropic.types.stop_reason import StopReason
-
+def test_stop_reasons_of_the_sdk_have_a_finish_reason() -> None:
     assert set(get_args(StopReason)) == set(anthropic_events.FINISH_REASONS)
 
 
-def test_a_refusal_is_explained() -> None:
+def test_refusal_has_its_explanation() -> None:
     details = {"type": "refusal", "category": None, "explanation": "Not this."}
     frames = anthropic(events(START, finish("refusal", stop_details=details), STOP))
     assert b'"refusal":"Not this."' in frames[1].payload  # type: ignore[union-attr]
 
 
-def test_usage_is_cumulative_and_null_replaces_nothing() -> None:
+def test_usage_is_cumulative_and_null_does_not_overwrite() -> None:
     late = {
         "type": "message_delta",
         "delta": {},
@@ -191,12 +188,12 @@ def test_usage_is_cumulative_and_null_replaces_nothing() -> None:
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
-def test_usage_without_its_counts_is_left_out() -> None:
+def test_incomplete_usage_is_left_out() -> None:
     for usage in ({}, {"output_tokens": 3}, {"input_tokens": 3}, {"input_tokens": True, "output_tokens": -1}):
         assert anthropic_events.openai_usage(usage) is None
 
 
-def test_events_and_blocks_nobody_knows_are_passed_over() -> None:
+def test_unknown_events_and_blocks_are_ignored() -> None:
     server = {"type": "content_block_start", "index": 5, "content_block": {"type": "server_tool_use", "id": "s"}}
     piece = {"type": "content_block_delta", "index": 5, "delta": {"type": "input_json_delta", "partial_json": "{"}}
     signature = {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "signature": "x"}}
@@ -207,14 +204,14 @@ def test_events_and_blocks_nobody_knows_are_passed_over() -> None:
     )
 
 
-def test_a_tool_input_that_comes_at_once_is_not_lost() -> None:
+def test_tool_input_in_the_start_of_a_block_is_kept() -> None:
     block = {"type": "tool_use", "id": "t", "name": "n", "input": {"a": 1}}
     start = {"type": "content_block_start", "index": 0, "content_block": block}
     frames = anthropic(events(START, start, {"type": "content_block_stop", "index": 0}, finish("tool_use"), STOP))
     assert b'"arguments":"{\\"a\\":1}"' in frames[2].payload  # type: ignore[union-attr]
 
 
-def test_an_error_event_is_an_error_frame() -> None:
+def test_error_event_raises() -> None:
     with pytest.raises(UpstreamError) as caught:
         anthropic(events(START, TEXT) + documented.ANTHROPIC_ERROR)
     assert caught.value.kind is UpstreamKind.ERROR_FRAME
@@ -237,7 +234,7 @@ def test_an_error_event_is_an_error_frame() -> None:
         events(START, {**TEXT, "index": [], "delta": {"type": "input_json_delta", "partial_json": "x"}}),
     ],
 )
-def test_what_is_no_anthropic_stream_is_malformed(stream: bytes) -> None:
+def test_invalid_anthropic_stream_is_malformed(stream: bytes) -> None:
     with pytest.raises(UpstreamError) as caught:
         anthropic(stream)
     assert caught.value.kind is UpstreamKind.MALFORMED
@@ -253,7 +250,7 @@ def test_what_is_no_anthropic_stream_is_malformed(stream: bytes) -> None:
         (events(START, TEXT, finish(None), STOP), UpstreamKind.READ),
     ],
 )
-def test_an_anthropic_stream_without_its_stop_reason_is_not_done(stream: bytes, kind: UpstreamKind) -> None:
+def test_anthropic_stream_without_a_stop_reason_is_cut(stream: bytes, kind: UpstreamKind) -> None:
     with pytest.raises(UpstreamError) as caught:
         anthropic(stream)
     assert caught.value.kind is kind
@@ -265,7 +262,7 @@ def chunk(*choices: dict[str, Any], **more: Any) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-def said(delta: dict[str, Any], finish: str | None = None, index: int = 0) -> dict[str, Any]:
+def part(delta: dict[str, Any], finish: str | None = None, index: int = 0) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": finish}
 
 
@@ -275,47 +272,47 @@ END = b"data: [DONE]\n\n"
 @pytest.mark.parametrize(
     ("choices", "kind"),
     [
-        ([said({"role": "assistant", "content": ""})], DeltaKind.OTHER),
-        ([said({"content": None})], DeltaKind.OTHER),
-        ([said({"content": "x"})], DeltaKind.CONTENT),
-        ([said({"reasoning_content": "x"})], DeltaKind.CONTENT),
-        ([said({"reasoning": "x"})], DeltaKind.CONTENT),
-        ([said({"refusal": "x"})], DeltaKind.CONTENT),
-        ([said({"tool_calls": [{"index": 0}]})], DeltaKind.CONTENT),
+        ([part({"role": "assistant", "content": ""})], DeltaKind.OTHER),
+        ([part({"content": None})], DeltaKind.OTHER),
+        ([part({"content": "x"})], DeltaKind.CONTENT),
+        ([part({"reasoning_content": "x"})], DeltaKind.CONTENT),
+        ([part({"reasoning": "x"})], DeltaKind.CONTENT),
+        ([part({"refusal": "x"})], DeltaKind.CONTENT),
+        ([part({"tool_calls": [{"index": 0}]})], DeltaKind.CONTENT),
         ([{"index": 0, "text": "x", "finish_reason": None}], DeltaKind.CONTENT),
-        ([said({"content": "x"}, "stop")], DeltaKind.FINISH),
-        ([said({}, "length")], DeltaKind.FINISH),
-        ([said({}), said({"content": "x"}, index=1)], DeltaKind.CONTENT),
-        ([said({}, "stop"), said({"content": "x"}, index=1)], DeltaKind.FINISH),
+        ([part({"content": "x"}, "stop")], DeltaKind.FINISH),
+        ([part({}, "length")], DeltaKind.FINISH),
+        ([part({}), part({"content": "x"}, index=1)], DeltaKind.CONTENT),
+        ([part({}, "stop"), part({"content": "x"}, index=1)], DeltaKind.FINISH),
     ],
 )
-def test_what_a_chunk_carries(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
+def test_kinds_of_chunks(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
     _, frames = openai_events.step(openai_events.State(), SseSplitter().feed(chunk(*choices))[0])
     assert [frame.kind for frame in frames if isinstance(frame, Data)] == [kind]
 
 
-def test_the_usage_chunk_is_known_by_its_empty_choices() -> None:
+def test_usage_chunk_has_no_choices() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    frames = openai(chunk(said({}, "stop"), usage=None) + chunk(usage=usage) + END)
+    frames = openai(chunk(part({}, "stop"), usage=None) + chunk(usage=usage) + END)
     assert [frame.kind for frame in frames[:-1]] == [DeltaKind.FINISH, DeltaKind.USAGE]  # type: ignore[union-attr]
 
 
-def test_usage_inside_ordinary_chunks_becomes_a_usage_chunk_too() -> None:
+def test_usage_in_the_last_chunk_becomes_a_usage_chunk() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    frames = openai(chunk(said({"content": "x"}), usage={}) + chunk(said({}, "stop"), usage=usage) + END)
+    frames = openai(chunk(part({"content": "x"}), usage={}) + chunk(part({}, "stop"), usage=usage) + END)
     last = frames[-2]
     assert isinstance(last, Data)
     assert last.kind is DeltaKind.USAGE
     assert (json.loads(last.payload)["choices"], json.loads(last.payload)["usage"]) == ([], usage)
 
 
-def test_comments_travel_on_and_fields_of_no_use_do_not() -> None:
-    stream = b": OPENROUTER PROCESSING\n\nevent: hello\n\n" + chunk(said({}, "stop")) + END
+def test_comments_are_relayed_and_other_fields_are_not() -> None:
+    stream = b": OPENROUTER PROCESSING\n\nevent: hello\n\n" + chunk(part({}, "stop")) + END
     assert openai(stream)[0] == Comment(b": OPENROUTER PROCESSING\n\n")
     assert len(openai(stream)) == 3
 
 
-def test_a_chunk_over_several_lines_leaves_as_one() -> None:
+def test_chunk_of_several_lines_becomes_one_line() -> None:
     stream = (
         b'data: {"id":"c",\ndata: "choices":[{"index":0,"delta":{"content":"x"},"finish_reason":"stop"}]}\n\n' + END
     )
@@ -324,15 +321,15 @@ def test_a_chunk_over_several_lines_leaves_as_one() -> None:
     assert json.loads(payload)["choices"][0]["delta"] == {"content": "x"}
 
 
-def test_every_choice_asked_for_must_finish() -> None:
-    one = chunk(said({"content": "x"}, "stop"))
-    both = one + chunk(said({"content": "y"}, "stop", index=1))
+def test_all_requested_choices_must_finish() -> None:
+    one = chunk(part({"content": "x"}, "stop"))
+    both = one + chunk(part({"content": "y"}, "stop", index=1))
     assert openai(both, 2)[-1] == Done()
     with pytest.raises(UpstreamError, match="finish"):
         openai(one, 2)
     with pytest.raises(UpstreamError, match="finish"):
-        openai(one + chunk(said({"content": "y"}, index=1)) + END, 2)
-    assert openai(one + END, 2)[-1] == Done()  # a provider that gives fewer and says so
+        openai(one + chunk(part({"content": "y"}, index=1)) + END, 2)
+    assert openai(one + END, 2)[-1] == Done()  # a provider that gives fewer choices and ends the stream
 
 
 @pytest.mark.parametrize(
@@ -340,9 +337,9 @@ def test_every_choice_asked_for_must_finish() -> None:
     [
         (b"", UpstreamKind.EMPTY),
         (END, UpstreamKind.EMPTY),
-        (chunk(said({"role": "assistant"})) + END, UpstreamKind.EMPTY),
-        (chunk(said({"content": "x"})), UpstreamKind.READ),
-        (chunk(said({"content": "x"})) + END, UpstreamKind.READ),
+        (chunk(part({"role": "assistant"})) + END, UpstreamKind.EMPTY),
+        (chunk(part({"content": "x"})), UpstreamKind.READ),
+        (chunk(part({"content": "x"})) + END, UpstreamKind.READ),
         (b"data: {broken\n\n", UpstreamKind.MALFORMED),
         (b'data: {"id": 1}\n\n', UpstreamKind.MALFORMED),
         (b"data: 5\n\n", UpstreamKind.MALFORMED),
@@ -354,46 +351,45 @@ def test_every_choice_asked_for_must_finish() -> None:
         (b'data: {"choices": [], "error": {"code": 502, "message": "no"}}\n\n', UpstreamKind.ERROR_FRAME),
     ],
 )
-def test_an_openai_stream_that_breaks(stream: bytes, kind: UpstreamKind) -> None:
+def test_invalid_or_cut_openai_stream_raises(stream: bytes, kind: UpstreamKind) -> None:
     with pytest.raises(UpstreamError) as caught:
         openai(stream)
     assert caught.value.kind is kind
 
 
-def test_half_an_emoji_is_relayed_as_it_came() -> None:
+def test_lone_surrogate_is_relayed_unchanged() -> None:
     half = b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"},"finish_reason":null}]}\n\n'
-    frames = openai(half + chunk(said({}, "stop")) + END)
+    frames = openai(half + chunk(part({}, "stop")) + END)
     assert frames[0] == Data(half[6:-2], DeltaKind.CONTENT)
 
 
-def test_nothing_counts_after_the_end() -> None:
-    assert openai(chunk(said({}, "stop")) + END + b"data: junk\n\n") == openai(chunk(said({}, "stop")) + END)
+def test_frames_after_the_end_are_ignored() -> None:
+    assert openai(chunk(part({}, "stop")) + END + b"data: junk\n\n") == openai(chunk(part({}, "stop")) + END)
     assert anthropic(documented.ANTHROPIC_TEXT + b"data: junk\n\n") == anthropic(documented.ANTHROPIC_TEXT)
 
 
-def test_a_comment_in_an_anthropic_stream_travels_on() -> None:
+def test_comment_in_an_anthropic_stream_is_relayed() -> None:
     _, frames = anthropic_events.step(anthropic_events.State(1), SseFrame(b": hm\n\n"))
     assert frames == (Comment(b": hm\n\n"),)
 
 
-def test_an_anthropic_stream_that_counts_nothing_is_done_all_the_same() -> None:
+def test_anthropic_stream_without_usage_is_complete() -> None:
     start = {"type": "message_start", "message": {"id": "msg_1", "model": "m"}}
     frames = anthropic(events(start, TEXT, finish("end_turn"), STOP))
     assert frames[-1] == Done()
     assert not [frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.USAGE]
 
 
-def test_how_far_a_stream_has_come() -> None:
-    """A finish is not the end yet."""
+def test_stream_is_finished_before_it_is_complete() -> None:
     claude = anthropic_events.State(1)
-    told = []
+    seen = []
     for frame in SseSplitter().feed(events(START, TEXT, finish("end_turn"), STOP)):
         claude, _ = anthropic_events.step(claude, frame)
-        told.append((anthropic_events.is_finished(claude), anthropic_events.is_complete(claude)))
-    assert told == [(False, False), (False, False), (True, False), (True, True)]
+        seen.append((anthropic_events.is_finished(claude), anthropic_events.is_complete(claude)))
+    assert seen == [(False, False), (False, False), (True, False), (True, True)]
     state = openai_events.State(1)
-    told = []
-    for frame in SseSplitter().feed(chunk(said({"content": "A"})) + chunk(said({}, "stop")) + END):
+    seen = []
+    for frame in SseSplitter().feed(chunk(part({"content": "A"})) + chunk(part({}, "stop")) + END):
         state, _ = openai_events.step(state, frame)
-        told.append((openai_events.is_finished(state), openai_events.is_complete(state)))
-    assert told == [(False, False), (True, False), (True, True)]
+        seen.append((openai_events.is_finished(state), openai_events.is_complete(state)))
+    assert seen == [(False, False), (True, False), (True, True)]

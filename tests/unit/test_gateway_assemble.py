@@ -1,4 +1,4 @@
-"""Chunks add up to the object a non-streaming caller expects."""
+"""Chunks of a stream are assembled into a unary answer."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ def _sum(*chunks: Any) -> dict[str, Any]:
     return assembly.result()
 
 
-def test_of_what_every_chunk_says_the_first_counts() -> None:
-    """A resumed answer goes on under the name with which it began."""
+def test_head_of_the_first_chunk_is_kept() -> None:
+    """A resumed answer keeps its first id."""
     later = {**_chunk({"content": "b"}, finish="stop"), "id": "c2", "model": "other", "created": 6}
     answer = _sum({**_chunk({"content": "a"}), "system_fingerprint": None}, later)
     assert (answer["id"], answer["model"], answer["created"]) == ("c1", "demo", 5)
-    assert answer["system_fingerprint"] == "fp", "nothing was said before"
+    assert answer["system_fingerprint"] == "fp", "null does not count"
 
 
-NOBODY = {"id": "", "object": "", "created": 0, "model": "", "choices": [], "prompt_filter_results": []}
-"""How Azure's streams begin."""
+EMPTY_HEAD = {"id": "", "object": "", "created": 0, "model": "", "choices": [], "prompt_filter_results": []}
+"""The first chunk of Azure."""
 
 
-def test_a_first_chunk_that_names_nobody_is_passed_over() -> None:
-    """Who speaks, and what this is, stands in the first chunk that says so."""
-    answer = _sum(NOBODY, _chunk({"content": "a"}, content_filter_results={}), _chunk(finish="stop"))
+def test_chunk_with_an_empty_head_is_skipped() -> None:
+    answer = _sum(EMPTY_HEAD, _chunk({"content": "a"}, content_filter_results={}), _chunk(finish="stop"))
     assert (answer["id"], answer["object"], answer["created"], answer["model"]) == ("c1", "chat.completion", 5, "demo")
     assert answer["choices"][0]["message"]["content"] == "a"
 
@@ -49,10 +48,10 @@ def test_a_first_chunk_that_names_nobody_is_passed_over() -> None:
     ("choice", "kind"),
     [({"delta": {"content": "a"}}, "chat.completion"), ({"text": "a"}, "text_completion")],
 )
-def test_a_stream_that_never_says_what_it_is_is_what_its_choices_are(choice: dict[str, Any], kind: str) -> None:
-    answer = _sum(NOBODY, {"choices": [{"index": 0, **choice, "finish_reason": "stop"}]})
+def test_object_type_follows_from_the_choices(choice: dict[str, Any], kind: str) -> None:
+    answer = _sum(EMPTY_HEAD, {"choices": [{"index": 0, **choice, "finish_reason": "stop"}]})
     assert answer["object"] == kind
-    assert (answer["id"], answer["model"]) == ("", ""), "it was said, though it is empty"
+    assert (answer["id"], answer["model"]) == ("", "")
 
 
 def test_text_usage_and_head() -> None:
@@ -83,7 +82,7 @@ def test_text_usage_and_head() -> None:
     ChatCompletion.model_validate(answer)
 
 
-def test_tool_calls_are_put_together_by_index() -> None:
+def test_tool_calls_are_joined_by_index() -> None:
     answer = _sum(
         _chunk({"role": "assistant"}),
         _chunk(
@@ -110,7 +109,7 @@ def test_tool_calls_are_put_together_by_index() -> None:
     ChatCompletion.model_validate(answer)
 
 
-def test_choices_reasoning_refusals_logprobs_and_what_else_a_delta_holds() -> None:
+def test_choices_reasoning_refusals_logprobs_and_other_fields_of_a_delta() -> None:
     answer = _sum(
         _chunk({"content": "b"}, 1, logprobs={"content": [{"token": "b"}], "refusal": None}),
         _chunk({"content": "c", "annotations": [1]}, 1, logprobs={"content": [{"token": "c"}]}),
@@ -128,8 +127,11 @@ def test_choices_reasoning_refusals_logprobs_and_what_else_a_delta_holds() -> No
     assert two["message"]["function_call"] == {"name": "f", "arguments": "{}"}
 
 
-def test_an_empty_answer_is_an_answer() -> None:
-    assert _sum(_chunk(finish="stop"))["choices"][0]["message"]["content"] == ""
+@pytest.mark.parametrize("thought", [None, "hm"])
+def test_answer_without_text_has_empty_content(thought: str | None) -> None:
+    chunks = [_chunk({"reasoning_content": thought})] if thought else []
+    message = _sum(*chunks, _chunk(finish="stop"))["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == ("", thought)
 
 
 def test_text_completions() -> None:
@@ -156,22 +158,18 @@ def test_text_completions() -> None:
         _chunk({"tool_calls": [{"index": None}]}),
     ],
 )
-def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
+def test_invalid_chunk_is_rejected(chunk: Any) -> None:
     with pytest.raises(ValueError, match=r"chunk|choice|tool call"):
         _sum(chunk)
 
 
-def test_nothing_is_no_answer() -> None:
+@pytest.mark.parametrize("chunks", [[], [EMPTY_HEAD]])
+def test_stream_without_a_chunk_is_no_answer(chunks: list[Any]) -> None:
     with pytest.raises(ValueError, match="no chunk"):
-        Assembly().result()
+        _sum(*chunks)
 
 
-def test_thinking_alone_is_an_empty_answer() -> None:
-    message = _sum(_chunk({"reasoning_content": "hm"}), _chunk(finish="stop"))["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"]) == ("", "hm")
-
-
-def test_signatures_belong_to_what_was_thought_since_the_last_one() -> None:
+def test_signature_belongs_to_the_reasoning_since_the_last_one() -> None:
     hidden = {"type": "redacted_thinking", "data": "x"}
     answer = _sum(
         _chunk({"reasoning_content": "a"}),
@@ -191,20 +189,20 @@ def test_signatures_belong_to_what_was_thought_since_the_last_one() -> None:
         _sum(_chunk({"thinking_blocks": ["x"]}))
 
 
-def test_what_a_choice_says_of_its_end_is_kept() -> None:
+def test_stop_fields_of_a_choice_are_kept() -> None:
     answer = _sum(_chunk({"content": "a"}), _chunk(finish="stop", stop_reason="END", stop_details=None))
     assert answer["choices"][0]["stop_reason"] == "END"
     assert "stop_details" not in answer["choices"][0]
 
 
-def test_what_google_wants_back_with_a_call_is_kept() -> None:
+def test_thought_signature_of_google_is_kept() -> None:
     extra = {"google": {"thought_signature": "s"}}
     call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = _sum(_chunk({"tool_calls": [{**call, "extra_content": extra}]}), _chunk(finish="tool_calls"))
     assert answer["choices"][0]["message"]["tool_calls"][0]["extra_content"] == extra
 
 
-def test_pieces_of_sound_and_of_its_transcript_are_joined() -> None:
+def test_parts_of_audio_and_transcript_are_joined() -> None:
     pieces: list[dict[str, Any]] = [
         {"id": "audio_1"}, {"transcript": "Hel"}, {"data": "AAAA"}, {"data": "BBBB", "transcript": "lo"},
         {"data": None, "expires_at": 9},
@@ -212,29 +210,24 @@ def test_pieces_of_sound_and_of_its_transcript_are_joined() -> None:
     chunks = [_chunk({"role": "assistant", "content": None}), *(_chunk({"audio": piece}) for piece in pieces)]
     message = _sum(*chunks, _chunk(finish="stop"))["choices"][0]["message"]
     assert message["audio"] == {"id": "audio_1", "transcript": "Hello", "data": "AAAABBBB", "expires_at": 9}
-    assert message["content"] is None, "what was said was spoken"
+    assert message["content"] is None, "the answer was spoken"
 
 
-def test_annotations_that_come_one_by_one_are_all_there() -> None:
+def test_annotations_of_several_chunks_are_joined() -> None:
     first, second = (
         {"type": "url_citation", "url_citation": {"url": url, "title": "", "start_index": 0, "end_index": 1}}
         for url in ("https://a", "https://b")
     )
-    said = _chunk({"content": "x", "annotations": [first]})
-    chunks = (said, _chunk({"annotations": [second]}), _chunk(finish="stop"))
+    text = _chunk({"content": "x", "annotations": [first]})
+    chunks = (text, _chunk({"annotations": [second]}), _chunk(finish="stop"))
     message = _sum(*chunks)["choices"][0]["message"]
     assert message["annotations"] == [first, second]
     ChatCompletion.model_validate(_sum(*chunks))
 
 
-def test_a_stream_in_which_nobody_answers_is_no_answer() -> None:
-    with pytest.raises(ValueError, match="no chunk"):
-        _sum(NOBODY)
-
-
-def test_what_the_end_of_a_stream_says_of_moderation_is_in_the_whole_answer() -> None:
-    said = {"input": {"type": "moderation_results", "results": []}}
+def test_moderation_of_the_last_chunk_is_kept() -> None:
+    moderation = {"input": {"type": "moderation_results", "results": []}}
     plain = _chunk({"content": "a"}, finish="stop", logprobs=None)
     del plain["system_fingerprint"]
-    answer = _sum(plain, {**plain, "choices": [], "moderation": said})
-    assert answer["moderation"] == said
+    answer = _sum(plain, {**plain, "choices": [], "moderation": moderation})
+    assert answer["moderation"] == moderation

@@ -1,4 +1,4 @@
-"""What the inference service tells by itself is in the view at once; what it does not tell changes nothing."""
+"""Events of the inference service update the gateway's view of it; polling covers the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _snapshot(number: int, *models: ModelStatus, state: str = "healthy", ready: 
 
 
 class Service:
-    """Streams, one after the other; each is a list of pieces, an error in it is raised. Then it refuses for ever."""
+    """Serves the given streams one after the other, then 404. An exception among the pieces is raised."""
 
     def __init__(self, *streams: list[bytes | Exception]) -> None:
         self.streams = list(streams)
@@ -56,7 +56,7 @@ class Service:
             yield piece
 
     async def fetch(self, path: str, seconds: float) -> Any:
-        """`/v1/models`."""
+        """The listing of models."""
         self.polls += 1
         if not self.answers:
             raise UpstreamError(UpstreamKind.CONNECT, "refused")
@@ -64,29 +64,29 @@ class Service:
 
 
 async def _listen(service: Service, seconds: float = 0.95) -> tuple[InferenceView, list[str]]:
-    """The view after so long, and who was told to be ready or back (the empty name)."""
+    """The view after `seconds`, and the models reported as ready; an empty name stands for the service itself."""
     loop = asyncio.get_running_loop()
-    told: list[str] = []
+    notified: list[str] = []
     view = InferenceView(
-        service.fetch, loop.time, on_return=lambda: told.append(""), on_ready=lambda model: told.append(model)
+        service.fetch, loop.time, on_return=lambda: notified.append(""), on_ready=lambda model: notified.append(model)
     )
     listening = asyncio.create_task(Events(lambda: service, view).run())
     await asyncio.sleep(seconds)
     listening.cancel()
     await asyncio.wait({listening})
-    return view, told
+    return view, notified
 
 
-def test_a_snapshot_is_as_good_as_a_poll() -> None:
-    view, told = virtual_time.run(_listen(Service([_snapshot(7, READY), _event(7, "beat")])))
+def test_snapshot_has_the_same_effect_as_a_poll() -> None:
+    view, notified = virtual_time.run(_listen(Service([_snapshot(7, READY), _event(7, "beat")])))
     assert (view.is_fresh, view.reachable, view.models, view.aliases) == (True, True, {"demo": READY}, {"d": "demo"})
-    assert told == ["demo", ""]
+    assert notified == ["demo", ""]
     assert view.ailment("demo") is None
-    unready, nobody = virtual_time.run(_listen(Service([_snapshot(7, ready=False)])))
-    assert (unready.reachable, nobody) == (None, [])
+    unready, notified = virtual_time.run(_listen(Service([_snapshot(7, ready=False)])))
+    assert (unready.reachable, notified) == (None, [])
 
 
-def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() -> None:
+def test_failed_model_is_unavailable_at_once_and_reported_when_ready() -> None:
     failed = _event(1, "model", model=FAILED.to_json())
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), failed])))
     ailment = view.ailment("demo")
@@ -94,12 +94,12 @@ def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() ->
     assert ailment.message == "the model failed: it aborted"
     assert ailment.retry_in == pytest.approx(29.25, abs=0.1)
     again = _event(2, "model", model=READY.to_json())
-    view, told = virtual_time.run(_listen(Service([_snapshot(0, READY), failed, again])))
-    assert (view.ailment("demo"), told) == (None, ["demo", "", "demo"])
+    view, notified = virtual_time.run(_listen(Service([_snapshot(0, READY), failed, again])))
+    assert (view.ailment("demo"), notified) == (None, ["demo", "", "demo"])
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "message"),
     [
         (_event(1, "device", device={"id": "gpu-0", "state": "quarantined"}), "its device gpu-0 is quarantined"),
         (_event(1, "device", device={"id": "gpu-0", "state": "suspect"}), None),
@@ -110,13 +110,13 @@ def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() ->
     ],
     ids=["quarantined", "suspect", "gone", "a load", "unknown", "no event"],
 )
-def test_a_device_that_may_not_be_used_ails_the_models_on_it(event: bytes, said: str | None) -> None:
+def test_models_on_an_unusable_device_are_unavailable(event: bytes, message: str | None) -> None:
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), event])))
     ailment = view.ailment("demo")
-    assert (None if ailment is None else ailment.message) == said
+    assert (None if ailment is None else ailment.message) == message
 
 
-def test_a_device_that_came_back_ails_nobody_any_more() -> None:
+def test_models_on_a_recovered_device_are_available() -> None:
     back = _event(2, "device", device={"id": "gpu-0", "state": "healthy"})
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), _event(1, "removed", device="gpu-0"), back])))
     assert view.ailment("demo") is None
@@ -136,17 +136,17 @@ async def _polled_after_a_loss() -> list[bool]:
     return ails
 
 
-def test_a_model_that_is_still_there_after_a_loss_is_believed() -> None:
-    """An event that never came must not make a model the last choice for ever."""
+def test_poll_after_the_loss_of_a_device_overrides_it() -> None:
+    """A lost event must not make a model unavailable for ever."""
     assert virtual_time.run(_polled_after_a_loss()) == [True, False]
 
 
-def test_models_come_and_go() -> None:
+def test_models_are_added_and_removed() -> None:
     other = replace(READY, id="other", aliases=())
     added = _event(1, "model", model=other.to_json())
     moved = _event(2, "model", model=replace(READY, state=ModelState.BUSY).to_json())
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), added, moved])))
-    assert list(view.models) == ["demo", "other"], "a list that people read keeps its order"
+    assert list(view.models) == ["demo", "other"], "the order of the listing is stable"
     service = Service([_snapshot(0, READY), added, _event(2, "removed", id="demo")])
     view, _ = virtual_time.run(_listen(service))
     assert (view.models, view.aliases) == ({"other": other}, {})
@@ -173,7 +173,7 @@ async def _poll_under_way() -> InferenceView:
     return view
 
 
-def test_a_poll_that_was_asked_earlier_does_not_undo_an_event() -> None:
+def test_poll_that_started_earlier_does_not_overwrite_an_event() -> None:
     view = virtual_time.run(_poll_under_way())
     assert view.models["demo"].state is ModelState.FAILED
 
@@ -189,7 +189,7 @@ async def _polled(service: Service, seconds: float) -> int:
     return service.polls
 
 
-def test_what_events_cannot_say_is_asked_at_once() -> None:
+def test_gaps_evictions_and_ends_of_the_stream_are_followed_by_a_poll() -> None:
     calm = virtual_time.run(_polled(Service([_snapshot(0, READY), _event(0, "beat"), *[b""] * 20]), 1.0))
     lost = virtual_time.run(
         _polled(Service([_snapshot(0, READY), _event(5, "load", id="demo", progress=0.1), *[b""] * 20]), 1.0)
@@ -215,14 +215,14 @@ def test_what_events_cannot_say_is_asked_at_once() -> None:
     ],
     ids=["no snapshot", "no JSON", "no object", "no model", "a number", "an odd state", "a defect", "silence"],
 )
-def test_a_stream_that_makes_no_sense_is_opened_again_and_the_view_stays(pieces: list[bytes | Exception]) -> None:
+def test_invalid_stream_is_reopened_and_the_view_is_kept(pieces: list[bytes | Exception]) -> None:
     service = Service(pieces, [_snapshot(9, READY)])
     view, _ = virtual_time.run(_listen(service, 2.0))
     assert len(service.opened) == 2
     assert view.models == {"demo": READY}
 
 
-def test_without_events_there_are_ever_fewer_tries_and_polling_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_events_retries_back_off_and_polling_continues(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     service = Service()
     polls = virtual_time.run(_polled(service, 100.0))
@@ -248,7 +248,7 @@ async def _return(service: Service) -> None:
     await asyncio.wait({task})
 
 
-def test_a_service_that_returned_is_listened_to_at_once() -> None:
+def test_events_of_a_recovered_service_are_opened_at_once() -> None:
     virtual_time.run(_return(Service()))
 
 
@@ -266,7 +266,7 @@ async def _reloaded() -> tuple[InferenceView, Service, Service]:
     return view, old, new
 
 
-def test_after_a_reload_another_service_is_listened_to() -> None:
+def test_events_of_a_replaced_service_are_ignored() -> None:
     view, old, new = virtual_time.run(_reloaded())
     assert (len(old.opened), len(new.opened) > 0) == (1, True)
     assert view.models["demo"].state is ModelState.READY

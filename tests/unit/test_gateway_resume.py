@@ -1,4 +1,4 @@
-"""Which candidates resume an answer that broke off, with which request, and how its pieces become one stream."""
+"""Resuming a cut answer: its candidates, the request for them, and joining the parts into one stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEMO, MINI = Candidate("local", "demo", 0), Candidate("local", "demo-mini", 1)
 GPT, CLAUDE = Candidate("openai", "gpt", 2), Candidate("anthropic", "claude", 3)
 CHAIN = (DEMO, MINI, GPT, CLAUDE)
 BROKE = Failure(Scope.PAIR)
-SAID = PartialAnswer("one two ", tokens=2)
+PARTIAL = PartialAnswer("one two ", tokens=2)
 
 
 def chat(**more: Any) -> InferenceRequest:
@@ -56,8 +56,8 @@ def completion(**more: Any) -> InferenceRequest:
 def chunk(
     content: str | None = None, *, finish: str | None = None, kind: DeltaKind = DeltaKind.CONTENT, **delta: Any
 ) -> Data:
-    said = {**delta, **({} if content is None else {"content": content})}
-    choice = {"index": 0, "delta": said, "finish_reason": finish}
+    fields = {**delta, **({} if content is None else {"content": content})}
+    choice = {"index": 0, "delta": fields, "finish_reason": finish}
     payload = {"id": "b", "object": "chat.completion.chunk", "created": 2, "model": "m2", "choices": [choice]}
     return Data(orjson.dumps(payload), DeltaKind.FINISH if finish else kind)
 
@@ -68,15 +68,15 @@ def usage(prompt: int, completion: int) -> Data:
 
 
 def kept(*frames: Frame) -> SentAnswer:
-    """What a client has after `frames` of an answer `a`."""
+    """The answer `a` that a client has received in `frames`."""
     found = SentAnswer()
     for frame in frames:
         found.note([Data(frame.payload.replace(b'"b"', b'"a"'), frame.kind) if isinstance(frame, Data) else frame])
     return found
 
 
-def splice(said: str, how: ResumeMethod, *, stops: Sequence[str] = (), reasoning: str = "") -> Splice:
-    before = kept(chunk("", role="assistant"), chunk(said or None, **({"reasoning": reasoning} if reasoning else {})))
+def splice(sent: str, how: ResumeMethod, *, stops: Sequence[str] = (), reasoning: str = "") -> Splice:
+    before = kept(chunk("", role="assistant"), chunk(sent or None, **({"reasoning": reasoning} if reasoning else {})))
     return Splice(before, before.partial, how, stops)
 
 
@@ -107,11 +107,11 @@ def shown(frames: Sequence[Frame]) -> str:
         (completion(best_of=2), "any", "shape"),
     ],
 )
-def test_only_plain_text_is_resumed(request_: InferenceRequest, policy: str, reason: str | None) -> None:
+def test_only_plain_text_is_resumable(request_: InferenceRequest, policy: str, reason: str | None) -> None:
     assert obstacle(request_, policy) == reason
 
 
-def test_refusal_of_the_request_is_not_resumed() -> None:
+def test_rejected_request_is_not_resumed() -> None:
     assert is_resumable(BROKE)
     assert is_resumable(Ignore(Reason.QUEUE_FULL))
     assert not is_resumable(Ignore(Reason.CONTENT_POLICY))
@@ -120,26 +120,26 @@ def test_refusal_of_the_request_is_not_resumed() -> None:
 
 
 def test_resume_order_is_same_model_local_models_clouds() -> None:
-    assert resume_order(CHAIN, MINI, BROKE, "any", SAID) == (MINI, DEMO, GPT, CLAUDE)
-    assert resume_order(CHAIN, MINI, BROKE, "local", SAID) == (MINI, DEMO)
-    assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID) == (DEMO, MINI, CLAUDE, GPT)
-    assert resume_order(CHAIN, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == (MINI, GPT, CLAUDE)
+    assert resume_order(CHAIN, MINI, BROKE, "any", PARTIAL) == (MINI, DEMO, GPT, CLAUDE)
+    assert resume_order(CHAIN, MINI, BROKE, "local", PARTIAL) == (MINI, DEMO)
+    assert resume_order(CHAIN, CLAUDE, BROKE, "any", PARTIAL) == (DEMO, MINI, CLAUDE, GPT)
+    assert resume_order(CHAIN, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == (MINI, GPT, CLAUDE)
     assert resume_order(CHAIN, DEMO, BROKE, "local", PartialAnswer()) == CHAIN
 
 
-def test_cloud_with_keep_alives_only_is_not_tried_again() -> None:
-    assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
-    assert resume_order(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
+def test_cloud_that_sent_only_keep_alives_is_not_tried_again() -> None:
+    assert resume_order(CHAIN, CLAUDE, BROKE, "any", PARTIAL, {CLAUDE}) == (DEMO, MINI, GPT)
+    assert resume_order(CHAIN, DEMO, BROKE, "any", PARTIAL, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
 
 
 def test_excluded_candidates_have_a_reason() -> None:
-    assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
-    assert exclusion(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent only keep-alives"
-    assert exclusion(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
-    assert [exclusion(candidate, DEMO, BROKE, "any", SAID) for candidate in CHAIN] == [None] * 4
+    assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == "it refused"
+    assert exclusion(GPT, CLAUDE, BROKE, "any", PARTIAL, {GPT}) == "it sent only keep-alives"
+    assert exclusion(GPT, DEMO, BROKE, "local", PARTIAL) == "the route has resume: local"
+    assert [exclusion(candidate, DEMO, BROKE, "any", PARTIAL) for candidate in CHAIN] == [None] * 4
 
 
-# --- what they are asked ----------------------------------------------------------------------------------------------
+# --- requests for the rest of an answer -------------------------------------------------------------------------------
 def test_answer_without_text_is_restarted() -> None:
     request = chat(tools=[{"type": "function", "function": {"name": "f"}}])
     plan = continuation(request, PartialAnswer(), GPT, prefills=False)
@@ -147,7 +147,7 @@ def test_answer_without_text_is_restarted() -> None:
     assert (plan.body, plan.method) == (request.body, ResumeMethod.RESTART)
 
 
-def test_local_model_continues_answer_so_far() -> None:
+def test_local_model_continues_the_answer_so_far() -> None:
     plan = continuation(chat(max_tokens=9), PartialAnswer("one", "hm", 3), MINI, prefills=False)
     assert plan is not None
     assert plan.method is ResumeMethod.CONTINUE
@@ -159,65 +159,63 @@ def test_local_model_continues_answer_so_far() -> None:
 
 
 def test_cloud_continues_a_prefill_or_gets_an_instruction() -> None:
-    asked = continuation(chat(max_tokens=9, max_completion_tokens=2), SAID, GPT, prefills=False)
-    assert asked is not None
-    assert asked.method is ResumeMethod.INSTRUCT
-    assert json_of(asked.body)["messages"] == [
+    instructed = continuation(chat(max_tokens=9, max_completion_tokens=2), PARTIAL, GPT, prefills=False)
+    assert instructed is not None
+    assert instructed.method is ResumeMethod.INSTRUCT
+    body = json_of(instructed.body)
+    assert body["messages"] == [
         *MESSAGES, {"role": "assistant", "content": "one two "}, {"role": "user", "content": CONTINUE_PROMPT},
     ]  # fmt: skip
-    assert (json_of(asked.body)["max_tokens"], json_of(asked.body)["max_completion_tokens"]) == (7, 1)
-    filled = continuation(chat(), SAID, CLAUDE, prefills=True)
+    assert (body["max_tokens"], body["max_completion_tokens"]) == (7, 1)
+    filled = continuation(chat(), PARTIAL, CLAUDE, prefills=True)
     assert filled is not None
     assert (filled.method, json_of(filled.body)["continue_final_message"]) == (ResumeMethod.PREFILL, True)
     assert json_of(filled.body)["messages"] == [*MESSAGES, {"role": "assistant", "content": "one two "}]
-    thinking = continuation(chat(reasoning_effort="high"), SAID, CLAUDE, prefills=True)
+    thinking = continuation(chat(reasoning_effort="high"), PARTIAL, CLAUDE, prefills=True)
     assert thinking is not None
     assert thinking.method is ResumeMethod.INSTRUCT
 
 
-@pytest.mark.parametrize("said", [SAID, PartialAnswer("", "hm", 2)])
-def test_messages_request_keeps_its_origin_when_resumed_by_another_cloud(said: PartialAnswer) -> None:
-    """Its bound is one that callers name larger than some models take. Its origin says nothing of what was said."""
-    asked = {"model": "m", "max_tokens": 32_000, "messages": MESSAGES, "stream": True}
-    request = parse_messages(orjson.dumps(asked))
-    plan = continuation(request, said, GPT, prefills=False)
+@pytest.mark.parametrize("partial", [PARTIAL, PartialAnswer("", "hm", 2)])
+def test_messages_request_is_resumed_by_another_cloud_without_its_origin(partial: PartialAnswer) -> None:
+    """The origin does not contain the partial answer. `max_tokens` is limited to what the model accepts."""
+    given = {"model": "m", "max_tokens": 32_000, "messages": MESSAGES, "stream": True}
+    request = parse_messages(orjson.dumps(given))
+    plan = continuation(request, partial, GPT, prefills=False)
     assert plan is not None
     assert to_openai(Endpoint.CHAT, plan.body, "gpt-4o", Flavor.OPENAI)["max_completion_tokens"] == 16_384
-    assert json_of(chat_body(request.body).origin) == asked
+    assert json_of(chat_body(request.body).origin) == given
     assert chat_body(plan.body).origin is None
 
 
 @pytest.mark.parametrize(
-    "said", [PartialAnswer("", "hm", 4), PartialAnswer("\n\n", "hm", 4), PartialAnswer(" \n", "", 4)]
+    "partial", [PartialAnswer("", "hm", 4), PartialAnswer("\n\n", "hm", 4), PartialAnswer(" \n", "", 4)]
 )
 @pytest.mark.parametrize("prefills", [False, True])
-def test_cloud_restarts_after_reasoning_or_white_space(said: PartialAnswer, prefills: bool) -> None:
+def test_cloud_restarts_after_reasoning_or_white_space(partial: PartialAnswer, prefills: bool) -> None:
     """An instruction would refer to an answer that the cloud does not get."""
-    plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
+    plan = continuation(chat(max_tokens=9), partial, GPT, prefills=prefills)
     assert plan is not None
-    assert (plan.method, json_of(plan.body)["messages"], json_of(plan.body)["max_tokens"]) == (
-        ResumeMethod.RESTART,
-        MESSAGES,
-        5,
-    )
+    body = json_of(plan.body)
+    assert (plan.method, body["messages"], body["max_tokens"]) == (ResumeMethod.RESTART, MESSAGES, 5)
 
 
 @pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
 def test_completion_is_continued_with_a_longer_prompt(prompt: Any, sent: str | None) -> None:
-    """Token ids are one model's own."""
-    plan = continuation(completion(prompt=prompt), SAID, GPT, prefills=False)
+    """Except a prompt of token ids, which are valid for one model only."""
+    plan = continuation(completion(prompt=prompt), PARTIAL, GPT, prefills=False)
     assert (plan and json_of(plan.body)["prompt"]) == sent
     assert plan is None or (plan.method, json_of(plan.body)["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
 def test_completion_is_continued_after_its_indentation() -> None:
-    """A prompt keeps white space, so that begun anew the answer would hold it twice."""
+    """The prompt keeps white space; restarted, the answer would contain it twice."""
     plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None
     assert (plan.method, json_of(plan.body)["prompt"]) == (ResumeMethod.PREFILL, "def f():\n    ")
 
 
-# --- what the caller has ----------------------------------------------------------------------------------------------
+# --- the answer that a client has -------------------------------------------------------------------------------------
 def test_text_is_extracted_from_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
@@ -232,7 +230,7 @@ def test_text_is_extracted_from_payloads() -> None:
 
 
 def test_continuation_keeps_the_first_id() -> None:
-    """Azure's first chunk has none."""
+    """The first chunk of Azure has an empty id."""
     nameless = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
     found = kept(nameless, chunk("one"), chunk("two"))
     assert (found.partial.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
@@ -247,7 +245,7 @@ def test_text_of_answers_that_cannot_be_resumed_is_not_kept() -> None:
     assert not SentAnswer().has_begun
 
 
-def test_an_answer_has_not_begun_before_its_first_content() -> None:
+def test_answer_begins_with_its_first_content() -> None:
     """A role is no content. Id and roles are kept for a restarted answer."""
     found = SentAnswer("shape", 2)
     role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
@@ -267,7 +265,7 @@ def test_finish_reasons_are_counted_without_kept_text() -> None:
 
 
 def test_restarted_answer_may_have_any_shape() -> None:
-    """Calls, scores and choices are as they came; the id is the first one, and no role comes twice."""
+    """Calls, scores and choices are unchanged; the id is the first one, and no role is repeated."""
     before = SentAnswer("shape", 2)
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     before.note([Data(orjson.dumps({"id": "a", "created": 2, "choices": [role]}), DeltaKind.OTHER)])
@@ -292,7 +290,7 @@ def test_text_after_signed_thinking_is_resumable() -> None:
 )
 @pytest.mark.parametrize("behind", [[], [chunk("")], [chunk(reasoning_content="hm")]])
 def test_signed_thinking_without_text_is_not_resumable(blocks: list[Any], behind: list[Data]) -> None:
-    """The caller has a block of this answer, and no message holds those of two."""
+    """The client has a block of this answer, and a message cannot contain blocks of two answers."""
     found = kept(chunk("", role="assistant"), chunk(thinking_blocks=blocks), *behind)
     assert not found.partial.content
     assert (found.obstacle, found.has_begun) == ("shape", True)
@@ -316,21 +314,19 @@ def test_obstacles_are_distinguished(frame: Data, reason: str) -> None:
     assert (found.obstacle, found.has_begun) == (reason, True)
 
 
-def test_payloads_are_extracted_in_batches() -> None:
-    """What is held of a long answer is its text, not its frames."""
+def test_text_of_a_long_answer_is_kept() -> None:
     found = SentAnswer()
     for _ in range(3 * BATCH_SIZE):
         found.note([chunk("x")])
-        assert len(found._pending) < BATCH_SIZE
     assert found.partial.content == "x" * 3 * BATCH_SIZE
 
 
-def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> None:
-    """Escapes come whole, even half an emoji each; what only looks like such a frame is seen through."""
+def test_frames_of_the_same_shape_give_the_same_text_as_parsed_ones() -> None:
+    """Escapes are decoded, also surrogate pairs across frames; injected fields are detected."""
 
-    def plain(said: str) -> Data:
+    def plain(text: str) -> Data:
         payload = (
-            '{"id":"a","created":2,"choices":[{"index":0,"delta":{"content":"' + said + '"},"finish_reason":null}]}'
+            '{"id":"a","created":2,"choices":[{"index":0,"delta":{"content":"' + text + '"},"finish_reason":null}]}'
         )
         return Data(payload.encode(), DeltaKind.CONTENT)
 
@@ -338,8 +334,7 @@ def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> No
     assert found.partial == PartialAnswer('one "two"\U0001f600! é', "", 6)
     sly = kept(plain("one"), plain('two","refusal":"no'), plain("three"), plain("four"))
     assert (sly.partial.content, sly.obstacle) == ("", "malformed")
-    escaped = kept(plain("\\u0041"), plain("\\u0042"))
-    assert (escaped.partial.content, escaped._shape) == ("AB", None)
+    assert kept(plain("\\u0041"), plain("\\u0042")).partial.content == "AB"
     long = kept(plain("one"), plain("x" * MAX_CHARACTERS), chunk("two"), chunk("three"))
     assert (long.partial.content, long.obstacle) == ("", "too_long")
     assert not kept(Comment(b": x\n\n")).has_begun
@@ -379,14 +374,14 @@ def test_restarted_answer_keeps_role_and_reasoning() -> None:
 
 
 def test_reasoning_about_the_continuation_is_removed() -> None:
-    """But one that the answer had not got over is gone on with."""
+    """Reasoning of an answer without text yet is continued."""
     assert splice("one ", ResumeMethod.CONTINUE).join([chunk(reasoning_content="Let me see.")]) == []
     assert len(splice("", ResumeMethod.CONTINUE, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
 
 
 def test_repeated_prompt_tokens_count_as_completion_tokens() -> None:
-    def counted(how: ResumeMethod, said: str, *counts: int) -> list[int]:
-        (frame,) = splice(said, how).join([usage(*counts)])
+    def counted(how: ResumeMethod, sent: str, *counts: int) -> list[int]:
+        (frame,) = splice(sent, how).join([usage(*counts)])
         assert isinstance(frame, Data)
         return list(json.loads(frame.payload)["usage"].values())
 
@@ -416,7 +411,7 @@ def test_repetition_is_removed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "final", "size"),
+    ("sent", "text", "final", "size"),
     [
         ("The wheel turns", " and", False, 0),
         ("The wheel turns", "wheel turns and", False, 11),
@@ -428,16 +423,16 @@ def test_repetition_is_removed() -> None:
         ("a", "ab", False, 1),
     ],
 )
-def test_overlap_length(said: str, text: str, final: bool, size: int | None) -> None:
-    assert overlap(said, text, final) == size
+def test_overlap_length(sent: str, text: str, final: bool, size: int | None) -> None:
+    assert overlap(sent, text, final) == size
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "final", "size"),
+    ("sent", "text", "final", "size"),
     [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
 )
-def test_stripped_white_space_of_a_prefill(said: str, text: str, final: bool, size: int | None) -> None:
-    assert stripped_white_space(said, text, final) == size
+def test_stripped_white_space_of_a_prefill(sent: str, text: str, final: bool, size: int | None) -> None:
+    assert stripped_white_space(sent, text, final) == size
 
 
 @pytest.mark.parametrize(
@@ -463,18 +458,16 @@ def test_stop_string_that_began_in_the_first_piece_ends_the_answer() -> None:
 
 
 def test_resume_comment_names_candidate_and_position() -> None:
-    assert (
-        resume_comment("local/demo", 7, "read").frame
-        == b": headgate resumed on local/demo after 7 characters (read)\n\n"
-    )
+    comment = resume_comment("local/demo", 7, "read").frame
+    assert comment == b": headgate resumed on local/demo after 7 characters (read)\n\n"
 
 
-def test_completion_without_limit_is_resumed_by_local_models_only() -> None:
+def test_completion_without_a_limit_is_resumed_by_local_models_only() -> None:
     request = completion(max_tokens=-1)
-    local = continuation(request, SAID, DEMO, prefills=False)
+    local = continuation(request, PARTIAL, DEMO, prefills=False)
     assert local is not None
     assert (json_of(local.body)["max_tokens"], local.method) == (-1, ResumeMethod.CONTINUE)
-    assert continuation(request, SAID, GPT, prefills=False) is None
+    assert continuation(request, PARTIAL, GPT, prefills=False) is None
     thought = continuation(request, PartialAnswer("", reasoning="hm", tokens=2), GPT, prefills=False)
     assert thought is not None
     assert json_of(thought.body)["max_tokens"] == -1

@@ -1,4 +1,4 @@
-"""The ASGI toolkit: request ids, bodies with limits and deadlines, responses, and errors before and after the start."""
+"""The ASGI toolkit: request ids, bodies with limits and deadlines, responses and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headgate.shared.asgi import (
 from inference.errors import InvalidRequestError, QueueFull
 
 SILENT = object()
-"""In place of a message: nothing arrives any more."""
+"""In place of a message: nothing more arrives."""
 
 
 class Client:
@@ -84,7 +84,7 @@ async def test_body_within_the_limit_is_read_in_pieces() -> None:
     assert await read_body(client.receive, {}, 4, 1.0) == [b"ab", b"cd"]
 
 
-async def test_body_over_the_limit_is_refused_when_declared_and_when_received() -> None:
+async def test_body_over_the_limit_is_rejected_when_declared_and_when_received() -> None:
     client = Client(b"abcde")
     with pytest.raises(BodyTooLargeError):
         await read_body(client.receive, {"content-length": "5"}, 4, 1.0)
@@ -94,7 +94,7 @@ async def test_body_over_the_limit_is_refused_when_declared_and_when_received() 
 
 
 @pytest.mark.parametrize(("total", "silence", "silent"), [(0.02, 5.0, False), (5.0, 0.02, True)])
-async def test_body_that_does_not_arrive_in_time_is_refused(total: float, silence: float, silent: bool) -> None:
+async def test_body_that_does_not_arrive_in_time_is_rejected(total: float, silence: float, silent: bool) -> None:
     client = Client(b"ab", SILENT)
     with pytest.raises(BodyTimeoutError) as caught:
         await read_body(client.receive, {}, 4, total, silence)
@@ -125,7 +125,7 @@ async def test_error_before_the_start_is_a_status_with_headers() -> None:
     assert orjson.loads(client.body)["error"]["message"] == "full"
 
 
-async def test_error_that_a_retry_cannot_mend_has_should_retry_false() -> None:
+async def test_error_that_a_retry_cannot_solve_has_should_retry_false() -> None:
     client = Client()
     await Response(client.send, "").fail(InvalidRequestError("wrong"))
     assert client.headers[b"x-should-retry"] == b"false"
@@ -146,7 +146,7 @@ async def test_error_after_the_start_is_the_last_frame() -> None:
     assert client.sent[-1]["more_body"] is False
 
 
-async def test_refused_body_closes_the_connection_after_its_rest_was_discarded() -> None:
+async def test_rejected_body_is_discarded_and_the_connection_closed() -> None:
     client = Client(b"ab", b"cd")
     await Response(client.send, "req-1").refuse_body(InvalidRequestError("too large"), client.receive)
     assert client.headers[b"connection"] == b"close"

@@ -1,4 +1,4 @@
-"""Configuration mistakes become file, line and advice; nothing is guessed and nothing is applied."""
+"""Configuration files: problems have file, line and advice."""
 
 from __future__ import annotations
 
@@ -30,18 +30,15 @@ def _write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_good_file_is_read(tmp_path: Path) -> None:
+def test_correct_file_is_read(tmp_path: Path) -> None:
     path = _write(tmp_path, "models:\n  a/b:\n    context_length: 128\n    idle_timeout: 5m\n")
     read = load(path, _File, {})
     assert read.models["a/b"].context_length == 128
     assert read.models["a/b"].idle_timeout == 300
-
-
-def test_an_empty_mapping_is_all_defaults(tmp_path: Path) -> None:
     assert load(_write(tmp_path, "{}"), _File, {}) == _File()
 
 
-def test_an_unknown_key_names_its_line_and_the_near_one(tmp_path: Path) -> None:
+def test_unknown_key_is_reported_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
     path = _write(tmp_path, "models:\n  demo:\n    context_lenght: 128\n")
     with pytest.raises(ConfigError) as caught:
         load(path, _File, {})
@@ -50,7 +47,7 @@ def test_an_unknown_key_names_its_line_and_the_near_one(tmp_path: Path) -> None:
     assert "did you mean 'context_length'?" in problem.message
 
 
-def test_every_problem_is_told_not_only_the_first(tmp_path: Path) -> None:
+def test_all_problems_are_reported(tmp_path: Path) -> None:
     path = _write(tmp_path, "modles: {}\nmodels:\n  demo:\n    context_length: lots\n    idle_timeout: soon\n")
     with pytest.raises(ConfigError) as caught:
         load(path, _File, {})
@@ -60,7 +57,7 @@ def test_every_problem_is_told_not_only_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         ("models: [\n", 2, "expected"),
         ("models: {}\nmodels: {}\n", 2, "duplicate key"),
@@ -69,15 +66,15 @@ def test_every_problem_is_told_not_only_the_first(tmp_path: Path) -> None:
         ("a: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
     ],
 )
-def test_broken_yaml_is_a_problem_with_a_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+def test_invalid_yaml_is_reported_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(_write(tmp_path, text), _File, {})
     (problem,) = caught.value.problems
     assert problem.line == line
-    assert said in problem.message
+    assert message in problem.message
 
 
-def test_a_missing_file_and_a_binary_file_are_problems(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "absent.yaml", _File, {})
     binary = tmp_path / "binary.yaml"

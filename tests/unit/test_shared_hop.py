@@ -1,4 +1,4 @@
-"""Answers that are handed on as they arrive: pieces, their end, broken ones, and which connections are used again."""
+"""HTTP client of the local hop: relayed pieces, ends and cuts, and reuse of connections."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHUNKED = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r
 
 @dataclass
 class Scripted:
-    """A server that says the same bytes to every request; `then_closes` after them. `asked` are the requests' heads."""
+    """A server that sends the same response to each request and records them; `then_closes` the connection."""
 
     answer: bytes
     then_closes: bool = False
-    asked: list[bytes] = field(default_factory=list)
+    requests: list[bytes] = field(default_factory=list)
     connections: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
@@ -41,7 +41,7 @@ class Scripted:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-                self.asked.append(head + await reader.readexactly(int(length.split()[1])))
+                self.requests.append(head + await reader.readexactly(int(length.split()[1])))
                 writer.write(self.answer)
                 await writer.drain()
                 if self.then_closes:
@@ -53,21 +53,21 @@ class Scripted:
 
     @contextlib.asynccontextmanager
     async def serving(self, idle_seconds: float = 0.0) -> AsyncIterator[Hop]:
-        """Serves; gives what asks it."""
+        """Serve, and yield a client."""
         server = await asyncio.start_server(self._serve, "127.0.0.1")
         self.port = server.sockets[0].getsockname()[1]
-        asks = Hop(hop.tcp("127.0.0.1", self.port), "here", idle_seconds)
+        client = Hop(hop.tcp("127.0.0.1", self.port), "here", idle_seconds)
         try:
-            yield asks
+            yield client
         finally:
-            asks.close()
+            client.close()
             server.close()
             await asyncio.gather(*self.tasks)
             await server.wait_closed()
 
 
 class Listener:
-    """What was handed on."""
+    """Records pieces and the end of an answer."""
 
     def __init__(self, answer: Answer) -> None:
         self.pieces: list[bytes] = []
@@ -80,47 +80,49 @@ class Listener:
         self.more.set()
 
 
-async def test_pieces_come_as_they_are_written_and_then_the_end() -> None:
+async def test_pieces_arrive_as_they_are_written() -> None:
     server = Scripted(CHUNKED + b"3\r\none\r\n")
-    async with server.serving() as asks:
-        answer = await asks.post("/v1/x", b"{}", {"x-request-id": "7"})
+    async with server.serving() as client:
+        answer = await client.post("/v1/x", b"{}", {"x-request-id": "7"})
         assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
-        heard = Listener(answer)
-        await heard.more.wait()
-        assert heard.pieces == [b"one"]
+        received = Listener(answer)
+        await received.more.wait()
+        assert received.pieces == [b"one"]
         assert server.writer is not None
         server.writer.write(b"3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n")
-        assert await heard.end is None
-        assert b"".join(heard.pieces) == b"onetwothree"
+        assert await received.end is None
+        assert b"".join(received.pieces) == b"onetwothree"
         answer.close()
         await server.closed.wait()
-    assert server.asked[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\nx-request-id: 7\r\n")
-    assert server.asked[0].endswith(b"connection: close\r\n\r\n{}")
+    assert server.requests[0].startswith(
+        b"POST /v1/x HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\nx-request-id: 7\r\n"
+    )
+    assert server.requests[0].endswith(b"connection: close\r\n\r\n{}")
 
 
-async def test_what_came_together_is_one_piece() -> None:
-    async with Scripted(CHUNKED + b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n").serving() as asks:
-        heard = Listener(answer := await asks.post("/", b"", {}))
-        assert await heard.end is None
-        assert heard.pieces == [b"onetwo"]
+async def test_chunks_of_one_read_are_one_piece() -> None:
+    async with Scripted(CHUNKED + b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n").serving() as client:
+        received = Listener(answer := await client.post("/", b"", {}))
+        assert await received.end is None
+        assert received.pieces == [b"onetwo"]
         answer.close()
 
 
-async def test_a_whole_answer_leaves_its_connection_for_the_next_and_one_cut_short_does_not() -> None:
+async def test_connection_is_reused_after_a_complete_answer_only() -> None:
     server = Scripted(OK + b"content-length: 5\r\n\r\nwhole")
-    async with server.serving(idle_seconds=60.0) as asks:
+    async with server.serving(idle_seconds=60.0) as client:
         for _ in range(3):
-            answer = await asks.post("/", b"", {})
+            answer = await client.post("/", b"", {})
             assert await answer.whole() == b"whole"
             answer.close()
         assert server.connections == 1
         server.answer = CHUNKED + b"3\r\none\r\n"
-        answer = await asks.post("/", b"", {})
+        answer = await client.post("/", b"", {})
         assert await answer.whole(most_bytes=2) == b"one"
         answer.close()
         await server.closed.wait()
         server.answer = OK + b"content-length: 0\r\n\r\n"
-        answer = await asks.post("/", b"", {})
+        answer = await client.post("/", b"", {})
         assert await answer.whole() == b""
         answer.close()
         assert server.connections == 2
@@ -128,32 +130,32 @@ async def test_a_whole_answer_leaves_its_connection_for_the_next_and_one_cut_sho
 
 async def test_idle_connections_close_without_another_request() -> None:
     server = Scripted(OK + b"content-length: 2\r\n\r\nok")
-    async with server.serving(idle_seconds=0.05) as asks:
-        answers = [await asks.post("/", b"", {}) for _ in range(3)]
+    async with server.serving(idle_seconds=0.05) as client:
+        answers = [await client.post("/", b"", {}) for _ in range(3)]
         for answer in answers:
             assert await answer.whole() == b"ok"
             answer.close()
         assert server.connections == 3
         async with asyncio.timeout(5):
             await asyncio.gather(*server.tasks)
-        answer = await asks.post("/", b"", {})
+        answer = await client.post("/", b"", {})
         assert await answer.whole() == b"ok"
         answer.close()
         assert server.connections == 4
 
 
-async def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
+async def test_closed_connection_is_not_reused() -> None:
     server = Scripted(OK + b"content-length: 2\r\n\r\nok")
-    async with server.serving(idle_seconds=60.0) as asks:
-        answer = await asks.post("/", b"", {})
+    async with server.serving(idle_seconds=60.0) as client:
+        answer = await client.post("/", b"", {})
         await answer.whole()
         answer.close()
         assert server.writer is not None
         server.writer.close()
         await server.closed.wait()
-        answer = await asks.post("/", b"", {})
+        answer = await client.post("/", b"", {})
         assert await answer.whole() == b"ok"
-        asks.close()
+        client.close()
         answer.close()
         server.closed.clear()
         await server.closed.wait()
@@ -161,7 +163,7 @@ async def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "whole"),
+    ("response", "whole"),
     [
         (OK + b"\r\nuntil the end", b"until the end"),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"content-length: 2\r\n\r\nok", b"ok"),
@@ -170,80 +172,79 @@ async def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> Non
     ],
     ids=["without a length", "after an interim answer", "http 1.0", "nothing"],
 )
-async def test_bodies_end_as_http_says(said: bytes, whole: bytes) -> None:
-    async with Scripted(said, then_closes=True).serving() as asks:
-        answer = await asks.post("/", b"", {})
+async def test_end_of_bodies(response: bytes, whole: bytes) -> None:
+    async with Scripted(response, then_closes=True).serving() as client:
+        answer = await client.post("/", b"", {})
         assert await answer.whole() == whole
         answer.close()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response",
     [CHUNKED + b"3\r\none\r\n", CHUNKED + b"3\r\non", OK + b"content-length: 9\r\n\r\nshort"],
     ids=["between chunks", "within a chunk", "within a length"],
 )
-async def test_an_answer_that_breaks_off_is_told_after_what_came(said: bytes) -> None:
-    async with Scripted(said, then_closes=True).serving() as asks:
-        answer = await asks.post("/", b"", {})
-        heard = Listener(answer)
-        assert isinstance(await heard.end, BrokenError)
-        assert b"".join(heard.pieces) in (b"one", b"on", b"short")
+async def test_cut_answer_is_an_error_after_its_pieces(response: bytes) -> None:
+    async with Scripted(response, then_closes=True).serving() as client:
+        answer = await client.post("/", b"", {})
+        received = Listener(answer)
+        assert isinstance(await received.end, BrokenError)
+        assert b"".join(received.pieces) in (b"one", b"on", b"short")
         answer.close()
-        other = await asks.post("/", b"", {})
+        other = await client.post("/", b"", {})
         with pytest.raises(BrokenError, match="closed"):
             await other.whole()
         other.close()
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"", OK, b"hello, who is there?\r\n\r\n", OK + b"x: " + b"y" * 2 * MAX_HEAD_BYTES],
+    "response",
+    [b"", OK, b"hello, is this HTTP?\r\n\r\n", OK + b"x: " + b"y" * 2 * MAX_HEAD_BYTES],
     ids=["nothing", "half a head", "no http", "endless head"],
 )
-async def test_no_head_is_an_error(said: bytes) -> None:
-    async with Scripted(said, then_closes=True).serving() as asks:
+async def test_invalid_head_is_an_error(response: bytes) -> None:
+    async with Scripted(response, then_closes=True).serving() as client:
         with pytest.raises(BrokenError):
-            await asks.post("/", b"", {})
+            await client.post("/", b"", {})
 
 
-async def test_nobody_there_is_an_os_error() -> None:
+async def test_refused_connection_is_an_os_error() -> None:
     server = Scripted(b"")
-    async with server.serving() as asks:
+    async with server.serving() as client:
         pass
     with pytest.raises(OSError, match=r"refused|Connect"):
-        await asks.post("/", b"", {}, connect_seconds=5.0)
+        await client.post("/", b"", {}, connect_seconds=5.0)
 
 
-async def test_nothing_arrives_while_paused() -> None:
-    """But for what is on its way already, which is not bounded by who pauses but by what a connection holds."""
+async def test_paused_answer_delivers_no_pieces() -> None:
     server = Scripted(CHUNKED)
-    async with server.serving() as asks:
-        answer = await asks.post("/", b"", {})
-        heard = Listener(answer)
+    async with server.serving() as client:
+        answer = await client.post("/", b"", {})
+        received = Listener(answer)
         answer.pause()
         assert server.writer is not None
         server.writer.write(b"100000\r\n" + b"x" * 2**20 + b"\r\n0\r\n\r\n")
         for _ in range(20):
             await asyncio.sleep(0)
-        assert heard.pieces == []
+        assert received.pieces == []
         answer.resume()
-        assert await heard.end is None
-        assert sum(map(len, heard.pieces)) == 2**20
+        assert await received.end is None
+        assert sum(map(len, received.pieces)) == 2**20
         answer.close()
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 60.0])
 @pytest.mark.parametrize("value", ["a\r\nauthorization: b", "a\n", "a\r"])
-async def test_a_header_cannot_smuggle_another(idle_seconds: float, value: str) -> None:
-    async with Scripted(b"").serving(idle_seconds) as asks:
+async def test_line_break_in_a_header_is_rejected(idle_seconds: float, value: str) -> None:
+    async with Scripted(b"").serving(idle_seconds) as client:
         with pytest.raises(ValueError, match="line break"):
-            await asks.post("/", b"", {"x-request-id": value, "x-other": "c"})
+            await client.post("/", b"", {"x-request-id": value, "x-other": "c"})
 
 
-async def test_a_head_is_these_bytes() -> None:
+async def test_bytes_of_a_request() -> None:
     server = Scripted(OK + b"content-length: 0\r\n\r\n")
     for idle_seconds in (0.0, 60.0):
-        async with server.serving(idle_seconds) as asks:
-            (await asks.post("/v1/x", b"{}", {"a": "1", "b": "2"})).close()
+        async with server.serving(idle_seconds) as client:
+            (await client.post("/v1/x", b"{}", {"a": "1", "b": "2"})).close()
     begin = b"POST /v1/x HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\na: 1\r\nb: 2\r\n"
-    assert server.asked == [begin + b"connection: close\r\n\r\n{}", begin + b"\r\n{}"]
+    assert server.requests == [begin + b"connection: close\r\n\r\n{}", begin + b"\r\n{}"]

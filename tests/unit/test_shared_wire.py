@@ -1,4 +1,4 @@
-"""Pieces that are written at once: whole chunks between those of `send`, none before, after or without a reader."""
+"""Direct writes to a connection of uvicorn: chunks between those of `send`, none before its start or after its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 
 @contextlib.asynccontextmanager
 async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, int]]:
-    """A server of `app` and its address."""
+    """Serve `app`, and yield its address."""
     config = uvicorn.Config(app, port=0, http=WiredHttp, lifespan="off", log_config=None, ws="none", **options)
     server = QuietServer(config)
     task = asyncio.create_task(server.serve())
@@ -32,8 +32,8 @@ async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, int]]:
         await task
 
 
-async def asked(address: tuple[str, int]) -> bytes:
-    """The body of one answer as it lies on the wire, up to its end."""
+async def body_of(address: tuple[str, int]) -> bytes:
+    """The raw body of a response."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(HEAD)
     await reader.readuntil(b"\r\n\r\n")
@@ -42,13 +42,13 @@ async def asked(address: tuple[str, int]) -> bytes:
     return body
 
 
-async def test_pieces_stand_between_what_is_sent() -> None:
+async def test_pieces_are_written_between_those_of_send() -> None:
     frees: list[bool] = []
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
         assert found is not None
-        assert wire.take(scope) is None, "nobody else may write besides"
+        assert wire.take(scope) is None, "a wire has one owner"
         frees.append(found.is_free)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         frees.append(found.is_free)
@@ -60,14 +60,14 @@ async def test_pieces_stand_between_what_is_sent() -> None:
         frees.append(found.is_free)
 
     async with serving(app) as address:
-        assert await asked(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
-        assert await asked(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
+        assert await body_of(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
+        assert await body_of(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
     assert frees == [False, True, False] * 2
 
 
 @pytest.mark.parametrize("last", [b"", b"two"])
-async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
-    """Byte for byte, and the connection serves again."""
+async def test_wire_writes_the_same_bytes_as_send(last: bytes) -> None:
+    """And the connection is reused."""
     headers = [(b"content-type", b"text/plain"), (b"x-a", b"b")]
     lines = b"content-type: text/plain\r\nx-a: b\r\n"
 
@@ -89,21 +89,21 @@ async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
 
     async with serving(app) as address:
         for closing in (b"", b"connection: close\r\n"):
-            said = []
+            responses = []
             reader, writer = await asyncio.open_connection(*address)
             for path in (b"/wire", b"/wire", b"/send") if not closing else (b"/wire",):
                 writer.write(b"POST %b HTTP/1.1\r\nhost: here\r\n%bcontent-length: 0\r\n\r\n" % (path, closing))
                 head = await reader.readuntil(b"\r\n\r\n")
-                said.append((sorted(head.split(b"\r\n")), await reader.readuntil(b"\r\n0\r\n\r\n")))
-            assert said == said[:1] * len(said)
-            assert (b"connection: close" in said[0][0]) == bool(closing)
+                responses.append((sorted(head.split(b"\r\n")), await reader.readuntil(b"\r\n0\r\n\r\n")))
+            assert responses == responses[:1] * len(responses)
+            assert (b"connection: close" in responses[0][0]) == bool(closing)
             if closing:
                 assert await reader.read() == b""
             writer.close()
 
 
 @pytest.mark.parametrize("begins", [True, False])
-async def test_an_answer_without_any_header_of_its_own_has_a_head(begins: bool) -> None:
+async def test_answer_without_headers_has_a_head(begins: bool) -> None:
     async def app(scope: Any, _receive: Any, _send: Any) -> None:
         found = wire.take(scope)
         assert found is not None
@@ -122,8 +122,8 @@ async def test_an_answer_without_any_header_of_its_own_has_a_head(begins: bool) 
         writer.close()
 
 
-async def test_callers_of_http_1_0_get_no_pieces_from_a_wire() -> None:
-    """They know no chunks."""
+async def test_wire_is_not_used_for_http_1_0() -> None:
+    """HTTP 1.0 has no chunks."""
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
@@ -140,7 +140,7 @@ async def test_callers_of_http_1_0_get_no_pieces_from_a_wire() -> None:
         writer.close()
 
 
-async def test_an_answer_with_a_length_has_no_pieces() -> None:
+async def test_wire_is_not_used_for_a_response_with_a_length() -> None:
     frees: list[bool] = []
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
@@ -151,12 +151,12 @@ async def test_an_answer_with_a_length_has_no_pieces() -> None:
         await send({"type": "http.response.body", "body": b"0\r\n\r\n"})
 
     async with serving(app) as address:
-        await asked(address)
+        await body_of(address)
     assert frees == [False]
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_a_reader_that_left_or_does_not_read_gets_no_pieces(leaves: bool) -> None:
+async def test_wire_is_not_free_when_the_client_left_or_does_not_read(leaves: bool) -> None:
     busy = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -185,6 +185,6 @@ async def test_a_reader_that_left_or_does_not_read_gets_no_pieces(leaves: bool) 
         writer.transport.abort()
 
 
-async def test_another_server_has_no_wire() -> None:
+async def test_other_servers_have_no_wire() -> None:
     assert wire.take({"type": "http"}) is None
     assert wire.take({"type": "http", "extensions": {"http.response.trailers": {}}}) is None
