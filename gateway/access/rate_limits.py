@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from gateway.apis.schema.body_decoder import as_json
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from headgate.shared.bodies.body_decoder import as_json
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 BYTES_PER_TOKEN = 4
 """Estimate for prompts, in bytes of UTF-8 text."""

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from gateway.apis.schema.openai_bodies import ChatRequest, ImagePart
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.errors import RequestError
+from headgate.shared.bodies.openai_bodies import ImagePart
 from inference.protocol import Code
 
 MAX_IMAGES = 16

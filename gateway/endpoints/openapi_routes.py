@@ -13,13 +13,13 @@ from gateway.apis.messages.messages_api import MessagesDialect
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.responses import responses_api
-from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.messages_body import CountedRequest, MessagesRequest
 from gateway.apis.schema.responses_body import responses_schema
 from gateway.endpoints import token_count_routes
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from headgate.shared import openapi
+from headgate.shared.bodies.body_decoder import json_schema
 
 OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")
 

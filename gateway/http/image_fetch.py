@@ -16,7 +16,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from gateway.apis import image_policy as core
 from gateway.apis.openai.generation_request import VISION, InferenceRequest
-from gateway.apis.schema.openai_bodies import ChatRequest
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.http.body_memory import Room
 from gateway.providers.http_clients import make_image_session
 from gateway.settings import ImageSettings

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.openai_bodies import AnyRequest
+from gateway.apis.schema.chat_request import AnyRequest
 
 
 @dataclass(slots=True)  # frozen it takes a call for each field

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.schema.body_decoder import as_json
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
+from headgate.shared.bodies.body_decoder import as_json
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 from headgate.shared.parameters import PARAMETERS
 from inference.protocol import Code
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from gateway.apis.openai.frames import Comment, Data, Frame
-from gateway.apis.schema.openai_bodies import AnyRequest
+from gateway.apis.schema.chat_request import AnyRequest
 from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, judge, needs_operator
 from gateway.errors import UpstreamError, UpstreamKind

@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
-from gateway.apis.schema.body_decoder import refused_body
-from gateway.apis.schema.openai_bodies import MAX_MODEL_CHARS
+from gateway.apis.body_parser import refused_body
 from gateway.errors import GatewayError
 from gateway.providers.local.candidate_facts import Facts
 from gateway.routing.chain import Candidate
 from gateway.routing.quote_redaction import WITHHELD, without_quotes
 from gateway.routing.ttft_prediction import Prediction
+from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
 
 KEPT = 1000
 """Records that are kept of requests with a route; the oldest are dropped first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.apis.schema.body_decoder import Body, as_json
+from headgate.shared.bodies.body_decoder import Body, as_json
 
 QUOTE_CHARS = 16
 """A common substring of this length counts as a quote."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, changed
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
 from gateway.breaker.permits import Refused

@@ -13,17 +13,10 @@ from enum import StrEnum
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.openai_bodies import (
-    AnswerSoFar,
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    Message,
-    changed,
-)
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, Generation, changed
 from gateway.breaker.outcome import Failure, Ignore, Next, Verdict
 from gateway.routing.chain import Candidate
+from headgate.shared.bodies.openai_bodies import AnswerSoFar, CompletionRequest, Message
 
 MAX_HOPS = 2
 """Most resumes of one answer."""

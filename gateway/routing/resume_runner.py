@@ -17,7 +17,7 @@ from gateway.apis.lenient_json import loads
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Data, Done, Frame
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.breaker.outcome import Ignore, Reason, Verdict
 from gateway.breaker.permits import Refused
 from gateway.errors import UpstreamError, UpstreamKind
@@ -34,6 +34,7 @@ from gateway.routing.request_context import RequestState
 from gateway.routing.resume_policy import PartialAnswer
 from gateway.routing.splice import SentAnswer, Splice, resume_comment
 from gateway.routing.stream_reader import ExpiredError
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 log = logging.getLogger("gateway.routing.resume_runner")
 

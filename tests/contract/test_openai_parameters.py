@@ -15,7 +15,7 @@ from openai.resources.chat import Completions as Chats
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
-from gateway.apis.schema.body_decoder import json_schema
+from headgate.shared.bodies.body_decoder import json_schema
 from inference.api.routes.openapi_route import BODIES
 from inference.protocol import Code
 from inference.worker.api import generation_body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.apis.json_shape import MAX_NESTING
+from gateway.apis.body_parser import MAX_NESTING
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
 from gateway.errors import RequestError

@@ -9,11 +9,11 @@ import orjson
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.body_decoder import Body, as_json
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.providers import provider
 from gateway.providers.anthropic import anthropic_request
 from gateway.providers.openai import openai_request
+from headgate.shared.bodies.body_decoder import Body, as_json
 
 Json = Mapping[str, Any]
 _NEEDED: Mapping[Endpoint, Json] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.body_decoder import json_schema
 from gateway.errors import UpstreamKind
 from gateway.providers import provider_fields
 from gateway.providers.anthropic import anthropic_events
+from headgate.shared.bodies.body_decoder import json_schema
 from tests.rigs.fake_provider.faults import KINDS
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ from openai.types.chat import completion_create_params as chat_params
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.body_decoder import json_schema
 from gateway.errors import UpstreamError
 from gateway.providers import provider_fields as fields
 from gateway.providers.anthropic.anthropic_request import (
@@ -24,6 +23,7 @@ from gateway.providers.anthropic.anthropic_request import (
     takes_prefill,
 )
 from gateway.providers.openai.openai_request import flavor_of
+from headgate.shared.bodies.body_decoder import json_schema
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import request_of
 from tests.rigs.typed_bodies import to_anthropic, to_openai, unsupported_by_openai

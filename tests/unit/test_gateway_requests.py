@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gateway.apis.json_shape import MAX_NESTING
+from gateway.apis.body_parser import MAX_NESTING, refused_body
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES, parse
-from gateway.apis.schema.body_decoder import as_json, json_schema, refused_body
-from gateway.apis.schema.openai_bodies import AnyRequest
+from gateway.apis.schema.chat_request import AnyRequest
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
+from headgate.shared.bodies.body_decoder import as_json, json_schema
 from inference.protocol import Code
 
 HI = [{"role": "user", "content": "hi"}]

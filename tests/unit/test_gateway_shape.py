@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.apis.json_shape import MAX_NESTING, MAX_VALUES, check_count, check_depth
-from gateway.apis.schema.body_decoder import parse_json
+from gateway.apis.body_parser import MAX_NESTING, MAX_VALUES, check_count, check_depth, parse_json
 from gateway.errors import RequestError
 
 

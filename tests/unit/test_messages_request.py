@@ -13,9 +13,9 @@ from gateway.apis.messages.messages_models import entry, listing
 from gateway.apis.messages.messages_request import long_names, parse, to_chat
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.messages_body import IGNORED, CountedRequest, MessagesRequest, decode_messages
 from gateway.errors import RequestError
+from headgate.shared.bodies.body_decoder import json_schema
 from tests.rigs.typed_bodies import chat as chat_body
 from tests.rigs.typed_bodies import json_of
 

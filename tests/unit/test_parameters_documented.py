@@ -14,10 +14,10 @@ import pytest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
-from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.responses_body import responses_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
+from headgate.shared.bodies.body_decoder import json_schema
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
 from inference.api.routes.openapi_route import BODIES
 from inference.worker.api import generation_body

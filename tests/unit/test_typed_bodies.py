@@ -11,10 +11,11 @@ from gateway.apis.messages import messages_request
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
 from gateway.apis.responses import responses_request
-from gateway.apis.schema.body_decoder import as_json, decode
-from gateway.apis.schema.openai_bodies import AnswerSoFar, ChatRequest, Message, changed
+from gateway.apis.schema.chat_request import ChatRequest, changed
 from gateway.errors import RequestError
 from gateway.routing.resume_policy import obstacle
+from headgate.shared.bodies.body_decoder import as_json, decode
+from headgate.shared.bodies.openai_bodies import AnswerSoFar, Message
 from inference.protocol import Code
 from tests.rigs.typed_bodies import chat, to_anthropic, unsupported_by_anthropic
 

@@ -12,7 +12,7 @@ from gateway.apis.messages.messages_answer import Bounds
 from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.openai_bodies import ChatRequest
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.errors import GatewayError
 
 

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import orjson
 
+from gateway.apis.body_parser import parse_json, with_request_errors
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest, typed
-from gateway.apis.schema.body_decoder import parse_json, refuse
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.apis.schema.messages_body import (
     AnyBlock,
     AnyChoice,
@@ -40,10 +41,11 @@ from gateway.apis.schema.messages_body import (
     decode_messages,
     is_hosted,
 )
-from gateway.apis.schema.openai_bodies import (
+from gateway.apis.tool_names import short_name
+from headgate.shared.bodies.body_decoder import refuse
+from headgate.shared.bodies.openai_bodies import (
     AnswerSchema,
     CalledFunction,
-    ChatRequest,
     ChosenFunction,
     ChosenTool,
     FilePart,
@@ -57,7 +59,6 @@ from gateway.apis.schema.openai_bodies import (
     Tool,
     ToolCall,
 )
-from gateway.apis.tool_names import short_name
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """The beginning of a system block that coding agents send for Anthropic's accounts. It differs in each request: at the
@@ -75,6 +76,7 @@ SCHEMA_NAME = "answer"
 Block = TypeVar("Block", bound=AnyBlock)
 
 
+@with_request_errors
 def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead.
 

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from gateway.apis.lenient_json import loads, objects
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 
 def choices_of(body: AnyRequest) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+from gateway.apis.body_parser import parse_json, with_request_errors
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.schema.body_decoder import Body, parse_json, refuse
-from gateway.apis.schema.openai_bodies import (
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from headgate.shared.bodies.body_decoder import Body, refuse
+from headgate.shared.bodies.openai_bodies import (
     SHAPES,
-    AnyRequest,
     AudioPart,
-    ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     ImagePart,
@@ -60,10 +61,10 @@ class InferenceRequest(NamedTuple):
 
 
 BODIES: Mapping[Endpoint, tuple[type[Body], Callable[[Mapping[str, Any]], AnyRequest]]] = {
-    Endpoint.CHAT: (ChatRequest, decode_chat),
-    Endpoint.COMPLETIONS: (CompletionRequest, decode_completion),
-    Endpoint.EMBEDDINGS: (EmbeddingRequest, decode_embedding),
-    Endpoint.RERANK: (RerankRequest, decode_rerank),
+    Endpoint.CHAT: (ChatRequest, partial(decode_chat, type_=ChatRequest, path="/v1/chat/completions")),
+    Endpoint.COMPLETIONS: (CompletionRequest, partial(decode_completion, path="/v1/completions")),
+    Endpoint.EMBEDDINGS: (EmbeddingRequest, partial(decode_embedding, path="/v1/embeddings")),
+    Endpoint.RERANK: (RerankRequest, partial(decode_rerank, path="/v1/rerank")),
 }
 """The type of a body, and what decodes it."""
 
@@ -79,6 +80,7 @@ _PROMPT_PARAMS: Mapping[Endpoint, str] = {
 }
 
 
+@with_request_errors
 def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead."""
     body = BODIES[endpoint][1](parse_json(raw))

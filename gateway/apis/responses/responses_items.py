@@ -11,19 +11,6 @@ import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.apis.schema.body_decoder import is_set
-from gateway.apis.schema.openai_bodies import (
-    AudioPart,
-    CalledFunction,
-    FilePart,
-    ImagePart,
-    ImageUrl,
-    Message,
-    Part,
-    RefusalPart,
-    TextPart,
-    ToolCall,
-)
 from gateway.apis.schema.responses_body import (
     ContentPart,
     FunctionCallItem,
@@ -40,6 +27,19 @@ from gateway.apis.schema.responses_body import (
     kind_of,
 )
 from gateway.apis.tool_names import short_name
+from headgate.shared.bodies.body_decoder import is_set
+from headgate.shared.bodies.openai_bodies import (
+    AudioPart,
+    CalledFunction,
+    FilePart,
+    ImagePart,
+    ImageUrl,
+    Message,
+    Part,
+    RefusalPart,
+    TextPart,
+    ToolCall,
+)
 
 SEALED = "headgate.1."
 """Begins the `encrypted_content` of reasoning that was given here: the text itself, for clients that send nothing else

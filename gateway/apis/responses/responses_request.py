@@ -6,20 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.apis.body_parser import parse_json, with_request_errors
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest, normalize_chat, typed
 from gateway.apis.responses.responses_items import function_name, messages_of, with_instructions
-from gateway.apis.schema.body_decoder import parse_json, refuse
-from gateway.apis.schema.openai_bodies import (
-    AnswerSchema,
-    ChatRequest,
-    ChosenFunction,
-    ChosenTool,
-    Function,
-    ResponseFormat,
-    StreamOptions,
-    Tool,
-)
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.apis.schema.responses_body import (
     INCLUDE_LOGPROBS,
     INCLUDE_REASONING,
@@ -39,6 +30,16 @@ from gateway.apis.schema.responses_body import (
     without_hosted,
 )
 from gateway.errors import RequestError
+from headgate.shared.bodies.body_decoder import refuse
+from headgate.shared.bodies.openai_bodies import (
+    AnswerSchema,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    ResponseFormat,
+    StreamOptions,
+    Tool,
+)
 from inference.protocol import Code
 
 Item = Mapping[str, Any]
@@ -77,6 +78,7 @@ class ResponsesRequest:
     seals: bool
 
 
+@with_request_errors
 def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool = False) -> ResponsesRequest:
     """The request in `raw`; raises RequestError that names the field and what to write instead.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.apis.schema.body_decoder import (
+from headgate.shared.bodies.body_decoder import (
     Body,
     Extensible,
     Object,
@@ -21,7 +21,7 @@ from gateway.apis.schema.body_decoder import (
     refuse,
     refused_types,
 )
-from gateway.apis.schema.parameter_types import parameter_type
+from headgate.shared.bodies.parameter_types import parameter_type
 from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from gateway.apis.schema.body_decoder import (
+from headgate.shared.bodies.body_decoder import (
     Body,
     Extensible,
     Object,
@@ -24,8 +24,8 @@ from gateway.apis.schema.body_decoder import (
     refuse,
     refused_types,
 )
-from gateway.apis.schema.openai_bodies import MAX_TOOLS, ImageUrlText, InputAudio, ModelName, StopStrings
-from gateway.apis.schema.parameter_types import CHECKED, check_parameters, with_parameters
+from headgate.shared.bodies.openai_bodies import MAX_TOOLS, ImageUrlText, InputAudio, ModelName, StopStrings
+from headgate.shared.bodies.parameter_types import CHECKED, check_parameters, with_parameters
 from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import Code
 

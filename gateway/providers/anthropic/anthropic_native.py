@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.apis.messages.messages_answer import UNSIGNED
-from gateway.apis.schema.body_decoder import as_json
 from gateway.apis.schema.messages_body import CountedRequest
 from gateway.providers.anthropic.anthropic_models import effort_for, takes_later_system, thinking_for
 from gateway.providers.anthropic.anthropic_request import ToolIds, sampling
+from headgate.shared.bodies.body_decoder import as_json
 
 _AS_IT_IS = ("max_tokens", "tool_choice", "metadata", "service_tier")
 _CACHE_FIELDS = ("type", "ttl")

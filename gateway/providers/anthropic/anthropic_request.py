@@ -10,21 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gateway.apis.schema.chat_request import ChatRequest
 from gateway.apis.schema.messages_body import IMAGE_TYPES
-from gateway.apis.schema.openai_bodies import (
-    AudioPart,
-    ChatRequest,
-    ChosenTool,
-    FilePart,
-    Function,
-    ImagePart,
-    Message,
-    Part,
-    RefusalPart,
-    ResponseFormat,
-    TextPart,
-    ToolCall,
-)
 from gateway.apis.tool_names import arguments
 from gateway.errors import UpstreamError
 from gateway.providers.anthropic.anthropic_models import (
@@ -37,6 +24,19 @@ from gateway.providers.anthropic.anthropic_models import (
 )
 from gateway.providers.anthropic.anthropic_schema import held
 from gateway.providers.provider_fields import ANTHROPIC_CHAT, unsupported
+from headgate.shared.bodies.openai_bodies import (
+    AudioPart,
+    ChosenTool,
+    FilePart,
+    Function,
+    ImagePart,
+    Message,
+    Part,
+    RefusalPart,
+    ResponseFormat,
+    TextPart,
+    ToolCall,
+)
 
 DEFAULT_MAX_TOKENS = 32_000
 """`max_tokens` when the caller gave none. Anthropic requires one, OpenAI's default is the model's own limit: this is

@@ -17,7 +17,7 @@ import httpx2
 from anthropic import AsyncAnthropic, AsyncStream
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.providers.anthropic import anthropic_events, anthropic_request
 from gateway.providers.anthropic.anthropic_native import to_native
 from gateway.providers.anthropic.anthropic_request import (

@@ -14,14 +14,15 @@ import aiohttp
 import orjson
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.body_decoder import as_json
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
 from gateway.providers.local.local_stream import LocalStream, upstream_error
 from gateway.providers.provider import Call
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
+from headgate.shared.bodies.body_decoder import as_json
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 from headgate.shared.hop import Answer, BrokenError
 from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID, PROMPT_USAGE
 

@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.schema.body_decoder import as_json
-from gateway.apis.schema.openai_bodies import AnyRequest
+from gateway.apis.schema.chat_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
+from headgate.shared.bodies.body_decoder import as_json
 
 REMEMBERED = 1024
 """Counts kept; the one not asked for longest leaves first."""

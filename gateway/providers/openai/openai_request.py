@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gateway.apis.openai.frames import Endpoint, Flavor
-from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.errors import UpstreamError
 from gateway.providers.openai.openai_messages import Messages, for_google, for_openai, for_others
 from gateway.providers.openai.openai_models import effort_for, most_tokens, reasons, takes_sampling, takes_stop
@@ -20,6 +20,7 @@ from gateway.providers.provider_fields import (
     Profile,
     unsupported,
 )
+from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 _CHAT: Mapping[Flavor, Profile] = {
     Flavor.OPENAI: OPENAI_CHAT,

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, AsyncStream
 
 from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Endpoint, Flavor, Frame
-from gateway.apis.schema.openai_bodies import AnyRequest
+from gateway.apis.schema.chat_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.openai import openai_events, openai_request
 from gateway.providers.openai.openai_request import flavor_of, to_openai

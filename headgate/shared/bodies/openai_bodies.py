@@ -1,6 +1,7 @@
 """The request bodies of OpenAI's APIs: chat, completions, embeddings, and reranking as others define it.
 
-The chat request is also the request inside the gateway: the other public APIs are translated into it.
+The gateway decodes its clients' requests into these types and sends them to the inference service; a worker decodes
+them again.
 """
 
 from __future__ import annotations
@@ -8,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.apis.schema.body_decoder import (
-    ANSWER_SO_FAR,
+from headgate.shared.bodies.body_decoder import (
     Body,
     Extensible,
     Object,
@@ -25,8 +24,7 @@ from gateway.apis.schema.body_decoder import (
     must,
     refuse,
 )
-from gateway.apis.schema.messages_body import CountedRequest
-from gateway.apis.schema.parameter_types import CHECKED, check_parameters, with_parameters
+from headgate.shared.bodies.parameter_types import CHECKED, check_parameters, with_parameters
 from headgate.shared.parameters import PARAMETERS
 
 MAX_MODEL_CHARS = 256
@@ -195,6 +193,9 @@ class StreamOptions(Extensible, kw_only=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    prompt_usage: bool | None = None
+    """For local models: the first chunk of a stream carries the usage of the prompt, and the chunks between it and the
+    last one have no `usage`."""
 
 
 class AnswerSoFar(Struct, kw_only=True, omit_defaults=True):
@@ -231,8 +232,8 @@ class GenerationFields(Body, kw_only=True):
     guided_choice: Annotated[list[Text], Meta(min_length=1, max_length=4096)] | None = None
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
-    answer_so_far: AnswerSoFar | None = msgspec.field(default=None, name=ANSWER_SO_FAR)
-    """For local models: the answer continues this one. No client can send it."""
+    answer_so_far: AnswerSoFar | None = None
+    """For local models: the answer continues this one."""
 
     @property
     def stops(self) -> list[str]:
@@ -268,8 +269,8 @@ else:
     ChatParameterFields = with_parameters("ChatParameterFields", GenerationFields, PARAMETERS)
 
 
-class ChatRequest(ChatParameterFields, kw_only=True):
-    """The body of `/v1/chat/completions`, and the request of every API that answers in messages."""
+class ChatBody(ChatParameterFields, kw_only=True):
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     audio: Object | None = None
@@ -300,10 +301,6 @@ class ChatRequest(ChatParameterFields, kw_only=True):
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    origin: CountedRequest | None = msgspec.field(default=None, name="$origin")
-    """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
-    from_messages: bool = msgspec.field(default=False, name="$from_messages")
-    """Fields have the meaning of the Messages API, also after the origin no longer holds."""
 
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -353,9 +350,6 @@ class RerankRequest(Body, kw_only=True):
     user: str | None = None
 
 
-AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
-Generation = TypeVar("Generation", bound=GenerationFields)
-
 SHAPES = (
     "json_schema", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structured_outputs",
@@ -363,18 +357,13 @@ SHAPES = (
 """Fields of `GenerationFields` that ask for a shape of the answer."""
 
 
-def changed(body: Generation, **more: Any) -> Generation:
-    """A copy of `body` with other fields, and without its origin, which says something else now."""
-    if isinstance(body, ChatRequest):
-        more.setdefault("origin", None)
-    copy: Generation = msgspec.structs.replace(body, **more)
-    return copy
-
-
 # --- decoding ---------------------------------------------------------------------------------------------------------
-def decode_chat(given: Mapping[str, Any], path: str = "/v1/chat/completions") -> ChatRequest:
-    """The chat request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, ChatRequest, path)
+Chat = TypeVar("Chat", bound=ChatBody)
+
+
+def decode_chat(given: Mapping[str, Any], type_: type[Chat], path: str) -> Chat:
+    """The chat request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
+    body = decode(given, type_, path)
     for index, (message, raw) in enumerate(zip(body.messages, given["messages"], strict=True)):
         if len(raw) == 2 and type(message.content) is str and message.role != "tool":
             continue
@@ -388,8 +377,16 @@ def decode_chat(given: Mapping[str, Any], path: str = "/v1/chat/completions") ->
     return body
 
 
-_WITH_OBJECTS = ("tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs")
-"""Fields of a chat with objects that may hold more than the gateway knows. The gateway writes `stream_options`."""
+_WITH_OBJECTS = (
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "response_format",
+    "structured_outputs",
+    "stream_options",
+)
+"""Fields of a chat with objects that may hold more than is declared here."""
 
 
 def _check_message(message: Message, path: str) -> None:
@@ -400,9 +397,9 @@ def _check_message(message: Message, path: str) -> None:
         refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
 
 
-def decode_completion(given: Mapping[str, Any]) -> CompletionRequest:
-    """The completion request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, CompletionRequest, "/v1/completions")
+def decode_completion(given: Mapping[str, Any], path: str) -> CompletionRequest:
+    """The completion request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
+    body = decode(given, CompletionRequest, path)
     _check_prompt(body.prompt, "prompt")
     if "structured_outputs" in given:
         body.has_extra = keep_extra(body, {"structured_outputs": given["structured_outputs"]})
@@ -410,18 +407,18 @@ def decode_completion(given: Mapping[str, Any]) -> CompletionRequest:
     return body
 
 
-def decode_embedding(given: Mapping[str, Any]) -> EmbeddingRequest:
-    """The embedding request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, EmbeddingRequest, "/v1/embeddings")
+def decode_embedding(given: Mapping[str, Any], path: str) -> EmbeddingRequest:
+    """The embedding request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
+    body = decode(given, EmbeddingRequest, path)
     if body.input == "":
         refuse("input", "`input` must not be empty")
     _check_prompt(body.input, "input")
     return body
 
 
-def decode_rerank(given: Mapping[str, Any]) -> RerankRequest:
-    """The rerank request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, RerankRequest, "/v1/rerank")
+def decode_rerank(given: Mapping[str, Any], path: str) -> RerankRequest:
+    """The rerank request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
+    body = decode(given, RerankRequest, path)
     body.has_extra = keep_extra(body, given)
     return body
 

@@ -1,35 +1,32 @@
 """Decodes the JSON body of a request into a typed object, and encodes typed objects as JSON values.
 
 A body type is a `msgspec.Struct`. It declares the fields, their bounds and what an error says; validation, error
-messages with the parameter's path, and JSON Schema are derived from it.
+messages with the parameter's path, and JSON Schema are derived from it. The gateway decodes the bodies of clients with
+it, and a worker those of the local hop.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
-import orjson
 from msgspec import UNSET
 from msgspec import inspect as types
 
-from gateway.apis.json_shape import TOO_DEEP, check_count, check_depth
-from gateway.errors import RequestError
 from headgate.shared.parameters import Parameter
-from inference.protocol import Code
 
-ANSWER_SO_FAR = "$answer_so_far"
+INVALID = "invalid_request"
+UNSUPPORTED = "unsupported_parameter"
+
 EXTRA = "$extra"
 """The encoded name of `Extensible.extra`."""
 
-_EXPLAINED_BYTES = 2**20
-"""Larger invalid bodies are not parsed a second time for a better error message."""
+HOP_FIELDS = frozenset(("answer_so_far", "prompt_usage"))
+"""Fields that the gateway sends to local models. Its clients cannot send them."""
 
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -69,9 +66,19 @@ def must(text: str) -> dict[str, Any]:
     return {"must": text}
 
 
-def refuse(param: str, message: str, code: Code = Code.INVALID_REQUEST) -> NoReturn:
-    """Raises the RequestError for `param`."""
-    raise RequestError(code, message, param=param)
+class InvalidBodyError(Exception):
+    """A body is refused with this error code, because of the parameter `param`."""
+
+    def __init__(self, message: str, param: str, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def refuse(param: str, message: str, code: str = INVALID) -> NoReturn:
+    """Raises the InvalidBodyError for `param`."""
+    raise InvalidBodyError(message, param, code)
 
 
 def refused_types(why: Callable[[str], str | None]) -> dict[str, Any]:
@@ -79,58 +86,14 @@ def refused_types(why: Callable[[str], str | None]) -> dict[str, Any]:
     return {"refused": why}
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """The object in `raw`; raises RequestError for invalid JSON, another value, or too deep nesting."""
-    check_count(raw)
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        if not raw.strip():
-            raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
-        if "depth limit" in str(error):
-            raise RequestError(Code.INVALID_JSON, TOO_DEEP) from None
-        raise RequestError(
-            Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
-        ) from error
-    if not isinstance(body, dict):
-        raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
-    check_depth(body)
-    return body
-
-
-def refused_body(raw: bytes) -> Mapping[str, Any] | None:
-    """The object in a body that was refused, for its explain record; empty when it holds none.
-
-    None when the body is too long to be parsed a second time.
-    """
-    if len(raw) > _EXPLAINED_BYTES:
-        return None
-    try:
-        return parse_json(raw)
-    except RequestError:
-        return {}
-
-
-def _not_a_number(raw: bytes) -> str | None:
-    """The top-level field that holds NaN or Infinity, which JSON does not have."""
-    if len(raw) > _EXPLAINED_BYTES:
-        return None
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(body, dict):
-        return None
-    return next((name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)), None)
-
-
 def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
-    """`given` as a `type_`; raises RequestError. `path` is the endpoint, for its message.
+    """`given` as a `type_`; raises InvalidBodyError.
 
-    Fields whose names in JSON begin with `$` belong to the gateway: clients cannot send them.
+    `path` is the endpoint, for the message about an unknown field. It is empty on the local hop, where `HOP_FIELDS` are
+    accepted. Fields whose names in JSON begin with `$` cannot be sent.
     """
-    if not _internal(type_).isdisjoint(given):
-        refuse_unknown(next(name for name in given if name in _internal(type_)), type_, "", path)
+    if not _not_sent(type_, bool(path)).isdisjoint(given):
+        refuse_unknown(next(name for name in given if name in _not_sent(type_, bool(path))), type_, "", path)
     try:
         body = msgspec.convert(given, type_)
     except msgspec.ValidationError as error:
@@ -139,8 +102,9 @@ def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
 
 
 @functools.cache
-def _internal(type_: type[Body]) -> frozenset[str]:
-    return frozenset(name for name in type_.__struct_encode_fields__ if name.startswith("$"))
+def _not_sent(type_: type[Body], is_public: bool) -> frozenset[str]:
+    names = type_.__struct_encode_fields__
+    return frozenset(name for name in names if name.startswith("$") or (is_public and name in HOP_FIELDS))
 
 
 def keep_extra(found: msgspec.Struct, given: Mapping[str, Any]) -> bool:
@@ -178,8 +142,6 @@ def as_json(body: msgspec.Struct) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(body)
     has_extra = found.pop("$has_extra", False)
     found.pop("$from_messages", None)
-    if ANSWER_SO_FAR in found:
-        found[ANSWER_SO_FAR[1:]] = found.pop(ANSWER_SO_FAR)
     if has_extra:
         _merge(found)
     return found
@@ -200,16 +162,18 @@ def _merge(value: Any) -> None:
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 def refuse_unknown(name: str, type_: type[msgspec.Struct], prefix: str, path: str) -> NoReturn:
-    """Raises the RequestError for a field that `type_` does not have."""
-    known = [one for one in _layout(type_)[0] if not one.startswith("$")]
+    """Raises the InvalidBodyError for a field that `type_` does not have."""
+    known = [one for one in _layout(type_)[0] if one[0] != "$" and not (path and one in HOP_FIELDS)]
     near = difflib.get_close_matches(name[:64], known, n=1)
-    advice = f"did you mean `{prefix}{near[0]}`?" if near else "leave it out"
     param = f"{prefix}{name[:64]}"
-    refuse(param, f"`{param}` is not a parameter of {path}; {advice}", Code.UNSUPPORTED_PARAMETER)
+    if not path:
+        refuse(param, f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    advice = f"did you mean `{prefix}{near[0]}`?" if near else "leave it out"
+    refuse(param, f"`{param}` is not a parameter of {path}; {advice}", UNSUPPORTED)
 
 
 def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct], path: str) -> NoReturn:
-    """Raises the RequestError for a ValidationError with this message."""
+    """Raises the InvalidBodyError for a ValidationError with this message."""
     at = _AT.search(message)
     message = message if at is None else message[: at.start()]
     value: Any = given
@@ -239,13 +203,13 @@ def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct]
 
 
 def _check_refused(node: types.Type, value: Any, name: str, owner: str) -> None:
-    """Raises the RequestError for an object whose type is refused with a reason."""
+    """Raises the InvalidBodyError for an object whose type is refused with a reason."""
     why: Callable[[str], str | None] | None = _metadata(node).get("refused")
     if why is None or _tags_of(node, name) is None or not isinstance(kind := value.get(name), str):
         return
     if (reason := why(kind)) is not None:
         message = f"`{owner}` of type {kind[:60]} is not accepted: {reason}"
-        refuse(f"{owner}.{name}", message, Code.UNSUPPORTED_PARAMETER)
+        refuse(f"{owner}.{name}", message, UNSUPPORTED)
 
 
 def _refuse_missing(owner: str, name: str) -> NoReturn:
@@ -379,12 +343,15 @@ def json_kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def json_schema(type_: type[Body]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it."""
+def json_schema(type_: type[Body], *, is_public: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it.
+
+    `HOP_FIELDS` are in it unless it `is_public`.
+    """
     (reference,), components = msgspec.json.schema_components((type_,), ref_template="#/components/schemas/{name}")
     for schema in components.values():
         properties = schema.get("properties", {})
-        for name in [name for name in properties if name.startswith("$")]:
+        for name in [name for name in properties if name.startswith("$") or (is_public and name in HOP_FIELDS)]:
             del properties[name]
     root = components.pop(reference["$ref"].rpartition("/")[2])
     return root, {name: components[name] for name in sorted(_referenced(root, components))}

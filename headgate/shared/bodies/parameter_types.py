@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.apis.schema.body_decoder import Body, refuse
+from headgate.shared.bodies.body_decoder import INVALID, UNSUPPORTED, Body, refuse
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
-from inference.protocol import Code
 
 
 def parameter_type(row: Parameter) -> Any:
@@ -36,7 +35,7 @@ def check_parameters(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
         value = given.get(name)
         if value is not None and (problem := BY_NAME[name].problem(value)) is not None:
             is_refused = BY_NAME[name].only is not None
-            refuse(name, f"`{name}` {problem}", Code.UNSUPPORTED_PARAMETER if is_refused else Code.INVALID_REQUEST)
+            refuse(name, f"`{name}` {problem}", UNSUPPORTED if is_refused else INVALID)
 
 
 CHECKED = tuple(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)

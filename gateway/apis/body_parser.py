@@ -1,0 +1,126 @@
+"""Parses the JSON body of a request within bounds: the depth of nesting and the number of values.
+
+Parsers and checks cost time and memory per value, not per byte: 32 MB of text is a long prompt, 32 MB of commas is an
+attack. Every step is linear in the size of the body.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import orjson
+
+from gateway.errors import RequestError
+from headgate.shared.bodies.body_decoder import InvalidBodyError
+from inference.protocol import Code
+
+MAX_NESTING = 100
+"""Levels of arrays and objects; deeper bodies are attacks on a parser, not requests."""
+
+MAX_VALUES = 250_000
+"""Values in arrays and objects; a prompt of token ids for the longest context there is has fewer."""
+
+_TOO_DEEP = f"the body is nested deeper than {MAX_NESTING} levels; flatten it"
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+_EXPLAINED_BYTES = 2**20
+"""Larger invalid bodies are not parsed a second time for a better error message."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def with_request_errors(read: Callable[P, T]) -> Callable[P, T]:
+    """`read`, which raises RequestError in place of InvalidBodyError."""
+
+    @functools.wraps(read)
+    def wrapped(*args: P.args, **more: P.kwargs) -> T:
+        try:
+            return read(*args, **more)
+        except InvalidBodyError as error:
+            raise RequestError(Code(error.code), error.message, param=error.param) from error.__cause__
+
+    return wrapped
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The object in `raw`; raises RequestError for invalid JSON, another value, or too deep nesting."""
+    check_count(raw)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        if not raw.strip():
+            raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
+        if "depth limit" in str(error):
+            raise RequestError(Code.INVALID_JSON, _TOO_DEEP) from None
+        raise RequestError(
+            Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
+        ) from error
+    if not isinstance(body, dict):
+        raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
+    check_depth(body)
+    return body
+
+
+def refused_body(raw: bytes) -> Mapping[str, Any] | None:
+    """The object in a body that was refused, for its explain record; empty when it holds none.
+
+    None when the body is too long to be parsed a second time.
+    """
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
+    try:
+        return parse_json(raw)
+    except RequestError:
+        return {}
+
+
+def _not_a_number(raw: bytes) -> str | None:
+    """The top-level field that holds NaN or Infinity, which JSON does not have."""
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    return next((name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)), None)
+
+
+def check_count(raw: bytes) -> None:
+    """Raises RequestError (400) when a body that is not parsed yet holds more values than a request may."""
+    if len(raw) < 2 * MAX_VALUES:  # a value and its comma, or an empty array, are two bytes
+        return
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") < MAX_VALUES:
+        return
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 4 * MAX_VALUES:  # a name and a text, two quotes each
+        raise _too_many()
+    outside = b"".join(plain.split(b'"')[::2])
+    if outside.count(b",") + len(outside.translate(None, _NO_BRACKETS)) // 2 > MAX_VALUES:
+        raise _too_many()
+
+
+def check_depth(value: dict[str, Any] | list[Any]) -> None:
+    """Raises RequestError (400) when `value`, an object or array of parsed JSON, nests deeper than a request may."""
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for holder in level
+            for inner in (holder.values() if type(holder) is dict else holder)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    raise RequestError(Code.INVALID_JSON, _TOO_DEEP)
+
+
+def _too_many() -> RequestError:
+    return RequestError(Code.INVALID_JSON, f"the body holds more than {MAX_VALUES} values; send fewer")

@@ -1,0 +1,1 @@
+"""Typed request bodies that the gateway and the worker share."""
