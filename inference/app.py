@@ -43,6 +43,7 @@ from inference.api.routes import (
     service_routes,
 )
 from inference.api.token_guard import OPEN_PATHS, Guard
+from inference.authority.clock import Clock
 from inference.authority.shell import Authority
 from inference.authority.state import Timing
 from inference.devices.inventory import Inventory
@@ -95,6 +96,7 @@ class Service:
         headrooms: Headrooms | None = None,
         timing: Timing | None = None,
         cores: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """The parts after `command` stand in for those that measure, start and bound things."""
         said = config.settings
@@ -122,6 +124,7 @@ class Service:
             build_check=self.build_check,
             timing=timing,
             cores=cores,
+            clock=clock,
         )
         self.metrics.gauges = self._gauges
         self.app = self._app(token, said.admin_key, said.max_body_bytes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Protocol
 
 from inference import views
 from inference.api.event_bus import Bus
+from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.state import State
 from inference.protocol import ModelStatus
@@ -20,18 +21,14 @@ class Source(Protocol):
         """The state at this moment."""
         ...
 
-    @property
-    def now(self) -> float:
-        """The time of the loop's clock."""
-        ...
-
 
 class Notifier:
     """What listeners know of each model, and the timer for what they learn next."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
-        self._timer: asyncio.TimerHandle | None = None
+        self._clock = clock
+        self._alarm: Alarm | None = None
         self._due_at = 0.0
         self._closed = False
         self._known: dict[str, ModelStatus] = {}
@@ -39,23 +36,23 @@ class Notifier:
     def close(self) -> None:
         """Publishes nothing any more."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def changed(self, source: Source, seconds: float = 0.0) -> None:
         """Publishes within `seconds` what differs from what listeners know."""
-        due = source.now + seconds
-        if self._timer is not None:
+        due = self._clock.now() + seconds
+        if self._alarm is not None:
             if self._due_at <= due:
                 return
-            self._timer.cancel()
+            self._alarm.cancel()
         if not self._closed:
             self._due_at = due
-            self._timer = asyncio.get_running_loop().call_at(due, self._publish, source)
+            self._alarm = self._clock.call_at(due, partial(self._publish, source))
 
     def _publish(self, source: Source) -> None:
-        self._timer = None
-        state, now = source.state, source.now
+        self._alarm = None
+        state, now = source.state, self._clock.now()
         moment = Moment(state, now)
         for model in state.models.values():
             status = views.status(state, model, now, moment)

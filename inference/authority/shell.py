@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from inference.api.event_bus import Bus
 from inference.api.inference_metrics import Metrics
 from inference.api.notifier import Notifier
 from inference.authority import effects, events
+from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.questions import error_of
@@ -186,6 +186,7 @@ class Authority:
         build_check: BuildCheck | None = None,
         timing: Timing | None = None,
         cores: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.inventory = inventory
         self.crashes = crashes
@@ -203,10 +204,11 @@ class Authority:
             timing=timing or Timing(),
             models={name: ModelRecord(spec) for name, spec in config.models.items()},
         )
+        self._clock = clock or Clock()
         self._numbers = 0
         self._inbox: deque[events.Event] = deque()
         self._stepping = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm: Alarm | None = None
         self._workers: dict[str, Worker] = {}
         self._tickets: dict[int, Ticket] = {}
         self._leases: dict[int, Lease] = {}
@@ -217,7 +219,7 @@ class Authority:
         self._started: asyncio.Future[None] | None = None
         self._watchers: list[tuple[Callable[[State], bool], asyncio.Future[None]]] = []
         self._closed = False
-        self.notifier = Notifier(bus)
+        self.notifier = Notifier(bus, self._clock)
         bus.snapshot = self.snapshot
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -228,8 +230,8 @@ class Authority:
 
     @property
     def now(self) -> float:
-        """The time of the loop's clock."""
-        return asyncio.get_running_loop().time()
+        """Seconds of the authority's clock."""
+        return self._clock.now()
 
     def dispatch(self, event: events.Event) -> None:
         """Sends one event through `step` and performs what follows, and what follows from that."""
@@ -328,7 +330,7 @@ class Authority:
         found(accelerators)
         self.inventory.listen(lambda: self.dispatch(events.DeviceNoticed()))
         carriers = {kind: carrier.who for kind, carrier in self.inventory.carriers.items()}
-        self.dispatch(events.DevicesFound(self.inventory.measured(), carriers, time.time()))
+        self.dispatch(events.DevicesFound(self.inventory.measured(), carriers, self._clock.unix()))
         await self._started
         return check_devices(self._state.config, accelerators)
 
@@ -349,8 +351,8 @@ class Authority:
         self.quiesce()
         self._closed = True
         self.bus.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self.notifier.close()
         self._cancel()
         await self._join()
@@ -361,8 +363,8 @@ class Authority:
         await self._join()
         for future in self._commands.values():
             future.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def _cancel(self) -> None:
         for task in self._tasks - self._finishing:
@@ -475,15 +477,15 @@ class Authority:
             log.error("background work failed", exc_info=error)
 
     def _wake_at(self, effect: effects.WakeAt) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if math.isfinite(effect.at) and not self._closed:
-            self._timer = asyncio.get_running_loop().call_at(effect.at, self._tick)
+            self._alarm = self._clock.call_at(effect.at, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
-        self.dispatch(events.Tick(self.inventory.measured(), time.time()))
+        self._alarm = None
+        self.dispatch(events.Tick(self.inventory.measured(), self._clock.unix()))
 
     def _log(self, effect: effects.Log) -> None:
         log.log(logging.getLevelName(effect.level), "%s", effect.message)

@@ -14,7 +14,7 @@ from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
 from inference.api.event_bus import Bus
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ async def test_a_model_is_seen_through_its_whole_life_without_a_poll(
     view = InferenceView(_no_polls)
     source = OnTheBus(authority.bus)
     listening = asyncio.create_task(Events(lambda: source, view).run())
-    await until("all is known", lambda: set(view.models) == {"a", "broken"})
+    await authority.reached(lambda: set(view.models) == {"a", "broken"})
     lease = await authority.ask(authority.resolve("a")).wait(10)
     assert lease is not None
-    await until("it is busy", lambda: view.models["a"].state is ModelState.BUSY)
+    await authority.reached(lambda: view.models["a"].state is ModelState.BUSY)
     lease.release()
     await authority.unload(authority.resolve("a"))
-    await until("it is gone", lambda: view.models["a"].state is ModelState.COLD)
+    await authority.reached(lambda: view.models["a"].state is ModelState.COLD)
     assert "makes no sense" not in caplog.text
     listening.cancel()
     await asyncio.wait({listening})

@@ -19,7 +19,7 @@ from inference.authority.events import CrashReported
 from inference.authority.quarantine.docket import Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
-from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SECTION = re.compile(r"^### `(GET|POST) (/[^`]+)`", re.MULTILINE)
@@ -87,8 +87,8 @@ async def _busy_service(start: Start) -> Service:
     service.authority.dispatch(CrashReported("other", "0" * 16, Crash(ExitCause.ASSERT, "", alone=False)))
     lease = await authority.ask(authority.resolve("a")).wait(10)
     assert lease is not None
-    await until("it is heard", lambda: lease.process.beat is not None)
-    await until("it is on record", lambda: bool(authority.state.evictions))
+    await authority.reached(lambda: lease.process.beat is not None)
+    await authority.reached(lambda: bool(authority.state.evictions))
     gpu.foreign_mib = 700
     authority.check(regular=True)
     return service

@@ -20,7 +20,7 @@ from inference.errors import MemoryLimitExceededError, QueueFull
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, rewrite, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, rewrite, services
 
 LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel": 8}
 """A cache of 128 MiB."""
@@ -93,7 +93,7 @@ async def test_a_share_of_a_gpu_that_others_fill(tmp_path: Path, start: Start) -
         site.apply(expected[Kind.FOREIGN_USE])
         assert site.alerts() == {Kind.PRESSURE: {}}, "who works is not interrupted"
     service.authority.check(regular=True)
-    await until("the model left, and the pressure with it", lambda: site.alerts() == {})
+    await service.authority.reached(lambda: site.alerts() == {})
     with pytest.raises(MemoryLimitExceededError):
         await site.load("a")
 
@@ -208,12 +208,12 @@ async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start) -
     site = Site(tmp_path, start, {"a": {**LARGE}})
     service = await site.begin({"a": {"grow": 600 * MIB}}, estimator=real_estimator(tmp_path), parts=QUICK)
     await site.load("a")
-    await until("the growth is booked", lambda: Kind.OUTGROWN in site.alerts())
+    await service.authority.reached(lambda: Kind.OUTGROWN in site.alerts())
     (setting,) = recommended = site.alerts()[Kind.OUTGROWN]
     assert setting == "models.a.memory_overhead"
     site.apply(recommended)
     assert site.alerts() == {}
-    await until("it left, for its configuration changed", lambda: site.state("a") is ModelState.COLD)
+    await service.authority.reached(lambda: site.state("a") is ModelState.COLD)
     await site.load("a")
     await asyncio.sleep(0.3)  # it is looked at meanwhile
     assert site.alerts() == {}, "and it does not outgrow this"

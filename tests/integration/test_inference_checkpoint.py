@@ -23,7 +23,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.helpers.helper_client import run_helper
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model
 
@@ -51,7 +51,7 @@ async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tu
     """A service that was told that the driver can do it, and its first model, loaded on the device."""
     more.setdefault("accelerator", FakeAccelerator())
     service: Service = await start({name: {} for name in models}, **more)
-    await until("it was looked at", lambda: "cuda" in service.authority.state.devices.suspension)
+    await service.authority.reached(lambda: "cuda" in service.authority.state.devices.suspension)
     proven(service)
     return service, await use(service, models[0])
 
@@ -86,19 +86,19 @@ async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_wa
     service: Service = await start(
         {"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto", WORKER_SILENCE_SECONDS="1.5"
     )
-    await until("the driver was tested", lambda: obstacle(service) is None, 30)
+    await service.authority.reached(lambda: obstacle(service) is None, seconds=30)
     model = await use(service)
     assert model.running is not None
     pid = model.running.worker.pid
     await service.authority.offload(model)
     assert model.state is S.WARM
     assert driver.state(pid) == 2
-    await until("the device is free", lambda: booked(service) == (0, 100))
+    await service.authority.reached(lambda: booked(service) == (0, 100))
     (kept,) = service.authority.offloaded()
     assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("checkpoint", "gpu-0", 100 * MIB)
     assert service.authority.state.evictions[-1].action is Action.OFFLOAD
     ticks = service.authority.now + 2.5
-    await until("it was silent for long", lambda: service.authority.now > ticks)
+    await service.authority.reached(lambda: service.authority.now > ticks)
     assert model.state is S.WARM
     await use(service)
     assert model.running.worker.pid == pid
@@ -129,8 +129,8 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
     driver.say(f"{how} {call} 999")
     if way == "suspend":
         await service.authority.offload(model)
-        await until("it is cold", lambda: model.state is S.COLD)
-        await until("nothing is booked", lambda: empty(service))
+        await model.becomes(S.COLD)
+        await service.authority.emptied()
         assert service.authority.state.evictions[-1].action is Action.UNLOAD
         assert len(service.authority.state.evictions) == 1
     await use(service)
@@ -138,7 +138,7 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
     assert model.running.worker.pid != pid
     assert not Path(f"/proc/{pid}").exists()
     assert (model.loads, model.failure) == (2, None)
-    await until("all is back", lambda: booked(service) == (100, 0))
+    await service.authority.reached(lambda: booked(service) == (100, 0))
     assert call in str(obstacle(service))
     driver.say()
     await service.authority.offload(model)
@@ -156,7 +156,7 @@ async def test_a_process_that_dies_on_the_way_gives_everything_back(
     if moment == "offloading":
         driver.say("hang cuCheckpointProcessCheckpoint")
         leaving = asyncio.create_task(service.authority.offload(model))
-        await until("it is locked", lambda: driver.state(pid) == 1)
+        await service.authority.reached(lambda: driver.state(pid) == 1)
         os.kill(pid, signal.SIGKILL)
         await leaving
     else:
@@ -164,13 +164,13 @@ async def test_a_process_that_dies_on_the_way_gives_everything_back(
         if moment == "restoring":
             driver.say("hang cuCheckpointProcessUnlock")
             ticket = service.authority.ask(model)
-            await until("it is restored", lambda: driver.state(pid) == 1)
+            await service.authority.reached(lambda: driver.state(pid) == 1)
         os.kill(pid, signal.SIGKILL)
         if moment == "restoring":
-            await until("its end was seen", lambda: model.running is None or model.running.worker.pid != pid)
+            await service.authority.reached(lambda: model.running is None or model.running.worker.pid != pid)
             ticket.close()
-    await until("it ended", lambda: model.running is None)
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.reached(lambda: model.running is None)
+    await service.authority.emptied()
 
 
 async def test_an_unload_while_it_is_suspended_ends_it_at_once(start: Start, driver: CudaStub) -> None:
@@ -182,7 +182,7 @@ async def test_an_unload_while_it_is_suspended_ends_it_at_once(start: Start, dri
     await service.authority.unload(model)
     assert exited.done()
     assert model.state is S.COLD
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.emptied()
 
 
 class Two(FakeAccelerator):
@@ -202,7 +202,7 @@ async def test_a_suspended_model_whose_device_is_gone_is_loaded_elsewhere(start:
     accelerator = Two()
     service, model = await ready(start, accelerator=accelerator)
     await service.authority.offload(model)
-    await until("the device is free", lambda: booked(service)[0] == 0)
+    await service.authority.reached(lambda: booked(service)[0] == 0)
     accelerator.names = ["gpu-1"]
     await service.authority.command(Refresh())
     await use(service)
@@ -229,8 +229,8 @@ async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub,
             case "kill" if model.running is not None:
                 os.kill(model.running.worker.pid, signal.SIGKILL)
                 await asyncio.sleep(0)
-                await until("it is seen", lambda m=model: m.state not in (S.LOADING, S.RESTORING, S.OFFLOADING))  # type: ignore[misc]
-                service.authority.restate(model, retry_at=0.0)
+                await service.authority.reached(lambda m=model: m.state not in (S.LOADING, S.RESTORING, S.OFFLOADING))  # type: ignore[misc]
+                await service.clock.advance(max(0.0, model.retry_at - service.authority.now))
             case "fault":
                 driver.say(f"error {chance.choice(SUSPENDS + RESUMES)} 401")
             case _:
@@ -243,7 +243,7 @@ async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub,
             await service.authority.unload(model)
         except InferenceError:
             continue
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.emptied()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ async def test_without_a_driver_models_are_kept_as_ever(
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     service: Service = await start({"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto")
-    await until("it was tested", lambda: "libcuda" in str(obstacle(service)), 30)
+    await service.authority.reached(lambda: "libcuda" in str(obstacle(service)), seconds=30)
     assert "cannot open libcuda.so.1" in caplog.text
     model = await use(service)
     await service.authority.offload(model)
@@ -309,7 +309,7 @@ async def kept_as(service: Service) -> str:
     """How its model is kept when it is used and told to leave; empty where it is not."""
     model = await use(service)
     await service.authority.offload(model)
-    await until("it has left", lambda: model.state in (S.WARM, S.COLD))
+    await model.becomes(S.WARM, S.COLD)
     offloaded = service.authority.offloaded()
     return offloaded[0]["mechanism"] if offloaded else ""
 
@@ -330,7 +330,7 @@ async def test_the_setting_says_which_devices_are_even_tested(
     carrier = FakeCarrier()
     accelerator = Simulated() if kind == "sim" else FakeAccelerator()
     service = await start({"a": {}}, accelerator=accelerator, carriers={kind: carrier}, WARM_CHECKPOINT=said)
-    await until("it was looked at", lambda: kind in service.authority.state.devices.suspension)
+    await service.authority.reached(lambda: kind in service.authority.state.devices.suspension)
     assert carrier.asked == (["test"] if mechanism == "checkpoint" else [])
     assert await kept_as(service) == mechanism
 
@@ -360,7 +360,7 @@ async def test_only_what_speaks_against_the_way_itself_ends_its_use(
     carrier.troubles = {operation: Trouble("as it is", of_state)}
     if operation == "suspend":
         await service.authority.offload(model)
-        await until("nothing is booked", lambda: model.state is S.COLD and empty(service))
+        await service.authority.reached(lambda: model.state is S.COLD and empty(service))
     await use(service)
     carrier.troubles = {}
     assert model.loads == 2

@@ -12,13 +12,14 @@ import pytest
 
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
+from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.lifecycle.departures import Reason
 from inference.devices.device import Reading
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
 from inference.helpers.helper_client import HelperError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 
 
@@ -77,7 +78,7 @@ def state_of(service: Service, device: str = "gpu-0") -> DeviceState:
 async def loses(service: Service, gpus: Ailing, device: str = "gpu-0", note: str = "it fell off the bus") -> None:
     """The device is read as lost, at once."""
     gpus.signs[device] = (Sign.DEAD, note)
-    service.authority.tick()
+    await service.clock.advance(TICK_SECONDS)
 
 
 async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notices(start: Start) -> None:
@@ -89,7 +90,7 @@ async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notic
     a, b, c = (authority.resolve(name) for name in models)
     leases = [await authority.ask(model).wait(10) for model in (a, c)]
     loading = authority.ask(b)
-    await until("b is loading", lambda: b.state is ModelState.LOADING)
+    await b.becomes(ModelState.LOADING)
     await loses(service, gpus)
     assert (a.state, b.state, c.state) == (ModelState.COLD, ModelState.COLD, ModelState.BUSY)
     assert authority.ledger.balance("gpu-0").ours_bytes == 0
@@ -101,7 +102,7 @@ async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notic
         assert lease is not None
         lease.release()
     await authority.unload(c)
-    await until("all is given back", lambda: empty(service))
+    await authority.emptied()
     assert authority.crashes.of("a")[0]["cause"] == "device_lost"
     assert authority.metrics.total(authority.metrics.exits, cause=["device_lost"]) == 2
 
@@ -112,14 +113,12 @@ async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it
                           EVICTION_IDLE_THRESHOLD_SECONDS="5")  # fmt: skip
     authority = service.authority
     free, bound, idle = (authority.resolve(name) for name in ("free", "bound", "idle"))
+    await authority.load(idle)
+    await service.clock.advance(10)
     await authority.move(free, "gpu-0")
     await authority.load(bound)
-    await authority.load(idle)
-    authority.restate(idle, last_used_at=idle.last_used_at - 1000)
-    assert idle.running is not None
-    authority.restate_worker(idle, ready_at=idle.running.ready_at - 1000)
     await loses(service, gpus)
-    await until("it is elsewhere", lambda: free.state is ModelState.READY)
+    await free.becomes(ModelState.READY)
     assert authority.status(free).devices == ("gpu-1",)
     status = authority.status(bound)
     assert (status.fits, status.reason) == (
@@ -127,7 +126,7 @@ async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it
     )  # fmt: skip
     assert 1 <= (status.retry_after_seconds or 0) <= 10
     gpus.signs["gpu-0"] = (Sign.FINE, "")
-    await until("it is back", lambda: bound.state is ModelState.READY)
+    await bound.becomes(ModelState.READY)
     assert state_of(service) is DeviceState.HEALTHY
     assert gpus.trials == ["gpu-0"]
     assert (free.loads, bound.loads, idle.loads) == (2, 2, 1)
@@ -138,8 +137,8 @@ async def test_what_a_lost_device_could_hold_is_told_with_its_name_and_when_it_i
     gpus = Ailing()
     service = await start({"a": {}}, gpus)
     authority = service.authority
-    await loses(service, gpus)
     service.estimator.sizes = {"a": 5000}  # type: ignore[attr-defined]
+    await loses(service, gpus)
     with pytest.raises(MemoryLimitExceededError, match=r"; gpu-0 is lost \(it fell off the bus\)$") as caught:
         await authority.load(authority.resolve("a"))
     assert 1 <= (caught.value.retry_after or 0) <= 10
@@ -154,7 +153,7 @@ async def test_a_worker_that_loses_its_device_alone_harms_nobody(start: Start) -
     a, b = authority.resolve("a"), authority.resolve("b")
     await authority.load(b)
     loading = authority.ask(a)
-    await until("a is loading", lambda: a.state is ModelState.LOADING)
+    await a.becomes(ModelState.LOADING)
     assert a.running is not None
     a.running.worker.lose("CUDA error: unspecified launch failure")
     running = b.running
@@ -178,15 +177,15 @@ async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
     lease = await authority.ask(model).wait(10)
     assert lease is not None
     gpus.signs["gpu-0"] = (Sign.ILL, "Xid 63")
-    authority.tick()
+    await service.clock.advance(TICK_SECONDS)
     assert (state_of(service), model.state) == (DeviceState.DRAINING, ModelState.DRAINING)
     lease.release(completed=True)
-    await until("quarantined", lambda: state_of(service) is DeviceState.QUARANTINED)
+    await authority.reached(lambda: state_of(service) is DeviceState.QUARANTINED)
     assert [record.reason for record in authority.state.evictions] == [Reason.DEVICE]
     with pytest.raises(DeviceLost, match=r"gpu-0 is quarantined \(Xid 63\)"):
         await authority.load(model)
     gpus.signs["gpu-0"] = (Sign.FINE, "")
-    await until("back with its model", lambda: model.state is ModelState.READY)
+    await model.becomes(ModelState.READY)
 
 
 async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) -> None:
@@ -213,7 +212,7 @@ async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> N
     service.service.authority.on_restart = asked.append
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
     gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
-    await until("it asks", lambda: bool(asked))
+    await service.authority.reached(lambda: bool(asked))
     assert asked == ["no new process reaches gpu-0 (no CUDA-capable device is detected)"]
 
 
@@ -223,10 +222,10 @@ async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(st
     model = service.authority.resolve("a")
     await service.authority.load(model)
     gone = gpus.signs.pop("gpu-1")
-    service.authority.tick()
+    await service.clock.advance(TICK_SECONDS)
     assert model.state is ModelState.COLD
     gpus.signs["gpu-1"] = gone
-    await until("it is back", lambda: model.state is ModelState.READY)
+    await model.becomes(ModelState.READY)
 
 
 async def test_a_reading_as_it_was_taken_stays_beside_what_is_shown(start: Start) -> None:

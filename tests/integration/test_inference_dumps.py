@@ -9,7 +9,7 @@ import pytest
 
 from inference.dumps import MOST_DUMPS, differences
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def test_what_rests_after_a_failure_is_in_the_dump(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"fail": "startup"}})
     model = service.authority.resolve("a")
     service.authority.ask(model)
-    await until("it failed", lambda: model.backoff.failures > 0)
+    await service.authority.reached(lambda: model.backoff.failures > 0)
     recovery = (await ask(service.app, "POST", "/memory/dump")).body["recovery"]["a"]
     assert recovery["failures"] >= 1
     assert recovery["crashes"] >= 1

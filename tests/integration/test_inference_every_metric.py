@@ -16,7 +16,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 NAMES: dict[str, set[str]] = {
@@ -116,9 +116,9 @@ async def _a_model_is_loaded(start: Start, _patch: pytest.MonkeyPatch) -> None:
 async def _a_request_runs(start: Start, _patch: pytest.MonkeyPatch) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 2}})
     asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
-    await until("it runs", lambda: value(service, "inference_sequences", model="a", state="active") == 1)
+    await service.authority.reached(lambda: value(service, "inference_sequences", model="a", state="active") == 1)
     assert value(service, "inference_model_refs", model="a") == 1
-    await until("it is counted", lambda: value(service, "inference_tokens_total", model="a", kind="generated") == 10)
+    await service.authority.reached(lambda: value(service, "inference_tokens_total", model="a", kind="generated") == 10)
     assert value(service, "inference_tokens_total", model="a", kind="prompt") == 10
     await asking
     assert value(service, "inference_model_refs", model="a") == 0
@@ -132,7 +132,7 @@ async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatc
     assert value(service, "inference_restorations_total") == 0
     assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
     await service.authority.offload(model)
-    await until("it is on record", lambda: bool(service.authority.state.evictions))
+    await service.authority.reached(lambda: bool(service.authority.state.evictions))
     assert value(service, "inference_evictions_total", action="offload", reason="by hand") == 1
     assert value(service, "inference_kv_bytes", model="a", tier="warm") == MIB
     assert value(service, "inference_kv_bytes", model="a", tier="hot") is None

@@ -18,7 +18,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import ModelEntry
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services
 
 Shown = Callable[[Path, Start], Awaitable[None]]
 TABLE: dict[tuple[str, ...], Shown] = {}
@@ -96,7 +96,7 @@ async def _how_long_it_stays_idle_and_what_becomes_of_it_then(directory: Path, s
     service = await start(models)
     await load(service, *models)
     a, b, c = (service.authority.resolve(name) for name in models)
-    await until("both have left", lambda: (a.state, b.state) == (ModelState.WARM, ModelState.COLD))
+    await service.authority.reached(lambda: (a.state, b.state) == (ModelState.WARM, ModelState.COLD))
     assert c.state is ModelState.READY
 
 
@@ -105,11 +105,9 @@ async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
     """The one that may be was used last, long after the others. What others use of the machine's memory is left out."""
     models: dict[str, dict[str, Any]] = {"young": {"min_residency": 1000}, "pinned": {"pinned": True}, "a": {}, "b": {}}
     service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false", ENABLE_MEMORY_GOVERNOR="false")
-    await load(service, "young", "pinned", "a")
-    for name in ("young", "pinned"):
-        model = service.authority.resolve(name)
-        service.authority.restate(model, last_used_at=model.last_used_at - 200)  # not idle long enough
-    await load(service, "b")
+    await load(service, "young", "pinned")
+    await service.clock.advance(200)
+    await load(service, "a", "b")
     assert [name for name, model in service.authority.models.items() if model.running] == ["young", "pinned", "b"]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import sys
 import urllib.request
@@ -32,7 +31,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
 from tests.rigs import authority_rig, tiny_gguf
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model
 from tests.rigs.processes import Service as Process
@@ -119,7 +118,7 @@ class Bench:
         service = await self.start({"a": {}}, {"a": behavior}, **environ)
         model = service.authority.resolve("a")
         ticket = service.authority.ask(model)
-        await until("it failed", lambda: model.failure is not None, 15)
+        await service.authority.reached(lambda: model.failure is not None, seconds=15)
         ticket.close()
         return str(model.failure)
 
@@ -235,14 +234,14 @@ async def _what_happens_to_a_model_that_does_not_fit(bench: Bench) -> None:
 @shows("MODEL_IDLE_TIMEOUT_SECONDS")
 async def _how_long_an_idle_model_stays(bench: Bench) -> None:
     _, model = await bench.loaded(MODEL_IDLE_TIMEOUT_SECONDS="0.1", ENABLE_CPU_OFFLOAD="false")
-    await until("it has left", lambda: model.state is ModelState.COLD)
+    await model.becomes(ModelState.COLD)
 
 
 @shows("ENABLE_CPU_OFFLOAD")
 async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
     for enabled, state in (("true", ModelState.WARM), ("false", ModelState.COLD)):
         service, model = await bench.loaded(ENABLE_CPU_OFFLOAD=enabled, MODEL_IDLE_TIMEOUT_SECONDS="0.1")
-        await until("it has left", functools.partial(_is, model, state))
+        await model.becomes(state)
         assert len(service.authority.offloaded()) == (enabled == "true")
 
 
@@ -254,17 +253,10 @@ async def _which_devices_keep_models_by_a_checkpoint(bench: Bench) -> None:
     for said, mechanism in (("off", "resident"), ("simulated", "resident"), ("auto", "checkpoint")):
         service, model = await bench.loaded(accelerator=FakeAccelerator(), WARM_CHECKPOINT=said)
         wanted = None if said == "auto" else f"INFERENCE_WARM_CHECKPOINT is {said}"
-        await until("it was tested", functools.partial(_has_obstacle, service, wanted), 30)
+        await service.authority.shell.reached(lambda state: "cuda" in state.devices.suspension)
+        assert service.authority.state.devices.suspension["cuda"] == wanted
         await service.authority.offload(model)
         assert service.authority.offloaded()[0]["mechanism"] == mechanism
-
-
-def _has_obstacle(service: Service, wanted: str | None) -> bool:
-    return service.authority.state.devices.suspension.get("cuda", "not tested") == wanted
-
-
-def _is(model: Model, state: ModelState) -> bool:
-    return model.state is state
 
 
 @shows("MIN_RESIDENCY_SECONDS")
@@ -337,7 +329,7 @@ async def _which_devices_there_are(bench: Bench) -> None:
 @shows("ENABLE_LAZY_MODEL_LOADING")
 async def _whether_models_are_loaded_at_start(bench: Bench) -> None:
     service = await bench.start({"a": {}, "b": {}}, ENABLE_LAZY_MODEL_LOADING="false")
-    await until("both are there", lambda: all(model.loads for model in service.authority.models.values()))
+    await service.authority.reached(lambda: all(model.loads for model in service.authority.models.values()))
     service = await bench.start({"a": {}, "b": {}})
     assert not any(model.running for model in service.authority.models.values())
 
@@ -424,11 +416,10 @@ async def _presses(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model
 @shows("ENABLE_MEMORY_GOVERNOR")
 async def _whether_pressure_is_acted_on(bench: Bench) -> None:
     model, _ = await _presses(bench, 850)
-    await until("it has left", lambda: model.running is None)
+    await model.becomes(ModelState.COLD)
     model, site = await _presses(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
-    await until(
-        "it was looked at",
-        lambda: site.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level == "critical",
+    await site.authority.reached(
+        lambda: site.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level == "critical"
     )
     assert model.state is ModelState.READY
 
@@ -436,21 +427,18 @@ async def _whether_pressure_is_acted_on(bench: Bench) -> None:
 @shows("PRESSURE_EAGER", "EVICTION_IDLE_THRESHOLD_SECONDS")
 async def _whether_it_is_acted_on_before_memory_is_wanted(bench: Bench) -> None:
     model, _ = await _presses(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
-    await until("it has left", lambda: model.running is None)
+    await model.becomes(ModelState.COLD)
     for environ in ({"PRESSURE_EAGER": "true"}, {"EVICTION_IDLE_THRESHOLD_SECONDS": "0"}):
         model, site = await _presses(bench, 10, **environ)
-        await until("it was looked at", functools.partial(_looked_at, site, 4))
+        await site.clock.advance(2.0)
+        assert len(site.authority.state.pressure.history) >= 4
         assert model.state is ModelState.READY
-
-
-def _looked_at(site: Any, times: int) -> bool:
-    return len(site.authority.state.pressure.history) >= times
 
 
 @shows("PRESSURE_CHECK_INTERVAL_SECONDS")
 async def _how_often_devices_are_looked_at(bench: Bench) -> None:
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator(), PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
-    await until("three looks", lambda: len(service.authority.state.pressure.history) >= 3)
+    await service.authority.reached(lambda: len(service.authority.state.pressure.history) >= 3)
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator())
     assert len(service.authority.state.pressure.history) == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.state import Timing
-from tests.rigs.authority_rig import FakeAccelerator, Start, services, until
+from tests.rigs.authority_rig import FakeAccelerator, Start, services
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_memory_that_did_not_come_back_is_not_counted_as_freed(start: Star
     lease.release()
     accelerator.used_bytes = 900 * 2**20
     await asyncio.wait_for(authority.unload(model), 10)
-    await until("recorded", lambda: len(authority.state.evictions) == 1)
+    await authority.reached(lambda: len(authority.state.evictions) == 1)
     assert authority.state.evictions[0].reason is Reason.BY_HAND
     assert authority.state.evictions[0].memory_freed_mb == 0
 
@@ -61,9 +61,9 @@ async def test_a_load_that_is_given_up_is_on_record(start: Start) -> None:
     authority, model = service.authority, service.authority.resolve("a")
     authority.ask(model).close()
     ticket = authority.ask(model)
-    await until("loading", lambda: model.running is not None)
+    await authority.reached(lambda: model.running is not None)
     ticket.close()
     authority.leave(model, Reason.IDLE)
     authority.leave(model, Reason.BY_HAND)
-    await until("gone", lambda: model.running is None)
+    await authority.reached(lambda: model.running is None)
     assert [record.reason for record in authority.state.evictions] == [Reason.IDLE]

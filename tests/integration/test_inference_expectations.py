@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from inference import views
 from inference.authority.events import Progressed
-from inference.protocol import ModelStatus
+from inference.protocol import ModelState, ModelStatus
 from inference.workers.worker_link import Heartbeat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
@@ -33,15 +34,18 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
     assert (told().load_seconds, told().queue_seconds, told().prefill_tokens_per_second) == (None, 0, None)
     await authority.load(model)
     assert told().load_seconds == 0
-    leases = [await authority.ask(model).wait(1) for _ in range(3)]
+    leases = [await authority.ask(model).wait(1) for _ in range(4)]
     assert told().queue_seconds is None, "no answer was timed yet"
     assert model.running is not None
     beat = Heartbeat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
     authority.dispatch(Progressed(model.running.id, 1.0, beat))
     assert told().prefill_tokens_per_second == 250
-    authority.restate(model, pace=model.pace.answered(4.0))
-    assert told().answer_seconds == 4
-    assert told().queue_seconds == 8, "two have to end before a third that waits has a place"
+    await service.clock.advance(4.0)
+    first, *leases = leases
+    assert first is not None
+    first.release(completed=True)
+    assert told().answer_seconds == pytest.approx(4, abs=0.1)
+    assert told().queue_seconds == pytest.approx(8, abs=0.2), "two have to end before a third that waits has a place"
     for lease in leases:
         assert lease is not None
         lease.release(completed=True)
@@ -55,11 +59,15 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
 async def test_a_load_that_runs_is_told_by_what_is_left_of_it(start: Start) -> None:
     service = await start({"a": {}}, parts={"supervisor": InstantSupervisor({"a": 60.0})})
     authority, model = service.authority, service.authority.resolve("a")
-    authority.restate(model, loads=1, reload_seconds=60.0)
+    loading = asyncio.create_task(authority.load(model))
+    await model.becomes(ModelState.LOADING)
+    await service.clock.advance(60.0)
+    await loading
+    await authority.unload(model)
     with authority.ask(model):
         left = authority.status(model).load_seconds
         assert left is not None
-        assert 50 < left <= 60
+        assert left == pytest.approx(60, abs=1)
         changed = authority.status(model)
         assert not views.differs(changed, changed)
     authority.quiesce()

@@ -9,7 +9,7 @@ import pytest
 
 from inference.errors import QueueFull
 from inference.protocol import FULL_FOR, ModelState, Priority
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 
 
@@ -48,7 +48,7 @@ async def test_whoever_comes_back_when_he_was_told_to_is_let_in(start: Start) ->
     told = caught.value.retry_after
     assert told == 2, "the last load took 1.2 s, in whole seconds"
     asked_at = authority.now
-    await until("it is ready", lambda: model.state is not ModelState.LOADING and model.running is not None, 20)
+    await authority.reached(lambda: model.state is not ModelState.LOADING and model.running is not None, seconds=20)
     assert authority.now - asked_at <= told
     assert await authority.ask(model).wait(1) is not None
     first.close()
@@ -57,7 +57,14 @@ async def test_whoever_comes_back_when_he_was_told_to_is_let_in(start: Start) ->
 async def test_those_before_him_count_with_what_an_answer_took_lately(start: Start) -> None:
     service = await start({"a": {}}, QUEUE_NORMAL="4", QUEUE_LOW="0", parts=slow())
     authority, model = service.authority, service.authority.resolve("a")
-    authority.restate(model, pace=model.pace.answered(5.0), loads=1, reload_seconds=60.0)
+    first = authority.ask(model)
+    await model.becomes(ModelState.LOADING)
+    await service.clock.advance(60.0)
+    lease = await first.wait(1)
+    assert lease is not None
+    await service.clock.advance(5.0)
+    lease.release(completed=True)
+    await authority.unload(model)
     for _ in range(4):
         authority.ask(model)
     with pytest.raises(QueueFull) as caught:

@@ -14,7 +14,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import load
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def test_what_a_device_shows_beyond_the_buffers_is_learned_after_a_load(st
     estimator, device = FakeEstimator(), SharedDevice(foreign_mib=200)
     device.service = service = await start({"a": {}}, accelerator=device, estimator=estimator)
     await service.authority.load(service.authority.resolve("a"), 10)
-    await until("it was looked at", lambda: bool(estimator.learned))
+    await service.authority.reached(lambda: bool(estimator.learned))
     assert estimator.learned == [("gpu-0", 64 * MIB)]
 
 
@@ -51,7 +51,7 @@ async def test_of_equal_models_the_one_that_loaded_slower_stays(start: Start) ->
     for model in (slow, quick, new):
         await authority.load(model, 10)
     assert (slow.state, new.state) == (ModelState.READY, ModelState.READY)
-    await until("it is warm", lambda: quick.state is ModelState.WARM)
+    await quick.becomes(ModelState.WARM)
     (kept,) = droppable(authority.state)
     assert (kept.model, kept.saves_seconds) == ("quick", quick.reload_seconds)
     assert 0 < quick.reload_seconds < slow.reload_seconds

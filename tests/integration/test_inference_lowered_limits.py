@@ -13,7 +13,7 @@ from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.shell import Lease
 from inference.errors import MemoryLimitExceededError
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, reload, services, until
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, reload, services
 from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
@@ -45,7 +45,7 @@ async def test_the_idle_leave_at_once_and_the_busy_one_when_it_is_done(start: St
     lease = await taken(service, "c")
     environ = {"FORCE_CPU_MODE": "true", "ENABLE_CPU_OFFLOAD": "false"}
     reload(service, tmp_path, models, **environ, MEMORY_LIMIT_GB=gib(250))
-    await until("the idle one is gone", lambda: b.state is S.COLD)
+    await b.becomes(S.COLD)
     assert (a.state, c.state) == (S.READY, S.BUSY)
     record = service.authority.state.evictions[-1]
     assert (record.reason, record.action) == (Reason.LOWERED, Action.UNLOAD)
@@ -59,7 +59,7 @@ async def test_the_idle_leave_at_once_and_the_busy_one_when_it_is_done(start: St
     lease.release(completed=True)
     with pytest.raises(MemoryLimitExceededError):
         await ticket.wait(10)
-    await until("both are gone", lambda: (a.state, c.state) == (S.COLD, S.COLD))
+    await service.authority.reached(lambda: (a.state, c.state) == (S.COLD, S.COLD))
     assert not service.authority.ledger.holdings
 
 
@@ -78,10 +78,9 @@ async def test_every_limit_that_is_lowered_holds_afterwards(
     device.service = service
     for name in models:
         (await taken(service, name)).release(completed=True)
-        service.authority.restate(name, reload_seconds=1.0)
     reload(service, tmp_path, models, **lower)
     a, b = (service.authority.resolve(name) for name in models)
-    await until("one is warm", lambda: a.state is S.WARM)
+    await a.becomes(S.WARM)
     assert b.state is S.READY
     assert service.authority.ledger.excess("gpu-0") == 0
     assert service.authority.state.evictions[-1].action is Action.OFFLOAD
@@ -99,7 +98,7 @@ async def test_who_leaves_for_host_memory_that_was_lowered_is_not_kept_there(sta
     assert a.state is S.OFFLOADING
     total = authority.readings()[-1].total_bytes
     reload(service, tmp_path, models, FORCE_CPU_MODE="true", CPU_MEMORY_MAX_PERCENT=str(50 * MIB / total))
-    await until("both are cold", lambda: (a.state, b.state) == (S.COLD, S.COLD))
+    await authority.reached(lambda: (a.state, b.state) == (S.COLD, S.COLD))
     assert authority.ledger.excess("cpu") == 0
 
 

@@ -12,7 +12,7 @@ from inference.app import Service
 from inference.authority.placement.ledger import Phase
 from inference.devices.device import Reading
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ async def test_fragmentation_holds_the_books_against_what_is_seen(start: Start) 
     service = await start({"a": {"context_length": 512, "parallel": 2}}, {"a": {}}, accelerator=accelerator)
     loaded = service.authority.resolve("a")
     await service.authority.load(loaded, 10)
-    await until("it was heard", lambda: loaded.running is not None and loaded.running.worker.beat is not None)
+    await service.authority.reached(lambda: loaded.running is not None and loaded.running.worker.beat is not None)
     accelerator.used_bytes = 100 * MIB
     found = await get(service, "/memory/fragmentation")
     (model,) = found["models"]
@@ -205,7 +205,7 @@ async def test_a_load_that_was_refused_fits_after_defragmenting(start: Start) ->
     await authority.load(model, 10)
     assert model.running is not None
     running = model.running
-    await until("the growth is booked", lambda: running.grown_bytes > 150 * MIB)
+    await authority.reached(lambda: running.grown_bytes > 150 * MIB)
     await post(service, "/models/b/load", status=503)
     held = authority.ledger.holdings[running.holding].bytes["cpu"]
     answer = await post(service, "/memory/defragment")

@@ -14,7 +14,7 @@ from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.protocol import ModelState, Priority
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 
 
 class TwoAccelerators(FakeAccelerator):
@@ -44,7 +44,7 @@ async def test_a_model_in_use_finishes_moves_and_answers_there(start: Start) -> 
     before = model.running.placement.device
     other = {"gpu-0": "gpu-1", "gpu-1": "gpu-0"}[before]
     moving = asyncio.create_task(authority.move(model, other))
-    await until("draining", lambda: model.state is ModelState.DRAINING)
+    await model.becomes(ModelState.DRAINING)
     newcomer = authority.ask(model)
     lease.release(completed=True)
     await asyncio.wait_for(moving, 20)
@@ -88,7 +88,7 @@ async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_p
     authority, model = service.authority, service.authority.resolve("a")
     await authority.move(model, "gpu-0")
     moving = asyncio.create_task(authority.move(model, "gpu-1"))
-    await until("on its way", lambda: model.target == "gpu-1" and model.state is ModelState.LOADING)
+    await authority.reached(lambda: model.target == "gpu-1" and model.state is ModelState.LOADING)
     waiting = authority.ask(model)
     with pytest.raises(MemoryRefused, match="oom_load"):
         await asyncio.wait_for(moving, 20)
@@ -106,11 +106,11 @@ async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(st
     for said in Priority:
         body = {"models": ["a"], "priority": str(said)}
         asking = asyncio.create_task(ask(service.app, "POST", "/memory/preload", body))
-        await until("it waits", lambda: bool(model.queue.waiters))
+        await service.authority.reached(lambda: bool(model.queue.waiters))
         assert {name: model.queue.count(name) for name in Priority} == {name: int(name is said) for name in Priority}
         asking.cancel()
         await asyncio.wait({asking})
-        await until("it was given up", lambda: not model.queue.waiters)
+        await service.authority.reached(lambda: not model.queue.waiters)
     estimator.gate.set()
     (result,) = (await ask(service.app, "POST", "/memory/preload", {"models": ["a"], "priority": "low"})).body[
         "results"

@@ -13,7 +13,7 @@ from inference.app import Service
 from inference.authority.state import Timing
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 CHAT = "/v1/chat/completions"
 
@@ -40,9 +40,9 @@ async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answere
     await asyncio.gather(_chat(service, "warm up"), _chat(service, "warm up", "b"))
     other = _chat(service, "untouched", "b")
     neighbors = [_chat(service, f"fine {number}", stream=number % 2 == 0) for number in range(4)]
-    await until("all in flight", lambda: model.in_flight == 4)
+    await service.authority.reached(lambda: model.in_flight == 4)
     culprit = _chat(service, "BAD")
-    await until("the worker died", lambda: model.state is ModelState.FAILED)
+    await model.becomes(ModelState.FAILED)
     late = _chat(service, "came while it rested")
     answers = await asyncio.gather(*neighbors, late, other)
     assert [answer.status for answer in answers] == [200] * 6
@@ -88,9 +88,9 @@ async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes
     assert case["standing"] == "suspect"
     runs: list[tuple[int | None, int]] = []
     again = _chat(service, "BAD", stream=True)
-    await until("it runs alone", lambda: model.running is not None and model.running.alone is not None)
+    await service.authority.reached(lambda: model.running is not None and model.running.alone is not None)
     beside = _chat(service, "fine", stream=True)
-    await until("others wait", lambda: len(model.queue) == 1)
+    await service.authority.reached(lambda: len(model.queue) == 1)
     runs.append((model.running.alone if model.running else None, model.in_flight))
     assert runs[0][1] == 1
     assert b'"code":"model_failed"' in (await again).body, "it had a part of the answer again"
@@ -106,7 +106,7 @@ async def test_a_suspect_that_completes_is_acquitted_and_keeps_nobody_out_for_lo
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
     slow = [_chat(service, "slow") for _ in range(2)]
-    await until("in flight", lambda: model.in_flight == 2)
+    await authority.reached(lambda: model.in_flight == 2)
     suspect = authority.ask(model, alone=True)
     behind = authority.ask(model)
     assert [waiter.alone for waiter in model.queue.waiters] == [True, False]

@@ -21,7 +21,7 @@ from inference.devices.device import Reading
 from inference.errors import MemoryLimitExceededError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
 
 GPU = "gpu-0"
 NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
@@ -48,12 +48,6 @@ async def begin(
 async def load(service: Service, *names: str) -> None:
     for name in names:
         await service.authority.load(service.authority.resolve(name))
-
-
-def age(service: Service, seconds: float, *names: str) -> None:
-    for name in names:
-        model = service.authority.resolve(name)
-        service.authority.restate(model, last_used_at=model.last_used_at - seconds)
 
 
 def state(service: Service, name: str) -> ModelState:
@@ -86,10 +80,11 @@ async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
 async def test_others_who_take_memory_make_idle_models_leave_before_anything_fails(start: Start) -> None:
     """Nobody asked for anything: the tick saw it, and the record says why."""
     service, gpu = await begin(start, {"old": {}, "new": {}}, {"old": 300, "new": 300})
-    await load(service, "old", "new")
-    age(service, 200, "old")
+    await load(service, "old")
+    await service.clock.advance(200)
+    await load(service, "new")
     gpu.foreign_mib = 100
-    await until("the idle model left", lambda: bool(service.authority.state.evictions))
+    await service.authority.reached(lambda: bool(service.authority.state.evictions))
     assert state(service, "new") is ModelState.READY
     record = service.authority.state.evictions[-1]
     assert (record.model_name, record.reason) == ("old", Reason.PRESSURE)
@@ -105,7 +100,7 @@ async def test_at_critical_every_idle_model_leaves_and_a_busy_one_goes_on(start:
     with service.authority.ask(service.authority.resolve("b")) as ticket:
         assert await ticket.wait(10) is not None
         gpu.foreign_mib = 350
-        await until("the idle model left", lambda: state(service, "a") is ModelState.COLD)
+        await service.authority.reached(lambda: state(service, "a") is ModelState.COLD)
         assert (state(service, "b"), state(service, "p")) == (ModelState.BUSY, ModelState.READY)
     gpu.foreign_mib = 0
 
@@ -113,19 +108,19 @@ async def test_at_critical_every_idle_model_leaves_and_a_busy_one_goes_on(start:
 async def test_a_model_that_fills_its_budget_is_left_alone(start: Start) -> None:
     service, gpu = await begin(start, {"a": {}}, {"a": 880}, foreign_mib=20, GPU_MEMORY_MAX_PERCENT="0.95")
     await load(service, "a")
-    age(service, 290, "a")
+    await service.clock.advance(290)
     for foreign in (20, 25, 15, 30):
         gpu.foreign_mib = foreign
         service.authority.check(regular=True)
     assert (level(service), state(service, "a")) == (Level.HIGH, ModelState.READY)
     gpu.foreign_mib = 60
-    await until("it left", lambda: state(service, "a") is ModelState.COLD)
+    await service.authority.reached(lambda: state(service, "a") is ModelState.COLD)
 
 
 async def test_without_the_governor_nothing_leaves_and_admission_is_as_strict(start: Start) -> None:
     service, gpu = await begin(start, {"a": {}, "b": {}}, {"a": 300, "b": 500}, ENABLE_MEMORY_GOVERNOR="false")
     await load(service, "a")
-    age(service, 290, "a")
+    await service.clock.advance(290)
     gpu.foreign_mib = 690
     for _ in range(8):
         service.authority.check(regular=True)
@@ -138,7 +133,7 @@ async def test_without_the_governor_nothing_leaves_and_admission_is_as_strict(st
 async def test_below_critical_idle_models_leave_unasked_only_if_eager(start: Start, eager: str, left: bool) -> None:
     service, _ = await begin(start, {"a": {}}, {"a": 700}, PRESSURE_EAGER=eager)
     await load(service, "a")
-    age(service, 200, "a")
+    await service.clock.advance(200)
     service.authority.check(regular=True)
     assert (state(service, "a") is not ModelState.READY) == left
 
@@ -149,7 +144,7 @@ async def test_the_idle_threshold_is_a_setting(start: Start, seconds: str, left:
         start, {"a": {}}, {"a": 700}, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS=seconds
     )
     await load(service, "a")
-    age(service, 100, "a")
+    await service.clock.advance(100)
     service.authority.check(regular=True)
     assert (state(service, "a") is not ModelState.READY) == left
 
@@ -263,7 +258,7 @@ async def test_readings_that_fail_end_no_check(start: Start, caplog: pytest.LogC
     service, gpu = await begin(start, {"a": {}}, {"a": 300}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
     gpu.failure = OSError("gone")
     before = len(service.authority.state.pressure.history)
-    await until("checks go on", lambda: len(service.authority.state.pressure.history) > before + 1)
+    await service.authority.reached(lambda: len(service.authority.state.pressure.history) > before + 1)
     assert "could not be read for a check" in caplog.text
 
 
@@ -305,14 +300,14 @@ async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) 
     host.service = service
     authority.check(regular=False)
     await load(service, "a")
-    age(service, 200, "a")
+    await service.clock.advance(200)
     host.foreign_mib = 600
     authority.check(regular=False)
     assert {name: str(found) for name, (_, found) in authority.levels().items()} == {
         GPU: "moderate",
         "cpu": "moderate",
     }
-    await until("the model left", lambda: bool(authority.state.evictions))
+    await authority.reached(lambda: bool(authority.state.evictions))
     host.foreign_mib = 990
     for _ in range(5):
         authority.check(regular=True)
@@ -326,7 +321,7 @@ async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) 
 async def test_a_sample_says_which_share_of_all_sequences_is_in_use(start: Start) -> None:
     service = await start({"a": {"parallel": 4}}, {"a": {"answer_seconds": 20}}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
     asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
-    await until("its sequence is seen", lambda: service.authority.state.pressure.history[-1].pool_utilization > 0)
+    await service.authority.reached(lambda: service.authority.state.pressure.history[-1].pool_utilization > 0)
     sample = service.authority.state.pressure.history[-1]
     assert (sample.active_requests, sample.pool_utilization, sample.models_loaded) == (1, 0.25, 1)
     asking.cancel()

@@ -11,7 +11,7 @@ import pytest
 
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def test_cold_models_answer_for_themselves_without_being_loaded(start: Sta
     service = await start({"a": {}, "b": {}, "large": {}}, MEMORY_LIMIT_GB="0.15")
     authority = service.authority
     service.estimator.sizes.update(large=900)
-    await until("all measured", lambda: all(model.estimates for model in authority.models.values()))
+    await authority.reached(lambda: all(model.estimates for model in authority.models.values()))
     assert (await probe(service, "a")).body == {"headgate": {"probe": "cold"}}
     refused = await probe(service, "large")
     assert (refused.status, refused.body["error"]["code"]) == (503, "memory_limit_exceeded")
@@ -61,7 +61,7 @@ async def test_a_probe_that_lost_its_worker_does_not_load_another(start: Start) 
     await authority.load(model)
 
     async def leave() -> None:
-        await until("it is under way", lambda: model.in_flight == 1)
+        await authority.reached(lambda: model.in_flight == 1)
         await authority.unload(model, now=True)
 
     leaving = asyncio.create_task(leave())

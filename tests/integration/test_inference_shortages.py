@@ -14,6 +14,8 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference.app import Service
+from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
+from inference.authority.handlers.running.oom_ladder import EASE_SECONDS
 from inference.authority.placement.headroom import HALF_LIFE_SECONDS
 from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
@@ -26,7 +28,7 @@ from inference.workers.hang_detection import HangTimeouts
 from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start, empty, services, until
+from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start, services
 
 CUDA = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:503\n"
 
@@ -55,9 +57,9 @@ async def die_computing(service: Service) -> None:
     pid = model.running.worker.pid
     Path(f"/proc/{pid}/fd/2").write_text(CUDA)
     os.kill(pid, signal.SIGABRT)
-    await until("it is gone", lambda: model.running is None)
+    await service.authority.reached(lambda: model.running is None)
     assert service.crashes.of("a")[0]["cause"] == "oom_compute"
-    service.authority.restate(model, retry_at=service.authority.now)  # nobody has to wait for the backoff here
+    await service.clock.advance(model.retry_at - service.authority.now)
 
 
 def reserved(service: Service) -> int:
@@ -80,7 +82,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
     assert error.retry_after is not None
     assert 0 < error.retry_after <= 1
 
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.emptied()
     await service.authority.measure(model)
     assert reserved(service) == 170
     assert model.estimates["gpu-0"].headroom_bytes == {"gpu-0": 10 * MIB}
@@ -96,7 +98,7 @@ async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model
     assert answer.status == 503
     assert answer.body["error"]["code"] == "model_failed"
     assert answer.body["error"]["headgate"]["cause"] == "oom_compute"
-    await until("its memory is back", lambda: empty(service))
+    await service.authority.emptied()
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"buffers": 96 * MIB}}))
     await service.authority.load(service.authority.resolve("a"), 10)
     assert service.authority.ledger.balance("gpu-0").ours_bytes == 180 * MIB
@@ -128,8 +130,8 @@ async def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context(start: St
     assert 0 < model.descent.rest(authority.now) <= REST_SECONDS
     await authority.unload(model)
     assert model.reduced is not None, "what helped is kept until the rest is over"
-    authority.restate(model, descent=type(model.descent)(model.descent.taken, authority.now - 1))
-    await until("the configured sizes count again", lambda: model.reduced is None)
+    await service.clock.advance(REST_SECONDS + TICK_SECONDS)
+    assert model.reduced is None
 
 
 async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
@@ -170,7 +172,7 @@ async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.
     with pytest.raises(MemoryRefused):
         await service.authority.load(model, 10)
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"fail": "startup"}}))
-    service.authority.restate(model, retry_at=service.authority.now)
+    await service.clock.advance(model.retry_at - service.authority.now)
     with pytest.raises(InferenceError) as failed:
         await service.authority.load(model, 10)
     assert isinstance(failed.value, ModelFailed)
@@ -188,8 +190,8 @@ async def test_what_counts_less_by_now_is_measured_again(start: Start, tmp_path:
     await service.authority.measure(model)
     assert reserved(service) == 170
     later[0] = HALF_LIFE_SECONDS
-    service.authority.restate(ease_at=0.0)
-    await until("measured again", lambda: "gpu-0" in model.estimates and reserved(service) == 165)
+    await service.clock.advance(EASE_SECONDS)
+    await service.authority.reached(lambda: "gpu-0" in model.estimates and reserved(service) == 165)
 
 
 async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, 
         assert model.running is not None
         (tmp_path / "proc/vmstat").write_text(f"oom_kill {count}\n")
         os.kill(model.running.worker.pid, signal.SIGKILL)
-        await until("it is gone", lambda: model.running is None)
+        await service.authority.reached(lambda: model.running is None)
     newest, before = service.crashes.of("a")
     assert (newest["cause"], before["cause"]) == ("killed", "killed")
     assert newest["message"] == "the kernel killed the worker because host memory ran out (killed)"
@@ -226,12 +228,12 @@ async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
     assert (answer.status, answer.headers["x-headgate-device"]) == (200, "cpu")
     assert authority.status(model).fallback
     assert cooldown_seconds(model, authority.now) > 0
-    await until("nobody uses it", lambda: model.state is ModelState.READY)
-    authority.tick()
+    await model.becomes(ModelState.READY)
+    await service.clock.advance(TICK_SECONDS)
     assert authority.status(model).devices == ("cpu",), "it rests from the accelerator first"
     monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
-    authority.restate(model, sheltered_until=0.0)
-    await until("it is home", lambda: authority.status(model).devices == ("gpu-0",) and model.state is ModelState.READY)
+    await service.clock.advance(cooldown_seconds(model, authority.now))
+    await authority.reached(lambda: authority.status(model).devices == ("gpu-0",) and model.state is ModelState.READY)
     assert not authority.status(model).fallback
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
     assert answer.headers["x-headgate-device"] == "gpu-0"

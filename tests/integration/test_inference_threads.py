@@ -15,7 +15,7 @@ import pytest
 from inference.demo import bundled_path
 from inference.worker.cores.openmp_spinning import openmp_brake
 from inference.workers import worker_link
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.tiny_gguf import generative
 from tests.rigs.worker_rig import WorkerRig, grant_for
@@ -43,7 +43,7 @@ async def test_threads_follow_who_is_busy(start: Start) -> None:
     for lease in leases[1:]:
         lease.release()
     assert a.running.worker.threads == 3, "a neighbor that pauses for a moment changes nothing"
-    await until("a has them all", lambda: a.running.worker.threads == 8)
+    await authority.reached(lambda: a.running.worker.threads == 8)
     again = await authority.ask(b).wait(10)
     assert (a.running.worker.threads, b.running.worker.threads) == (4, 4)
     again.release()

@@ -12,7 +12,7 @@ import pytest
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.shell import Lease
 from inference.protocol import ModelState, Priority
-from tests.rigs.authority_rig import Start, empty, services, until
+from tests.rigs.authority_rig import Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.live_authority import LiveModel as Model
 
@@ -50,13 +50,13 @@ async def test_a_model_that_is_never_idle_lets_another_one_have_its_turn(start: 
     authority = service.authority
     a, b = authority.resolve("a"), authority.resolve("b")
     async with kept_busy(authority, a) as served:
-        await until("a is used", lambda: len(served) > 3)
+        await authority.reached(lambda: len(served) > 3)
         lease = await authority.ask(b).wait(20)
         assert lease is not None
         before = len(served)
         assert a.loads == 1
         lease.release()
-        await until("a is back", lambda: len(served) > before + 3)
+        await authority.reached(lambda: len(served) > before + 3)
         assert (a.loads, b.loads) == (2, 1)
     first = authority.state.evictions[0]
     assert (first.model_name, first.reason) == ("a", Reason.MEMORY_WANTED)
@@ -89,7 +89,7 @@ async def test_answers_under_way_are_never_cut_and_newcomers_wait(start: Start) 
     long_answer = await authority.ask(a).wait(10)
     assert long_answer is not None
     other = authority.ask(b)
-    await until("draining", lambda: a.state is ModelState.DRAINING)
+    await a.becomes(ModelState.DRAINING)
     newcomer = authority.ask(a)
     assert await newcomer.wait(0.3) is None
     assert other.pending
@@ -108,7 +108,7 @@ async def test_who_drains_for_somebody_that_left_stays(start: Start) -> None:
     lease = await authority.ask(a).wait(10)
     assert lease is not None
     other = authority.ask(b)
-    await until("draining", lambda: a.state is ModelState.DRAINING)
+    await a.becomes(ModelState.DRAINING)
     newcomer = authority.ask(a)
     other.close()
     assert a.state is ModelState.BUSY
@@ -124,10 +124,10 @@ async def test_min_residency_is_kept_against_a_model_that_is_wanted(start: Start
     authority = service.authority
     a, b = authority.resolve("a"), authority.resolve("b")
     async with kept_busy(authority, a) as served:
-        await until("a is used", lambda: len(served) > 3)
+        await authority.reached(lambda: len(served) > 3)
         ready_at, wanted_at = a.running.ready_at, authority.now
         with authority.ask(b) as ticket:
-            await until("draining", lambda: a.state is not ModelState.BUSY and a.state is not ModelState.READY)
+            await authority.reached(lambda: a.state is not ModelState.BUSY and a.state is not ModelState.READY)
             left_at = authority.now
             assert left_at - ready_at >= 1.5
             assert left_at - wanted_at >= 1.5
@@ -139,7 +139,7 @@ async def test_a_load_that_everybody_left_is_given_up_only_for_another_model(sta
     authority = service.authority
     a, b = authority.resolve("a"), authority.resolve("b")
     ticket = authority.ask(a)
-    await until("loading", lambda: a.state is ModelState.LOADING)
+    await a.becomes(ModelState.LOADING)
     ticket.close()
     assert a.state is ModelState.LOADING
     lease = await authority.ask(b).wait(10)
@@ -156,7 +156,7 @@ async def test_the_room_for_the_first_is_not_taken_by_a_smaller_one_behind_it(st
     lease = await authority.ask(a).wait(10)
     assert lease is not None
     first = authority.ask(big)
-    await until("draining", lambda: a.state is ModelState.DRAINING)
+    await a.becomes(ModelState.DRAINING)
     second = authority.ask(small)
     assert await second.wait(0.3) is None, "there is room for it now, and big waits for that room"
     lease.release()
@@ -178,7 +178,7 @@ async def test_priorities_decide_which_model_is_next(start: Start) -> None:
     later = authority.ask(b, priority=Priority.LOW)
     sooner = authority.ask(c, priority=Priority.HIGH)
     service.estimator.gate.set()
-    await until("both measured", lambda: bool(b.estimates and c.estimates))
+    await authority.reached(lambda: bool(b.estimates and c.estimates))
     lease.release()
     got = await sooner.wait(10)
     assert got is not None
@@ -194,10 +194,10 @@ async def test_models_that_fit_side_by_side_load_at_the_same_time(start: Start) 
     authority = service.authority
     a, b = authority.resolve("a"), authority.resolve("b")
     tickets = [authority.ask(a), authority.ask(b)]
-    await until("both load", lambda: a.state is b.state is ModelState.LOADING)
+    await authority.reached(lambda: a.state is b.state is ModelState.LOADING)
     for ticket in tickets:
         assert await ticket.wait(10) is not None
         ticket.close()
     for model in (a, b):
         await authority.unload(model, now=True)
-    await until("nothing is booked", lambda: empty(service))
+    await authority.emptied()

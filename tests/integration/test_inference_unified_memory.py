@@ -12,7 +12,7 @@ from inference.authority.state import Devices, State
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
 from inference.settings import InferenceConfig
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 
 HOST = 16 * 1024 * MIB
 
@@ -67,7 +67,7 @@ async def test_a_model_on_unified_memory_is_booked_on_the_host(start: Start) -> 
     assert authority.ledger.balance("gpu-0") == authority.ledger.balance("cpu")
     assert set(authority.ledger.owned_by("a")) == {"cpu"}
     await authority.unload(authority.models["a"], now=True)
-    await until("its memory is back", lambda: empty(service))
+    await authority.emptied()
 
 
 async def test_the_host_may_give_as_much_as_its_accelerator_may_use(start: Start) -> None:

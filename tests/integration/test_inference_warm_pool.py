@@ -19,7 +19,7 @@ from inference.authority.state import Timing
 from inference.devices.host import CpuProbe
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, empty, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
@@ -39,10 +39,6 @@ async def use(service: Service, name: str) -> Model:
     return model
 
 
-async def settled(model: Model, state: ModelState) -> None:
-    await until(f"{model.id} is {state}", lambda: model.state is state)
-
-
 def on_host(service: Service) -> int:
     return service.authority.ledger.balance("cpu").ours_bytes
 
@@ -58,7 +54,7 @@ async def test_a_model_of_the_cpu_keeps_its_process_and_what_that_still_holds(st
     model = await use(service, "a")
     assert model.running is not None
     pid = model.running.worker.pid
-    await settled(model, S.WARM)
+    await model.becomes(S.WARM)
     assert on_host(service) == (64 + 10) * MIB
     (kept,) = service.authority.offloaded()
     assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("standby", "cpu", 74 * MIB)
@@ -82,7 +78,7 @@ async def test_a_model_of_an_accelerator_leaves_it_and_is_kept_by_another_proces
     pid = model.running.worker.pid
     await service.authority.offload(model)
     assert model.state is S.WARM
-    await until("the device is free", lambda: service.authority.ledger.balance("gpu-0").ours_bytes == 0)
+    await service.authority.reached(lambda: service.authority.ledger.balance("gpu-0").ours_bytes == 0)
     keeper = model.running.worker.pid
     assert keeper != pid
     assert not Path(f"/proc/{pid}").exists()
@@ -121,15 +117,13 @@ async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, devic
     model = await use(service, "a")
     await service.authority.offload(model)
     assert model.state in (S.WARM, S.FAILED, S.COLD)
-    await until(
-        "the device is free", lambda: device == "cpu" or not service.authority.ledger.balance(device).ours_bytes
-    )
+    await service.authority.reached(lambda: device == "cpu" or not service.authority.ledger.balance(device).ours_bytes)
     await use(service, "a")
     assert model.state is S.READY
     booked = service.authority.ledger.owned_by("a")
     assert booked == {device: 100 * MIB}
     await service.authority.unload(model)
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.emptied()
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu-0"])
@@ -140,7 +134,7 @@ async def test_a_warm_model_that_is_killed_is_cold_soon_and_nothing_is_left(star
     await service.authority.offload(model)
     assert model.running is not None
     os.kill(model.running.worker.pid, signal.SIGKILL)
-    await until("nothing is booked", lambda: empty(service))
+    await service.authority.emptied()
     assert service.authority.offloaded() == []
     await use(service, "a")
     assert model.loads == 2
@@ -155,7 +149,7 @@ async def test_an_evicted_model_is_kept_where_there_is_room(start: Start) -> Non
     for _ in range(2):
         b = await use(service, "b")
         a = await use(service, "a")
-        await settled(b, S.WARM)
+        await b.becomes(S.WARM)
         assert a.state is S.READY
     assert service.authority.state.restorations == 2
     assert {record.action for record in service.authority.state.evictions} == {Action.OFFLOAD}
@@ -185,7 +179,7 @@ async def test_who_may_be_kept_is_asked_anew_when_the_configuration_changes(star
     with pytest.raises(InvalidRequestError, match="INFERENCE_ENABLE_CPU_OFFLOAD"):
         await service.authority.offload(model)
     service.authority.leave(model, Reason.IDLE, Action.OFFLOAD)
-    await settled(model, S.COLD)
+    await model.becomes(S.COLD)
     assert service.authority.state.evictions[-1].action is Action.UNLOAD
 
 
@@ -239,7 +233,7 @@ async def test_chaos_books_every_byte_once(start: Start, seed: int) -> None:
         assert not model.queue.waiters
     for model in authority.models.values():
         await authority.unload(model, now=True)
-    await until("nothing is booked", lambda: empty(service))
-    await until("nobody runs", lambda: not authority.state.workers)
+    await authority.emptied()
+    await authority.reached(lambda: not authority.state.workers)
     assert authority.offloaded() == []
-    await until("descriptors are closed", lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
+    await authority.reached(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)

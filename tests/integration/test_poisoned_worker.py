@@ -16,7 +16,6 @@ from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import until
 from tests.rigs.live_authority import LiveAuthority
 from tests.rigs.poisoned_worker import MARK
 
@@ -61,7 +60,7 @@ async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
         os.kill(pid, signal.SIGSTOP)
         neighbors = [_chat(service, text) for text in TEXTS]
         culprit = _chat(service, CULPRIT, stream=True)
-        await until("all are in flight", lambda: running.in_flight == 3)
+        await authority.reached(lambda: running.in_flight == 3)
         reports = [await _reports(service)]
         os.kill(pid, signal.SIGCONT)
         refused, *answers = await asyncio.gather(culprit, *neighbors)

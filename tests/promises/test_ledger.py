@@ -14,7 +14,7 @@ from inference.authority.placement.ledger import Ledger
 from inference.errors import InferenceError
 from inference.protocol import ModelState
 from inference.workers.worker_supervisor import Supervisor
-from tests.rigs.authority_rig import Start, empty, until
+from tests.rigs.authority_rig import Start
 from tests.rigs.live_authority import LiveModel as Model
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,7 +50,7 @@ async def _fails_to_load(service: Service, model: Model) -> None:
 
 async def _cancelled(service: Service, model: Model) -> None:
     loading = asyncio.create_task(service.authority.load(model))
-    await until("it loads", lambda: model.state is S.LOADING)
+    await model.becomes(S.LOADING)
     assert service.authority.ledger.holdings
     loading.cancel()
     await service.authority.unload(model, now=True)
@@ -84,7 +84,7 @@ async def test_memory_is_released_exactly_once_however_a_worker_ends(
     service = await start({"a": {}}, {"*" if "exit" in behavior else "a": behavior})
     model = service.authority.resolve("a")
     await end(service, model)
-    await until("its memory is released", lambda: empty(service))
+    await service.authority.emptied()
     assert service.authority.ledger.balance("cpu").ours_bytes == 0
     assert len(released) == len(set(released)) == 1
 

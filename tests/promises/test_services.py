@@ -12,7 +12,7 @@ from inference.api import relay
 from inference.api.event_bus import Bus
 from inference.protocol import H_PROBE, PROGRESS_INTERVAL_SECONDS, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty
 from tests.rigs.gateway_rig import Gateway
 
 pytestmark = pytest.mark.timeout(30)
@@ -76,7 +76,7 @@ async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> 
     """Other models answer meanwhile."""
     service = await start({"a": {}}, {"a": {"load_seconds": 1.0}})
     loading = asyncio.create_task(service.authority.load(service.authority.resolve("a")))
-    await until("it loads", lambda: service.authority.resolve("a").state is ModelState.LOADING)
+    await service.authority.resolve("a").becomes(ModelState.LOADING)
     assert (await ask(service.app, "GET", "/readyz", key=None)).status == 200
     await loading
 
@@ -88,7 +88,7 @@ async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: 
     assert (await ask(service.app, "GET", "/health", key=None)).status == 200
     accelerator.used_bytes = 995 * MIB
     service.authority.check(regular=True)
-    await until("pressure is seen", lambda: service.authority.ledger.balance("gpu-0").foreign_bytes > 900 * MIB)
+    await service.authority.reached(lambda: service.authority.ledger.balance("gpu-0").foreign_bytes > 900 * MIB)
     for path in ("/health", "/memory/health"):
         assert (await ask(service.app, "GET", path)).status == 503
     assert (await ask(service.app, "GET", "/livez", key=None)).status == 200
@@ -98,7 +98,7 @@ async def test_a_probe_never_loads_and_never_counts_as_use(start: Start) -> None
     """A cold model that fits answers it 200 with `cold`."""
     service = await start({"a": {}})
     model = service.authority.resolve("a")
-    await until("it is measured", lambda: bool(model.estimates))
+    await service.authority.reached(lambda: bool(model.estimates))
     body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     answer = await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
     assert (answer.status, answer.body["headgate"]["probe"]) == (200, "cold")
@@ -111,7 +111,7 @@ async def test_a_probe_never_evicts(start: Start) -> None:
     service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
     authority = service.authority
     await authority.load(authority.resolve("a"))
-    await until("b is measured", lambda: bool(authority.resolve("b").estimates))
+    await authority.reached(lambda: bool(authority.resolve("b").estimates))
     body = {"model": "b", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
     assert authority.resolve("a").state is ModelState.READY

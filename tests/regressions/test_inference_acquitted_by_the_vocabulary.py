@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.lifecycle.transitions import Backoff
-from inference.authority.quarantine.docket import MOST_IN_A_ROW, Docket
+from inference.authority.events import CrashReported
+from inference.authority.quarantine.docket import MOST_IN_A_ROW, Crash
+from inference.protocol import ExitCause
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import services
 
 CHAT = "/v1/chat/completions"
 ROW = tuple(f"{number:016x}" for number in range(MOST_IN_A_ROW))
+ALONE = Crash(ExitCause.ASSERT, "it aborted", alone=True)
 
 
 async def test_only_what_a_model_computed_speaks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +26,13 @@ async def test_only_what_a_model_computed_speaks_for_it(tmp_path: Path, monkeypa
         service = await start({"a": {}})
         model = service.authority.resolve("a")
         await service.authority.load(model)
-        service.authority.restate(model, docket=Docket(row=ROW), backoff=Backoff(3))
+        for key in ROW:
+            for _ in range(2):
+                service.authority.dispatch(CrashReported("a", key, ALONE))
         body = {"model": "a", "messages": [{"role": "user", "content": "Hello!"}]}
         for path, more, status in (("/tokenize", {}, 200), (CHAT, {"max_tokens": -1}, 400)):
             assert (await ask(service.app, "POST", path, {**body, **more})).status == status
-            assert (model.docket.row, model.backoff) == (ROW, Backoff(3))
+            assert model.docket.row == ROW
             assert not model.in_flight
         assert (await ask(service.app, "POST", CHAT, body)).status == 200
-        assert (model.docket.row, model.backoff) == ((), Backoff())
+        assert model.docket.row == ()

@@ -60,11 +60,9 @@ async def test_a_device_that_comes_while_another_is_measured_is_measured_too(sta
 async def test_of_two_moves_at_once_one_is_refused(start: Start) -> None:
     """The second cleared what the first one had set."""
     estimator = FakeEstimator()
+    estimator.gate = asyncio.Event()
     service = await start({"a": {}}, estimator=estimator, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
-    await authority.measure(model)
-    authority.restate(estimates={})
-    estimator.gate = asyncio.Event()
     moves = [asyncio.create_task(authority.move(model, device)) for device in ("gpu-0", "gpu-1")]
     await asyncio.sleep(0)
     estimator.gate.set()

@@ -13,7 +13,7 @@ from inference.authority.lifecycle.departures import Reason
 from inference.devices.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.protocol import DeviceState, ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, services, until
+from tests.rigs.authority_rig import FakeAccelerator, Start, services
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
 
@@ -61,7 +61,7 @@ async def test_the_record_names_the_device_and_its_state(start: Start) -> None:
             (kept,) = service.authority.offloaded()
             assert (kept["mechanism"], kept["original_device"]) == ("checkpoint", "gpu-0")
             accelerator.state = DeviceState.PROBING
-    await until("it was recorded", lambda: len(service.authority.state.evictions) == 2)
+    await service.authority.reached(lambda: len(service.authority.state.evictions) == 2)
     told = {record.reason: record.explanation for record in service.authority.state.evictions}
     assert told == {Reason.BY_HAND: (), Reason.DEVICE: ("gpu-0 is probing",)}, "in the order in which memory is back"
     assert model.running is not None

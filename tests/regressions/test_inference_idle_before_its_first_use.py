@@ -9,7 +9,7 @@ import pytest
 
 from inference import figures
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ async def test_what_was_never_used_is_not_idle(start: Start) -> None:
     service = await start({"a": {}})
     authority, model = service.authority, service.authority.resolve("a")
     with authority.ask(model, seconds=30) as ticket:
-        await until("it is loading", lambda: model.state is ModelState.LOADING)
+        await model.becomes(ModelState.LOADING)
         assert authority.status(model).idle_seconds is None
         assert figures.model(authority.state, model.record, authority.now)["idle_seconds"] is None
         (await ticket.wait()).release(completed=True)

@@ -8,7 +8,7 @@ import pytest
 
 from inference.authority.state import Timing
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, empty, services, until
+from tests.rigs.authority_rig import FakeAccelerator, services
 
 
 async def test_memory_of_a_gone_worker_comes_off_the_books_although_its_device_cannot_be_read(
@@ -22,11 +22,11 @@ async def test_memory_of_a_gone_worker_comes_off_the_books_although_its_device_c
         accelerator.failure = OSError("no such device")
         await authority.unload(model)
         assert model.state is ModelState.COLD
-        await until("nothing is booked", lambda: empty(service), seconds=10)
+        await authority.emptied(seconds=10)
         assert "did not get back all memory of a; it counts as foreign" in caplog.text
         assert caplog.text.count("no such device") == 1, "said once, however often it is tried"
         accelerator.failure = None
         await authority.load(model)
         await authority.unload(model)
-        await until("and the usual way works again", lambda: empty(service), seconds=10)
+        await authority.emptied(seconds=10)
         assert authority.ledger.accounts["gpu-0"].foreign_bytes == 0

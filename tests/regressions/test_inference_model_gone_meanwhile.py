@@ -12,7 +12,7 @@ import pytest
 
 from inference.errors import ModelNotFound
 from inference.settings import load
-from tests.rigs.authority_rig import Start, rewrite, services, until
+from tests.rigs.authority_rig import Start, rewrite, services
 
 
 @pytest.fixture
@@ -30,4 +30,4 @@ async def test_asking_for_a_removed_model_is_told_at_once(start: Start, tmp_path
     for _ in ("while it leaves", "when it is gone"):
         with pytest.raises(ModelNotFound, match="configured models: b"):
             authority.ask(model)
-        await until("gone", lambda: model.running is None)
+        await authority.reached(lambda: model.running is None)

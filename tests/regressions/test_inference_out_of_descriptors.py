@@ -13,7 +13,7 @@ import pytest
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.errors import ModelFailed
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, empty, services, until
+from tests.rigs.authority_rig import FakeAccelerator, empty, services
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ async def test_a_load_without_descriptors_fails_and_holds_nothing(
             await authority.load(model)
         assert len(os.listdir("/dev/fd")) == before
         assert empty(service)
-        await until("it may be tried again", lambda: model.state is ModelState.COLD)
+        await model.becomes(ModelState.COLD)
         await authority.load(model)
 
 
@@ -57,4 +57,4 @@ async def test_a_model_that_cannot_be_kept_for_want_of_descriptors_is_unloaded(
         await authority.load(model)
         with descriptors_left(1):
             authority.leave(model, Reason.IDLE, Action.OFFLOAD)
-        await until("it is gone", lambda: model.state is ModelState.COLD and empty(service))
+        await authority.reached(lambda: model.state is ModelState.COLD and empty(service))

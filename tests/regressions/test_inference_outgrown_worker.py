@@ -9,7 +9,7 @@ import pytest
 from inference.authority.state import Timing
 from inference.protocol import ModelState
 from inference.workers.os_api import private_bytes
-from tests.rigs.authority_rig import MIB, empty, services, until
+from tests.rigs.authority_rig import MIB, services
 
 
 async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
@@ -31,7 +31,7 @@ async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
         small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))
         await authority.load(small)
         await authority.load(a)
-        await until("the growth is booked", lambda: authority.ledger.owned_by("a")["cpu"] > 310 * MIB)
+        await authority.reached(lambda: authority.ledger.owned_by("a")["cpu"] > 310 * MIB)
         assert a.running is not None
         seen = private_bytes(a.running.worker.pid)
         if seen is None:
@@ -42,13 +42,13 @@ async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
         await authority.unload(small)
         lease = await authority.ask(b).wait(10)
         assert lease is not None
-        await until("the one too much leaves", lambda: b.state is ModelState.DRAINING)
+        await b.becomes(ModelState.DRAINING)
         assert a.state is ModelState.READY
         lease.release(completed=True)
-        await until("and is gone", lambda: b.state is ModelState.COLD)
+        await b.becomes(ModelState.COLD)
         assert not authority.ledger.owned_by("b")
         await authority.unload(a)
-        await until("everything is back", lambda: empty(service))
+        await authority.emptied()
 
 
 def test_memory_of_a_process_that_is_gone_is_unknown() -> None:

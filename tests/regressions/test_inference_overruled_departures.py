@@ -14,7 +14,7 @@ from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.shell import Lease, Ticket
 from inference.devices.host import CpuProbe
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, rewrite, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, rewrite, services
 from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
@@ -34,7 +34,7 @@ async def draining(start: Start) -> tuple[Service, Model, Lease, Ticket]:
     lease = await authority.ask(model).wait(10)
     assert lease is not None
     wish = authority.ask(authority.resolve("b"))
-    await until("draining", lambda: model.state is S.DRAINING)
+    await model.becomes(S.DRAINING)
     return service, model, lease, wish
 
 
@@ -59,19 +59,20 @@ async def test_a_reload_counts_while_a_model_drains(start: Start, tmp_path: Path
     service.authority.reload(settings.load(tmp_path, ENVIRON, {}))
     wish.close()
     lease.release(completed=True)
-    await until("it is gone", lambda: model.state is S.COLD and empty(service))
+    await service.authority.reached(lambda: model.state is S.COLD and empty(service))
     assert ("a" in service.authority.models) == (change == "changed")
 
 
 async def waiting_for_the_pool(start: Start, reason: Reason = Reason.BY_HAND) -> tuple[Service, Model]:
     """`a` has no answer under way and leaves, once `w`, which is warm and worth less, has made room in the pool."""
     share = str(100 * MIB / CpuProbe().readings()[0].total_bytes)
-    service: Service = await start({"w": {}, "a": {}}, accelerator=FakeAccelerator(), CPU_MEMORY_MAX_PERCENT=share)
+    service: Service = await start(
+        {"w": {}, "a": {}}, {"a": {"load_seconds": 0.5}}, accelerator=FakeAccelerator(), CPU_MEMORY_MAX_PERCENT=share
+    )
     authority, model, other = service.authority, service.authority.resolve("a"), service.authority.resolve("w")
     await authority.load(other)
-    authority.restate(other, reload_seconds=0.0)
     await authority.offload(other)
-    await until("its device is free", lambda: not authority.ledger.balance("gpu-0").ours_bytes)
+    await authority.reached(lambda: not authority.ledger.balance("gpu-0").ours_bytes)
     await authority.load(model)
     authority.leave(model, reason, Action.OFFLOAD)
     return service, model
@@ -83,7 +84,7 @@ async def test_who_waits_for_the_pool_goes_at_once_when_told_to_go_for_good(star
     assert (model.state, service.authority.resolve("w").state) == (S.DRAINING, S.UNLOADING)
     service.authority.leave(model, Reason.CHANGED)
     assert model.state is S.UNLOADING
-    await until("it is gone", lambda: model.state is S.COLD and empty(service))
+    await service.authority.reached(lambda: model.state is S.COLD and empty(service))
 
 
 async def test_who_stays_without_an_answer_under_way_is_idle(start: Start) -> None:
@@ -94,12 +95,12 @@ async def test_who_stays_without_an_answer_under_way_is_idle(start: Start) -> No
     lease = await authority.ask(model).wait(1)
     assert lease is not None
     authority.leave(model, Reason.BY_HAND, Action.OFFLOAD)
-    await until("there is room", lambda: authority.resolve("w").state is S.COLD)
+    await authority.resolve("w").becomes(S.COLD)
     for _ in range(10):
         await asyncio.sleep(0)
     assert model.state is S.DRAINING
     lease.release(completed=True)
-    await until("it is kept", lambda: model.state is S.WARM)
+    await model.becomes(S.WARM)
 
 
 def test_which_reason_weighs_more() -> None:

@@ -9,7 +9,7 @@ import pytest
 from inference import settings
 from inference.errors import ModelNotFound
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import rewrite, services, until
+from tests.rigs.authority_rig import rewrite, services
 
 
 async def test_a_model_added_again_while_it_drains_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ async def test_a_model_added_again_while_it_drains_stays(tmp_path: Path, monkeyp
         waiting.close()
         assert (authority.resolve("a").loads, list(authority.models)) == (2, ["a", "b"])
         reload("b")
-        await until("it is gone when nobody adds it again", lambda: list(authority.models) == ["b"])
+        await authority.reached(lambda: list(authority.models) == ["b"])

@@ -9,7 +9,7 @@ import pytest
 
 from inference.errors import ShuttingDown
 from inference.protocol import DeviceState
-from tests.rigs.authority_rig import FakeAccelerator, services, until
+from tests.rigs.authority_rig import FakeAccelerator, services
 
 
 class _Slow(FakeAccelerator):
@@ -27,7 +27,7 @@ async def test_who_waits_for_a_verdict_is_told_that_the_service_stops(
         service = await start({"a": {}}, accelerator=_Slow())
         authority = service.authority
         asking = [asyncio.create_task(authority.recover("gpu-0")) for _ in range(2)]
-        await until("it is tried", lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
+        await authority.reached(lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
         authority.quiesce()
         for task in asking:
             with pytest.raises(ShuttingDown):

@@ -20,7 +20,7 @@ from inference.estimate.estimator import Estimator
 from inference.estimate.file_stamp import NO_FILE, changed, fingerprint, parts_of
 from inference.protocol import ModelState
 from inference.settings import ModelEntry, _spec
-from tests.rigs.authority_rig import FakeEstimator, Start, empty, services, until
+from tests.rigs.authority_rig import FakeEstimator, Start, empty, services
 
 S = ModelState
 
@@ -45,7 +45,7 @@ async def test_a_file_replaced_during_its_load_fails_that_load_only(
     service = await start({"a": {}}, {"a": behavior})
     authority, model = service.authority, service.authority.resolve("a")
     loading = asyncio.create_task(authority.load(model))
-    await until("the load has begun", lambda: model.state is S.LOADING)
+    await model.becomes(S.LOADING)
     path = replace_file(tmp_path)
     with pytest.raises(ModelFailed, match=f"{path} changed while the model was loaded") as caught:
         await loading
@@ -64,11 +64,11 @@ async def test_a_model_that_did_not_fit_is_measured_again_once_its_file_changes(
     fake.sizes["a"] = 500
     service = await start({"a": {}}, estimator=fake, MEMORY_LIMIT_GB="0.25")
     authority, model = service.authority, service.authority.resolve("a")
-    await until("it is measured", lambda: bool(model.estimates))
+    await authority.reached(lambda: bool(model.estimates))
     assert isinstance(authority.prospect("a"), Refusal)
     fake.sizes["a"] = 100
     replace_file(tmp_path)
-    await until("it is measured again", lambda: authority.prospect(model.id) is True)
+    await authority.reached(lambda: authority.prospect(model.id) is True)
 
 
 async def test_a_failed_model_is_tried_at_once_when_its_file_changes(
@@ -77,15 +77,16 @@ async def test_a_failed_model_is_tried_at_once_when_its_file_changes(
     """The backoff belonged to the old file."""
     service = await start({"a": {}}, {"a": {"fail": "startup"}})
     authority, model = service.authority, service.authority.resolve("a")
-    for _ in range(3):
+    for _ in range(6):
         with pytest.raises(ModelFailed):
             await authority.load(model)
-        authority.restate(model, retry_at=0.0)
-    assert model.backoff.failures == 3
+        await service.clock.advance(model.retry_at - authority.now)
+    with pytest.raises(ModelFailed):
+        await authority.load(model)
+    assert model.backoff.failures == 7
     monkeypatch.setenv("FAKE_WORKER", "{}")
-    authority.restate(model, retry_at=authority.now + 300)
     replace_file(tmp_path)
-    await until("the change is seen", lambda: model.backoff.failures == 0)
+    await authority.reached(lambda: model.backoff.failures == 0)
     await authority.load(model)
 
 

@@ -20,15 +20,14 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_it_is_loading_and_tells_when_it_is_there(start: Start) -> None:
-    service = await start({"a": {}})
+    service = await start({"a": {}}, {"a": {"restore": "hang"}})
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
     await authority.offload(model)
     assert model.state is ModelState.WARM
     with authority.ask(model, seconds=30) as ticket:
         assert model.state is ModelState.RESTORING
-        authority.restate(timers={**authority.state.timers, ("ticket", ticket.id): authority.now})
-        authority.tick()
+        await service.clock.advance(30)
         with pytest.raises(ModelLoading) as caught:
             await asyncio.wait_for(ticket.wait(), 5)
     assert caught.value.retry_after is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.authority_rig import Start, services
 
 
 @pytest.fixture
@@ -34,6 +34,6 @@ async def test_who_slept_ends_nobodys_wait_and_no_worker(start: Start) -> None:
     service.estimator.gate.set()
     assert await ticket.wait(10) is not None
     ticket.close()
-    await until("it is heard", lambda: loaded is not None and loaded.worker.beat is not None)
+    await authority.reached(lambda: loaded is not None and loaded.worker.beat is not None)
     assert authority.resolve("b").running == loaded
     assert authority.resolve("b").state is ModelState.READY

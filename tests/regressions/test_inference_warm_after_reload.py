@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, reload, services, until
+from tests.rigs.authority_rig import FakeAccelerator, Start, reload, services
 
 S = ModelState
 
@@ -23,16 +23,15 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_a_lowered_limit_is_kept_by_dropping_the_least_worthy(start: Start, tmp_path: Path) -> None:
     """Two are warm, equally large; there is room for one of them from now on."""
     models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
-    service = await start(models, {name: {"buffers": 0} for name in models})
+    service = await start(models, {"a": {"buffers": 0}, "b": {"buffers": 0, "load_seconds": 0.5}})
     authority = service.authority
     for name in models:
         await authority.load(authority.resolve(name))
         await authority.offload(authority.resolve(name))
     held = authority.ledger.balance("cpu").ours_bytes
-    authority.restate("b", reload_seconds=100.0)
     total = authority.readings()[-1].total_bytes
     reload(service, tmp_path, models, FORCE_CPU_MODE="true", CPU_MEMORY_MAX_PERCENT=str(held * 0.75 / total))
-    await until("one is dropped", lambda: authority.resolve("a").state is S.COLD)
+    await authority.resolve("a").becomes(S.COLD)
     assert authority.resolve("b").state is S.WARM
     assert authority.ledger.excess("cpu") == 0
 

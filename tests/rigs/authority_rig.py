@@ -19,21 +19,19 @@ from inference import settings
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
 from inference.authority.placement.ledger import Phase
-from inference.authority.shell import Authority
 from inference.devices.checkpoint_support import Carrier
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
+from tests.rigs.fake_clock import FakeClock
+from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.live_authority import LiveAuthority
 
 MIB = 2**20
 COMMAND = (sys.executable, "-m", "tests.rigs.fake_worker")
 Start = Callable[..., Any]
-FIRST: Any = {"return_when": asyncio.FIRST_COMPLETED}
-RUNNING: list[Authority] = []
-"""The authorities of the services of this test."""
 
 
 class FakeEstimator:
@@ -171,7 +169,6 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     for service in started:
         async with asyncio.timeout(30):
             await service.authority.close()
-        RUNNING.remove(service.service.authority)
         assert not list(directory.rglob("*.sock"))
 
 
@@ -179,29 +176,16 @@ class LiveService:
     """A service whose `authority` shows models and workers as they are now; everything else is the service's."""
 
     def __init__(self, *args: Any, **parts: Any) -> None:
-        self.service = Service(*args, **parts)
+        self.clock = FakeClock()
+        supervisor = parts.get("supervisor")
+        if isinstance(supervisor, InstantSupervisor):
+            supervisor.clock = self.clock
+        self.service = Service(*args, clock=self.clock, **parts)
         self.authority = LiveAuthority(self.service.authority)
         self.estimator = parts["estimator"]
-        RUNNING.append(self.service.authority)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.service, name)
-
-
-async def until(what: str, probe: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Waits until `probe` holds, looked at after each step of an authority; fails with `what` after `seconds`.
-
-    What no step shows (a file, a process) is looked at now and then.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            while not probe():
-                steps = [asyncio.ensure_future(item.reached(lambda _: probe())) for item in RUNNING]
-                await asyncio.wait([*steps, pause := asyncio.ensure_future(asyncio.sleep(0.05))], **FIRST)
-                for task in (*steps, pause):
-                    task.cancel()
-    except TimeoutError:
-        raise AssertionError(f"never: {what}") from None
 
 
 def empty(service: LiveService) -> bool:

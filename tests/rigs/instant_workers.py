@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from inference.authority.clock import Clock
 from inference.protocol import ExitCause
 from inference.workers import worker_link
 from inference.workers.worker_exit import WorkerExit
@@ -18,7 +20,7 @@ OVERHEAD_BYTES = 64 * 2**20
 class InstantWorker:
     """What the authority sees of a worker process."""
 
-    def __init__(self, name: str, load_seconds: float, pid: int) -> None:
+    def __init__(self, name: str, load_seconds: float, pid: int, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.pid = pid
@@ -30,7 +32,7 @@ class InstantWorker:
         self.ready: asyncio.Future[worker_link.Ready] = loop.create_future()
         self.exited: asyncio.Future[WorkerExit] = loop.create_future()
         self._load_seconds = load_seconds
-        self._loop = loop
+        self._clock = clock
         loop.call_soon(self.hello.set_result, worker_link.Hello(pid, "instant"))
 
     def grant(self, grant: worker_link.Grant) -> None:
@@ -40,7 +42,7 @@ class InstantWorker:
             for device, count in grant.reserved_bytes.items()
         )
         ready = worker_link.Ready(self._load_seconds, buffers, grant.context_length, ("chat",))
-        self._loop.call_later(self._load_seconds, self._loaded, ready)
+        self._clock.call_at(self._clock.now() + self._load_seconds, partial(self._loaded, ready))
 
     def _loaded(self, ready: worker_link.Ready) -> None:
         if not self.exited.done():
@@ -73,12 +75,13 @@ class InstantSupervisor:
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
         self._seconds = dict(seconds or {})
+        self.clock = Clock()
         self._pids = itertools.count(2**30)  # no such process: nobody's memory is looked at
         self.workers: list[InstantWorker] = []
 
     def spawn(self, name: str, _environment: Mapping[str, str], _on_change: Callable[[], None]) -> InstantWorker:
         """A worker that waits for its grant."""
-        worker = InstantWorker(name, self._seconds.get(name, 0.02), next(self._pids))
+        worker = InstantWorker(name, self._seconds.get(name, 0.02), next(self._pids), self.clock)
         self.workers.append(worker)
         return worker
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,11 @@ class LiveModel:
         """Its worker."""
         id = self.record.worker
         return None if id not in self._authority.state.workers else LiveWorker(self._authority, id)
+
+    async def becomes(self, *states: ModelState, seconds: float = 10.0) -> None:
+        """Returns once it is in one of `states`, which is looked at after each step."""
+        async with asyncio.timeout(seconds):
+            await self._authority.reached(lambda _: self.record.state in states)
 
     @property
     def in_flight(self) -> int:
@@ -221,25 +227,11 @@ class LiveAuthority:
         """A check of the pressure now."""
         self.shell.dispatch(events.PressureChecked(self.shell.inventory.measured(), regular))
 
-    def tick(self) -> None:
-        """What the periodic timer does, now."""
-        state = self.shell.state
-        key = next((timer for timer in state.timers if timer[0] == "periodic"), None)
-        assert key is not None
-        self.restate(timers={**state.timers, key: self.shell.now}, ticks_at=self.shell.now)
-        self.shell.dispatch(events.Tick(self.shell.inventory.measured(), state.unix_offset + self.shell.now))
+    async def reached(self, probe: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Returns once `probe` holds, which is evaluated after each step."""
+        async with asyncio.timeout(seconds):
+            await self.shell.reached(lambda _: probe())
 
-    def restate(self, model: LiveModel | str | None = None, /, **changes: Any) -> None:
-        """Puts the state, or the record of a model, as a long time before would have left it."""
-        state = self.shell.state
-        if model is not None:
-            id = id_of(model)
-            changes = {"models": {**state.models, id: replace(state.models[id], **changes)}}
-        self.shell._state = replace(state, **changes)  # noqa: SLF001, RUF100 - the rig's own seam
-
-    def restate_worker(self, model: LiveModel | str, **changes: Any) -> None:
-        """Puts the record of a model's worker as a long time before would have left it."""
-        state = self.shell.state
-        id = state.models[id_of(model)].worker
-        assert id is not None
-        self.restate(workers={**state.workers, id: replace(state.workers[id], **changes)})
+    async def emptied(self, seconds: float = 10.0) -> None:
+        """Returns once nothing is booked."""
+        await self.reached(lambda: not self.ledger.holdings, seconds)
