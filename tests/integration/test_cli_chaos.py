@@ -268,9 +268,11 @@ time.sleep(600)
 @pytest.mark.parametrize("name", ["inference", "gate"])
 def test_listeners_with_other_arguments_are_not_the_service(name: str) -> None:
     """An editor or a shell may have the name of the service within its arguments."""
-    with _listener("gateway", "/home/user/inference-notes") as (_process, port):
-        with pytest.raises(HeadgateError, match="cannot find the process"):
-            chaos.service_pid(f"http://127.0.0.1:{port}", name)
+    with (
+        _listener("gateway", "/home/user/inference-notes") as (_process, port),
+        pytest.raises(HeadgateError, match="cannot find the process"),
+    ):
+        chaos.service_pid(f"http://127.0.0.1:{port}", name)
 
 
 def test_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: Any, capsys: Any) -> None:
