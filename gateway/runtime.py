@@ -192,7 +192,7 @@ class Runtime:
         if provider == LOCAL:
             self.prober.on_state(model, state)
         if (provider, model, state) == (LOCAL, "", State.OPEN):
-            self.view.look()
+            self.view.poll_soon()
 
     def _on_return(self) -> None:
         self.prober.hurry()

@@ -1,1 +1,1 @@
-"""Adapters that let the chain talk to any provider in one dialect (OpenAI's); the seam is `base`."""
+"""Adapters of all providers to one interface in OpenAI's format, `gateway.providers.provider`."""

@@ -1,4 +1,4 @@
-"""Makes every HTTP client of the gateway, with its pool and keep-alive; sends nothing itself."""
+"""Creates the HTTP clients of the gateway."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from aiohttp.abc import AbstractResolver
 from headgate.shared import hop
 
 LOCAL_KEEPALIVE_SECONDS = 2.0
-"""Shorter than any server's own (uvicorn: 5 s), so that a request never meets a connection that is being closed."""
+"""Shorter than the server's own (uvicorn: 5 s), so that no request uses a connection that is being closed."""
 
 
 def make_local_session() -> aiohttp.ClientSession:
-    """The session for the state of the inference service: no deadlines but those a call names, no cookies, no proxy.
+    """The session for state and events of the inference service: no cookies, no proxy, deadlines per call only.
 
     Create it inside the running loop.
     """
@@ -32,9 +32,9 @@ def make_local_session() -> aiohttp.ClientSession:
 
 
 def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = None) -> aiohttp.ClientSession:
-    """The session for images of others' hosts: each connection is made anew to what `resolver` says, by no proxy.
+    """The session for images of other hosts: each request opens a new connection to the result of `resolver`, no proxy.
 
-    `trust` replaces the system's authorities. Create it inside the running loop.
+    `trust` replaces the system's certificate authorities. Create it inside the running loop.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -49,7 +49,7 @@ def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = No
 
 
 def make_hop(url: str) -> tuple[hop.Hop, str]:
-    """What answers of the inference service at `url` come through, and the path in `url` that all paths begin with."""
+    """The client for generation requests to the inference service at `url`, and the path prefix in `url`."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     connector = hop.tcp(parts.hostname or "", parts.port or (443 if tls else 80), tls=tls)
@@ -57,13 +57,11 @@ def make_hop(url: str) -> tuple[hop.Hop, str]:
 
 
 def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
-    """The client a cloud SDK sends with: only connecting has a deadline, the attempt measures silence itself.
+    """The HTTP client of a cloud SDK. It has a connect timeout only, because the attempt measures silence.
 
-    It has as many connections as there are calls: the door bounds those, and a wait for a connection of ours would
-    look like a fault of the provider.
-
-    Certificates are verified, and nothing turns that off. A redirect is not followed: prompts and keys go to the
-    address in the configuration and nowhere else. Proxies of the environment (`HTTPS_PROXY`) are used.
+    The number of connections is not limited, because admission limits the calls, and a wait for a free connection would
+    look like a fault of the provider. Certificates are always verified. Redirects are not followed, so that prompts and
+    keys go to the configured address only. Proxies of the environment (`HTTPS_PROXY`) are used.
     """
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(None, connect=connect_seconds),

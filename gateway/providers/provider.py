@@ -1,14 +1,13 @@
-"""The provider seam: one call in OpenAI's dialect, one stream of frames back; decides nothing about failover.
+"""The interface of a provider: one call in OpenAI's format, one stream of frames back.
 
 Contract (checked by `tests/contract/test_providers.py` for every provider and its fake):
-- `stream` yields frames of ONE OpenAI stream whatever the provider speaks: `Data` chunks (`chat.completion.chunk` or
-  `text_completion` objects), `Comment`s, and at its very end `Done` if and only if a finish reason was seen.
-- It raises UpstreamError for everything that goes wrong on the way, and nothing else but CancelledError. An error frame
-  inside a stream is raised as `UpstreamKind.ERROR_FRAME`; an end without a finish reason as READ (or EMPTY without any
-  content).
+- `stream` yields the frames of one OpenAI stream, whatever API the provider has: `Data` chunks (`chat.completion.chunk`
+  or `text_completion` objects), `Comment`s, and at the end `Done` if and only if a finish reason was seen.
+- It raises only UpstreamError and CancelledError. An error frame inside a stream is raised as
+  `UpstreamKind.ERROR_FRAME`; an end without a finish reason as READ, or as EMPTY without any content.
 - Leaving the context closes the connection to the provider at once, also when the task is cancelled.
-- It has no deadlines of its own but `connect_seconds`; the attempt measures silence between frames.
-- It never retries.
+- `connect_seconds` is its only deadline; the attempt measures silence between frames.
+- It does not retry.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.apis.schema.chat_request import AnyRequest
 
 
-@dataclass(slots=True)  # frozen it takes a call for each field
+@dataclass(slots=True)  # not frozen, because a frozen dataclass is slower to create
 class Call:
-    """One attempt at one provider. Nobody changes its fields.
+    """One attempt at one provider. Treat it as immutable, except `response_headers`.
 
-    `body` is the decoded request; providers copy it where they change it. `model` is the provider's own
-    name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). The provider
-    fills `response_headers` (the device that computes).
+    `body` is the decoded request; providers copy what they change. `model` is the provider's name of the model.
+    `headers` are extra headers for the inference service (request id, priority, tenant, deadline, probe). The provider
+    fills `response_headers` (the device of the model).
     """
 
     endpoint: Endpoint
@@ -41,27 +40,27 @@ class Call:
 
 
 class Provider(Protocol):
-    """A place that answers: the inference service or a cloud."""
+    """The inference service or a cloud."""
 
     name: str
     is_local: bool
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
-        """Why this provider cannot honor a checked `body`, by parameter, known without asking it.
+        """Why this provider cannot serve a valid `body`, by parameter; empty if it can.
 
-        Pure and quick; empty when an attempt is worth making. `stream` and `unary` refuse the same requests.
+        Makes no call to the provider. `stream` and `unary` reject the same requests.
         """
         ...
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
-        """Opens `call` (chat or completions) as a stream, whatever the caller asked for.
+        """Opens `call` (chat or completions) as a stream, also if the client wants none.
 
-        Entering raises UpstreamError when no stream could be opened (status known by then).
+        Entering raises UpstreamError if the stream could not be opened or the status is an error.
         """
         ...
 
     async def unary(self, call: Call) -> bytes:
-        """Answers a call that has no stream (embeddings): the response's JSON bytes. Raises UpstreamError."""
+        """The JSON bytes that answer a call without a stream (embeddings); raises UpstreamError."""
         ...
 
     async def aclose(self) -> None:
@@ -71,7 +70,7 @@ class Provider(Protocol):
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """A provider that also tells how long a prompt is for one of its models."""
+    """A provider that can also count the tokens of a prompt."""
 
     async def count_tokens(self, call: Call) -> int:
         """Prompt tokens of a chat call; raises UpstreamError."""

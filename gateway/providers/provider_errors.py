@@ -1,9 +1,8 @@
-"""Reads clouds' error bodies and headers into UpstreamError, secrets removed; decides nothing about failover.
+"""Converts error bodies and headers of clouds into UpstreamError, without secrets.
 
-The providers' own words stay, with four exceptions that make them mean the same everywhere: a prompt too long for the
-model is always `context_length_exceeded`, a request larger than all that the account may use in a minute always
-`request_too_large`, a blocked content always `content_filter`, and what is the operator's fault (a bad key, an empty
-account) has the status that says so, whatever status it came with.
+Messages and codes of the providers are kept, with four exceptions: a prompt that is too long for the model becomes
+`context_length_exceeded`, a request above the account's limit per minute `request_too_large`, blocked content
+`content_filter`, and errors of the account (invalid key, no credit) get the status 401 or 402.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _TOO_LONG = re.compile(
 )
 _TOO_LARGE = re.compile(r"^Request too large for .*\b(tokens|requests) per (min|minute|day)\b", re.DOTALL)
 _UNRECOGNIZED = re.compile(r"Unrecognized request arguments? supplied: (\w+)")
-"""How OpenAI says of some models that they do not have a parameter, without its code for that."""
+"""OpenAI's message for an unknown parameter of some models, which comes without a code."""
 _BLOCKED = re.compile(r"blocked by content filtering|content (management )?policy|PROHIBITED_CONTENT", re.IGNORECASE)
 _BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
 _NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
 _NO_QUOTA = "insufficient_quota"
-"""OpenAI's word, with a 429, for an account that has nothing left; with a Retry-After others mean a limit of a time."""
+"""OpenAI's code, with a 429, for an account without credit. Others send it with a Retry-After for rate limits."""
 _KEY_LIKE = re.compile(r"\b(sk-|AIza)[\w*.-]{6,}")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s")
 _NAME = re.compile(r"[\w.:/-]{1,64}")
@@ -46,10 +45,10 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 
 
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
-    """`text` without the given secrets and without anything that looks like a provider's key.
+    """`text` without the given secrets and without anything that looks like an API key.
 
-    A secret counts where no letter or digit stands beside it, and from LEAST_SECRET_CHARS on: a shorter one is a
-    placeholder, as servers without keys are given, and its letters stand in ordinary words.
+    A secret is removed where it is not part of a longer word. Secrets shorter than LEAST_SECRET_CHARS are ignored: they
+    are placeholders for servers without keys and may occur in ordinary text.
     """
     for secret in secrets:
         if len(secret) >= LEAST_SECRET_CHARS:
@@ -64,11 +63,11 @@ def retry_after_seconds(headers: Mapping[str, str], now: float) -> float | None:
     """
     if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:
         return milliseconds / 1000
-    said = headers.get("retry-after")
-    if said is None or (seconds := _number(said)) is not None:
-        return None if said is None else seconds
+    value = headers.get("retry-after")
+    if value is None or (seconds := _number(value)) is not None:
+        return None if value is None else seconds
     try:
-        return max(0.0, parsedate_to_datetime(said).timestamp() - now)
+        return max(0.0, parsedate_to_datetime(value).timestamp() - now)
     except (ValueError, OverflowError):
         return None
 
@@ -84,7 +83,7 @@ def _number(text: str | None) -> float | None:
 def status_error(
     status: int, headers: Mapping[str, str], body: bytes, *, now: float, secrets: Sequence[str] = ()
 ) -> UpstreamError:
-    """The UpstreamError for an HTTP error status; the body may be any envelope, or no JSON at all."""
+    """The UpstreamError for an HTTP error status; the body may have any envelope, or not be JSON."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -92,19 +91,19 @@ def status_error(
     error = error_in(parsed)
     if error is None:
         text = body.decode("utf-8", "replace").strip()
-        plain = "" if text.startswith("<") else text[:200]  # a proxy's HTML page tells a caller nothing
+        plain = "" if text.startswith("<") else text[:200]  # an HTML page of a proxy does not help a client
         error = {"message": plain or f"the provider answered {status} without an explanation"}
     wait = retry_after_seconds(headers, now)
     return _build(UpstreamKind.STATUS, error, status, wait, secrets)
 
 
 def frame_error(error: Mapping[str, Any], *, secrets: Sequence[str] = ()) -> UpstreamError:
-    """The UpstreamError for an error object that came inside a stream."""
+    """The UpstreamError for an error object inside a stream."""
     return _build(UpstreamKind.ERROR_FRAME, error, None, None, secrets)
 
 
 def error_in(parsed: Any) -> Mapping[str, Any] | None:
-    """The error object in a parsed body or chunk, whatever envelope it came in; None when it holds none.
+    """The error object in a parsed body or chunk with any known envelope; None if there is none.
 
     OpenAI and Anthropic: `{"error": {...}}`. Google: the same, or a list of one. Others: `{"error": "text"}`,
     `{"detail": "text"}` or `{"message": "text"}`.
@@ -118,9 +117,9 @@ def error_in(parsed: Any) -> Mapping[str, Any] | None:
         return error
     if "choices" in parsed and not error:
         return None
-    for said in (error, parsed.get("detail"), parsed.get("message")):
-        if isinstance(said, str) and said:
-            return {"message": said}
+    for text in (error, parsed.get("detail"), parsed.get("message")):
+        if isinstance(text, str) and text:
+            return {"message": text}
     return {"message": "the provider reported an error without an explanation"} if error else None
 
 
@@ -165,7 +164,7 @@ def _build(
 
 
 def _named(form: re.Pattern[str], value: str | None, secrets: Sequence[str]) -> str | None:
-    """`value` where a name belongs; None for what is no name, or one that holds a secret."""
+    """`value` if it has the form of a name and contains no secret, else None."""
     return value if value is not None and form.fullmatch(value) and scrub(value, secrets) == value else None
 
 
@@ -186,8 +185,8 @@ def _status_of(error: Mapping[str, Any], code: str | None, type: str | None) -> 
 def _reasons(details: Any) -> list[str]:
     """Machine-readable causes: Anthropic's `details.error_code`, Google's `details[].reason`."""
     items = details if isinstance(details, list) else [details]
-    said = [item.get(key) for item in items if isinstance(item, Mapping) for key in ("error_code", "reason")]
-    return [reason for reason in said if isinstance(reason, str)]
+    values = [item.get(key) for item in items if isinstance(item, Mapping) for key in ("error_code", "reason")]
+    return [reason for reason in values if isinstance(reason, str)]
 
 
 def _retry_info(details: Any) -> float | None:

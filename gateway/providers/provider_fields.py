@@ -1,8 +1,8 @@
-"""Which request fields each cloud takes, drops or makes a tier unsuitable, as tables with reasons; sends nothing.
+"""Which request fields each cloud accepts, which are dropped, and which make the tier unsuitable, with reasons.
 
-The rule behind the tables: what only tunes a sampler for one particular model is dropped; what the caller would notice
-missing from the answer (its shape, its count, its determinism) makes the tier unsuitable, so that the chain skips it;
-what the provider does not know never reaches it, because clouds refuse unknown fields.
+Sampling parameters of particular models are dropped. Fields whose absence changes the answer noticeably (its shape, its
+number of choices, its determinism) make the tier unsuitable, so that the chain skips it. Unknown fields are not sent,
+because clouds reject them.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def _not_only_text(value: Any) -> bool:
 
 
 ALL_TAKEN: Mapping[str, str] = {}
-"""No field that makes a tier unsuitable."""
+"""No field makes the tier unsuitable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a field makes a tier unsuitable, and for which values of it (`when`)."""
+    """Why a field makes a tier unsuitable, and for which values (`when`)."""
 
     reason: str
     when: Callable[[Any], bool] = _given
 
     def refuses(self, value: Any) -> bool:
-        """Whether it does for this value; null asks for nothing."""
+        """Whether `value` makes the tier unsuitable; null does not."""
         return value is not None and self.when(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one provider does with the fields of one endpoint. A field in none of the three is dropped as unknown."""
+    """How one provider treats the fields of one endpoint. A field in none of the three is dropped as unknown."""
 
     takes: frozenset[str]
     refuses: Mapping[str, Refusal]
@@ -68,7 +68,7 @@ class Profile:
         return tuple(name for name in self.refuses if self.refuses[name].refuses(getattr(body, name, None)))
 
     def shortcomings(self, body: AnyRequest) -> dict[str, str]:
-        """The reason for each of these fields."""
+        """The message for each field of `body` that makes this provider unsuitable."""
         return {name: unsupported(name, self.refuses[name].reason).message for name in self.refused(body)}
 
     def check(self, body: AnyRequest) -> None:
@@ -77,13 +77,13 @@ class Profile:
             raise unsupported(refused[0], self.refuses[refused[0]].reason)
 
     def kept(self, body: AnyRequest) -> dict[str, Any]:
-        """The JSON fields of `body` that the provider takes; raises UpstreamError for a refused one."""
+        """The JSON fields of `body` that the provider accepts; raises UpstreamError for an unsuitable one."""
         self.check(body)
         return {name: value for name, value in as_json(body).items() if name in self.takes}
 
 
 def unsupported(param: str, reason: str) -> UpstreamError:
-    """The error of a request this provider cannot serve as asked; nothing was sent."""
+    """The error of a request that this provider cannot serve."""
     return UpstreamError(
         UpstreamKind.STATUS,
         f"{param} is not supported by this provider: {reason}",
@@ -94,11 +94,10 @@ def unsupported(param: str, reason: str) -> UpstreamError:
     )
 
 
-_SHAPE = Refusal("it constrains the shape of the answer, which only a local model can promise")
+_SHAPE = Refusal("it constrains the shape of the answer, which only local models enforce")
 _VOCABULARY = Refusal("its token ids belong to one model's vocabulary")
 
-# Fields that OpenAI's API does not have and that local models take. No cloud is ever sent one of them, except where a
-# profile below lists it in `takes`.
+# Fields of local models that OpenAI's API does not have. They are sent only to clouds that list them in `takes` below.
 EXTENSIONS_REFUSED: Mapping[str, Refusal] = {
     "grammar": _SHAPE,
     "regex": _SHAPE,
@@ -116,7 +115,7 @@ EXTENSIONS_DROPPED: Mapping[str, str] = {
     "add_generation_prompt": "belongs to a local model's chat template",
 }
 
-_HOSTING = "asks for a feature of another provider's hosting, which no answer shows"
+_HOSTING = "a hosting feature of another provider, without effect on the answer"
 _ONE_CHOICE = Refusal("it gives one choice per request", _above_one)
 
 OPENAI_CHAT = Profile(
@@ -139,7 +138,7 @@ OPENAI_COMPLETIONS = Profile(
     )),
     refuses={
         **EXTENSIONS_REFUSED,
-        "best_of": Refusal("the best of several cannot be streamed", _above_one),
+        "best_of": Refusal("best_of cannot be streamed", _above_one),
         "max_tokens": Refusal("it has no completions without a limit", lambda value: value == -1),
     },
     drops=EXTENSIONS_DROPPED,
@@ -149,7 +148,7 @@ OPENAI_EMBEDDINGS = Profile(
     takes=frozenset(("model", "input", "dimensions", "encoding_format", "user")), refuses={}, drops=EXTENSIONS_DROPPED
 )
 
-# Google's address answers "Unknown name ...: Cannot find field" with 400 to every field it does not list.
+# Google answers 400 ("Unknown name ...: Cannot find field") to every unknown field.
 GOOGLE_CHAT = Profile(
     takes=frozenset((
         "messages", "model", "stream", "stream_options", "max_completion_tokens", "max_tokens", "n",
@@ -166,7 +165,7 @@ GOOGLE_CHAT = Profile(
         "logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
         "modalities": Refusal("its OpenAI dialect answers in text", _not_only_text),
         "moderation": Refusal("it has no moderation of OpenAI's kind"),
-        "parallel_tool_calls": Refusal("it cannot be told to call one tool at a time", _is_false),
+        "parallel_tool_calls": Refusal("it has no option to call one tool at a time", _is_false),
         "presence_penalty": Refusal("its OpenAI dialect has no penalties", _truthy),
         "seed": Refusal("its OpenAI dialect has no seed"),
         "top_logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
@@ -218,24 +217,24 @@ ANTHROPIC_CHAT = Profile(
     },
 )  # fmt: skip
 
-# What our own models never do, whichever it is. They say so themselves as well, but only once they are loaded.
+# Fields that no local model supports. The worker rejects them as well, but only after the model is loaded.
 LOCAL_MOST_CHOICES = 16
 _LOCAL_REFUSES: Mapping[str, Refusal] = {
     "audio": Refusal("local models answer in text"),
     "functions": Refusal("superseded by `tools`", _truthy),
     "modalities": Refusal("local models answer in text", _not_only_text),
-    "moderation": Refusal("local models moderate nothing"),
+    "moderation": Refusal("local models have no moderation"),
     "n": Refusal(
         f"a local model gives at most {LOCAL_MOST_CHOICES} choices per request",
         lambda value: isinstance(value, int) and value > LOCAL_MOST_CHOICES,
     ),
-    "prediction": Refusal("local models take no predicted outputs"),
+    "prediction": Refusal("local models do not support predicted outputs"),
     "web_search_options": Refusal("local models do not search the web"),
 }
 
 
 def refused_by_local(body: AnyRequest) -> Mapping[str, str]:
-    """Why `body` makes every local model unsuitable, by each field that does."""
+    """Why no local model can serve `body`, by field."""
     given = [(name, value) for name in _LOCAL_REFUSES if (value := getattr(body, name, None)) is not None]
     if not given:
         return ALL_TAKEN
@@ -244,7 +243,7 @@ def refused_by_local(body: AnyRequest) -> Mapping[str, str]:
 
 
 def token_ids_in(body: AnyRequest) -> str | None:
-    """The field of `body` that holds token ids, which have a meaning in the vocabulary of one model only."""
+    """The field of `body` that contains token ids, which are valid for one vocabulary only; None without one."""
     if isinstance(body, ChatRequest | CompletionRequest) and body.logit_bias:
         return "logit_bias"
     prompt = body.prompt if isinstance(body, CompletionRequest) else None

@@ -1,4 +1,4 @@
-"""Builds the providers a configuration names and keeps unchanged ones over a reload; decides nothing about requests."""
+"""Creates the configured providers; a reload keeps unchanged ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SDKS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The providers by name; a name of the configuration that is missing here has no key.
+    """The providers by name; configured providers without an API key are missing.
 
-    `_made_from` is what each was built from, so that a reload keeps the connections of what did not change.
+    `_made_from` holds the settings of each provider, so that a reload keeps the connections of unchanged ones.
     """
 
     providers: Mapping[str, Provider]
@@ -53,9 +53,9 @@ class Registry:
 
 
 async def build(config: GatewayConfig, token: str | None, old: Registry | None = None) -> Registry:
-    """Every provider of `config` that has its key; SDKs are imported in a thread, because that takes seconds.
+    """The providers of `config`; one without an API key is left out with a log line.
 
-    A provider without its key is left out with one log line.
+    SDKs are imported in a thread, because that takes seconds.
     """
     providers: dict[str, Provider] = {}
     made_from: dict[str, Any] = {LOCAL: (config.inference.url, token)}
@@ -66,7 +66,7 @@ async def build(config: GatewayConfig, token: str | None, old: Registry | None =
     for name, settings in config.providers.items():
         if (variable := unset_name(settings.api_key)) is not None or not settings.api_key:
             reason = f"{variable} is not set" if variable else "its api_key is empty"
-            log.info("provider %s is absent: %s; its entries in chains are skipped", name, reason)
+            log.info("provider %s is not available: %s; its entries in chains are skipped", name, reason)
             continue
         made_from[name] = (settings, config.deadlines.connect)
         if old is not None and old._made_from.get(name) == made_from[name]:
@@ -79,7 +79,7 @@ async def build(config: GatewayConfig, token: str | None, old: Registry | None =
 async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: float) -> Provider:
     module_name, class_name = _SDKS[settings.kind]
     module = await asyncio.to_thread(importlib.import_module, module_name)
-    quiet()  # a variable of the SDK's own (OPENAI_LOG) may just have made it tell bodies
+    quiet()  # a variable of the SDK (OPENAI_LOG) may have turned on logging of bodies
     provider: Provider = getattr(module, class_name)(
         name,
         api_key=settings.api_key,

@@ -1,7 +1,7 @@
-"""What both SDK providers share: opening, relaying and closing one streamed response; decides nothing about dialects.
+"""Opens, relays and closes one streamed response of a cloud SDK.
 
-The SDKs build the request, authenticate and send it; the response stays raw (`cast_to=httpx2.Response`), because its
-frames are relayed or translated once and never parsed into the SDK's models.
+The SDK builds, authenticates and sends the request. The response stays raw (`cast_to=httpx2.Response`), because its
+frames are relayed or translated without the SDK's models.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from inference.protocol import Code
 log = logging.getLogger("gateway.providers.sdk_stream")
 
 DRAIN_SECONDS = 0.05
-"""After the last frame the end of the body is usually there already; read, it leaves the connection reusable."""
+"""How long to wait for the end of the body after the last frame; reading it makes the connection reusable."""
 
 S = TypeVar("S")
 
 
 class Dialect(Protocol[S]):
-    """The pure half: a module of `gateway.core` with `step` and `end`."""
+    """A module that translates the events of one API, such as `anthropic_events`."""
 
     def step(self, state: S, frame: SseFrame) -> tuple[S, tuple[Frame, ...]]:
         """The frames that one server-sent event adds."""
@@ -43,33 +43,33 @@ class Dialect(Protocol[S]):
         ...
 
     def is_complete(self, state: S) -> bool:
-        """Whether the provider said that nothing follows."""
+        """Whether the provider sent its end mark."""
         ...
 
     def is_finished(self, state: S) -> bool:
-        """Whether the answer is whole even if the connection breaks now."""
+        """Whether the answer is complete, even if the connection breaks now."""
         ...
 
 
 def timeout_of(connect_seconds: float) -> httpx2.Timeout:
-    """Deadlines for making a connection alone; silence afterwards is measured by the attempt."""
+    """A timeout for connecting only; the attempt measures silence afterwards."""
     return httpx2.Timeout(None, connect=connect_seconds)
 
 
 def written(write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The request that `write` makes of a caller's; raises UpstreamError.
+    """The request to send, from `write`; raises UpstreamError.
 
-    Where it fails in another way the defect is ours: nothing was sent, so that it is no answer of the provider's.
+    Another exception of `write` is a defect of the gateway: it becomes a 400, because the provider received nothing.
     """
     try:
         return write()
     except UpstreamError:
         raise
     except Exception as error:
-        log.exception("a request could not be written for a provider")
+        log.exception("a request could not be translated for a provider")
         raise UpstreamError(
             UpstreamKind.STATUS,
-            f"the request could not be written for this provider ({type(error).__name__})",
+            f"the request could not be translated for this provider ({type(error).__name__})",
             status=400,
             code=Code.UNSUPPORTED_PARAMETER,
             type="invalid_request_error",
@@ -77,7 +77,7 @@ def written(write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ()) -> UpstreamError:
-    """Whatever an SDK or its HTTP client raised, as the one error a provider may raise."""
+    """An exception of an SDK or its HTTP client as UpstreamError."""
     if isinstance(error, UpstreamError):
         return error
     response = getattr(error, "response", None)
@@ -91,21 +91,21 @@ def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ())
     while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
         cause = cause.__cause__
     kind, what = _kind_of(cause)
-    said = scrub(str(cause) or type(cause).__name__, secrets)
-    return UpstreamError(kind, f"{what} {host}: {said}")
+    detail = scrub(str(cause) or type(cause).__name__, secrets)
+    return UpstreamError(kind, f"{what} {host}: {detail}")
 
 
 def _kind_of(cause: BaseException) -> tuple[UpstreamKind, str]:
     match cause:
         case httpx2.ConnectTimeout():
-            return UpstreamKind.CONNECT, "no connection in time to"
+            return UpstreamKind.CONNECT, "connect timeout to"
         case httpx2.ConnectError() | httpx2.ProxyError() | httpx2.UnsupportedProtocol():
             return UpstreamKind.CONNECT, "no connection to"
         case httpx2.TimeoutException():
-            return UpstreamKind.TIMEOUT, "silence from"
+            return UpstreamKind.TIMEOUT, "timeout while reading from"
         case httpx2.DecodingError() | httpx2.TooManyRedirects() | ValueError() | TypeError():
-            return UpstreamKind.MALFORMED, "an answer that cannot be read from"
-    return UpstreamKind.READ, "the connection broke to"
+            return UpstreamKind.MALFORMED, "unreadable answer from"
+    return UpstreamKind.READ, "broken connection to"
 
 
 class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
@@ -138,7 +138,7 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
         if not kind.lower().startswith("text/event-stream"):
             await self._response.aclose()
             raise UpstreamError(
-                UpstreamKind.MALFORMED, f"an event stream was asked of {self._host}, {kind or 'nothing named'} came"
+                UpstreamKind.MALFORMED, f"expected an event stream from {self._host}, got {kind or 'no content type'}"
             )
         self._bytes = self._response.aiter_bytes()
         return self
@@ -149,7 +149,7 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
         if self._over and error is None and not self._response.is_closed:
             await self._drain()
         await self._response.aclose()
-        with suppress(RuntimeError):  # a read that another task has not left yet ends with the connection
+        with suppress(RuntimeError):  # another task may still be reading
             await self._bytes.aclose()
 
     def __aiter__(self) -> AsyncIterator[Frame]:
@@ -165,18 +165,18 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
         return self._ready.popleft()
 
     async def _read(self) -> None:
-        """Reads until something is ready; an error waits until the frames before it were taken."""
+        """Reads until frames are ready; an error is raised after the frames before it."""
         try:
             piece = await anext(self._bytes, None)
             frames = self._splitter.end() if piece is None else self._splitter.feed(piece)
             for frame in frames:
-                self._state, said = self._dialect.step(self._state, frame)
-                self._ready.extend(said)
+                self._state, added = self._dialect.step(self._state, frame)
+                self._ready.extend(added)
             if piece is None or self._dialect.is_complete(self._state):
                 self._finish()
         except Exception as error:
             if isinstance(error, httpx2.HTTPError) and self._dialect.is_finished(self._state):
-                self._finish()  # what broke came after the whole answer
+                self._finish()  # the connection broke after the complete answer
             else:
                 self._failure = self._error(error)
 
@@ -186,7 +186,7 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
         self._over = True
 
     async def _drain(self) -> None:
-        with suppress(TimeoutError, httpx2.HTTPError, RuntimeError):  # then the connection is not used again
+        with suppress(TimeoutError, httpx2.HTTPError, RuntimeError):  # the connection is then closed instead of reused
             async with asyncio.timeout(DRAIN_SECONDS):
                 await anext(self._bytes, None)
 

@@ -87,15 +87,15 @@ class CandidateFilter:
         )
         is_equal = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
         same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._token_ids
-        closed_for = breakers.open_for(provider_name, model)
-        held_for = breakers.skipped_for(provider_name, model, self._priority)
+        breaker_open_for = breakers.open_for(provider_name, model)
+        queue_full_for = breakers.skipped_for(provider_name, model, self._priority)
         status = gateway.view.models.get(model) if candidate.is_local else None
         if status is None:
-            return Facts(is_present, closed_for, held_for, None, unsupported, same_vectors, foreign_ids)
+            return Facts(is_present, breaker_open_for, queue_full_for, None, unsupported, same_vectors, foreign_ids)
         return Facts(
-            is_present, closed_for, held_for, frozenset(status.capabilities) or None, unsupported, same_vectors,
-            foreign_ids, status.context_length or None, self._speed(candidate, status), status.fits, status.reason,
-            status.retry_after_seconds, gateway.view.ailment(model),
+            is_present, breaker_open_for, queue_full_for, frozenset(status.capabilities) or None, unsupported,
+            same_vectors, foreign_ids, status.context_length or None, self._speed(candidate, status), status.fits,
+            status.reason, status.retry_after_seconds, gateway.view.likely_failure(model),
         )  # fmt: skip
 
     def _known(self, candidate: Candidate) -> Facts:

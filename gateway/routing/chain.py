@@ -174,8 +174,10 @@ def select(
         known = facts(candidate)
         if verdict := _drop(candidate, known, requirements):
             dropped.append(verdict)
-        elif known.ailment is not None:
-            unhealthy.append(Dropped(candidate, Drop.UNHEALTHY, known.ailment.message, known.ailment.retry_in))
+        elif known.likely_failure is not None:
+            unhealthy.append(
+                Dropped(candidate, Drop.UNHEALTHY, known.likely_failure.message, known.likely_failure.retry_in)
+            )
         else:
             kept.append(candidate)
     last = tuple(item.candidate for item in unhealthy)
@@ -202,13 +204,19 @@ def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dro
     if known.foreign_ids is not None:
         message = f"the token ids in {known.foreign_ids} are those of another model's vocabulary"
         return Dropped(candidate, Drop.VOCABULARY, message, param=known.foreign_ids)
-    if known.closed_for is not None:
+    if known.breaker_open_for is not None:
         return Dropped(
-            candidate, Drop.BREAKER, f"breaker open for another {_seconds(known.closed_for)}", known.closed_for
+            candidate,
+            Drop.BREAKER,
+            f"breaker open for another {_seconds(known.breaker_open_for)}",
+            known.breaker_open_for,
         )
-    if known.held_for is not None:
+    if known.queue_full_for is not None:
         return Dropped(
-            candidate, Drop.HELD, f"its queue is full for another {_seconds(known.held_for)}", known.held_for
+            candidate,
+            Drop.HELD,
+            f"its queue is full for another {_seconds(known.queue_full_for)}",
+            known.queue_full_for,
         )
     if candidate.is_local and requirements.fit_check and known.fits is False:
         why = f"cannot fit now: {known.fit_reason or 'not enough memory'}"

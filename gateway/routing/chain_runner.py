@@ -272,5 +272,5 @@ class ChainRunner:
         """Seconds until the candidate may take a request, as far as known."""
         candidate = outcome.candidate
         breakers = self._state.gateway.breakers
-        closed_for = breakers.open_for(candidate.provider, candidate.model) if outcome.drop is None else None
-        return max(closed_for or 0.0, self._filter.ready_in(candidate))
+        breaker_open_for = breakers.open_for(candidate.provider, candidate.model) if outcome.drop is None else None
+        return max(breaker_open_for or 0.0, self._filter.ready_in(candidate))

@@ -129,4 +129,4 @@ async def test_a_defect_of_who_passes_on_loses_nothing(
     async with listening(said, provider) as (_sink, waiting):
         said.say(chunk("fail here"))
         assert b"fail here" in (await waiting).payload  # type: ignore[union-attr]
-    assert "could not be passed on" in caplog.text
+    assert "could not be relayed" in caplog.text

@@ -480,7 +480,7 @@ async def test_what_cannot_be_written_is_no_answer_of_the_providers(rig: Rig, ca
     assert frames == []
     assert (error.kind, error.status, error.code) == (UpstreamKind.STATUS, 400, "unsupported_parameter")
     assert rig.fake.records == []
-    assert "could not be written" in caplog.text
+    assert "could not be translated" in caplog.text
 
 
 @pytest.mark.parametrize("rig", ["openai", "google", "anthropic"], indirect=True)

@@ -176,7 +176,7 @@ async def test_sampling_that_a_reasoning_model_refuses_is_no_400_at_failover(
     assert missed.headers["x-headgate-model"] == "anthropic/claude"
     told = (await gateway.admin("GET", f"/admin/requests/{missed.headers['x-request-id']}")).json()
     assert told["dropped"]["itself/gpt-5-mini"] == (
-        "capability: stop is not supported by this provider: gpt-5-mini reasons, and takes none"
+        "capability: stop is not supported by this provider: gpt-5-mini is a reasoning model and does not accept it"
     )
 
 

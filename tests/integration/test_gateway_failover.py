@@ -391,7 +391,7 @@ async def test_events_of_the_service_take_effect_before_the_next_poll(
         view, demo = gateway.runtime.view, fake.models["demo"]
         await until("it listens", lambda: fake.listeners)
         fake.tell("model", {"model": replace(demo, state=ModelState.FAILED, retry_after_seconds=60.0).to_json()})
-        await until("the event arrived", lambda: view.ailment("demo"))
+        await until("the event arrived", lambda: view.likely_failure("demo"))
         answer = await gateway.chat()
         assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "unhealthy")
         fake.answers["demo"] = fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)

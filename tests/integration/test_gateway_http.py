@@ -326,7 +326,7 @@ routes:
     caplog.set_level(logging.INFO, "gateway.providers")
     async with Gateway(tmp_path, fake.url, config) as gateway:
         absent = [record.getMessage() for record in caplog.records if "absent" in record.getMessage()]
-        assert absent == ["provider openai is absent: NO_SUCH_KEY is not set; its entries in chains are skipped"]
+        assert absent == ["provider openai is not available: NO_SUCH_KEY is not set; its entries in chains are skipped"]
         both = await gateway.chat("both")
         assert (both.headers["x-headgate-tier"], both.headers["x-headgate-reason"]) == (
             "local-fallback", "provider_absent",
@@ -351,7 +351,7 @@ async def test_the_shipped_configuration_runs_without_any_key_and_its_commented_
         config = shipped if not chain else re.sub(r"^    chain: .*", f"    chain: {chain}", shipped, flags=re.MULTILINE)
         caplog.clear()
         async with Gateway(tmp_path, fake.url, config) as gateway:
-            lines = [record for record in caplog.records if "is absent" in record.getMessage()]
+            lines = [record for record in caplog.records if "is not available" in record.getMessage()]
             assert [line.getMessage().split()[1] for line in lines] == ["anthropic", "openai", "google"]
             assert {line.levelno for line in lines} == {logging.INFO}
             assert (await gateway.chat()).json()["model"] == "demo"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.providers.local.candidate_facts import Facts
-from gateway.providers.local.failing_models import Ailment
+from gateway.providers.local.failing_models import LikelyFailure
 from gateway.providers.local.model_speed import Speed
 from gateway.routing.chain import DEFERRING, Candidate, Requirements, select
 
@@ -14,8 +14,8 @@ CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
 FACTS = st.builds(
     Facts,
     present=st.booleans(),
-    closed_for=st.none() | st.floats(0, 60),
-    held_for=st.none() | st.floats(0, 60),
+    breaker_open_for=st.none() | st.floats(0, 60),
+    queue_full_for=st.none() | st.floats(0, 60),
     capabilities=st.none() | CAPABILITIES,
     unsupported=st.sampled_from(({}, {"seed": "no seed"})),
     same_vectors=st.booleans(),
@@ -23,7 +23,7 @@ FACTS = st.builds(
     context_length=st.none() | st.integers(1, 9000),
     speed=st.builds(Speed, st.none() | st.floats(0, 100)),
     fits=st.none() | st.booleans(),
-    ailment=st.none() | st.just(Ailment("it failed")),
+    likely_failure=st.none() | st.just(LikelyFailure("it failed")),
 )
 WANTS = st.builds(Requirements, capabilities=CAPABILITIES, cloud_allowed=st.booleans(), fit_check=st.booleans())
 CHAINS = st.lists(st.tuples(st.sampled_from(("local", "openai")), FACTS), max_size=6)
@@ -48,8 +48,8 @@ def test_selection_partitions_candidates_in_order(entries: list[tuple[str, Facts
         assert facts.present
         assert facts.same_vectors
         assert facts.foreign_ids is None
-        assert facts.closed_for is None
-        assert facts.held_for is None
+        assert facts.breaker_open_for is None
+        assert facts.queue_full_for is None
         assert not facts.unsupported
         assert candidate.is_local or wants.cloud_allowed
         assert facts.capabilities is None or wants.capabilities <= facts.capabilities

@@ -11,7 +11,7 @@ from gateway.apis.openai.generation_request import parse
 from gateway.breaker.outcome import Ignore, Reason
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import Facts
-from gateway.providers.local.failing_models import Ailment
+from gateway.providers.local.failing_models import LikelyFailure
 from gateway.routing.candidate_outcomes import CandidateOutcome
 from gateway.routing.chain import Candidate, Drop, Requirements, RouteMatch, expand, find_route, passes_on, select
 from gateway.routing.refusal import no_answer
@@ -66,9 +66,9 @@ VISION = Requirements(capabilities=frozenset({"vision"}))
         (LOCAL, Facts(context_length=100), Requirements(), None),
         (LOCAL, Facts(same_vectors=False), Requirements(), Drop.VECTORS),
         (MINI, Facts(foreign_ids="logit_bias"), Requirements(), Drop.VOCABULARY),
-        (LOCAL, Facts(closed_for=12.0), Requirements(), Drop.BREAKER),
-        (LOCAL, Facts(closed_for=0.2), Requirements(), Drop.BREAKER),
-        (LOCAL, Facts(held_for=3.0), Requirements(), Drop.HELD),
+        (LOCAL, Facts(breaker_open_for=12.0), Requirements(), Drop.BREAKER),
+        (LOCAL, Facts(breaker_open_for=0.2), Requirements(), Drop.BREAKER),
+        (LOCAL, Facts(queue_full_for=3.0), Requirements(), Drop.HELD),
         (LOCAL, Facts(fits=False, fit_reason="lacks 3 MiB"), Requirements(), Drop.NO_FIT),
         (LOCAL, Facts(fits=False), Requirements(), Drop.NO_FIT),
         (LOCAL, Facts(fits=False), Requirements(fit_check=False), None),
@@ -85,7 +85,7 @@ def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Req
 
 def test_the_order_stays_and_every_drop_has_its_reason() -> None:
     known: Mapping[str, Facts] = {
-        "local/a": Facts(closed_for=5.0),
+        "local/a": Facts(breaker_open_for=5.0),
         "local/b": Facts(),
         "openai/c": Facts(present=False),
     }
@@ -184,8 +184,8 @@ def test_unsupported_parameters_say_what_would_help() -> None:
     assert list(unsupported) == ["n", "response_format", "messages"]
     dropped = select([CLOUD], lambda _: Facts(unsupported=unsupported), Requirements()).dropped[0]
     assert "it gives one choice per request" in dropped.message
-    assert "give a json_schema" in dropped.message
-    assert "wants the last message to be the user's or a tool's" in dropped.message
+    assert "use json_schema" in dropped.message
+    assert "must have the role user or tool" in dropped.message
 
 
 def test_unsupported_parameter_is_named_in_the_error() -> None:
@@ -236,7 +236,7 @@ def test_full_queues_of_all_candidates_are_a_429() -> None:
 
 
 def test_unhealthy_candidates_are_tried_last() -> None:
-    ill = Facts(ailment=Ailment("the model failed: it aborted", 8.0))
+    ill = Facts(likely_failure=LikelyFailure("the model failed: it aborted", 8.0))
     known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == ["local/demo-mini", "cloud/big", "local/demo"]
@@ -246,7 +246,10 @@ def test_unhealthy_candidates_are_tried_last() -> None:
 
 
 def test_order_stays_when_all_candidates_are_unhealthy() -> None:
-    known = {"local/demo": Facts(ailment=Ailment("x")), "local/demo-mini": Facts(ailment=Ailment("y"))}
+    known = {
+        "local/demo": Facts(likely_failure=LikelyFailure("x")),
+        "local/demo-mini": Facts(likely_failure=LikelyFailure("y")),
+    }
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == list(known)
     assert chain.deferred == ()

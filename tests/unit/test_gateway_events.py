@@ -81,7 +81,7 @@ def test_snapshot_has_the_same_effect_as_a_poll() -> None:
     view, notified = virtual_time.run(_listen(Service([_snapshot(7, READY), _event(7, "beat")])))
     assert (view.is_fresh, view.reachable, view.models, view.aliases) == (True, True, {"demo": READY}, {"d": "demo"})
     assert notified == ["demo", ""]
-    assert view.ailment("demo") is None
+    assert view.likely_failure("demo") is None
     unready, notified = virtual_time.run(_listen(Service([_snapshot(7, ready=False)])))
     assert (unready.reachable, notified) == (None, [])
 
@@ -89,13 +89,13 @@ def test_snapshot_has_the_same_effect_as_a_poll() -> None:
 def test_failed_model_is_unavailable_at_once_and_reported_when_ready() -> None:
     failed = _event(1, "model", model=FAILED.to_json())
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), failed])))
-    ailment = view.ailment("demo")
-    assert ailment is not None
-    assert ailment.message == "the model failed: it aborted"
-    assert ailment.retry_in == pytest.approx(29.25, abs=0.1)
+    likely_failure = view.likely_failure("demo")
+    assert likely_failure is not None
+    assert likely_failure.message == "the model failed: it aborted"
+    assert likely_failure.retry_in == pytest.approx(29.25, abs=0.1)
     again = _event(2, "model", model=READY.to_json())
     view, notified = virtual_time.run(_listen(Service([_snapshot(0, READY), failed, again])))
-    assert (view.ailment("demo"), notified) == (None, ["demo", "", "demo"])
+    assert (view.likely_failure("demo"), notified) == (None, ["demo", "", "demo"])
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_failed_model_is_unavailable_at_once_and_reported_when_ready() -> None:
 )
 def test_models_on_an_unusable_device_are_unavailable(event: bytes, message: str | None) -> None:
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), event])))
-    ailment = view.ailment("demo")
-    assert (None if ailment is None else ailment.message) == message
+    likely_failure = view.likely_failure("demo")
+    assert (None if likely_failure is None else likely_failure.message) == message
 
 
 def test_models_on_a_recovered_device_are_available() -> None:
     back = _event(2, "device", device={"id": "gpu-0", "state": "healthy"})
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), _event(1, "removed", device="gpu-0"), back])))
-    assert view.ailment("demo") is None
+    assert view.likely_failure("demo") is None
 
 
 async def _polled_after_a_loss() -> list[bool]:
@@ -128,9 +128,9 @@ async def _polled_after_a_loss() -> list[bool]:
     view = InferenceView(service.fetch, loop.time)
     listening = asyncio.create_task(Events(lambda: service, view).run())
     await asyncio.sleep(0.5)
-    ails = [view.ailment("demo") is not None]
+    ails = [view.likely_failure("demo") is not None]
     await view.refresh()
-    ails.append(view.ailment("demo") is not None)
+    ails.append(view.likely_failure("demo") is not None)
     listening.cancel()
     await asyncio.wait({listening})
     return ails
@@ -150,7 +150,7 @@ def test_models_are_added_and_removed() -> None:
     service = Service([_snapshot(0, READY), added, _event(2, "removed", id="demo")])
     view, _ = virtual_time.run(_listen(service))
     assert (view.models, view.aliases) == ({"other": other}, {})
-    assert view.ailment("demo") is None
+    assert view.likely_failure("demo") is None
 
 
 async def _poll_under_way() -> InferenceView:
@@ -164,10 +164,10 @@ async def _poll_under_way() -> InferenceView:
         return answer
 
     view = InferenceView(slow, loop.time)
-    view.hear("snapshot", json.loads(_snapshot(0, READY).split(b"data: ")[1]))
+    view.apply("snapshot", json.loads(_snapshot(0, READY).split(b"data: ")[1]))
     asking = asyncio.create_task(view.refresh())
     await asyncio.sleep(0.5)
-    view.hear("model", {"model": FAILED.to_json()})
+    view.apply("model", {"model": FAILED.to_json()})
     gate.set()
     await asking
     return view
@@ -230,7 +230,7 @@ def test_without_events_retries_back_off_and_polling_continues(caplog: pytest.Lo
     assert gaps == [1, 2, 4, 8, 16, 30, 30]
     assert polls == 50
     assert [line for line in caplog.messages if "events" in line] == [
-        "events of the inference service are not heard: status 404: no events; it is asked every few seconds as ever"
+        "no events of the inference service: status 404: no events; polling it every few seconds"
     ]
 
 

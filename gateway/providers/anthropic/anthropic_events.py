@@ -1,7 +1,7 @@
-"""Turns the events of an Anthropic message stream into OpenAI chunks, one step at a time; reads no socket or clock.
+"""Translates the events of an Anthropic message stream into OpenAI chunks (pure).
 
 `step(state, frame) -> (state, frames)` for each server-sent event, then `end(state) -> frames` when the bytes end. All
-chunks carry one id, one `created` and the model that answered; the role comes first, the usage last, then `Done`.
+chunks have the same id, `created` and model. The first chunk has the role, the last one the usage; `Done` follows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FINISH_REASONS: Mapping[str, str] = {
     "tool_use": "tool_calls",
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
-    "pause_turn": "length",  # the turn is not over; the caller may let it go on
+    "pause_turn": "length",  # the turn is not over; the client may continue it
     "refusal": "content_filter",
 }
-"""Anthropic's `stop_reason` as OpenAI's `finish_reason`; one that is not listed here is `stop`."""
+"""Anthropic's `stop_reason` as OpenAI's `finish_reason`; others become `stop`."""
 
 PING = b": ping\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool call that is being streamed: its place among the calls, its whole input if it came at once."""
+    """A tool call that is being streamed. `input` is the complete input if the provider sent it at once."""
 
     position: int
     input: bytes
@@ -45,8 +45,8 @@ class Tool:
 class State:
     """A stream so far. `created` is seconds since the epoch. `usage` holds the counts as last reported.
 
-    `complete` is whether the message's end was seen, so that nothing more is worth waiting for. `native`: the caller
-    asked in Anthropic's dialect, so the chunks carry what only that has words for (`core.messages_answer` names it).
+    `complete`: `message_stop` was seen, and nothing more needs to be read. `native`: the client uses the Messages API,
+    so the chunks also carry fields that OpenAI's API lacks (see `gateway.apis.messages.messages_answer`).
     """
 
     created: int
@@ -65,7 +65,7 @@ Step = tuple[State, tuple[Frame, ...]]
 
 
 def step(state: State, frame: SseFrame) -> Step:
-    """The chunks that `frame` adds; raises UpstreamError for an error event and for what is no Anthropic stream."""
+    """The chunks that `frame` adds; raises UpstreamError for an error event or a malformed stream."""
     if frame.is_comment:
         return state, (Comment(frame.raw),)
     if frame.data is None or state.complete:
@@ -78,16 +78,16 @@ def step(state: State, frame: SseFrame) -> Step:
         raise _malformed("an event that is not an object")
     handler = _EVENTS.get(str(event.get("type")))
     if handler is None:
-        return state, ()  # the API adds event types and asks clients to pass over those they do not know
+        return state, ()  # the API may add event types, and clients must ignore unknown ones
     if not state.id and handler not in (_start, _ping, _error):
         raise _malformed(f"{event['type']} before message_start")
     return handler(state, event)
 
 
 def end(state: State) -> tuple[Frame, ...]:
-    """The last frames once the bytes have ended: usage if it was reported, and `Done`.
+    """The last frames after the end of the bytes: usage if it was reported, and `Done`.
 
-    Raises UpstreamError READ for a stream cut before its stop reason, EMPTY for one that had not begun to answer.
+    Raises UpstreamError: READ if the stream was cut before its stop reason, EMPTY if it had no content.
     """
     if not state.finished:
         if state.has_content:
@@ -110,7 +110,7 @@ def is_finished(state: State) -> bool:
 
 
 def openai_usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """OpenAI's usage object for Anthropic's counts; None when they are missing or no counts.
+    """OpenAI's usage object for Anthropic's counts; None when they are missing or invalid.
 
     Anthropic counts cached prompt tokens beside `input_tokens`, OpenAI within `prompt_tokens`.
     """
@@ -136,15 +136,15 @@ def openai_usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
 _TRANSLATED = frozenset((
     "input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens_details",
 ))  # fmt: skip
-"""Counts that `openai_usage` has words for."""
+"""Counts that `openai_usage` translates."""
 
 
 def _usage(state: State) -> dict[str, Any] | None:
-    """The usage to tell, with what only Anthropic's dialect has words for where the caller speaks it."""
+    """The usage to report; for clients of the Messages API with the counts that OpenAI's API lacks."""
     counts = openai_usage(state.usage)
     if counts is None or state.usage is None or not state.native:
         return counts
-    return {**counts, "native": {name: said for name, said in state.usage.items() if name not in _TRANSLATED}}
+    return {**counts, "native": {name: count for name, count in state.usage.items() if name not in _TRANSLATED}}
 
 
 def _count(usage: Mapping[str, Any], name: str) -> int | None:
@@ -172,9 +172,9 @@ def _block_start(state: State, event: Mapping[str, Any]) -> Step:
         raise _malformed("content_block_start without a block")
     match block.get("type"):
         case "text":
-            return _said(state, "content", block.get("text"))
+            return _text_delta(state, "content", block.get("text"))
         case "thinking":
-            return _said(state, "reasoning_content", block.get("thinking"))
+            return _text_delta(state, "reasoning_content", block.get("thinking"))
         case "tool_use":
             tools = state.tools or {}
             given = block.get("input")
@@ -194,18 +194,18 @@ def _block_delta(state: State, event: Mapping[str, Any]) -> Step:
         raise _malformed("content_block_delta without a delta")
     match delta.get("type"):
         case "text_delta":
-            return _said(state, "content", delta.get("text"))
+            return _text_delta(state, "content", delta.get("text"))
         case "thinking_delta":
-            return _said(state, "reasoning_content", delta.get("thinking"))
+            return _text_delta(state, "reasoning_content", delta.get("thinking"))
         case "input_json_delta":
             return _arguments(state, event.get("index"), delta.get("partial_json"))
         case "signature_delta":
             return _thought(state, {"type": "thinking", "signature": delta.get("signature")})
-    return state, ()  # citations have no place in OpenAI's dialect
+    return state, ()  # OpenAI's API has no citations
 
 
 def _thought(state: State, block: Mapping[str, Any]) -> Step:
-    """Thinking that was withheld, and the signature of what was shown: for callers that will send them back."""
+    """Redacted thinking, or the signature of visible thinking. Clients of the Messages API send them back."""
     if not state.native:
         return state, ()
     state = replace(state, has_content=True)
@@ -224,7 +224,7 @@ def _arguments(state: State, index: Any, piece: Any) -> Step:
 
 
 def _block_stop(state: State, event: Mapping[str, Any]) -> Step:
-    """A call whose input was not streamed gets it now, because OpenAI's arguments are never empty text."""
+    """Emits the input of a call that was not streamed; OpenAI's arguments are never empty text."""
     index = event.get("index")
     tool = (state.tools or {}).get(index) if isinstance(index, int) else None
     if tool is None or not isinstance(index, int) or tool.has_arguments:
@@ -247,17 +247,17 @@ def _message_delta(state: State, event: Mapping[str, Any]) -> Step:
     frames: list[Frame] = []
     assert isinstance(delta, Mapping)
     details = delta.get("stop_details")
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if isinstance(delta.get("stop_sequence"), str):
-        told["stop_reason"] = delta["stop_sequence"]
+        extra["stop_reason"] = delta["stop_sequence"]
     if state.native:
-        told["native_finish_reason"] = str(reason)
-        told |= {"stop_details": details} if isinstance(details, Mapping) else {}
+        extra["native_finish_reason"] = str(reason)
+        extra |= {"stop_details": details} if isinstance(details, Mapping) else {}
     elif reason == "refusal" and isinstance(details, Mapping) and isinstance(details.get("explanation"), str):
-        state, said = _said(state, "refusal", details["explanation"])
-        frames += said
+        state, refusal = _text_delta(state, "refusal", details["explanation"])
+        frames += refusal
     state = replace(state, finished=True)
-    frames.append(Data(_chunk(state, {}, FINISH_REASONS.get(str(reason), "stop"), told=told), DeltaKind.FINISH))
+    frames.append(Data(_chunk(state, {}, FINISH_REASONS.get(str(reason), "stop"), extra=extra), DeltaKind.FINISH))
     return state, tuple(frames)
 
 
@@ -286,7 +286,7 @@ _EVENTS: Mapping[str, Callable[[State, Mapping[str, Any]], Step]] = {
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
-def _said(state: State, field: str, text: Any) -> Step:
+def _text_delta(state: State, field: str, text: Any) -> Step:
     if not isinstance(text, str):
         raise _malformed(f"a {field} delta without text")
     if not text:
@@ -301,9 +301,9 @@ def _chunk(
     delta: Mapping[str, Any] | None = None,
     finish: str | None = None,
     usage: Mapping[str, Any] | None = None,
-    told: Mapping[str, Any] = MappingProxyType({}),
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **told}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **extra}
     chunk = {
         "id": state.id,
         "object": "chat.completion.chunk",
@@ -315,7 +315,7 @@ def _chunk(
 
 
 def _merged(usage: Mapping[str, Any], holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts are cumulative: a later one replaces an earlier one, null replaces nothing."""
+    """`usage` with the later counts of `holder`. Counts are cumulative, so a later one replaces an earlier one."""
     later = holder.get("usage")
     if not isinstance(later, Mapping):
         return dict(usage)

@@ -1,7 +1,6 @@
-"""What the models of Anthropic take, by their names, as its documentation says; sends nothing and refuses nothing.
+"""Which parameters the models of Anthropic accept, by model name, from Anthropic's documentation.
 
-A name that tells no generation is taken for the newest, because what the newest refuse is the smaller loss to leave
-out.
+A name without a known generation is treated as the newest, because the newest models accept the fewest parameters.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 _EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
-"""Models up to 4.6. They take sampling parameters (under the older API version), thinking with a budget, and no effort
-above high; later ones answer 400 to any of them."""
+"""Models up to 4.6. They accept sampling parameters (with the older API version) and thinking with a budget, but no
+effort above `high`. Later models answer 400 to sampling parameters and budgets."""
 
 _NO_EFFORT = re.compile(r"claude-(3|(opus-4(-[01])?|(sonnet|haiku)-4(-[0-5])?)(-\d{8}|-latest)?$)")
 """Models that have no `output_config.effort`."""
 
 _BEFORE_4_6 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-5])?(-\d{8}|-latest)?$)")
-"""Models up to 4.5. They go on with a last assistant message, and think with a budget or not at all."""
+"""Models up to 4.5. They continue a last assistant message, and think with a budget or not at all."""
 
 _BEFORE_4_8 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-7])?(-\d{8}|-latest)?$)")
 """Models up to 4.7. They answer 400 to a system message inside a conversation."""
@@ -26,51 +25,50 @@ _BEFORE_4_8 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-7])?(-\d{8}|-late
 _ALWAYS_THINKS = re.compile(r"claude-(fable|mythos)-")
 """Models whose thinking cannot be turned off."""
 
-
 _NO_FORMAT = re.compile(r"claude-(3|(opus|sonnet)-4(-0)?(-\d{8}|-latest)?$)")
 """Models that have no `output_config.format`."""
 
 
 def takes_format(model: str) -> bool:
-    """Whether `model` can be held to a JSON schema."""
+    """Whether `model` accepts a JSON schema for its answer."""
     return _NO_FORMAT.match(model) is None
 
 
 def takes_sampling(model: str) -> bool:
-    """Whether `model` takes `temperature`, `top_p` and `top_k`."""
+    """Whether `model` accepts `temperature`, `top_p` and `top_k`."""
     return _EARLY.match(model) is not None
 
 
 def takes_prefill(model: str) -> bool:
-    """Whether `model` goes on with a last assistant message, as resuming a broken answer needs."""
+    """Whether `model` continues a last assistant message, which resuming a cut answer needs."""
     return _BEFORE_4_6.match(model) is not None
 
 
 def takes_later_system(model: str) -> bool:
-    """Whether `model` takes system messages inside a conversation."""
+    """Whether `model` accepts system messages inside a conversation."""
     return _BEFORE_4_8.match(model) is None
 
 
 def effort_for(effort: str, model: str) -> str | None:
-    """`effort` as `model` takes it, the nearest that it has; None for a model that has none."""
+    """The effort of `model` that is nearest to `effort`; None for a model without efforts."""
     if _NO_EFFORT.match(model):
         return None
     return "high" if effort in ("xhigh", "max") and _EARLY.match(model) else effort
 
 
 def thinking_by_effort(model: str) -> Mapping[str, Any] | None:
-    """The thinking of somebody who only said how much; None for a model that needs a budget or does not think.
+    """`thinking` for a request with an effort only; None for a model that needs a budget or does not think.
 
-    Models that show none of their thinking by default are asked for its summary: a long silence looks like a failure.
+    Models that hide their thinking by default are asked for a summary, because a long silence looks like a failure.
     """
     display = {} if _EARLY.match(model) else {"display": "summarized"}
     return thinking_for({"type": "adaptive", **display}, model)
 
 
 def thinking_for(thinking: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
-    """`thinking` as `model` takes it; None where the model's own way is the nearest to what was asked.
+    """`thinking` as `model` accepts it; None where the model's default is the nearest.
 
-    A budget becomes thinking as much as the model itself sees fit where there are no budgets any more.
+    A budget becomes adaptive thinking for models without budgets.
     """
     kind = thinking["type"]
     if kind == "disabled":

@@ -1,7 +1,7 @@
-"""Makes a request that came in Anthropic's dialect fit for one Anthropic model; nothing is translated on the way.
+"""Adapts a Messages API request to one Anthropic model without translating it to OpenAI's format and back.
 
-Cache marks, signatures, pictures in results and every other thing that the inner dialect has no words for stay as the
-caller wrote them. What changes is what that model or the plain API refuses; all of it is named here.
+Cache marks, signatures and images in tool results are kept. Only what the model or the API without beta features
+rejects is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headgate.shared.bodies.body_decoder import as_json
 _AS_IT_IS = ("max_tokens", "tool_choice", "metadata", "service_tier")
 _CACHE_FIELDS = ("type", "ttl")
 _NOT_SENT = ("defer_loading",)
-"""Needs a tool that searches tools, which the gateway takes from nobody."""
+"""Works only with a tool-search tool, which the gateway does not accept."""
 
 
 def to_native(request: CountedRequest, model: str) -> dict[str, Any]:
@@ -62,14 +62,15 @@ def _config(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def _plain(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Thinking without what needs a beta feature; `updates` on it are summaries of it."""
-    said = {name: value for name, value in _given(thinking).items() if name != "block_binding"}
-    return {**said, "display": "summarized"} if said.get("display") == "updates" else said
+    """Thinking without the parts that need a beta feature; `updates` becomes `summarized`."""
+    result = {name: value for name, value in _given(thinking).items() if name != "block_binding"}
+    return {**result, "display": "summarized"} if result.get("display") == "updates" else result
 
 
 def _resumes_without_thinking(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether results are sent for calls of a turn that another tier thought out: thinking with a budget wants the
-    turn to begin with thinking of Anthropic's own.
+    """Whether the tool calls of the last assistant turn came without thinking of Anthropic, from another tier.
+
+    Thinking with a budget needs that turn to begin with such thinking.
     """
     turns = [message["content"] for message in messages if message["role"] == "assistant"]
     if not turns or messages[-1]["role"] == "assistant" or isinstance(turns[-1], str):
@@ -80,9 +81,9 @@ def _resumes_without_thinking(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without what is refused: empty texts, thinking that Anthropic did not sign, turns of nothing else.
+    """The messages without what the API rejects: empty texts, thinking without Anthropic's signature, empty turns.
 
-    Tool call ids of other tiers are put into Anthropic's alphabet; white space at the end of a prefill goes.
+    Tool call ids of other tiers are rewritten in Anthropic's alphabet; white space at the end of a prefill is removed.
     """
     ids = ToolIds()
     turns: list[dict[str, Any]] = []
@@ -98,13 +99,12 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The turns with every system message as a part of the user's turn in its place.
+    """The turns, with each system message as a part of a user turn at the same place.
 
-    Joined to the system prompt it would change the beginning of the prompt, which Anthropic then reads anew at full
-    price.
+    In the system prompt it would change the beginning of the prompt, which loses Anthropic's prompt cache.
     """
     found: list[dict[str, Any]] = []
-    is_moved = False  # whether the last turn holds what a system message said
+    is_moved = False  # whether the last turn contains the text of a system message
     for turn in turns:
         is_system = turn["role"] == "system"
         role = "user" if is_system else turn["role"]
@@ -139,16 +139,16 @@ def _is_taken(block: Mapping[str, Any]) -> bool:
 
 
 def _block(block: Mapping[str, Any], ids: ToolIds, *, from_user: bool) -> dict[str, Any]:
-    said = _marked(block)
-    if said["type"] == "tool_use":
-        said["id"] = ids(said["id"])
-    elif said["type"] == "tool_result":
-        said["tool_use_id"] = ids(said["tool_use_id"])
-        if isinstance(said.get("content"), list):
-            said["content"] = _blocks(said["content"], ids, from_user=from_user)
-    elif said["type"] == "text" and from_user:
-        said.pop("citations", None)  # the newer API version refuses them in what users say
-    return said
+    result = _marked(block)
+    if result["type"] == "tool_use":
+        result["id"] = ids(result["id"])
+    elif result["type"] == "tool_result":
+        result["tool_use_id"] = ids(result["tool_use_id"])
+        if isinstance(result.get("content"), list):
+            result["content"] = _blocks(result["content"], ids, from_user=from_user)
+    elif result["type"] == "text" and from_user:
+        result.pop("citations", None)  # the newer API version rejects them in user messages
+    return result
 
 
 def _system(system: Any) -> Any:
@@ -158,16 +158,16 @@ def _system(system: Any) -> Any:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    said = {name: value for name, value in _marked(tool).items() if name not in _NOT_SENT}
-    return {**said, "input_schema": {"type": "object", **tool["input_schema"]}}
+    result = {name: value for name, value in _marked(tool).items() if name not in _NOT_SENT}
+    return {**result, "input_schema": {"type": "object", **tool["input_schema"]}}
 
 
 def _marked(holder: Mapping[str, Any]) -> dict[str, Any]:
-    """A block or tool; of a cache mark what needs no beta feature."""
-    said = _given(holder)
-    if "cache_control" in said:
-        said["cache_control"] = _cache(said["cache_control"])
-    return said
+    """A block or tool without null fields; a cache mark keeps the fields that need no beta feature."""
+    result = _given(holder)
+    if "cache_control" in result:
+        result["cache_control"] = _cache(result["cache_control"])
+    return result
 
 
 def _cache(mark: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,5 +175,5 @@ def _cache(mark: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Clients send null for what an answer of before did not have; the API wants such fields absent."""
+    """`holder` without null fields: clients send back the nulls of earlier answers, and the API rejects them."""
     return {name: value for name, value in holder.items() if value is not None}

@@ -1,7 +1,7 @@
-"""Rewrites an OpenAI chat request as an Anthropic messages request; sends nothing and never guesses at a lost meaning.
+"""Translates an OpenAI chat request into an Anthropic messages request.
 
-What cannot be said in Anthropic's dialect raises UpstreamError with code `unsupported_parameter`, so that the chain
-asks another tier; `unsupported_params` tells the same beforehand.
+A request that Anthropic cannot serve raises UpstreamError with code `unsupported_parameter`, so that the chain tries
+another tier; `unsupported_params` gives the same reasons before an attempt.
 """
 
 from __future__ import annotations
@@ -39,17 +39,14 @@ from headgate.shared.bodies.openai_bodies import (
 )
 
 DEFAULT_MAX_TOKENS = 32_000
-"""`max_tokens` when the caller gave none. Anthropic requires one, OpenAI's default is the model's own limit: this is
-the largest number that every model of the Claude 4 generation and later accepts, so that no answer is cut that another
-provider would have given whole."""
+"""`max_tokens` when the request has none. Anthropic requires it; OpenAI's default is the model's limit. This is the
+largest number that every model since Claude 4 accepts."""
 
 OPENING = "(The conversation begins with the assistant's turn.)"
-"""Stands as the user's turn where a conversation begins with the assistant, which Anthropic does not take."""
+"""The user turn that is added where a conversation begins with the assistant, which Anthropic rejects."""
 
 SAMPLING_VERSION = "2023-06-01"
-"""The API version that a request with `temperature`, `top_p` or `top_k` needs: later ones refuse all three."""
-
-
+"""The API version for a request with `temperature`, `top_p` or `top_k`; later versions reject all three."""
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[^,;]+)*;base64,", re.IGNORECASE)
 _BAD_ID = re.compile(r"[^a-zA-Z0-9_-]")
 
@@ -59,22 +56,22 @@ _EFFORTS: Mapping[str, str] = {
 }  # fmt: skip
 
 _THINKING_EFFORTS = frozenset(_EFFORTS) - {"minimal"}
-"""Efforts that ask for thinking also where a model does not think by itself."""
+"""Efforts that turn thinking on for models that do not think by default."""
 
-_STOPS = "its stop sequences need a character that is not white space"
-_JSON_OBJECT = "it has no free JSON mode; give a json_schema"
-_AUDIO = "it takes no audio"
-_FUNCTION_TOOLS = "it takes tools of type function"
-_OWN_OBJECT = "it wants an object as the schema of a strict tool, not a union or a reference"
+_STOPS = "each stop sequence needs a character that is not white space"
+_JSON_OBJECT = "it has no JSON mode without a schema; use json_schema"
+_AUDIO = "it does not accept audio"
+_FUNCTION_TOOLS = "it accepts only tools of type function"
+_OWN_OBJECT = "the schema of a strict tool must be an object, not a union or a reference"
 
 _MOST_STRICT_TOOLS = 20
 """In one request."""
 
 
 def unsupported_params(body: ChatRequest, model: str | None = None) -> Mapping[str, str]:
-    """Why Anthropic cannot honor a chat request, by parameter; empty when the tier is suitable.
+    """Why Anthropic cannot serve a chat request, by parameter; empty when the tier is suitable.
 
-    Without `model`, what only some models refuse is left out.
+    Without `model`, limits of single models are left out.
     """
     found = ANTHROPIC_CHAT.shortcomings(body)
     for error in _shape_errors(body, model):
@@ -115,7 +112,7 @@ def to_anthropic(body: ChatRequest, model: str) -> dict[str, Any]:
 
 
 def _shape_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamError]:
-    """What is unsupported by its value rather than by its name."""
+    """Parameters whose value is unsupported."""
     if any(not text.strip() for text in body.stops):
         yield unsupported("stop", _STOPS)
     shape = body.response_format
@@ -129,7 +126,7 @@ def _shape_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamErro
         yield unsupported("tool_choice", _FUNCTION_TOOLS)
     for index, message in enumerate(body.messages):
         if message.role == "function" or message.function_call:
-            yield unsupported("messages", "it knows tool calls, not function calls")
+            yield unsupported("messages", "it has tool calls, not function calls")
         if any(call.type == "custom" for call in message.tool_calls or ()):
             yield unsupported("messages", _FUNCTION_TOOLS)
         for part in message.parts:
@@ -137,17 +134,17 @@ def _shape_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamErro
                 yield unsupported(f"messages[{index}].content", why)
     spoken = [message for message in body.messages if not _is_empty(message)]
     if not spoken:
-        yield unsupported("messages", "it needs a message that is not empty")
+        yield unsupported("messages", "at least one message must not be empty")
     if shape is not None and shape.type == "json_schema" and model is not None and not takes_format(model):
-        yield unsupported("response_format", f"{model} keeps to no schema")
+        yield unsupported("response_format", f"{model} does not support JSON schemas")
     yield from _schema_errors(body)
     turns = [message.role for message in spoken if message.role not in ("system", "developer")]
     if turns and turns[-1] == "assistant" and model is not None and not takes_prefill(model):
-        yield unsupported("messages", f"{model} wants the last message to be the user's or a tool's")
+        yield unsupported("messages", f"the last message for {model} must have the role user or tool")
 
 
 def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
-    """Schemas that cannot be translated. A request of the Messages API is sent as it came."""
+    """Schemas that cannot be translated. Requests of the Messages API are not translated."""
     if body.origin is not None:
         return
     try:
@@ -155,7 +152,9 @@ def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
             held(_schema_of(body.response_format), "response_format")
         strict = [tool.function for tool in body.tools or () if tool.function is not None and tool.function.strict]
         if len(strict) > _MOST_STRICT_TOOLS:
-            raise unsupported("tools", f"it takes at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}")
+            raise unsupported(
+                "tools", f"it accepts at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}"
+            )
         for function in strict:
             _held_input(function)
     except UpstreamError as error:
@@ -168,7 +167,7 @@ def _schema_of(shape: ResponseFormat) -> dict[str, Any]:
 
 
 def _is_empty(message: Message) -> bool:
-    """Whether nothing of a message is sent."""
+    """Whether a message has no content to send."""
     if isinstance(message.content, list):
         return not any(_part(part) if isinstance(part, TextPart | RefusalPart) else True for part in message.content)
     is_spoken = _text(message.content) or _text(message.refusal) or message.tool_calls
@@ -177,7 +176,7 @@ def _is_empty(message: Message) -> bool:
 
 def _part_problem(part: Part, role: str) -> str | None:
     if isinstance(part, ImagePart | FilePart) and role not in ("user", "tool"):
-        return f"it takes images and files in user and tool messages, not in {role} messages"
+        return f"images and files may be in user and tool messages, not in {role} messages"
     if isinstance(part, AudioPart):
         return _AUDIO
     if isinstance(part, ImagePart):
@@ -198,8 +197,9 @@ def _part_problem(part: Part, role: str) -> str | None:
 def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]]]:
     """The system prompt, and the turns: alternating, starting with the user, without empty blocks.
 
-    Several system messages become one prompt in their order. Neighbors of one role become one turn; tool results stand
-    first in theirs, as the API wants them right after the calls. A system prompt alone is said by the user instead.
+    System messages are joined into one prompt. Adjacent messages of one role become one turn; tool results come first
+    in a turn, because the API requires them directly after the calls. A conversation of system messages only is sent as
+    a user turn.
     """
     system: list[str] = []
     turns: list[tuple[str, list[dict[str, Any]]]] = []
@@ -236,13 +236,13 @@ def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]
 
 
 def _trim_prefill(blocks: list[dict[str, Any]]) -> None:
-    """A last assistant turn is a prefill, and one that ends in white space is refused."""
+    """Removes white space at the end of a prefill, which the API rejects."""
     if blocks[-1]["type"] == "text":
         blocks[-1] = {"type": "text", "text": blocks[-1]["text"].rstrip()}
 
 
 def _text(text: Any) -> list[dict[str, Any]]:
-    """A text block, or none for text without a visible character, which the API refuses."""
+    """A text block; none for empty text or white space, which the API rejects."""
     return [{"type": "text", "text": text}] if isinstance(text, str) and text.strip() else []
 
 
@@ -263,7 +263,7 @@ def _part(part: Part) -> list[dict[str, Any]]:
             return [document]
         case RefusalPart():
             return _text(part.refusal)
-    assert isinstance(part, TextPart), "sound was refused"
+    assert isinstance(part, TextPart), "audio was rejected"
     return _text(part.text)
 
 
@@ -275,16 +275,16 @@ def _source(url: str) -> dict[str, str]:
 
 # --- tools -----------------------------------------------------------------------------------------------------------
 class ToolIds:
-    """Tool call ids in the alphabet that Anthropic takes; one id stays one id and two stay two."""
+    """Maps tool call ids to the alphabet that Anthropic accepts; different ids stay different."""
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
         self._taken: set[str] = set()
         self._counts: dict[str, int] = {}
-        """How often a clean id was wanted; a history may have tens of thousands."""
+        """Uses of each clean id, so that long histories need no linear search."""
 
     def __call__(self, id: str) -> str:
-        """`id`, or what stands for it."""
+        """`id`, or its replacement."""
         if id not in self._ids:
             clean = base = _BAD_ID.sub("_", id)
             while clean in self._taken:
@@ -309,7 +309,7 @@ def _tool_result(message: Message, ids: ToolIds) -> dict[str, Any]:
 
 
 def _tools(body: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`tools` and `tool_choice`. A history with tool calls needs their tools defined even when none may be called."""
+    """`tools` and `tool_choice`. The API requires definitions of all tools that the history calls."""
     tools = [_tool(tool.function) for tool in body.tools or () if tool.function is not None]
     if not tools:
         used = dict.fromkeys(
@@ -337,16 +337,16 @@ def _tool(function: Function) -> dict[str, Any]:
 
 
 def _held_input(function: Function) -> dict[str, Any]:
-    """The schema of a strict tool's input; without parameters it has none."""
-    said = function.parameters or {}
-    if not said.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
+    """The schema of a strict tool's input; without parameters it has no properties."""
+    parameters = function.parameters or {}
+    if not parameters.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
         raise unsupported("tools", _OWN_OBJECT)
-    return {"type": "object", **held({"type": "object", "properties": {}, **said}, "tools")}
+    return {"type": "object", **held({"type": "object", "properties": {}, **parameters}, "tools")}
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:
     if isinstance(choice, ChosenTool):
-        assert choice.function is not None, "others were refused"
+        assert choice.function is not None, "other types were rejected"
         return {"type": "tool", "name": choice.function.name}
     return {"none": {"type": "none"}, "auto": {"type": "auto"}, "required": {"type": "any"}}.get(choice, {})
 
@@ -355,9 +355,9 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
 def sampling(
     model: str, stops: Sequence[str], temperature: float | None, top_p: float | None, top_k: int | None
 ) -> dict[str, Any]:
-    """Stop sequences, and sampling for the models that take it. Anthropic's temperature ends at 1, OpenAI's at 2.
+    """Stop sequences, and sampling for the models that accept it. Temperature is at most 1 (OpenAI: 2).
 
-    Temperature and top_p are refused together: the temperature stays, unless it is the default.
+    The API rejects temperature together with top_p: temperature is sent, unless it is the default.
     """
     found: dict[str, Any] = {"stop_sequences": list(stops)} if stops else {}
     if not takes_sampling(model):
@@ -376,7 +376,7 @@ def _sampling(body: ChatRequest, model: str) -> dict[str, Any]:
 
 
 def _output(body: ChatRequest, model: str) -> dict[str, Any]:
-    """`output_config` and `thinking`, from response_format and, where the model has it, reasoning_effort."""
+    """`output_config` and `thinking`, from response_format and reasoning_effort."""
     config: dict[str, Any] = {}
     if body.response_format is not None and body.response_format.type == "json_schema":
         schema = held(_schema_of(body.response_format), "response_format")
@@ -394,6 +394,6 @@ def _output(body: ChatRequest, model: str) -> dict[str, Any]:
 
 
 def _excludes_thinking(body: ChatRequest, model: str) -> bool:
-    """Whether the request has something that excludes thinking: a forced call, sampling."""
+    """Whether the request excludes thinking: by a forced tool call or sampling parameters."""
     is_forced = body.tool_choice not in (None, "none", "auto")
     return is_forced or needs_sampling_version(_sampling(body, model))

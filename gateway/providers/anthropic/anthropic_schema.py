@@ -1,7 +1,7 @@
-"""Writes a JSON schema as Anthropic holds answers to one, or says why it cannot; sends nothing.
+"""Translates a JSON schema into the subset that Anthropic enforces, or raises the reason why it cannot.
 
-It holds types, names, choices and closed objects. What it refuses beside them (bounds, lengths, patterns) becomes words
-in the description, where the model reads it: Anthropic's own client does the same.
+Types, properties, enumerations and closed objects are enforced. Other keywords (bounds, lengths, patterns) are moved
+into the description for the model, as Anthropic's own client does.
 """
 
 from __future__ import annotations
@@ -17,83 +17,85 @@ _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "uri",
 _DEFINITIONS = ("$defs", "definitions")
 _UNIONS = {"anyOf": "anyOf", "oneOf": "anyOf", "allOf": "allOf"}
 _ABOUT = ("$schema", "$id", "$comment")
-"""Keywords that ask nothing of an answer."""
+"""Keywords that do not constrain an answer."""
 
-_UNTYPED = "it needs a type for everything in a schema"
-_NAMELESS = "it closes objects to the properties that they name, and one in the schema names none"
-_JOINED = "it closes every object to its own properties, so that those which a schema joins would exclude each other"
-_REFERENCES = "references in a schema must lead to its `$defs`, and none of them to itself"
+_UNTYPED = "every part of a schema needs a type"
+_NAMELESS = "objects accept only listed properties, and an object in the schema lists none"
+_JOINED = "objects accept only their own properties, so that objects joined by a schema would exclude each other"
+_REFERENCES = "references in a schema must point to its `$defs`, without cycles"
 
 
 def held(schema: Any, param: str) -> dict[str, Any]:
-    """`schema` as Anthropic takes it; raises UpstreamError (400, `unsupported_parameter`) naming `param`."""
-    said = _held(schema, param)
-    _check_references(said, param)
-    return said
+    """`schema` as Anthropic accepts it; raises UpstreamError (400, `unsupported_parameter`) naming `param`."""
+    written = _held(schema, param)
+    _check_references(written, param)
+    return written
 
 
 def _held(schema: Any, param: str) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise unsupported(param, _UNTYPED)
     left = {name: value for name, value in schema.items() if name not in _ABOUT}
-    said: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for name in _DEFINITIONS:
         if isinstance(left.get(name), Mapping):
-            said[name] = {key: _held(inner, param) for key, inner in left.pop(name).items()}
+            written[name] = {key: _held(inner, param) for key, inner in left.pop(name).items()}
     if isinstance(left.get("$ref"), str):
         reference = {"$ref": left.pop("$ref")}
-        said |= {"anyOf": [reference]} if left else reference  # nothing may stand beside a reference itself
+        written |= {"anyOf": [reference]} if left else reference  # `$ref` must be the only key of its object
     else:
-        said |= _shape(left, param)
-    said |= {name: left.pop(name) for name in ("title", "description") if isinstance(left.get(name), str)}
+        written |= _shape(left, param)
+    written |= {name: left.pop(name) for name in ("title", "description") if isinstance(left.get(name), str)}
     if left:
-        told = ", ".join(f"{name}: {dumps(value).decode()}" for name, value in left.items())
-        said["description"] = "\n\n".join((*([said["description"]] if said.get("description") else []), f"{{{told}}}"))
-    return said
+        unenforced = ", ".join(f"{name}: {dumps(value).decode()}" for name, value in left.items())
+        written["description"] = "\n\n".join(
+            (*([written["description"]] if written.get("description") else []), f"{{{unenforced}}}")
+        )
+    return written
 
 
 def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
-    """What Anthropic enforces of a schema; takes it out of `left`."""
+    """The part of a schema that Anthropic enforces; removes it from `left`."""
     if literals := _literals(left):
         left.pop("type", None)
         return literals
-    said: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     type_ = left.pop("type", None) or ("object" if "properties" in left else "array" if "items" in left else None)
     kinds = type_ if isinstance(type_, list) else [type_] if type_ else []
     union = next((name for name in _UNIONS if isinstance(left.get(name), list)), None)
     if union is not None:
-        said[_UNIONS[union]] = variants = [_held(variant, param) for variant in left.pop(union)]
+        written[_UNIONS[union]] = variants = [_held(variant, param) for variant in left.pop(union)]
         if "properties" in left or (union == "allOf" and sum(map(_has_closed, variants)) > 1):
             raise unsupported(param, _JOINED)
     elif kinds:
-        said["type"] = type_
+        written["type"] = type_
     else:
         raise unsupported(param, _UNTYPED)
     if "object" in kinds and union is None:
-        said |= _object(left, param)
+        written |= _object(left, param)
     if "array" in kinds and "items" in left:
-        said["items"] = _held(left.pop("items"), param)
+        written["items"] = _held(left.pop("items"), param)
     if "array" in kinds and left.get("minItems") in (0, 1):
-        said["minItems"] = left.pop("minItems")
+        written["minItems"] = left.pop("minItems")
     if "string" in kinds and left.get("format") in _FORMATS:
-        said["format"] = left.pop("format")
-    return said
+        written["format"] = left.pop("format")
+    return written
 
 
 def _has_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether what `_held` wrote is an object, or may be one behind a reference."""
+    """Whether a translated schema is an object, or may be one behind a reference."""
     variants = (*schema.get("anyOf", ()), *schema.get("allOf", ()))
     return "additionalProperties" in schema or "$ref" in schema or any(map(_has_closed, variants))
 
 
 def _literals(left: dict[str, Any]) -> dict[str, Any]:
-    """The values that a schema lists, where they are plain."""
-    said: dict[str, Any] = {}
+    """`enum` and `const`, where their values are scalars; removes them from `left`."""
+    written: dict[str, Any] = {}
     if isinstance(left.get("enum"), list) and left["enum"] and all(map(_is_plain, left["enum"])):
-        said["enum"] = left.pop("enum")
+        written["enum"] = left.pop("enum")
     if "const" in left and _is_plain(left["const"]):
-        said["const"] = left.pop("const")
-    return said
+        written["const"] = left.pop("const")
+    return written
 
 
 def _is_plain(value: Any) -> bool:
@@ -101,18 +103,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _object(left: dict[str, Any], param: str) -> dict[str, Any]:
-    """An object that is closed to what it does not name: an answer to the closed one is an answer to the open one."""
+    """The object without additional properties: an answer that is valid for it is valid for the open object as well."""
     named = left.pop("properties", None)
     properties = named if isinstance(named, Mapping) else {}
     is_open = left.pop("additionalProperties", properties is not named) is not False or "patternProperties" in left
     if is_open and not properties:
         raise unsupported(param, _NAMELESS)
-    said = {"properties": {name: _held(inner, param) for name, inner in properties.items()}}
-    return {**said, "additionalProperties": False} | ({"required": left.pop("required")} if "required" in left else {})
+    written = {"properties": {name: _held(inner, param) for name, inner in properties.items()}}
+    return {**written, "additionalProperties": False} | (
+        {"required": left.pop("required")} if "required" in left else {}
+    )
 
 
 def _check_references(schema: Mapping[str, Any], param: str) -> None:
-    """Raises UpstreamError where a reference leads out of the schema, or a definition contains itself."""
+    """Raises UpstreamError for a reference outside of `$defs`, or a definition that contains itself."""
     uses = {
         f"#/{name}/{key}": set(_references(inner))
         for name in _DEFINITIONS
@@ -127,7 +131,7 @@ def _check_references(schema: Mapping[str, Any], param: str) -> None:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Every reference in a schema that was written by `_held`."""
+    """Every reference in a translated schema."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]

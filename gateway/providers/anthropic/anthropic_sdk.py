@@ -1,9 +1,7 @@
-"""Anthropic through the official SDK, with OpenAI's dialect in and out; decides nothing about failover.
+"""Anthropic as a provider, through the official SDK.
 
-The translation is `gateway.providers.anthropic.anthropic_request` and
-`gateway.providers.anthropic.anthropic_events`; a request that came in
-Anthropic's own dialect is not translated but sent as `gateway.providers.anthropic.anthropic_native` makes it. The
-SDK's own retries are off: the chain is the only retry loop.
+Requests are translated by `anthropic_request`, or adapted by `anthropic_native` if they came through the Messages API;
+events are translated by `anthropic_events`. The SDK's retries are off: the chain is the only retry loop.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, 
 BASE_URL = "https://api.anthropic.com"
 
 _COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
-"""What Anthropic counts, and takes where it only counts."""
+"""The fields that the token-counting endpoint accepts."""
 
 
 class AnthropicProvider:
@@ -63,7 +61,7 @@ class AnthropicProvider:
         return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
-        """Anthropic answers nothing that has no stream; raises UpstreamError."""
+        """Raises UpstreamError: Anthropic has no endpoint without a stream."""
         raise no_endpoint(call.endpoint)
 
     async def count_tokens(self, call: Call) -> int:
@@ -82,7 +80,7 @@ class AnthropicProvider:
 
     async def _send(self, call: Call) -> httpx2.Response:
         body = written(lambda: _request(call))
-        headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
+        headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in blocks instead of token by token
         if needs_sampling_version(body):
             headers["anthropic-version"] = SAMPLING_VERSION
         response: Any = await self._client.post(
@@ -98,7 +96,7 @@ class AnthropicProvider:
 
 
 def _request(call: Call) -> dict[str, Any]:
-    """The request to send; raises UpstreamError for what Anthropic or the model cannot do."""
+    """The request to send; raises UpstreamError if Anthropic or the model cannot serve it."""
     body = call.body
     if not isinstance(body, ChatRequest):
         raise no_endpoint(call.endpoint)

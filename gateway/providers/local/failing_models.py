@@ -1,4 +1,4 @@
-"""Tells from what the inference service says whether a model is likely to fail a request now; never drops a tier."""
+"""Whether a model is likely to fail a request now, from the state that the inference service reports."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from dataclasses import dataclass
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 SHORT_REST_SECONDS = 2.0
-"""A model that failed and is tried again within so long is waited for by the service itself."""
+"""The inference service itself waits for a failed model that it loads again within this time."""
 
 _FAILED = ModelState.FAILED
-_GONE = (DeviceState.QUARANTINED, DeviceState.LOST)
+_UNUSABLE = (DeviceState.QUARANTINED, DeviceState.LOST)
 
 
 @dataclass(frozen=True, slots=True)
-class Ailment:
-    """What speaks against asking a model now, in words, and in how many seconds that may be over, where it is known."""
+class LikelyFailure:
+    """Why a model would fail now. `retry_in`: seconds until that may be over, None if unknown."""
 
     message: str
     retry_in: float | None = None
 
 
-def ailment(status: ModelStatus, devices: Mapping[str, DeviceState], age: float) -> Ailment | None:
-    """What speaks against a model whose `status` was heard `age` seconds ago; None while nothing does."""
+def likely_failure(status: ModelStatus, devices: Mapping[str, DeviceState], age: float) -> LikelyFailure | None:
+    """The likely failure of a model whose `status` was reported `age` seconds ago; None without a reason."""
     if status.state is _FAILED:
         rest = None if status.retry_after_seconds is None else max(0.0, status.retry_after_seconds - age)
         if rest is not None and rest <= SHORT_REST_SECONDS:
             return None
-        return Ailment(f"the model failed: {status.reason or 'no reason given'}", rest)
-    gone = [name for name in status.devices if devices.get(name) in _GONE]
-    return Ailment(f"its device {', '.join(gone)} is {devices[gone[0]]}") if gone else None
+        return LikelyFailure(f"the model failed: {status.reason or 'no reason given'}", rest)
+    unusable = [name for name in status.devices if devices.get(name) in _UNUSABLE]
+    if not unusable:
+        return None
+    return LikelyFailure(f"its device {', '.join(unusable)} is {devices[unusable[0]]}")

@@ -1,7 +1,7 @@
-"""Keeps the newest snapshot of the inference service's models; it advises, the service decides.
+"""The latest known state of the inference service's models, from polling and from `/events`.
 
-A snapshot older than STALE_SECONDS is unknown, not down: nothing is concluded from silence. What `/events` tells is
-taken over at once; polling goes on all the same, so that without events the view is only a little older.
+It may be outdated: the inference service decides. A snapshot older than STALE_SECONDS counts as unknown, not as down.
+Polling continues while events arrive, so that without events the view is only a little older.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from gateway.breaker import probe_schedule
 from gateway.errors import UpstreamError
-from gateway.providers.local.failing_models import Ailment, ailment
+from gateway.providers.local.failing_models import LikelyFailure, likely_failure
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 log = logging.getLogger("gateway.providers.local.inference_snapshot")
 
 POLL_SECONDS = 2.0
 MISSING_POLL_SECONDS = 0.5
-"""While the service does not answer, it is looked for more often: a refused connection costs next to nothing."""
+"""While the service does not answer, it is polled more often, because a refused connection costs little."""
 STALE_SECONDS = 10.0
 FETCH_SECONDS = 1.0
 
 Fetch = Callable[[str, float], Awaitable[Any]]
-"""Gets the JSON at a path within so many seconds or raises UpstreamError."""
+"""Gets the JSON at a path within a number of seconds; raises UpstreamError."""
 
 _ANSWERS = (ModelState.READY, ModelState.BUSY)
 
@@ -35,8 +35,8 @@ _ANSWERS = (ModelState.READY, ModelState.BUSY)
 class InferenceView:
     """The models of the service by id, refreshed by polling `/v1/models`.
 
-    `on_return` is called when the service answers that did not before, or that nobody had asked yet; `on_missing` with
-    every question that it leaves unanswered once it was seen; `on_ready` with a model that is ready and was not.
+    `on_return` is called when the service becomes reachable; `on_missing` for each failed connection after the first
+    answer; `on_ready` with each model that becomes ready.
     """
 
     def __init__(
@@ -53,32 +53,32 @@ class InferenceView:
         self._on_ready = on_ready
         self._clock = clock
         self._models: dict[str, ModelStatus] = {}
-        self._told_at: dict[str, float] = {}
-        """When each model's status was heard of."""
+        self._reported_at: dict[str, float] = {}
+        """When each model's status was received."""
         self._devices: dict[str, tuple[DeviceState, float]] = {}
-        """What was told of each device, and when."""
+        """The state of each device, and when it was received."""
         self._aliases: Mapping[str, str] = {}
-        """By model id; made when something is heard, because then nobody waits for it."""
+        """Model id by alias."""
         self._seen_at: float | None = None
         self._reachable: bool | None = None
         self._wanted = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     def use(self, fetch: Fetch) -> None:
-        """Asks another service from now on; what the old one said is forgotten."""
+        """Switches to another service and forgets the state of the old one."""
         self._fetch = fetch
         self._seen_at = None
         self._reachable = None
-        self._models, self._aliases, self._devices, self._told_at = {}, {}, {}, {}
+        self._models, self._aliases, self._devices, self._reported_at = {}, {}, {}, {}
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the snapshot may be believed."""
+        """Whether the snapshot is younger than STALE_SECONDS."""
         return self._seen_at is not None and self._clock() - self._seen_at < STALE_SECONDS
 
     @property
     def reachable(self) -> bool | None:
-        """Whether the last question was answered; None before the first."""
+        """Whether the last poll was answered; None before the first."""
         return self._reachable
 
     @property
@@ -94,24 +94,24 @@ class InferenceView:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Model id by alias; kept while the service is silent, because names do not change with its health."""
+        """Model id by alias; kept when the snapshot becomes stale."""
         return self._aliases
 
-    def ailment(self, model: str) -> Ailment | None:
-        """Why a request would likely fail at `model` now, None while nothing speaks against it. Advice only.
+    def likely_failure(self, model: str) -> LikelyFailure | None:
+        """Why a request to `model` would likely fail now; None without a reason.
 
-        What was told of a device counts until more is heard of the model: models leave a lost device at once, so one
-        that still is there was not on it, or the device is back.
+        The state of a device counts only until the model's next status: models are removed from a lost device at once,
+        so a later status with this device means that the device is back.
         """
         status = self.models.get(model)
-        return None if status is None else self._ailment(status)
+        return None if status is None else self._likely_failure(status)
 
-    def look(self) -> None:
-        """Something happened: the service is asked now instead of at the next turn."""
+    def poll_soon(self) -> None:
+        """Polls the service now instead of after the pause."""
         self._wanted.set()
 
-    def hear(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Takes over one event of the service; raises KeyError, TypeError or ValueError for one that makes no sense."""
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Applies one event of the service; raises KeyError, TypeError or ValueError for a malformed one."""
         now = self._clock()
         if kind == "snapshot":
             statuses = [ModelStatus.from_json(item) for item in data["models"]]
@@ -130,10 +130,10 @@ class InferenceView:
         elif kind == "removed":
             self._devices[str(data["device"])] = DeviceState.LOST, now
         elif kind == "eviction":
-            self.look()
+            self.poll_soon()
 
     async def refresh(self) -> None:
-        """Asks the service once; callers at the same time share one question. Never raises for a silent service."""
+        """Polls the service once; concurrent callers share one poll. Does not raise if the service does not answer."""
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._refresh(), name="inference-view")
         await asyncio.shield(self._refreshing)
@@ -144,12 +144,12 @@ class InferenceView:
             await self.refresh()
 
     async def run(self) -> None:
-        """Polls until cancelled, whatever happens."""
+        """Polls until cancelled."""
         while True:
             try:
                 await self.refresh()
             except Exception:
-                log.exception("the view of the inference service could not be renewed")
+                log.exception("the state of the inference service could not be refreshed")
             self._wanted.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS if self._reachable else MISSING_POLL_SECONDS):
@@ -165,47 +165,48 @@ class InferenceView:
                 self._note_missing(error)
             return
         if fetch is not self._fetch:
-            return  # another service is asked meanwhile
+            return  # `use` switched to another service meanwhile
         self._seen_at = self._clock()
         self._take(models, self._seen_at, began)
         self._note_answer()
 
     def _note_answer(self) -> None:
-        """It is there; told once."""
+        """Marks the service as reachable; logs a change."""
         was_reachable, self._reachable = self._reachable, True
         if not was_reachable:
             log.info("the inference service answers: %d models", len(self._models))
             self._on_return()
 
     def _take(self, models: list[ModelStatus], now: float, asked: float, fresh: set[str] | None = None) -> None:
-        """Replaces the models by what was asked for at `asked`; of `fresh` alone it is news, None: of all.
+        """Replaces the models by an answer to a request that was sent at `asked`.
 
-        What was heard of a model since then is newer and stays.
+        A status that was received since then is newer and is kept. `fresh` are the ids that the answer is about; None
+        means all.
         """
-        before, told = self._models, self._told_at
-        self._models, self._told_at = {}, {}
+        before, reported = self._models, self._reported_at
+        self._models, self._reported_at = {}, {}
         for model in models:
             is_news = fresh is None or model.id in fresh
-            newer = model.id in before and (told[model.id] > asked or not is_news)
+            newer = model.id in before and (reported[model.id] > asked or not is_news)
             self._models[model.id] = before[model.id] if newer else model
-            self._told_at[model.id] = told[model.id] if newer else now
+            self._reported_at[model.id] = reported[model.id] if newer else now
         self._aliases = {alias: model.id for model in self._models.values() for alias in model.aliases}
         for name, model in self._models.items():
             if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
                 self._on_ready(name)
 
-    def _ailment(self, status: ModelStatus) -> Ailment | None:
-        told_at = self._told_at[status.id]
-        devices = {name: state for name, (state, at) in self._devices.items() if at >= told_at}
-        return ailment(status, devices, self._clock() - told_at)
+    def _likely_failure(self, status: ModelStatus) -> LikelyFailure | None:
+        reported_at = self._reported_at[status.id]
+        devices = {name: state for name, (state, at) in self._devices.items() if at >= reported_at}
+        return likely_failure(status, devices, self._clock() - reported_at)
 
     def _note_missing(self, error: Exception) -> None:
-        """No answer, or one that makes no sense; told once, with the traceback when it is nothing foreseen."""
+        """Marks the service as not reachable; logs a change, with a traceback if the error is unexpected."""
         if self._reachable is not False:
-            foreseen = isinstance(error, UpstreamError | KeyError | TypeError | ValueError | AttributeError)
-            said = f"{type(error).__name__}: {error}"
+            is_expected = isinstance(error, UpstreamError | KeyError | TypeError | ValueError | AttributeError)
+            reason = f"{type(error).__name__}: {error}"
             log.warning(
-                "the inference service does not tell its models: %s", said, exc_info=None if foreseen else error
+                "models of the inference service cannot be read: %s", reason, exc_info=None if is_expected else error
             )
         self._reachable = False
         if self.was_seen and isinstance(error, UpstreamError) and probe_schedule.is_down(error):

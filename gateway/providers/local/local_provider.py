@@ -1,4 +1,4 @@
-"""Talks to the inference service: what it is asked, and how its refusals read; retries nothing and judges nothing."""
+"""The inference service as a provider: requests to it, and its errors as UpstreamError."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LocalProvider:
         self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
-        """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
+        """The parameters that no local model supports; those of the requested model are in the `InferenceView`."""
         return refused_by_local(body) if endpoint.streams else ALL_TAKEN
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
@@ -83,7 +83,7 @@ class LocalProvider:
         return await self._json("GET", path, None, seconds)
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
-        """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError in the service's own words."""
+        """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError with the service's message."""
         deadline = {H_DEADLINE: str(max(1, int(seconds * 1000)))}
         return await self._json("POST", path, body, seconds, {**deadline, **(headers or {})})
 
@@ -102,13 +102,13 @@ class LocalProvider:
         except TimeoutError as error:
             raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: nothing for {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+            raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
         except ValueError as error:
             raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: not JSON") from error
 
     @contextlib.asynccontextmanager
     async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes of the service's event stream as they come; raises UpstreamError, also after so long a silence."""
+        """The bytes of the service's event stream; raises UpstreamError, also after `silence_seconds` without bytes."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
         try:
             async with self._session.get(self._url + "/events", headers=self._headers, timeout=timeout) as response:
@@ -118,7 +118,7 @@ class LocalProvider:
         except TimeoutError as error:
             raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: nothing for {silence_seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+            raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
 
     async def aclose(self) -> None:
         """Closes every connection."""
@@ -126,13 +126,13 @@ class LocalProvider:
         await self._session.close()
 
     async def _ask(self, call: Call, body: bytes) -> Answer:
-        """The answer to a POST once its good status is known."""
+        """Posts a request; returns the answer when its status is 200, raises UpstreamError otherwise."""
         headers = {**self._headers, H_REQUEST_ID: call.request_id, **call.headers}
         try:
             answer = await self._hop.post(self._paths[call.endpoint], body, headers, call.connect_seconds)
         except OSError as error:
             raise UpstreamError(
-                UpstreamKind.CONNECT, f"the inference service cannot be reached: {_said(error)}"
+                UpstreamKind.CONNECT, f"the inference service cannot be reached: {_reason_of(error)}"
             ) from error
         except BrokenError as error:
             raise UpstreamError(UpstreamKind.READ, f"the inference service did not answer: {error}") from error
@@ -147,7 +147,7 @@ class LocalProvider:
 
 
 def _not_given(asked: str, status: int, answer: bytes) -> UpstreamError:
-    """The error instead of an answer, in the envelope's words where it is one."""
+    """The error for a status other than 200, with the message of the error envelope if there is one."""
     with contextlib.suppress(ValueError):
         raw = orjson.loads(answer)
         if isinstance(raw, dict) and isinstance(raw.get("error"), dict):
@@ -156,20 +156,20 @@ def _not_given(asked: str, status: int, answer: bytes) -> UpstreamError:
 
 
 async def _refusal(answer: Answer) -> UpstreamError:
-    """The error in a response whose status is not 200; its body is read only so far and so long."""
+    """The error in a response whose status is not 200. Size and time of reading the body are limited."""
     raw: Any = None
-    with contextlib.suppress(BrokenError, TimeoutError, ValueError):  # the status alone says enough
+    with contextlib.suppress(BrokenError, TimeoutError, ValueError):  # the status is enough
         async with asyncio.timeout(ERROR_BODY_SECONDS):
             raw = orjson.loads(await answer.whole(MAX_ERROR_BYTES))
     return upstream_error(UpstreamKind.STATUS, raw, answer.status, retry_after_of(answer.headers))
 
 
-def _said(error: BaseException) -> str:
-    """What went wrong in a few words, without addresses: callers read it too."""
+def _reason_of(error: BaseException) -> str:
+    """A short description without addresses, because clients see it."""
     if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
         return "the connection was closed"
     cause = getattr(error, "os_error", error)
     number = getattr(cause, "errno", None)
     if isinstance(cause, ssl.SSLError):
-        return (cause.reason or "a broken handshake").replace("_", " ").lower()
+        return (cause.reason or "TLS handshake failed").replace("_", " ").lower()
     return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__

@@ -1,6 +1,7 @@
-"""One stream of the inference service: raw frames in, raw frames out; asks nothing again and judges nothing.
+"""One answer stream of the inference service, relayed as raw frames.
 
-This is the hot path. Payloads leave as they came; what was parsed to see what a chunk carries goes with them.
+This is the hot path: payloads are not rewritten, and a chunk that was parsed for classification travels with its
+payload.
 """
 
 from __future__ import annotations
@@ -28,25 +29,24 @@ from inference.protocol import CODES, H_DEVICE, RETRY_AFTER, Code, device_of
 log = logging.getLogger("gateway.providers.local.local_provider")
 
 Ask = Callable[[Call, bytes], Awaitable[Answer]]
-"""Posts a body and returns the answer once its good status is known; raises UpstreamError."""
+"""Posts a body and returns the answer when its status is 200; raises UpstreamError."""
 
 CLOSE_SECONDS = 0.2
-"""How long the end of a finished response may take to come so that its connection can serve again."""
-
+"""How long the end of a finished response may take, so that its connection can be used again."""
 
 _USUAL_TYPE = "text/event-stream; charset=utf-8"
-"""As our own service says it."""
+"""The content type that the inference service sends."""
 
 
 def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after: float | None) -> UpstreamError:
-    """The error in an OpenAI envelope (`{"error": {...}}`, parsed), as far as it is one."""
+    """The error in a parsed OpenAI envelope (`{"error": {...}}`), or a general one without an envelope."""
     error = raw.get("error") if isinstance(raw, dict) else None
     if not isinstance(error, dict):
         return UpstreamError(kind, "an error without the OpenAI envelope", status=status, retry_after=retry_after)
     details = error.get("headgate")
     if retry_after is None and isinstance(details, dict):
-        said = details.get(RETRY_AFTER)
-        retry_after = float(said) if isinstance(said, (int, float)) and not isinstance(said, bool) else None
+        delay = details.get(RETRY_AFTER)
+        retry_after = float(delay) if isinstance(delay, (int, float)) and not isinstance(delay, bool) else None
     return UpstreamError(
         kind,
         str(error.get("message") or "no message"),
@@ -60,14 +60,14 @@ def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after
 
 
 def _status_of(code: str | None) -> int | None:
-    """The HTTP status that belongs to one of our codes; an error frame comes after a 200."""
-    with contextlib.suppress(ValueError):  # a code that is not ours has no status of ours
+    """The HTTP status of an error code of the inference service; None for other codes."""
+    with contextlib.suppress(ValueError):
         return CODES[Code(code or "")].status
     return None
 
 
 class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Frame]):
-    """One open stream; its own iterator. Leaving it closes the connection unless the answer came whole."""
+    """One open stream and its iterator. Leaving it closes the connection unless the answer is complete."""
 
     def __init__(self, ask: Ask, call: Call, body: bytes) -> None:
         self._ask = ask
@@ -76,7 +76,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._splitter = SseSplitter()
         self._ready: deque[Frame] = deque()
         self._error: UpstreamError | None = None
-        """What comes after the last of them."""
+        """Raised after the last frame of `_ready`."""
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[list[Frame]], bool] | None = None
@@ -102,7 +102,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self.leave()
 
     def leave(self) -> None:
-        """Closes the connection; one whose answer came whole is used again once its end came, which nobody awaits."""
+        """Closes the connection; after a complete answer it is returned to the pool in the background."""
         answer, self._answer = self._answer, None
         self._sink = None
         if answer is not None:
@@ -122,20 +122,20 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         return self._ready.popleft()
 
     def take_ready(self) -> list[Frame]:
-        """The frames that are here already, so that they can leave in one write; an error waits its turn."""
+        """The frames that have already arrived, so that they can be sent in one write; a pending error stays."""
         ready = list(self._ready)
         self._ready.clear()
         return ready
 
     def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
-        """Offers `sink` what comes while somebody waits for a frame; what it takes, with True, wakes nobody.
+        """Passes frames directly to `sink` while a task waits for one; the task is not woken if `sink` returns True.
 
-        The end and errors are not offered.
+        The end and errors are not passed to `sink`.
         """
         self._sink = sink
 
     async def _changed(self) -> None:
-        """Waits for more to happen. What comes while nobody waits is not read further than it has been."""
+        """Waits for a frame, the end or an error. Reading is paused while no task waits."""
         if self._paused and self._answer is not None:
             self._paused = False
             self._answer.resume()
@@ -146,7 +146,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             self._waiter = None
 
     def _on_piece(self, piece: bytes) -> None:
-        """Bytes came: queues the frames in them, and the error that ends them, unless they can be passed on."""
+        """Queues the frames in received bytes, or passes them to the sink."""
         if self._over:
             return  # nothing counts after [DONE] or an error
         if (payloads := self._splitter.plain(piece)) is not None:
@@ -167,7 +167,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._wake()
 
     def _on_end(self, error: BrokenError | None) -> None:
-        """The answer is over."""
+        """Handles the end of the answer, or a broken connection."""
         if not self._over:
             if error is None:
                 self._take_all(self._splitter.end())
@@ -178,13 +178,13 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._wake()
 
     def _passes(self) -> bool:
-        """Whether everything that is here was passed on."""
+        """Passes the queued frames to the sink; returns whether it accepted them."""
         if self._sink is None or self._waiter is None or self._waiter.done():
             return False
         try:
             taken = self._sink(list(self._ready))
         except Exception:
-            log.exception("frames of the inference service could not be passed on")
+            log.exception("frames of the inference service could not be relayed")
             return False
         if taken:
             self._ready.clear()
@@ -225,7 +225,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 self._end("the end mark came")
             else:
                 self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
-            return  # nothing counts after either
+            return  # nothing counts after [DONE] or an error
 
     def _refuse(self, payload: bytes) -> None:
         """Queues the error frame in `payload`."""

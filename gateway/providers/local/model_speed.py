@@ -1,4 +1,4 @@
-"""How quick a model is, as the inference service measured it and our own requests may change it; measures nothing."""
+"""The expected waiting times of a local model, from measurements of the inference service."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class Speed(NamedTuple):
-    """What was measured of a model; None where nothing was. `load_seconds` is 0 for one that is loaded,
-    `queue_seconds` what somebody who comes now waits behind others once it is.
+    """Measurements of a model; None where none exist.
+
+    `load_seconds` is 0 for a loaded model. `queue_seconds` is the wait of a new request behind others after loading.
     """
 
     load_seconds: float | None = None
@@ -16,25 +17,30 @@ class Speed(NamedTuple):
 
     @property
     def ready_in(self) -> float:
-        """Seconds until it takes a request of somebody who comes now, as far as known."""
+        """Seconds until the model starts a new request, as far as known."""
         return (self.load_seconds or 0.0) + (self.queue_seconds or 0.0)
 
 
 def queue_seconds(
-    told_seconds: float | None, outstanding: int, parallel: int, answer_seconds: float | None, *, first: bool = False
+    reported_seconds: float | None,
+    outstanding: int,
+    parallel: int,
+    answer_seconds: float | None,
+    *,
+    first: bool = False,
 ) -> float | None:
-    """The wait behind others: as the service told it last, or more by the `outstanding` requests of our own.
+    """The wait behind other requests: the last reported one, or a longer estimate from the gateway's own requests.
 
-    The service is asked every few seconds; in between many may come at once, and only the gateway knows of them. Who
-    is served `first` has the next place that is free, whoever else waits.
+    The service reports every few seconds; `outstanding` includes requests that were sent since. `first`: the request
+    has the highest priority and gets the next free place.
     """
     waits_for = outstanding - parallel + 1
     if waits_for > 0 and answer_seconds is not None:
-        told_seconds = max(told_seconds or 0.0, waits_for * answer_seconds)
-    if first and told_seconds is not None and answer_seconds is not None:
-        return min(told_seconds, answer_seconds)
-    return told_seconds
+        reported_seconds = max(reported_seconds or 0.0, waits_for * answer_seconds)
+    if first and reported_seconds is not None and answer_seconds is not None:
+        return min(reported_seconds, answer_seconds)
+    return reported_seconds
 
 
 UNKNOWN = Speed()
-"""Nothing was measured."""
+"""Without measurements."""

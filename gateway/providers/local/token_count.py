@@ -1,7 +1,7 @@
-"""Asks the inference service how many tokens a prompt has, and remembers the last answers; decides nothing by them.
+"""Counts the tokens of a prompt through the inference service, with a cache of recent counts.
 
-The service renders the body with the model's own template and vocabulary, loaded or not, so the count is the one that
-a request with this body would be computed with. What is remembered are numbers under a digest, never prompts.
+The service uses the model's template and vocabulary, also if the model is not loaded, so the count is exact. The cache
+stores numbers by digest, not prompts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.bodies.body_decoder import as_json
 
 REMEMBERED = 1024
-"""Counts kept; the one not asked for longest leaves first."""
+"""Entries of the cache (least recently used are removed)."""
 
 PATH = "/tokenize"
 
 _LARGE_BYTES = 2**20
-"""What is longer is digested in a thread, because other streams would wait for it."""
+"""Longer bodies are hashed in a thread, so that they do not block other streams."""
 
 Ask = Callable[[str, bytes, float], Awaitable[Any]]
-"""Posts a JSON body to a path of the service and returns the answer's JSON within so many seconds; raises
+"""Posts a JSON body to a path of the service and returns the JSON answer within a number of seconds; raises
 UpstreamError."""
 
 _COUNTED: Mapping[Endpoint, tuple[str, ...]] = {
@@ -38,27 +38,27 @@ _COUNTED: Mapping[Endpoint, tuple[str, ...]] = {
     ),
     Endpoint.COMPLETIONS: ("prompt", "suffix"),
 }  # fmt: skip
-"""The fields that a prompt is made of."""
+"""The fields that make up a prompt."""
 
 
 class Counter:
-    """Counts for local models, one question each unless the answer is remembered."""
+    """Counts prompt tokens of local models, with a cache."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._known: OrderedDict[bytes, int] = OrderedDict()
 
     def use(self, ask: Ask) -> None:
-        """Asks another service from now on; what the old one counted is forgotten."""
+        """Switches to another service and clears the cache."""
         self._ask = ask
         self._known.clear()
 
     async def count(self, model: str, endpoint: Endpoint, body: AnyRequest, seconds: float) -> int:
-        """Prompt tokens of a chat or completion `body` for the local `model`; of several prompts those of the longest.
+        """Prompt tokens of a chat or completion `body` for the local `model`; the longest of several prompts counts.
 
-        Raises UpstreamError: within `seconds` nothing was said, the service is not there, or it cannot count this
-        (images, tools for a model that calls none); `context_length_exceeded` with the least number of tokens in
-        `details["prompt_tokens"]` for a text so long that counting it would be a waste.
+        Raises UpstreamError after `seconds`, if the service is not reachable, or if it cannot count this body (images,
+        tools for a model without tool calls). A text that is far too long raises `context_length_exceeded` with a lower
+        bound of its tokens in `details["prompt_tokens"]`.
         """
         given = as_json(body)
         asked = orjson.dumps(

@@ -1,7 +1,7 @@
-"""Numbers the tool calls of one OpenAI stream where a provider does not: every call has an index of its own.
+"""Gives every tool call of an OpenAI stream its own index.
 
-Google's address leaves `index` out, or gives all parallel calls the same one; whoever puts pieces together by index
-would then make one call of several. What is numbered as OpenAI numbers it stays as it is.
+Google leaves `index` out or gives all parallel calls the same one, so a client that joins pieces by index would make
+one call of several. Correct indices are kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The calls of one choice so far: `ids` by index, and to which index the provider's own word led last."""
+    """The calls of one choice so far: `ids` by index; `latest` is our index by the last index of the provider."""
 
     ids: Mapping[int, str | None] = field(default_factory=dict)
     latest: Mapping[int | None, int] = field(default_factory=dict)
 
 
 def number(numbers: Numbers, pieces: list[Any]) -> tuple[Numbers, bool]:
-    """Gives every piece of a delta's `tool_calls` its call's index, in place; says whether anything had to change."""
+    """Sets the index of every piece of a delta's `tool_calls` in place; the second value is whether one changed."""
     changed = False
     for piece in pieces:
         if not isinstance(piece, dict):

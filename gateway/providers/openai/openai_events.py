@@ -1,4 +1,4 @@
-"""Reads what each chunk of an OpenAI stream carries, so that its bytes can be relayed as they are; changes none.
+"""Classifies the chunks of an OpenAI stream, whose bytes are relayed unchanged (pure).
 
 `step(state, frame) -> (state, frames)` for each server-sent event, then `end(state) -> frames` when the bytes end.
 """
@@ -17,15 +17,15 @@ from gateway.providers.provider_errors import error_in, frame_error
 from headgate.shared.sse import SseFrame
 
 DONE = b"[DONE]"
-_SAID = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A stream so far. `choices` is how many were asked for; `opened` and `finished` are choice indices.
+    """A stream so far. `choices` is the requested number; `opened` and `finished` are choice indices.
 
-    `usage` is the last usage that came inside an ordinary chunk, with that chunk, until a usage chunk of its own was
-    seen. `complete` is whether `[DONE]` was seen, so that nothing more is worth waiting for.
+    `usage` is the last chunk with both choices and usage; it is not needed after a chunk with usage alone. `complete`:
+    `[DONE]` was seen, and nothing more needs to be read.
     """
 
     choices: int = 1
@@ -44,7 +44,7 @@ Step = tuple[State, tuple[Frame, ...]]
 
 
 def step(state: State, frame: SseFrame) -> Step:
-    """What `frame` adds to the stream; raises UpstreamError for an error frame and for what is no chunk."""
+    """The frames that `frame` adds; raises UpstreamError for an error frame or an invalid chunk."""
     if frame.is_comment:
         return state, (Comment(frame.raw),)
     data = frame.data
@@ -79,7 +79,7 @@ def _pieces(choice: Any) -> list[Any]:
 
 
 def _numbered(state: State, choices: list[Any]) -> tuple[State, bool]:
-    """Every call with its index; see `gateway.providers.openai.openai_calls`."""
+    """Gives every call its index (see `openai_calls`); the second value is whether one changed."""
     calls, changed = dict(state.calls), False
     for choice in choices:
         if pieces := _pieces(choice):
@@ -120,7 +120,7 @@ def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
 def _index(choice: Mapping[str, Any]) -> int:
     index = choice.get("index", 0)
     if not isinstance(index, int):
-        raise _malformed("a choice whose index is no number")
+        raise _malformed("a choice whose index is not a number")
     return index
 
 
@@ -128,14 +128,14 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     if choice.get("text"):
         return True
     delta = choice.get("delta")
-    return isinstance(delta, dict) and any(delta.get(name) for name in _SAID)
+    return isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS)
 
 
 def end(state: State) -> tuple[Frame, ...]:
-    """The last frames once the bytes have ended or `[DONE]` was seen: `Done`, after a usage chunk where one is due.
+    """The last frames after the end of the bytes or `[DONE]`: a usage chunk if it is missing, and `Done`.
 
-    Raises UpstreamError READ for a stream cut before its finish, EMPTY for one that had not begun to answer. A choice
-    that never began counts as cut off unless the provider itself said `[DONE]`.
+    Raises UpstreamError: READ if the stream was cut before its finish reason, EMPTY if it had no content. A choice that
+    did not begin counts as cut, unless the provider sent `[DONE]`.
     """
     whole = bool(state.finished) and state.finished >= state.opened
     if not whole or not (state.complete or is_finished(state)):
@@ -153,7 +153,7 @@ def is_complete(state: State) -> bool:
 
 
 def is_finished(state: State) -> bool:
-    """Whether every choice asked for has its finish reason."""
+    """Whether every requested choice has its finish reason."""
     return state.finished >= state.opened and len(state.finished) >= state.choices
 
 

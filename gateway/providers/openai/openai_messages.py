@@ -1,7 +1,7 @@
-"""Writes a chat history as each address of OpenAI's dialect takes it; changes no word of it and sends nothing.
+"""Removes and adds fields of chat messages as each OpenAI-compatible API requires; texts are not changed.
 
-Clients send whole messages back, with what other tiers and their own helpers wrote into them, such as reasoning.
-OpenAI and Google answer 400 to a field that they do not know.
+Clients send messages back with fields of other tiers and of their own libraries, such as reasoning. OpenAI and Google
+answer 400 to unknown fields.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Message = Mapping[str, Any]
 Messages = Iterable[Message]
 
 UNSIGNED_CALL = "skip_thought_signature_validator"
-"""Google's word for a call that another model made."""
+"""Google's signature for a call that another model made."""
 
 _EXTRA = "extra_content"
-"""Where Google's address puts the signature of a thought; clients may send it back. OpenAI does not know it."""
+"""The field in which Google sends the signature of a thought; clients may send it back. OpenAI rejects it."""
 _ANSWERS_ONLY = frozenset(("annotations", "parsed"))
-"""Fields of answers that no request has."""
+"""Fields of answers that requests do not have."""
 _KNOWN = frozenset(("role", "content", "name", "refusal", "audio", "function_call", "tool_calls", "tool_call_id"))
-"""What a message of a request may have."""
+"""The fields that a message of a request may have."""
 _KNOWN_AT_GOOGLE = _KNOWN | {_EXTRA}
 _KNOWN_OF_RESULTS = frozenset(("role", "content", "tool_call_id"))
-"""What one of the role `tool` may have at OpenAI. Google wants the function's name in it."""
+"""The fields of a `tool` message at OpenAI. Google requires the function's name as well."""
 _WANTS_SIGNATURES = re.compile(r"(models/)?gemini-([3-9]|\d\d)")
-"""Models of Google's that refuse a history whose first call of a turn lacks the signature of the thought behind it."""
+"""Models of Google that reject a history if the first call of a turn has no thought signature."""
 
 
 def for_others(messages: Messages, model: str) -> Messages:
-    """For addresses of which nobody knows here what they take."""
+    """For other providers: only fields of answers are removed."""
     return (_without(_ANSWERS_ONLY, message) for message in messages)
 
 
 def for_openai(messages: Messages, model: str) -> Messages:
-    """For OpenAI."""
+    """For OpenAI: unknown fields are removed."""
     for message in messages:
         known = _only(_KNOWN_OF_RESULTS if message["role"] == "tool" else _KNOWN, message)
         calls = message.get("tool_calls")
@@ -49,9 +49,7 @@ def for_openai(messages: Messages, model: str) -> Messages:
 
 
 def for_google(messages: Messages, model: str) -> Messages:
-    """For Google: results have their function's name, calls an object as arguments, and a signature if `model` wants
-    one.
-    """
+    """For Google: results get their function's name, calls get an object as arguments and a signature if required."""
     is_signed = _WANTS_SIGNATURES.match(model) is not None
     names: dict[str, str] = {}
     for message in messages:
@@ -68,14 +66,14 @@ def for_google(messages: Messages, model: str) -> Messages:
 
 
 def _with_objects(calls: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The calls; what a model once wrote that is no object goes along under a key."""
+    """The calls; arguments that are not a JSON object are wrapped in one."""
     for call in calls:
         function = call.get("function")
         if function is None or _is_object(function["arguments"]):
             yield call
         else:
-            said = orjson.dumps(arguments(function["arguments"])).decode()
-            yield {**call, "function": {**function, "arguments": said}}
+            text = orjson.dumps(arguments(function["arguments"])).decode()
+            yield {**call, "function": {**function, "arguments": text}}
 
 
 def _is_object(text: str) -> bool:
@@ -86,14 +84,14 @@ def _is_object(text: str) -> bool:
 
 
 def _without(names: frozenset[str], holder: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`holder` without these fields; itself where it has none of them."""
+    """`holder` without these fields; the same object if it has none of them."""
     if names.isdisjoint(holder):
         return holder
     return {name: value for name, value in holder.items() if name not in names}
 
 
 def _only(names: frozenset[str], holder: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`holder` with these fields alone; itself where it has no others, as most messages of a long history."""
+    """`holder` with these fields only; the same object if it has no others, like most messages of a history."""
     if names.issuperset(holder):
         return holder
     return {name: value for name, value in holder.items() if name in names}

@@ -1,6 +1,6 @@
-"""What the models of OpenAI take, by their names, as its documentation says; sends nothing and refuses nothing.
+"""Which parameters the models of OpenAI accept, by model name, from OpenAI's documentation.
 
-A name that tells no generation is taken for a model that does not reason: names of one's own are mostly of such.
+A name without a known generation, such as a custom deployment name, is treated as a model that does not reason.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _BEFORE = r"(?:[^:/]*/)*(?:ft:)?"
-"""What may stand before a name: prefixes such as `models/`, and the mark of a fine-tuned model."""
+"""The optional part before a name: prefixes such as `models/`, and `ft:` of a fine-tuned model."""
 
 
 def _named(pattern: str) -> re.Pattern[str]:
@@ -16,20 +16,20 @@ def _named(pattern: str) -> re.Pattern[str]:
 
 
 _REASONS = _named(r"(o\d|codex-|gpt-([5-9]|[12]\d)(?!\d|-chat))")
-"""The o series and everything from GPT-5 on but `gpt-5-chat`. They answer 400 to sampling arguments."""
+"""The o series and GPT-5 and later except `gpt-5-chat`. They answer 400 to sampling parameters."""
 
 _SAMPLES_UNTHINKING = _named(r"gpt-5\.\d")
-"""GPT-5.1 and its successors of that generation sample as they are told while their effort is `none`."""
+"""GPT-5.1 and later 5.x models accept sampling parameters while their effort is `none`."""
 
 _UNTHINKING = _named(r"gpt-5\.[1-4](?!\d|[^:]*-(chat|codex|pro))")
-"""Those whose effort is `none` where nobody names one. From GPT-5.5 on it is `medium`, as it is for these variants or
+"""Models whose default effort is `none`. For GPT-5.5 and later, and for the excluded variants, it is `medium` or
 higher."""
 
 _NEVER_REASONS = _named(r"(gpt-(3\.5|4)|chatgpt-4o|gpt-5-chat)")
-"""Models that are known not to reason. They answer 400 to an effort, which others of unknown names may have."""
+"""Models that do not reason. They answer 400 to an effort; models with unknown names may accept one."""
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""All that callers name, from the least."""
+"""All efforts, lowest first."""
 
 _EFFORTS_OF = (
     (_NEVER_REASONS, ()),
@@ -43,11 +43,12 @@ _EFFORTS_OF = (
     (_named(r"gpt-5\.\d"), ("none", "low", "medium", "high", "xhigh")),
     (_named(""), ("none", "minimal", "low", "medium", "high", "xhigh")),
 )
-"""Which of them a model takes, from the least and as far as they are known, by the first name that fits; others are
-answered with 400. `max` is left out: later models than these know it, and they know the next lower one as well."""
+"""The known efforts of a model, lowest first, by the first matching pattern; the API answers 400 to others.
+
+`max` is left out: later models accept it, and they accept the next lower one as well."""
 
 _STOPS = _named(r"o(1|3-mini)(?!\d)")
-"""Reasoning models that take `stop`: those before o3 and o4-mini."""
+"""Reasoning models that accept `stop`: those before o3 and o4-mini."""
 
 _MOST_TOKENS = (
     (_named(r"gpt-3\.5|gpt-4-(turbo|\d{4}-preview|vision)|gpt-4o-2024-05-13"), 4_096),
@@ -58,23 +59,23 @@ _MOST_TOKENS = (
     (_named(r"o[134](?!\d)"), 100_000),
     (_named(r"gpt-5(?!\d)"), 128_000),
 )
-"""The longest answers as far as they are known, of the first name that fits; more is answered with 400."""
+"""The known maximum of `max_completion_tokens`, by the first pattern that matches; the API answers 400 to more."""
 
 
 def most_tokens(model: str) -> int | None:
-    """The largest `max_completion_tokens` that `model` takes; None where its name does not tell."""
+    """The largest `max_completion_tokens` that `model` accepts; None if it is unknown."""
     return next((most for name, most in _MOST_TOKENS if name.match(model)), None)
 
 
 def reasons(model: str) -> bool:
-    """Whether `model` thinks, and so takes neither penalties nor a bias, whatever its effort."""
+    """Whether `model` reasons, and so accepts neither penalties nor a logit bias, whatever its effort."""
     return _REASONS.match(model) is not None
 
 
 def effort_for(effort: str, model: str) -> str | None:
-    """`effort` where `model` is known to take it, else the next higher one, else its highest; None where it has none.
+    """`effort` if `model` accepts it, else the next higher one, else its highest; None for a model without efforts.
 
-    A word that is no effort stays as it is.
+    An unknown effort is returned unchanged.
     """
     taken: tuple[str, ...] = next(efforts for name, efforts in _EFFORTS_OF if name.match(model))
     if not taken:
@@ -86,14 +87,12 @@ def effort_for(effort: str, model: str) -> str | None:
 
 
 def takes_sampling(model: str, effort: str | None) -> bool:
-    """Whether a `model` that reasons, asked for this effort (None: for none by name), takes `temperature`, `top_p` and
-    `logprobs`.
-    """
+    """Whether a reasoning `model` accepts `temperature`, `top_p`, `logprobs` with this effort (None: its default)."""
     given = None if effort is None else effort_for(effort, model)
     unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(given)
     return unthinking is not None and unthinking.match(model) is not None
 
 
 def takes_stop(model: str) -> bool:
-    """Whether `model` takes `stop`."""
+    """Whether `model` accepts `stop`."""
     return not reasons(model) or _STOPS.match(model) is not None

@@ -1,4 +1,4 @@
-"""Rewrites a caller's request for a cloud that speaks OpenAI's dialect; sends nothing, changes no word of a message."""
+"""Adapts a request to an OpenAI-compatible provider and its model; texts of messages are not changed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _OTHER: Mapping[Endpoint, Profile] = {
     Endpoint.COMPLETIONS: OPENAI_COMPLETIONS,
     Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
 }
-"""OpenAI's dialect knows no reranking."""
+"""OpenAI's API has no reranking."""
 _GOOGLES_EFFORTS: Mapping[str, str] = {"xhigh": "high", "max": "high"}
-"""Efforts beyond the highest that Google knows, as that one."""
+"""Efforts above Google's highest."""
 _ALWAYS_THINKS = re.compile(r"(models/)?gemini-(2\.5-pro|[3-9]|\d\d)")
-"""Models of Google's that answer 400 to the effort `none`."""
+"""Models of Google that answer 400 to the effort `none`."""
 _MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
     Flavor.OPENAI: for_openai,
     Flavor.GOOGLE: for_google,
@@ -43,25 +43,24 @@ _MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
 }
 _STREAM_OPTIONS = ("include_obfuscation",)
 _MOST_STOPS = 4
-"""Stop strings that OpenAI and Google take. Others of the dialect have bounds of their own, or none."""
+"""The limit of OpenAI and Google. Other providers have their own limits, or none."""
 _STREAMED_AUDIO = "pcm16"
-"""The one format of audio that OpenAI streams."""
-_TUNES = ("temperature", "top_p")
-_SHOWS = ("logprobs", "top_logprobs")
-_WEIGHS = ("frequency_penalty", "presence_penalty", "logit_bias")
-
+"""The only audio format that OpenAI streams."""
+_SAMPLING = ("temperature", "top_p")
+_LOGPROBS = ("logprobs", "top_logprobs")
+_PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 _HOSTED_BY_AZURE = (".openai.azure.com", ".services.ai.azure.com", ".openai.azure.us")
-"""Where Azure serves OpenAI's models, in the public cloud and the government's, as strict about fields as OpenAI."""
+"""Azure's hosts of OpenAI models, public and government. They reject unknown fields like OpenAI."""
 
 
 def is_openai(host: str) -> bool:
-    """Whether the host is OpenAI's own."""
+    """Whether the host belongs to OpenAI."""
     return host == "api.openai.com" or host.endswith(".api.openai.com")
 
 
 def flavor_of(host: str, path: str) -> Flavor:
-    """The flavor behind an address, from its host and path (`/v1beta/openai/` is Google's wherever it stands)."""
+    """The flavor of an address, from its host and path (`/v1beta/openai` is Google's API on any host)."""
     if is_openai(host) or host.endswith(_HOSTED_BY_AZURE):
         return Flavor.OPENAI
     if host.endswith("googleapis.com") or path.rstrip("/").endswith("/v1beta/openai"):
@@ -72,7 +71,7 @@ def flavor_of(host: str, path: str) -> Flavor:
 def unsupported_params(
     body: AnyRequest, flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
 ) -> Mapping[str, str]:
-    """Why this provider cannot honor `body`, by parameter; empty when the tier is suitable."""
+    """Why this provider cannot serve `body`, by parameter; empty when the tier is suitable."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         return {"model": no_endpoint(endpoint).message}
@@ -87,30 +86,30 @@ def _shortcomings(body: AnyRequest, model: str, flavor: Flavor) -> Iterator[tupl
     if not isinstance(body, ChatRequest | CompletionRequest):
         return
     if len(body.stops) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
-        yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
+        yield "stop", f"it accepts at most {_MOST_STOPS} stop strings"
     if isinstance(body, CompletionRequest):
         return
     shape = body.response_format
     if shape is not None and shape.schema is not None and flavor is not Flavor.COMPATIBLE:
-        yield "response_format", "it takes a schema only as json_schema"
+        yield "response_format", "it accepts a schema only as json_schema"
     if flavor is Flavor.OPENAI:
         if ((body.audio or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
             yield "audio", f"answers are requested as streams, whose audio format is {_STREAMED_AUDIO}"
         for param in _unknown_to(model, body.reasoning_effort):
-            if getattr(body, param) and param not in _TUNES:
-                yield param, f"{model} reasons, and takes none"
+            if getattr(body, param) and param not in _SAMPLING:
+                yield param, f"{model} is a reasoning model and does not accept it"
 
 
 def _unknown_to(model: str, effort: str | None) -> tuple[str, ...]:
-    """The fields that a model of OpenAI's answers 400 to, mostly even where their value asks for nothing."""
+    """The fields to which a model of OpenAI answers 400, mostly even with a neutral value."""
     if not reasons(model):
         return ()
     stop = () if takes_stop(model) else ("stop",)
-    return _WEIGHS + stop + (() if takes_sampling(model, effort) else _SHOWS + _TUNES)
+    return _PENALTIES + stop + (() if takes_sampling(model, effort) else _LOGPROBS + _SAMPLING)
 
 
 def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) -> dict[str, Any]:
-    """The request to send; a stream with usage, except for embeddings. Raises UpstreamError naming a refused param."""
+    """The request to send: a stream with usage, except for embeddings. Raises UpstreamError naming a rejected param."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         raise no_endpoint(endpoint)
@@ -127,12 +126,12 @@ def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) 
     if isinstance(body, ChatRequest):
         _translate_chat(request, flavor)
         if flavor is Flavor.OPENAI and body.from_messages:
-            _mean_anthropics(request)
+            _keep_messages_semantics(request)
     return request
 
 
 def no_endpoint(endpoint: Endpoint) -> UpstreamError:
-    """The error of a call whose endpoint the provider does not have; nothing was sent."""
+    """The error of a call to an endpoint that the provider does not have."""
     return unsupported("model", f"it has no /v1/{endpoint}")
 
 
@@ -146,18 +145,18 @@ def _profile(endpoint: Endpoint, flavor: Flavor) -> Profile | None:
 
 def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     if flavor is Flavor.OPENAI and "max_tokens" in request:
-        limit = request.pop("max_tokens")  # OpenAI's newer models refuse the old name, all take the new one
+        limit = request.pop("max_tokens")  # newer models reject the old name, all models accept the new one
         request.setdefault("max_completion_tokens", limit)
     if flavor is Flavor.OPENAI:
         for name in _unknown_to(request["model"], request.get("reasoning_effort")):
-            request.pop(name, None)  # it tunes a sampler that cannot be tuned, or asks for nothing
+            request.pop(name, None)  # a sampling parameter, which may be dropped, or a neutral value
     if effort := request.pop("reasoning_effort", None):
         request |= _effort(effort, request["model"], flavor)
     request["messages"] = list(_MESSAGES[flavor](request["messages"], request["model"]))
 
 
 def _effort(effort: str, model: str, flavor: Flavor) -> dict[str, str]:
-    """`reasoning_effort` as the nearest that the address and the model have; nothing for a model that has none."""
+    """`reasoning_effort` as the nearest effort of the provider and the model; empty for a model without efforts."""
     known: str | None = effort
     if flavor is Flavor.OPENAI:
         known = effort_for(effort, model)
@@ -167,9 +166,11 @@ def _effort(effort: str, model: str, flavor: Flavor) -> dict[str, str]:
     return {} if known is None else {"reasoning_effort": known}
 
 
-def _mean_anthropics(request: dict[str, Any]) -> None:
-    """What Anthropic's API means by the same words. Its `max_tokens` must be named, so that callers name more than some
-    models take; its strict schemas may have properties that can be absent, which OpenAI then only tries to keep to.
+def _keep_messages_semantics(request: dict[str, Any]) -> None:
+    """Adapts fields of a Messages API request whose meaning differs at OpenAI.
+
+    Clients must set `max_tokens` there and often set more than some models accept. Strict schemas may have optional
+    properties there; at OpenAI such a schema is sent without `strict`.
     """
     limit, most = request.get("max_completion_tokens"), most_tokens(request["model"])
     if limit is not None and most is not None:
@@ -182,5 +183,5 @@ def _mean_anthropics(request: dict[str, Any]) -> None:
 
 
 def _loosened(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    is_held = not function.get("strict") or is_strict(function["parameters"])
-    return function if is_held else {**function, "strict": False}
+    is_kept = not function.get("strict") or is_strict(function["parameters"])
+    return function if is_kept else {**function, "strict": False}

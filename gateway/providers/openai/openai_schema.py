@@ -1,7 +1,7 @@
-"""Says whether a JSON schema is one that OpenAI's strict mode takes, as far as is known; changes none.
+"""Whether OpenAI's strict mode accepts a JSON schema.
 
-There every object names all that it may hold, and all of it is required: what may be absent is `null`. The
-lists are narrow: no schema of OpenAI's was at hand, so what is doubtful counts as not strict.
+In strict mode every object lists all its properties and requires all of them; an optional property is nullable. The
+lists contain documented keywords only, so a doubtful schema counts as not strict.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _KEYWORDS = frozenset((
     "exclusiveMinimum", "exclusiveMaximum",
 ))  # fmt: skip
 _MEANINGS = ("type", "anyOf", "$ref")
-"""One of these every schema has."""
+"""Every schema has one of these."""
 _HOLDERS: Mapping[str, type] = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "required": list}
 
 
 def is_strict(schema: Any) -> bool:
-    """Whether strict mode takes `schema`, that of an answer or of a function's parameters."""
+    """Whether strict mode accepts `schema`, the schema of an answer or of a function's parameters."""
     return isinstance(schema, dict) and schema.get("type") == "object" and "anyOf" not in schema and _is_taken(schema)
 
 

@@ -1,6 +1,6 @@
-"""OpenAI, and every address that speaks its dialect, through the official SDK; decides nothing about failover.
+"""OpenAI and OpenAI-compatible providers, through the official SDK.
 
-Chunks are relayed byte for byte. The SDK's own retries are off: the chain is the only retry loop.
+Chunks are relayed byte for byte. The SDK's retries are off: the chain is the only retry loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BASE_URL = "https://api.openai.com/v1"
 
 
 class OpenAIProvider:
-    """A cloud behind the `openai` SDK. `base_url` None is OpenAI itself; `flavor` None is what the address tells.
+    """A cloud behind the `openai` SDK. `base_url` None means OpenAI; `flavor` None means the flavor of the address.
 
     `http` is used as it is and closed by `aclose`.
     """
@@ -41,7 +41,7 @@ class OpenAIProvider:
         url = self._client.base_url
         self.flavor = flavor or flavor_of(url.host, url.path)
         if not openai_request.is_openai(url.host):
-            # taken from OPENAI_ORG_ID and OPENAI_PROJECT_ID by the SDK, and nobody else's business
+            # the SDK reads them from OPENAI_ORG_ID and OPENAI_PROJECT_ID; other providers must not get them
             self._client.organization = self._client.project = None
         self._host = url.host
         self._secrets = (api_key,)
@@ -56,7 +56,7 @@ class OpenAIProvider:
         return SdkStream(lambda: self._send(call, stream=True), openai_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
-        """The response's JSON bytes to a call without a stream; raises UpstreamError."""
+        """The JSON bytes that answer a call without a stream; raises UpstreamError."""
         if call.endpoint.streams:
             raise UpstreamError(UpstreamKind.MALFORMED, f"/v1/{call.endpoint} is always streamed")
         try:
