@@ -1,4 +1,4 @@
-"""Clients in a web page could not connect: every preflight request was answered 405."""
+"""Clients in a web page: CORS headers and preflight requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 
 async def preflight(gateway: Gateway, path: str = "/v1/chat/completions", origin: str = PAGE) -> httpx2.Response:
-    """What a browser sends before a request: no key, and nothing but these headers."""
+    """The request that a browser sends before another one: without a key, with only these headers."""
     headers = {
         "origin": origin,
         "access-control-request-method": "POST",
@@ -51,7 +51,7 @@ async def test_preflight_of_an_allowed_page_needs_no_key(gateway: Gateway, path:
     assert "Origin" in ", ".join(answer.headers.get_list("vary"))
 
 
-async def test_preflight_of_another_page_says_what_to_configure(gateway: Gateway) -> None:
+async def test_preflight_of_another_page_names_the_setting(gateway: Gateway) -> None:
     answer = await preflight(gateway, origin="http://localhost:9999")
     assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
@@ -65,8 +65,8 @@ async def test_answers_and_streams_can_be_read_by_the_page(gateway: Gateway, pat
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == PAGE
     exposed = answer.headers["access-control-expose-headers"].split(", ")
-    ours = {name for name in answer.headers if name.startswith(("x-headgate-", "x-ratelimit-")) or "request-id" in name}
-    assert ours and ours <= set(exposed), "every header of ours can be read"
+    own = {name for name in answer.headers if name.startswith(("x-headgate-", "x-ratelimit-")) or "request-id" in name}
+    assert own and own <= set(exposed)
 
 
 async def test_errors_can_be_read_by_the_page(gateway: Gateway, fake: FakeInference) -> None:
@@ -82,7 +82,7 @@ async def test_errors_can_be_read_by_the_page(gateway: Gateway, fake: FakeInfere
     assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [PAGE] * 5
 
 
-async def test_other_pages_and_other_programs_get_no_permission(gateway: Gateway) -> None:
+async def test_other_pages_and_other_programs_get_no_cors_headers(gateway: Gateway) -> None:
     for headers in ({"origin": "http://localhost:9999"}, {}):
         answer = await gateway.client.get("/v1/models", headers=headers)
         assert answer.status_code == 200
@@ -90,7 +90,7 @@ async def test_other_pages_and_other_programs_get_no_permission(gateway: Gateway
         assert answer.headers["vary"] == "Origin"
 
 
-async def test_a_reload_applies_other_origins_and_turns_cors_off(gateway: Gateway) -> None:
+async def test_reload_changes_the_origins_and_turns_cors_off(gateway: Gateway) -> None:
     gateway.write(CONFIG + "cors: {origins: ['*']}\n")
     await gateway.runtime.reload()
     assert (await preflight(gateway, origin="https://a.test")).headers["access-control-allow-origin"] == "*"
@@ -103,6 +103,6 @@ async def test_a_reload_applies_other_origins_and_turns_cors_off(gateway: Gatewa
     assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
 
 
-async def test_options_that_is_no_preflight_is_still_refused(gateway: Gateway) -> None:
+async def test_options_without_preflight_headers_is_refused(gateway: Gateway) -> None:
     answer = await gateway.client.request("OPTIONS", "/v1/models", headers={"origin": PAGE})
     assert answer.status_code == 405

@@ -1,4 +1,4 @@
-"""Deadlines that ended as somebody else's fault: a tiny time-out as 503, a loading embedding model as a failure."""
+"""Which status a request gets whose time is over."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from tests.rigs.stack import until
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("patience", ["0.001", "0.02", "0.05"])
-async def test_a_tiny_time_out_of_the_caller_is_a_504_whichever_tier_it_met(
-    tmp_path: Path, fake: FakeInference, patience: str
-) -> None:
-    """The first tier was left when its share was over, the second dropped because no time was left: that was a 503."""
+@pytest.mark.parametrize("timeout", ["0.001", "0.02", "0.05"])
+async def test_tiny_client_timeout_is_a_504_at_any_tier(tmp_path: Path, fake: FakeInference, timeout: str) -> None:
     silent = Answer(words=(), stall=True)
     fake.answers = {"demo": silent, "demo-mini": silent}
     async with Gateway(tmp_path, fake.url) as gateway:
         for stream in (False, True) * 4:
-            answer = await gateway.chat(stream=stream, headers={"x-stainless-read-timeout": patience})
+            answer = await gateway.chat(stream=stream, headers={"x-stainless-read-timeout": timeout})
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded"), answer.text
             assert answer.headers["x-should-retry"] == "false"
             assert "the client's own timeout" in answer.json()["error"]["message"]
@@ -32,24 +29,21 @@ async def test_a_tiny_time_out_of_the_caller_is_a_504_whichever_tier_it_met(
             assert (await gateway.breaker(name))["failures"] == 0
 
 
-async def test_the_services_word_that_our_time_was_too_short_is_a_504(tmp_path: Path, fake: FakeInference) -> None:
+async def test_deadline_exceeded_of_the_inference_service_is_a_504(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers = {name: Answer(refuse=Code.DEADLINE_EXCEEDED) for name in ("demo", "demo-mini")}
     async with Gateway(tmp_path, fake.url) as gateway:
         answer = await gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-async def test_tiers_that_fail_in_time_are_a_503(tmp_path: Path, fake: FakeInference) -> None:
+async def test_tiers_that_fail_within_the_timeout_are_a_503(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers = {name: Answer(refuse=Code.MODEL_FAILED) for name in ("demo", "demo-mini")}
     async with Gateway(tmp_path, fake.url) as gateway:
         answer = await gateway.chat(headers={"x-stainless-read-timeout": "5"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_tier_available")
 
 
-async def test_an_embedding_model_that_loads_longer_than_load_wait_is_waited_for_and_trips_nothing(
-    tmp_path: Path, fake: FakeInference
-) -> None:
-    """The last tier was given up after load_wait + first_token, as a failure, though all the time was its own."""
+async def test_last_tier_may_load_longer_than_load_wait_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.models["embed"] = ModelStatus(id="embed", state=ModelState.LOADING, capabilities=("embeddings",))
     fake.answers["embed"] = Answer(hold=gate)
@@ -59,16 +53,16 @@ async def test_an_embedding_model_that_loads_longer_than_load_wait_is_waited_for
     )
     async with Gateway(tmp_path, fake.url, config) as gateway:
         body = {"model": "embed", "input": "water"}
-        asking = asyncio.create_task(gateway.client.post("/v1/embeddings", json=body))
-        await until("the service was asked", lambda: fake.seen)
+        embedding = asyncio.create_task(gateway.client.post("/v1/embeddings", json=body))
+        await until("the service has the request", lambda: fake.seen)
         await asyncio.sleep(0.5)
-        assert not asking.done()
+        assert not embedding.done()
         gate.set()
-        assert (await asking).status_code == 200
+        assert (await embedding).status_code == 200
         assert (await gateway.breaker("local/embed"))["failures"] == 0
 
 
-async def test_an_embedding_spills_after_load_wait_without_blame(tmp_path: Path, fake: FakeInference) -> None:
+async def test_embedding_spills_after_load_wait_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
     config = "routes: {embed: {chain: [local/slow, local/quick], load_wait: 100ms, same_vectors: true}}\n"
     for name in ("slow", "quick"):
         fake.models[name] = ModelStatus(id=name, state=ModelState.COLD, capabilities=("embeddings",))
@@ -79,13 +73,12 @@ async def test_an_embedding_spills_after_load_wait_without_blame(tmp_path: Path,
         assert (await gateway.breaker("local/slow"))["failures"] == 0
 
 
-async def test_waiting_at_the_door_is_part_of_the_callers_own_time_out(tmp_path: Path, fake: FakeInference) -> None:
-    """A caller with a short time-out was left in the queue for the whole `queue_timeout`."""
+async def test_client_timeout_includes_the_time_in_the_queue(tmp_path: Path, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
     async with Gateway(tmp_path, fake.url, CONFIG + "admission: {max_in_flight: 1}\n") as gateway:
         first = asyncio.create_task(gateway.chat())
-        await until("the first is inside", lambda: fake.seen)
+        await until("the first is admitted", lambda: fake.seen)
         late = await gateway.chat(headers={"x-stainless-read-timeout": "0.2"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert (late.headers["x-should-retry"], "retry-after" in late.headers) == ("false", False)
@@ -93,10 +86,8 @@ async def test_waiting_at_the_door_is_part_of_the_callers_own_time_out(tmp_path:
         assert (await first).status_code == 200
 
 
-async def test_a_model_that_still_loads_when_the_callers_time_ends_is_a_504(
-    tmp_path: Path, fake: FakeInference
-) -> None:
-    """The service's clock ended a moment before ours, and its `model_loading` was a 503."""
+async def test_model_that_still_loads_at_the_client_timeout_is_a_504(tmp_path: Path, fake: FakeInference) -> None:
+    """The inference service may answer `model_loading` a moment before the gateway's own deadline."""
     fake.answers = {name: Answer(refuse=Code.MODEL_LOADING) for name in ("demo", "demo-mini")}
     async with Gateway(tmp_path, fake.url) as gateway:
         soon = await gateway.chat(headers={"x-stainless-read-timeout": "0.08"})

@@ -54,8 +54,8 @@ async def test_refused_parameter_is_named_in_the_record_and_in_the_log(
     answer = await _post(gateway, path, json.dumps(body).encode())
     assert answer.status_code == 400
     record = await _record(gateway)
-    said = {name: record[name] for name in ("endpoint", "model", "param", "status", "key", "attempts", "route")}
-    assert said == {
+    fields = {name: record[name] for name in ("endpoint", "model", "param", "status", "key", "attempts", "route")}
+    assert fields == {
         "endpoint": path, "model": "demo", "param": "no_such_parameter", "status": 400, "key": "GATEWAY_API_KEY",
         "attempts": [], "route": "",
     }  # fmt: skip
@@ -69,7 +69,7 @@ async def test_refused_parameter_is_named_in_the_record_and_in_the_log(
 async def test_record_and_log_of_a_refused_request_hold_no_prompt(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """Also where the error quotes the value that is wrong."""
+    """Including errors that quote the invalid value."""
     for wrong in ({"stream": PROMPT}, {"temperature": PROMPT}, {"model": PROMPT * 10}, {"tool_choice": PROMPT}):
         answer = await _post(gateway, path, json.dumps({"model": "demo", **BODIES[path], **wrong}).encode())
         assert answer.status_code == 400
@@ -84,7 +84,7 @@ async def test_record_and_log_of_a_refused_request_hold_no_prompt(
     ("content", "outcome"),
     [(b"{", "invalid_json"), (b"[]", "invalid_json"), (b"[" * 200, "invalid_json"), (b"", "invalid_json")],
 )
-async def test_body_that_is_no_json_object_has_a_record_without_a_model(
+async def test_body_that_is_not_a_json_object_has_a_record_without_a_model(
     gateway: Gateway, content: bytes, outcome: str
 ) -> None:
     assert (await _post(gateway, "/v1/chat/completions", content)).status_code == 400
@@ -92,7 +92,7 @@ async def test_body_that_is_no_json_object_has_a_record_without_a_model(
     assert (record["model"], record["outcome"], record["status"]) == ("", outcome, 400)
 
 
-async def test_refused_body_that_is_long_is_not_parsed_again(gateway: Gateway) -> None:
+async def test_long_refused_body_is_not_parsed_again(gateway: Gateway) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT * 25_000}], "no_such_parameter": 1}
     assert (await _post(gateway, "/v1/chat/completions", json.dumps(body).encode())).status_code == 400
     record = await _record(gateway)
@@ -127,7 +127,7 @@ async def test_request_without_a_valid_key_has_no_record(gateway: Gateway, path:
     assert (await gateway.admin("GET", f"/admin/requests/{ID}")).status_code == 404
 
 
-async def test_records_of_refused_requests_are_bounded_and_push_out_no_other(gateway: Gateway) -> None:
+async def test_records_of_refused_requests_are_limited_and_replace_no_others(gateway: Gateway) -> None:
     served = (await gateway.chat()).headers["x-request-id"]
     for number in range(KEPT_REFUSED + 1):
         await gateway.client.post("/v1/completions", content=b"{", headers={"x-request-id": f"refused-{number}"})

@@ -1,4 +1,4 @@
-"""Clients that read, send or leave slowly once held more than their share: a model's slot, a place, the port itself."""
+"""Slow clients and clients that disconnect do not keep slots, connections or models busy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 
 from gateway.gateway_server import OWN_DESCRIPTORS, _bounded_by
 from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
@@ -31,7 +33,7 @@ def _request(path: str = "chat/completions", *, close: bool = False, **body: obj
 
 
 def _connect(gateway: Gateway, *, narrow: bool = False) -> socket.socket:
-    """A client; a narrow one lets the kernel hold little for it."""
+    """A client; a narrow one has a small receive buffer."""
     where = urlsplit(gateway.url)
     client = socket.socket()
     if narrow:
@@ -45,7 +47,7 @@ def _connections(gateway: Gateway) -> set[object]:
 
 
 class _Narrow(BoundedHttp):
-    """The kernel holds little for its clients either, so that what is unread is seen."""
+    """The send buffer is small, so that unread data is detected early."""
 
     unread_seconds = 0.3
 
@@ -58,7 +60,7 @@ class _Patient(_Narrow):
     unread_seconds = 30.0
 
 
-class _HeldUp(_Narrow):
+class _LimitedTotal(_Narrow):
     unread_seconds = 30.0
     held_up_seconds = 0.4
 
@@ -68,8 +70,7 @@ class _Few(BoundedHttp):
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
-async def test_an_answer_ends_though_nobody_reads_it_yet(tmp_path: Path, fake: FakeInference) -> None:
-    """Up to the bytes that are read ahead the model goes at its own speed, and its slot is free at the answer's end."""
+async def test_unread_answer_within_the_read_ahead_limit_frees_its_model(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=(WORD,) * 24)
     async with Gateway(tmp_path, fake.url, http=_Patient) as gateway:
         with _connect(gateway, narrow=True) as client:
@@ -83,7 +84,9 @@ async def test_an_answer_ends_though_nobody_reads_it_yet(tmp_path: Path, fake: F
 
 
 @pytest.mark.parametrize("close", [False, True], ids=["kept", "closing"])
-async def test_what_nobody_reads_after_its_end_is_given_up(tmp_path: Path, fake: FakeInference, close: bool) -> None:
+async def test_connection_with_unread_complete_answer_is_dropped(
+    tmp_path: Path, fake: FakeInference, close: bool
+) -> None:
     fake.answers["demo"] = Answer(words=(WORD,) * 24)
     async with Gateway(tmp_path, fake.url, http=_Narrow) as gateway:
         with _connect(gateway, narrow=True) as client:
@@ -93,10 +96,10 @@ async def test_what_nobody_reads_after_its_end_is_given_up(tmp_path: Path, fake:
             assert fake.seen[0].ended.is_set()
 
 
-async def test_a_reader_may_hold_an_answer_up_for_so_long_in_all(tmp_path: Path, fake: FakeInference) -> None:
-    """It reads enough each time not to count as gone, and is cut off all the same."""
+async def test_slow_reader_is_disconnected_after_its_total_limit(tmp_path: Path, fake: FakeInference) -> None:
+    """Each read is large enough not to count as stalled."""
     fake.answers["demo"] = Answer(words=(WORD,) * 4000)
-    async with Gateway(tmp_path, fake.url, http=_HeldUp) as gateway:
+    async with Gateway(tmp_path, fake.url, http=_LimitedTotal) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]), limit=4096)
         writer.write(_request())
         size = 0
@@ -112,12 +115,11 @@ async def test_a_reader_may_hold_an_answer_up_for_so_long_in_all(tmp_path: Path,
         writer.close()
 
 
-async def test_an_answer_behind_one_that_is_not_read_has_its_end_too(tmp_path: Path, fake: FakeInference) -> None:
-    """The list of models is written and unread; the stream behind it could not be written at all, and held its slot."""
+async def test_pipelined_answer_behind_an_unread_one_has_a_limit_too(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(stall=True)
     for number in range(3000):
         fake.models[f"model-{number}"] = ModelStatus(id=f"model-{number}", state=ModelState.READY)
-    async with Gateway(tmp_path, fake.url, http=_HeldUp) as gateway:
+    async with Gateway(tmp_path, fake.url, http=_LimitedTotal) as gateway:
         await gateway.look()
         with _connect(gateway, narrow=True) as client:
             client.sendall(_request("models", none=0).replace(b"POST", b"GET") + _request())
@@ -128,7 +130,7 @@ async def test_an_answer_behind_one_that_is_not_read_has_its_end_too(tmp_path: P
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
-async def test_the_connection_that_idled_longest_makes_room(tmp_path: Path, fake: FakeInference) -> None:
+async def test_longest_idle_connection_is_closed_at_the_limit(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(stall=True)
     async with Gateway(tmp_path, fake.url, http=_Few) as gateway:
         busy = _connect(gateway)
@@ -143,7 +145,7 @@ async def test_the_connection_that_idled_longest_makes_room(tmp_path: Path, fake
             client.close()
 
 
-async def test_when_every_connection_is_busy_the_next_is_told_so(tmp_path: Path, fake: FakeInference) -> None:
+async def test_connection_beyond_the_limit_gets_429_when_all_are_busy(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(stall=True)
     async with Gateway(tmp_path, fake.url, http=_Few) as gateway:
         busy = [_connect(gateway) for _ in range(3)]
@@ -161,16 +163,14 @@ async def test_when_every_connection_is_busy_the_next_is_told_so(tmp_path: Path,
             client.close()
 
 
-def test_there_are_descriptors_for_every_connection_and_its_tier() -> None:
+def test_connection_limit_leaves_descriptors_for_upstream_connections() -> None:
     assert _bounded_by(1024).most_connections == (1024 - OWN_DESCRIPTORS) // 2
     assert _bounded_by(10).most_connections == 1
     assert _bounded_by(10**6).most_connections == MAX_CONNECTIONS
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
-async def test_more_requests_behind_another_than_may_wait_end_the_connection(
-    tmp_path: Path, fake: FakeInference
-) -> None:
+async def test_too_many_pipelined_requests_close_the_connection(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(stall=True)
     async with Gateway(tmp_path, fake.url) as gateway:
         with _connect(gateway) as client:
@@ -181,10 +181,7 @@ async def test_more_requests_behind_another_than_may_wait_end_the_connection(
             await until("its place is free", lambda: gateway.runtime.admission.in_flight == 0)
 
 
-async def test_an_answer_under_way_is_completed_before_bytes_that_are_not_http_end_the_connection(
-    tmp_path: Path, fake: FakeInference
-) -> None:
-    """The refusal was once written into the middle of the stream."""
+async def test_invalid_bytes_do_not_interrupt_a_running_answer(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("word",) * 20, pause=0.02)
     async with Gateway(tmp_path, fake.url) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
@@ -200,11 +197,11 @@ async def test_an_answer_under_way_is_completed_before_bytes_that_are_not_http_e
 
 
 @pytest.mark.parametrize(
-    ("headers", "said"),
+    ("headers", "limit"),
     [("".join(f"x-{n}: 1\r\n" for n in range(200)), "128 headers"), (f"x-a: {'y' * 70_000}\r\n", "65536 bytes")],
     ids=["many", "long"],
 )
-async def test_a_head_beyond_its_bounds_is_431(gateway_url: str, headers: str, said: str) -> None:
+async def test_head_beyond_its_limits_is_431(gateway_url: str, headers: str, limit: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway_url.rpartition(":")[2]))
     writer.write(f"GET /livez HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode())
     async with asyncio.timeout(5):
@@ -212,7 +209,7 @@ async def test_a_head_beyond_its_bounds_is_431(gateway_url: str, headers: str, s
     writer.close()
     assert answer.startswith("HTTP/1.1 431 Request Header Fields Too Large\r\n")
     assert '"headers_too_large"' in answer
-    assert said in answer
+    assert limit in answer
     assert "x-request-id: req_" in answer
 
 
@@ -220,3 +217,62 @@ async def test_a_head_beyond_its_bounds_is_431(gateway_url: str, headers: str, s
 async def gateway_url(tmp_path: Path, fake: FakeInference) -> AsyncIterator[str]:
     async with Gateway(tmp_path, fake.url) as gateway:
         yield gateway.url
+
+
+class _Impatient(BoundedHttp):
+    unread_seconds = 0.3
+
+
+async def test_client_that_never_reads_is_disconnected_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=("x" * 65536,) * 400)
+    async with Gateway(tmp_path, fake.url, http=_Impatient) as gateway:
+        with _connect(gateway, narrow=True) as client:
+            client.sendall(_request())
+            await until("the answer began", lambda: fake.seen)
+            await until("its slot is free", lambda: gateway.runtime.admission.in_flight == 0)
+            async with asyncio.timeout(10):
+                await fake.seen[0].closed.wait()
+        assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_slow_reader_within_the_limits_gets_the_whole_answer(tmp_path: Path, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=("x" * 65536,) * 60)
+    body = {"model": "demo", "messages": MESSAGES, "stream": True}
+    async with (
+        Gateway(tmp_path, fake.url, http=_Impatient) as gateway,
+        gateway.client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        seen = b""
+        async for piece in response.aiter_raw():
+            seen += piece
+            await asyncio.sleep(0.002)
+    assert seen.endswith(b"data: [DONE]\n\n")
+
+
+async def _disconnect_with_a_pipelined_request(root: Path, *, stream: bool) -> None:
+    request = _request(model="demo", messages=MESSAGES, stream=stream)
+    async with FakeInference("token") as fake:
+        fake.answers["demo"] = Answer(words=("word",) * 4000, pause=0.01)
+        async with Gateway(root, fake.url) as gateway:
+            client = _connect(gateway)
+            client.sendall(request)
+            await until("the first answer began", lambda: fake.seen)
+            client.sendall(request)
+            connections = gateway._server.server_state.connections
+            await until("the second request waits", lambda: any(one.pipeline for one in connections))  # type: ignore[union-attr]
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            async with asyncio.timeout(10):
+                await fake.seen[0].closed.wait()
+            await until("its slot is free", lambda: gateway.runtime.admission.in_flight == 0)
+            assert (await gateway.breaker("local/demo"))["failures"] == 0
+            assert len(fake.seen) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_disconnect_with_a_pipelined_request_cancels_without_a_failure(
+    tmp_path: Path, loop: object, stream: bool
+) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner:  # type: ignore[arg-type]
+        runner.run(_disconnect_with_a_pipelined_request(tmp_path, stream=stream))

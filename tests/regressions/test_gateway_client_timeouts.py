@@ -1,8 +1,4 @@
-"""Callers whose own time-out is short were left silent, or at work, for longer than they had said they would wait.
-
-A stalled stream was given up after `inter_token` alone, when its client had gone. A whole answer had no end at all
-where the client waits longer than `deadlines.total`: it timed out by itself and asked for the long answer again.
-"""
+"""Timeouts that the client announces in a header."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ routes:
   alone: {chain: [local/demo]}
 deadlines: {inter_token: 50s, first_token: 50s}
 """
-HASTY = {"x-stainless-read-timeout": "1"}
+ONE_SECOND = {"x-stainless-read-timeout": "1"}
 STALL = Answer(words=("one ", "two "), stall=True)
 WHOLE = Answer(words=("one ", "two ", "three"))
 
@@ -49,7 +45,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
         yield gateway
 
 
-async def test_a_whole_answer_ends_with_its_callers_time_also_when_that_is_longer_than_ours(
+async def test_client_timeout_longer_than_the_total_deadline_ends_a_whole_answer(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     gateway.write(CONFIG.replace("{inter", "{total: 900ms, connect: 500ms, inter"))
@@ -70,12 +66,11 @@ async def test_a_whole_answer_ends_with_its_callers_time_also_when_that_is_longe
         ("/v1/messages", {"max_tokens": 9}, 'data: {"type":"message_stop"}\n\n'),
     ],
 )
-async def test_a_stall_is_left_while_its_caller_still_listens_and_is_nobodys_fault(
+async def test_stalled_stream_is_resumed_before_the_client_timeout_without_a_failure(
     gateway: Gateway, path: str, more: dict[str, Any], end: str
 ) -> None:
-    """Another model goes on; the one that was only too slow for this caller is not asked again."""
     body = {"model": "demo", "messages": MESSAGES, "stream": True, **more}
-    got = await gateway.client.post(path, content=json.dumps(body), headers=HASTY)
+    got = await gateway.client.post(path, content=json.dumps(body), headers=ONE_SECOND)
     assert "three" in got.text and got.text.endswith(end), got.text
     record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
     assert [(tried["name"], tried["outcome"]) for tried in record["attempts"]] == [
@@ -84,23 +79,21 @@ async def test_a_stall_is_left_while_its_caller_still_listens_and_is_nobodys_fau
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_a_successor_that_does_not_open_leaves_time_for_the_next_one(
+async def test_second_tier_that_does_not_answer_leaves_time_for_the_third(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     fake.answers["demo-mini"] = Answer(stall_before_headers=True)
-    got = await gateway.chat("three", stream=True, headers=HASTY)
+    got = await gateway.chat("three", stream=True, headers=ONE_SECOND)
     assert ": headgate resumed on local/third after 8 characters (spilled)" in got.text
     assert got.text.endswith("data: [DONE]\n\n")
     assert (await gateway.breaker("local/demo-mini"))["failures"] == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "more"), [("alone", {}), ("demo", {"n": 2})], ids=["no other tier", "an answer with a shape"]
-)
-async def test_where_nobody_can_go_on_all_of_the_callers_time_is_waited_and_the_end_is_honest(
+@pytest.mark.parametrize(("model", "more"), [("alone", {}), ("demo", {"n": 2})], ids=["no other tier", "not resumable"])
+async def test_stalled_stream_without_another_tier_ends_with_deadline_exceeded(
     gateway: Gateway, fake: FakeInference, model: str, more: dict[str, Any]
 ) -> None:
-    got = await gateway.chat(model, stream=True, headers=HASTY, **more)
+    got = await gateway.chat(model, stream=True, headers=ONE_SECOND, **more)
     last = json.loads(got.text.rstrip().rpartition("data: ")[2])
     assert last["error"]["code"] == "deadline_exceeded"
     record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
@@ -109,18 +102,16 @@ async def test_where_nobody_can_go_on_all_of_the_callers_time_is_waited_and_the_
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_a_successor_that_stalls_too_ends_honestly_while_the_caller_listens(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_second_tier_that_stalls_ends_with_deadline_exceeded(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo-mini"] = Answer(hold=asyncio.Event())
-    got = await gateway.chat(stream=True, headers=HASTY)
+    got = await gateway.chat(stream=True, headers=ONE_SECOND)
     assert "deadline_exceeded" in got.text and "[DONE]" not in got.text
     assert (await gateway.breaker("local/demo-mini"))["failures"] == 0
 
 
-def test_a_client_that_only_waits_for_the_beginning_says_nothing_about_the_rest() -> None:
-    key = Key("somebody", b"", frozenset())
-    waits = [
+def test_connect_timeout_of_a_client_limits_only_the_first_byte() -> None:
+    key = Key("name", b"", frozenset())
+    contexts = [
         request_context(Exchange("id", RequestHead(headers)), key, "", None)
         for headers in (
             {"x-stainless-timeout": "5"},
@@ -129,5 +120,5 @@ def test_a_client_that_only_waits_for_the_beginning_says_nothing_about_the_rest(
             {},
         )
     ]
-    said = [(caller.silence_seconds, caller.gap_seconds) for caller in waits]
-    assert said == [(4.5, None), (4.5, 4.5), (4.5, None), (None, None)]
+    limits = [(context.silence_seconds, context.gap_seconds) for context in contexts]
+    assert limits == [(4.5, None), (4.5, 4.5), (4.5, None), (None, None)]

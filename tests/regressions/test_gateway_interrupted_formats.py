@@ -1,6 +1,4 @@
-"""Tools, formats, scores and several choices were an error where plain text was an answer: before the first word, and
-behind the finish reason.
-"""
+"""Answers with tools, formats, scores or several choices that break off."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("end", [{"cut": True}, {"error": Code.MODEL_FAILED}], ids=["cut", "error"])
-async def test_behind_the_finish_reason_every_answer_is_whole(
+async def test_answer_cut_after_its_finish_reason_is_complete(
     gateway: Gateway, fake: FakeInference, shape: str, end: dict[str, Any]
 ) -> None:
     fake.answers["demo"] = Answer(words=("Hi",), garbage=FINISH, **end)
@@ -76,14 +74,14 @@ async def test_behind_the_finish_reason_every_answer_is_whole(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("route", ["demo", "never"])
-async def test_before_the_first_word_every_answer_is_asked_again(
+async def test_answer_cut_before_its_first_content_is_repeated(
     gateway: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch, route: str, shape: str
 ) -> None:
-    """What follows comes as it is, under the name that was told, with each role once."""
+    """The repeated answer keeps the id that was already sent, and sends each role once."""
     monkeypatch.setattr(attempt, "COMMENT_GRACE_SECONDS", 0.0)
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    said = {"tool_calls": [call]} if shape == "tools" else {"content": "Hi"}
-    again = (ROLES + frame(0, **said) + frame(1, **said)).replace(b'"id":"c"', b'"id":"d"') + FINISH
+    content = {"tool_calls": [call]} if shape == "tools" else {"content": "Hi"}
+    again = (ROLES + frame(0, **content) + frame(1, **content)).replace(b'"id":"c"', b'"id":"d"') + FINISH
     fake.queue["demo"] = [Answer(comments=1, raw=ROLES + DIED), Answer(raw=again + b"data: [DONE]\n\n")]
     got = await gateway.chat(route, stream=True, **SHAPES[shape])
     assert got.text.endswith("data: [DONE]\n\n")
@@ -92,5 +90,5 @@ async def test_before_the_first_word_every_answer_is_asked_again(
     deltas = [(choice["index"], choice["delta"]) for chunk in chunks for choice in chunk["choices"]]
     assert [index for index, delta in deltas if "role" in delta] == [0, 1]
     for index in range(SHAPES[shape].get("n", 1)):
-        assert said in [delta for at, delta in deltas if at == index]
+        assert content in [delta for at, delta in deltas if at == index]
     assert len(fake.seen) == 2

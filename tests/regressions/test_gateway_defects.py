@@ -1,4 +1,4 @@
-"""Defects that vanished or spread: a dead background task, a close that raised, a permit lost before its attempt."""
+"""Defects are logged and do not spread: background tasks, closing of streams, permits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tests.rigs.stack import until
 from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(60)
+
 CALL = typed_call(Endpoint.CHAT, "m", {}, "id")
 
 
-class Resisting:
-    """A provider whose streams break when they are closed."""
+class FailsOnClose:
+    """A provider whose streams raise when they are closed."""
 
-    name = "resisting"
+    name = "broken"
     is_local = False
 
     @asynccontextmanager
@@ -41,27 +42,21 @@ class Resisting:
         raise RuntimeError("cannot close")
 
 
-async def test_closing_never_raises_and_says_what_happened(caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_on_close_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
-    listening = StreamReader(Resisting(), CALL, budget, last=True)  # type: ignore[arg-type]
-    await listening.open()
-    assert isinstance(await listening.next(), Data)
-    await listening.close()
-    assert "the connection to resisting did not close properly" in caplog.text
+    reader = StreamReader(FailsOnClose(), CALL, budget, last=True)  # type: ignore[arg-type]
+    await reader.open()
+    assert isinstance(await reader.next(), Data)
+    await reader.close()
+    assert "the connection to broken did not close properly" in caplog.text
     assert "cannot close" in caplog.text
 
 
-async def test_an_answer_of_the_service_that_nobody_foresaw_is_logged_and_asked_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The poll died silently, and with it everything the gateway knew of the service."""
+async def test_unexpected_answer_to_a_poll_is_logged_and_the_poll_repeated(caplog: pytest.LogCaptureFixture) -> None:
     answers: list[Any] = [RuntimeError("a defect"), {"data": 7}, {"data": []}]
-    asked = asyncio.Event()
 
     async def fetch(path: str, seconds: float) -> Any:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if len(answers) == 1:
-            asked.set()
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -76,8 +71,7 @@ async def test_an_answer_of_the_service_that_nobody_foresaw_is_logged_and_asked_
     assert "Traceback" in caplog.text
 
 
-async def test_another_service_starts_with_nothing_known() -> None:
-    """After a reload to another address the gateway still called it reachable."""
+async def test_new_service_address_resets_the_known_state() -> None:
     returned: list[bool] = []
 
     async def there(path: str, seconds: float) -> Any:
@@ -98,7 +92,7 @@ async def test_another_service_starts_with_nothing_known() -> None:
     assert len(returned) == 2
 
 
-async def test_the_old_services_late_silence_says_nothing_of_the_new_one() -> None:
+async def test_late_failure_of_the_old_address_does_not_affect_the_new_one() -> None:
     gate = asyncio.Event()
 
     async def slow(path: str, seconds: float) -> Any:
@@ -118,7 +112,7 @@ async def test_the_old_services_late_silence_says_nothing_of_the_new_one() -> No
     assert view.reachable is None
 
 
-async def test_a_background_task_that_dies_leaves_its_traceback(
+async def test_failed_background_task_is_logged_with_its_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
@@ -132,7 +126,7 @@ async def test_a_background_task_that_dies_leaves_its_traceback(
         assert "RuntimeError: gone" in caplog.text
 
 
-async def test_a_defect_before_the_attempt_began_gives_the_permits_back(
+async def test_permits_are_released_when_an_attempt_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:

@@ -1,8 +1,4 @@
-"""Whole answers left before they were concluded, also those whose conclusion waits: a cloud's.
-
-Whoever asked again at once met his own last request, in its place and in its key's limit. An answer that was whole when
-it broke off had one attempt too many in its header.
-"""
+"""A whole answer is sent at the right time and counts its attempts."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from aiohttp import web
 from gateway.endpoints import serve
 from gateway.routing.attempt import Attempt
 from gateway.routing.resume_runner import Answer
-from tests.rigs.fake_inference import Answer as Said
+from tests.rigs.fake_inference import Answer as FakeAnswer
 from tests.rigs.fake_inference import FakeInference, _chunk
 from tests.rigs.gateway_rig import Gateway
 
@@ -35,7 +31,7 @@ async def fake() -> AsyncIterator[FakeInference]:
 
 @pytest.fixture
 async def slow_to_end() -> AsyncIterator[str]:
-    """The address of a cloud whose bodies end 30 ms after what they say."""
+    """The address of a cloud whose bodies end 30 ms after `[DONE]`."""
 
     async def chat(request: web.Request) -> web.StreamResponse:
         await request.read()
@@ -73,7 +69,7 @@ routes:
         "keys: [{name: team, hash: 'sha256:HASH', limits: {concurrent: 1}}]",
     ],
 )
-async def test_who_has_his_answer_holds_no_place(tmp_path: Path, slow_to_end: str, bound: str) -> None:
+async def test_answered_request_has_released_its_slot_and_limit(tmp_path: Path, slow_to_end: str, bound: str) -> None:
     config = cloud(slow_to_end, bound.replace("HASH", hashlib.sha256(KEY.encode()).hexdigest()))
     async with Gateway(tmp_path, "http://127.0.0.1:9", config) as gateway:
         for _ in range(5):
@@ -83,30 +79,32 @@ async def test_who_has_his_answer_holds_no_place(tmp_path: Path, slow_to_end: st
             assert record.json()["outcome"] == "success"
 
 
-@pytest.mark.parametrize("behind", [b"", b"data: oops\n\n", b'data: {"error": {"message": "x", "code": "e"}}\n\n'])
-async def test_one_tier_that_was_asked_is_one_attempt(tmp_path: Path, fake: FakeInference, behind: bytes) -> None:
-    fake.answers["demo"] = Said(raw=WHOLE + behind)
+@pytest.mark.parametrize("rest", [b"", b"data: oops\n\n", b'data: {"error": {"message": "x", "code": "e"}}\n\n'])
+async def test_answer_that_breaks_after_its_finish_reason_is_one_attempt(
+    tmp_path: Path, fake: FakeInference, rest: bytes
+) -> None:
+    fake.answers["demo"] = FakeAnswer(raw=WHOLE + rest)
     async with Gateway(tmp_path, fake.url) as gateway:
         answer = await gateway.chat()
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (200, "1")
 
 
-async def test_a_local_answer_leaves_first(
+async def test_local_answer_is_sent_before_it_is_concluded(
     tmp_path: Path, fake: FakeInference, slow_to_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream is closed without waiting, so nobody can meet the request in its place."""
+    """Closing a local stream does not wait. The answer of a cloud is sent after its stream is closed."""
     seen: list[str] = []
     send_at_once, conclude = serve.send_at_once, Answer.conclude
 
-    def leaving(*args: Any) -> bool:
-        seen.append("leaves")
+    def sending(*args: Any) -> bool:
+        seen.append("sent")
         return send_at_once(*args)
 
     async def concluding(answer: Answer) -> None:
         seen.append("concluded")
         await conclude(answer)
 
-    monkeypatch.setattr(serve, "send_at_once", leaving)
+    monkeypatch.setattr(serve, "send_at_once", sending)
     monkeypatch.setattr(Answer, "conclude", concluding)
     for name in ("local", "cloud"):
         (tmp_path / name).mkdir()
@@ -114,10 +112,10 @@ async def test_a_local_answer_leaves_first(
         assert (await gateway.chat()).status_code == 200
     async with Gateway(tmp_path / "cloud", "http://127.0.0.1:9", cloud(slow_to_end, "")) as gateway:
         assert (await gateway.chat()).status_code == 200
-    assert seen == ["leaves", "concluded", "concluded", "leaves"]
+    assert seen == ["sent", "concluded", "concluded", "sent"]
 
 
-async def test_what_cannot_be_recorded_is_closed_all_the_same(
+async def test_attempt_is_closed_when_its_outcome_cannot_be_recorded(
     tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Attempt] = []

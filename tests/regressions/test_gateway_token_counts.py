@@ -1,8 +1,4 @@
-"""Counts of tokens stood outside the rules for answers.
-
-An open breaker kept no count from a cloud, the client's own timeout ended none, the time after which a cloud said to
-come again was told as another one, and no record said whom a count had asked.
-"""
+"""Token counts follow the rules for answers: breakers, timeouts, records."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.gateway_rig import MESSAGES, Gateway
+from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,9 +72,9 @@ async def record_of(gateway: Gateway, answer: httpx2.Response) -> dict[str, Any]
     return record
 
 
-async def test_a_tier_that_failed_lately_is_not_asked_to_count(gateway: Gateway, cloud: FakeProvider) -> None:
+async def test_tier_with_an_open_breaker_is_not_asked_to_count(gateway: Gateway, cloud: FakeProvider) -> None:
     assert (await gateway.chat("away")).status_code == 503
-    asked = len(cloud.records)
+    requests = len(cloud.records)
     refused = await count(gateway, "away")
     assert refused.status_code == 503
     assert 20 < int(refused.headers["retry-after"]) <= 30
@@ -87,16 +84,16 @@ async def test_a_tier_that_failed_lately_is_not_asked_to_count(gateway: Gateway,
     record = await record_of(gateway, counted)
     assert (record["answered_by"], record["endpoint"]) == ("local/demo", "/v1/messages/count_tokens")
     assert [tried["name"] for tried in record["attempts"]] == ["local/demo"]
-    assert len(cloud.records) == asked
+    assert len(cloud.records) == requests
 
 
-async def test_the_time_that_a_cloud_named_is_told_and_no_breaker_moves(gateway: Gateway) -> None:
+async def test_retry_after_of_a_cloud_is_passed_on_and_opens_no_breaker(gateway: Gateway) -> None:
     refused = await count(gateway, "throttled")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
     assert (await gateway.breaker("anthropic/fault-429=60"))["state"] == "closed"
 
 
-async def test_the_callers_own_time_ends_a_count_and_is_shared_between_the_tiers(
+async def test_client_timeout_ends_a_count_and_is_divided_between_the_tiers(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     fake.count_hold = asyncio.Event()
@@ -109,16 +106,17 @@ async def test_the_callers_own_time_ends_a_count_and_is_shared_between_the_tiers
     assert shared.headers["x-headgate-reason"] == "timeout"
 
 
-async def test_a_model_without_room_is_counted_for(gateway: Gateway, fake: FakeInference) -> None:
-    """Counting takes no memory. Where somebody else would answer, that one's count is the true one."""
+async def test_model_that_does_not_fit_is_counted_for_only_without_another_tier(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    """Counting needs no memory. With another tier, the count of the model that would answer is the right one."""
     fake.models["demo"] = replace(fake.models["demo"], fits=False, reason="no room")
     await gateway.look()
     assert (await count(gateway, "alone")).json()["input_tokens"] == 42
     assert (await count(gateway, "cloudy")).headers["x-headgate-model"] == "anthropic/claude-opus-5"
 
 
-async def test_a_count_goes_past_a_model_that_ails(gateway: Gateway, fake: FakeInference) -> None:
-    """Nothing was on record of a tier that was put behind the others, and the count ended in a defect."""
+async def test_count_skips_an_unhealthy_model(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED)
     await gateway.look()
     counted = await count(gateway, "cloudy")
@@ -126,19 +124,47 @@ async def test_a_count_goes_past_a_model_that_ails(gateway: Gateway, fake: FakeI
     assert (await record_of(gateway, counted))["answered_by"] == "anthropic/claude-opus-5"
 
 
-async def test_a_refused_count_tells_how_many_were_asked(gateway: Gateway) -> None:
+async def test_refused_count_has_the_number_of_attempts(gateway: Gateway) -> None:
     refused = await count(gateway, "away")
     assert (refused.status_code, refused.headers["x-headgate-attempts"]) == (503, "1")
 
 
-async def test_who_waited_at_the_door_until_its_time_was_over_ran_out_of_time(gateway: Gateway) -> None:
+async def test_count_that_used_up_its_time_in_the_queue_is_504(gateway: Gateway) -> None:
     runtime = gateway.runtime
     record, found = Record("id", 0.0, "/"), RouteMatch("alone", "demo")
-    asked = parse(Endpoint.CHAT, b'{"model":"alone","messages":[{"role":"user","content":"x"}]}')
+    request = parse(Endpoint.CHAT, b'{"model":"alone","messages":[{"role":"user","content":"x"}]}')
     counting = _Counting(
-        runtime.gateway_state, asked, found, RequestContext("id", silence_seconds=1.0), record, waited=1.0
+        runtime.gateway_state, request, found, RequestContext("id", silence_seconds=1.0), record, waited=1.0
     )
     with pytest.raises(GatewayError) as caught:
         await counting.result()
     assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE_EXCEEDED)
     assert "not tried" in record.dropped["local/demo"]
+
+
+async def _counting(gateway: Gateway, fake: FakeInference) -> asyncio.Task[int]:
+    body = {"model": "demo", "messages": MESSAGES}
+
+    async def ask() -> int:
+        return (await gateway.client.post("/v1/messages/count_tokens", json=body)).status_code
+
+    counting = asyncio.create_task(ask())
+    await until("the count runs", lambda: fake.counted)
+    assert gateway.runtime.admission.in_flight == 1
+    return counting
+
+
+async def test_count_of_a_disconnected_client_frees_its_slot(tmp_path: Path) -> None:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+        fake.count_hold = asyncio.Event()
+        counting = await _counting(gateway, fake)
+        counting.cancel()
+        await until("its slot is free", lambda: not gateway.runtime.admission.in_flight)
+
+
+async def test_count_is_503_when_the_gateway_stops(tmp_path: Path) -> None:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+        fake.count_hold = asyncio.Event()
+        counting = await _counting(gateway, fake)
+        gateway.runtime.presences.interrupt_all()
+        assert await counting == 503
