@@ -14,9 +14,7 @@ from inference.worker.api.rerank_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler
-from inference.worker.cores.core_sparing_context import CrewedBackend
-from inference.worker.cores.openmp_spinning import Brake
-from inference.worker.cores.thread_placement import Companions
+from inference.worker.cores.core_sparing_context import CoreSparingBackend
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
@@ -65,18 +63,15 @@ def sight_of(loaded: Loaded) -> Sight | None:
 
 
 def engines_of(
-    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None], brake: Brake | None
+    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None]
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
-    """The engine or the embedder, not started; call it within the running loop, which gets the outputs. `brake`
-    controls the threads that compute on the CPU.
-    """
+    """The engine or the embedder, not started; call it within the running loop, which gets the outputs."""
     courier = OutputDispatcher(asyncio.get_running_loop())
-    companions = Companions(brake)
     context = loaded.context
     if context.pooling > 0:
         scales = "embeddings" in loaded.facts.capabilities
         queue = grant.queue_limit
-        return None, Embedder(context, queue, courier.deliver, on_fatal, scales=scales, companions=companions)
+        return None, Embedder(context, queue, courier.deliver, on_fatal, scales=scales)
     limits = Limits(
         slots=context.n_slots,
         context=loaded.facts.context_length,
@@ -92,16 +87,16 @@ def engines_of(
         chain = ChainSampler(loaded.model, context, sampling, choice, most)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
-    backend = _backend(context, grant, sight, companions)
+    backend = _backend(context, grant, sight)
     return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
 
 
-def _backend(context: Context, grant: Grant, sight: Sight | None, companions: Companions) -> Backend:
+def _backend(context: Context, grant: Grant, sight: Sight | None) -> Backend:
     backend: Backend = context
     if sight is not None:
         backend = VisionBackend(context, context.n_slots, tile_finder(sight.pictures))
     if grant.on_cpu:
-        backend = CrewedBackend(backend, context.spare, companions=companions)
+        backend = CoreSparingBackend(backend, context.spare)
     return backend
 
 

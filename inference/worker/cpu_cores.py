@@ -41,14 +41,13 @@ def idle_seconds() -> Mapping[int, float] | None:
     return {cpu: seconds[cpu] for cpu in os.sched_getaffinity(0) if cpu in seconds}
 
 
-def waited_seconds(thread: int | None = None) -> float | None:
-    """Seconds in which a thread of this process (default: the calling one) was runnable and had no core.
+def waited_seconds() -> float | None:
+    """Seconds in which the calling thread was runnable and had no core.
 
     None if the kernel does not report them. Source: second field of `/proc/thread-self/schedstat`, in nanoseconds.
     """
-    place = "thread-self" if thread is None else f"self/task/{thread}"
     try:
-        return int(Path(f"/proc/{place}/schedstat").read_text().split()[1]) / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
 

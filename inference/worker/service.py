@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -27,7 +27,6 @@ from headgate.shared.event_loop import new_event_loop
 from inference.protocol import ExitCause
 from inference.worker import malloc_trim
 from inference.worker.channel import Channel
-from inference.worker.cores import openmp_spinning
 from inference.worker.worker_errors import LoadError, UnloadedError
 from inference.workers.worker_link import (
     BEAT_SECONDS,
@@ -65,6 +64,8 @@ DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
 """Time that a step may still run when the model is offloaded."""
+SPINS = "4000"
+"""Iterations that a computing thread spins before it sleeps while it waits for the others: about 0.1 ms."""
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
@@ -108,7 +109,6 @@ class Worker:
         self._sight: Sight | None = None
         self._engine: Engine | None = None
         self._context: Context | None = None
-        self._brake: openmp_spinning.Brake | None = None
         self._threads: int | None = None
         self._pulse: Callable[[], Heartbeat] = _still
         self._draining = False
@@ -120,9 +120,7 @@ class Worker:
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))
         order = self._channel.order()
-        self._brake = openmp_spinning.choose(
-            on_cpu=isinstance(order, Grant) and order.on_cpu
-        )  # before llama.cpp is loaded
+        _limit_spinning(os.environ)
         held = None
         if isinstance(order, Hold):
             held, order = self._hold(order)
@@ -255,7 +253,7 @@ class Worker:
         from inference.worker import assembly  # imported late, so that `hello` is fast
 
         self._sight = self._sight or assembly.sight_of(model.loaded)
-        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._sight, self._fatal, self._brake)
+        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._sight, self._fatal)
         self._engine = engine
         running = engine or embedder
         assert running is not None
@@ -311,6 +309,15 @@ class Worker:
         """The engine failed: ends the process after the requests got their errors."""
         log.error("the engine failed, the worker ends: %s", message)
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+def _limit_spinning(environ: MutableMapping[str, str]) -> None:
+    """Limits how long GNU OpenMP's threads spin before they sleep, unless the environment has a choice.
+
+    The library reads this once, when it is loaded. Its default keeps cores busy that other programs and models need.
+    """
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def _still() -> Heartbeat:

@@ -39,7 +39,6 @@ ALLOWED: dict[str, int] = {
     "inference/authority/quarantine": 15,
     "inference/authority/warm": 2,
     "inference/devices": 3,
-    "inference/worker/cores": 17,
     "tests": 1,
     "tests/chaos": 76,
     "tests/contract": 65,

@@ -1,1 +1,1 @@
-"""CPU threads of a worker: how many compute, where they run, how they wait."""
+"""CPU threads of a worker: how many compute a step."""

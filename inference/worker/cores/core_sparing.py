@@ -1,11 +1,9 @@
-"""Decides whether a step leaves one core to others, from how long steps took and whether others took it; never reads a
-clock.
+"""Decides whether the next decode step leaves one core to other programs, from the durations of earlier steps.
 
-Threads that compute a step wait for each other some sixty times. One that lost its core, to another process or to our
-own event loop, holds up all of them, and a step can take ten times as long as with one thread fewer. On quiet cores
-every thread helps. Which is true changes from minute to minute, so both ways are tried, side by side in time, unless
-the kernel says that nobody takes a core from us; and a core that was left to others is taken back when they leave it
-idle.
+The threads of a step synchronize about sixty times. If one of them loses its core to another process, all of them wait,
+and a step can take ten times as long as with one thread fewer. If all cores are free, every thread helps. So the policy
+runs trials: some steps with one thread fewer are compared with the steps before them. There is no trial while the
+kernel reports that no core was lost, and a spared core is taken back when it is idle.
 """
 
 from __future__ import annotations
@@ -16,36 +14,36 @@ from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW = 8
-"""Steps that are compared with as many of the other way."""
+"""Steps with and without a spared core that a trial compares."""
 
 HOPELESS = 1.5
-"""A single step with a thread fewer that takes so many times what is usual ends its trial. The first steps with one
-more say nothing: the thread has to be made."""
+"""A trial with one thread fewer ends at once if a step takes this multiple of the usual time."""
 
 SETTLING = 2
-"""Steps after a change that are not looked at: threads are made and caches filled."""
+"""Steps after a change that are not measured: threads are created and caches filled."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
-"""Steps between two trials: doubled by each that brought nothing."""
+"""Steps between two trials; doubled after each trial without success."""
 
 WORTH = 0.9
-"""A change is made where the other way takes this part of the time, or less."""
+"""A trial succeeds if its steps take at most this part of the time."""
 
 IDLE = 0.5
-"""Of a core: where so much lay idle while one was spared, nobody needs it."""
+"""Idle cores from which a spared core is taken back."""
 
 LOST = 0.1
-"""Of the time in which a thread computes: where it was without a core for less, a thread fewer cannot be faster."""
+"""Share of its computing time that a thread must have waited for a core before a trial begins."""
 
 WORSE = 1.5
-"""Steps that take so many times what they took at the last trial are a reason for the next one."""
+"""Steps that take this multiple of their time at the last trial start the next trial."""
 
 
 @dataclass(slots=True)
-class Crew:
-    """`spared` cores (0 or 1) are left to others in the next step. `took` are the seconds of the last steps of `rows`
-    sequences this way, `before` those of the way that a running trial is held against. Changed in place: it hears of
-    every step.
+class CoreSparing:
+    """The state of the policy, changed in place after every step.
+
+    `spared`: cores (0 or 1) left to other programs in the next step. `took`: seconds of the last steps of `rows`
+    sequences. `before`: seconds of the steps before the running trial, empty without a trial.
     """
 
     spared: int = 0
@@ -68,8 +66,10 @@ class Crew:
         return self.until_trial <= 1 and not self.spared and not self.before
 
     def observe(self, rows: int, seconds: float, idle: float | None = None, lost: float | None = None) -> None:
-        """After a step that computed one token of each of `rows` sequences in `seconds`. `idle` cores had nothing to do
-        meanwhile, and a thread was without a core for the share `lost` of its time; None where that was not looked at.
+        """Records a step that computed one token of each of `rows` sequences in `seconds`.
+
+        `idle`: cores that were idle meanwhile. `lost`: share of its time that a thread waited for a core. None means
+        that it was not measured.
         """
         if idle is not None and idle >= IDLE and self.spared and not self.before:
             self._change()
@@ -85,7 +85,7 @@ class Crew:
             self._compare(seconds, lost)
 
     def _begin(self, rows: int) -> None:
-        """What was measured says nothing of steps of another size; a trial ends without a judgment."""
+        """Starts again with another number of sequences: a running trial ends without a result."""
         if self.before:
             self._change()
         self.rows, self.usual, self.settling = rows, None, SETTLING
@@ -103,8 +103,8 @@ class Crew:
         if not is_full:
             return
         limit = math.inf if self.usual is None else WORSE * self.usual
-        suffers = max(self.took) > limit and median(self.took) > limit  # the first alone is asked of most steps
-        if suffers or (self.until_trial == 0 and (lost is None or lost >= LOST)):
+        is_slower = max(self.took) > limit and median(self.took) > limit  # the maximum is cheaper
+        if is_slower or (self.until_trial == 0 and (lost is None or lost >= LOST)):
             before = tuple(self.took)
             self._change()
             self.before = before

@@ -13,7 +13,6 @@ import numpy as np
 
 from inference.protocol import Code, Priority
 from inference.worker.backend import OK, BatchRow, Decode
-from inference.worker.cores.thread_placement import Companions
 from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.pooling_schedule import Input, PoolQueue
@@ -66,7 +65,6 @@ class Embedder:
         clock: Callable[[], float] = time.monotonic,
         *,
         scales: bool = True,
-        companions: Companions | None = None,
     ) -> None:
         """`scales`: scale vectors to length 1."""
         self.counters = EngineCounters(clock)
@@ -79,7 +77,6 @@ class Embedder:
         self._unanswered: Sequence[_Input] = []
         """Inputs that have left the queue and have no result yet."""
         self._lock = threading.Lock()
-        self._companions = companions or Companions()
         self._runner = EngineThread("embedder", self._iterate, self._close, on_fatal)
 
     def start(self) -> None:
@@ -154,7 +151,6 @@ class Embedder:
         total = sum(len(item.tokens) for item in batch)
         self.counters.active = len(batch)
         self.counters.begin(total)
-        self._companions.begin(self._clock())
         try:
             status, pooled = self._backend.pool(rows)
             failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
@@ -165,7 +161,6 @@ class Embedder:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
         seconds = self.counters.end()
-        self._companions.end(self._clock())
         self._queue.computed(seconds)
         self.counters.active = 0
         if failure is None:

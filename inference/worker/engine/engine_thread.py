@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 from inference.protocol import Code
-from inference.worker.cores.thread_names import name_thread
 from inference.worker.worker_errors import WorkerError
 
 log = logging.getLogger("headgate.worker.runner")
@@ -93,7 +92,6 @@ class EngineThread:
                 log.exception("the fatal error of the engine could not be reported")
 
     def _run(self) -> None:
-        name_thread(self._thread.name)
         while self._stopping is None:
             if self._wake.is_set():  # clearing takes a lock
                 self._wake.clear()
