@@ -1,4 +1,4 @@
-"""Error bodies and headers of the clouds as UpstreamError: one meaning whatever the envelope, and no secrets."""
+"""Errors of cloud providers as UpstreamError: status, code, message without secrets."""
 
 from __future__ import annotations
 
@@ -21,25 +21,20 @@ def read(status: int, body: Any, headers: dict[str, str] | None = None, secrets:
     return status_error(status, headers or {}, raw, now=NOW, secrets=secrets)
 
 
-def test_openais_envelope_keeps_its_words() -> None:
+def test_error_of_openai() -> None:
     error = read(400, openai_wire.error("No.", type="invalid_request_error", param="n", code="bad_n"))
-    assert (error.status, error.message, error.type, error.param, error.code) == (
-        400,
-        "No.",
-        "invalid_request_error",
-        "n",
-        "bad_n",
-    )
+    found = (error.status, error.message, error.type, error.param, error.code)
+    assert found == (400, "No.", "invalid_request_error", "n", "bad_n")
 
 
-def test_anthropics_envelope_has_its_type_and_the_code_of_its_details() -> None:
+def test_error_of_anthropic_has_the_code_of_its_details() -> None:
     payload = anthropic_wire.error("rate_limit_error", "Slow down.")
     payload["error"]["details"] = {"error_code": "ramp_limit_exceeded"}
     error = read(429, payload)
     assert (error.type, error.code, error.message) == ("rate_limit_error", "ramp_limit_exceeded", "Slow down.")
 
 
-def test_googles_envelope_is_a_list_with_a_status_word_and_a_delay_in_its_body() -> None:
+def test_error_of_google_is_a_list_with_a_delay() -> None:
     error = read(429, openai_wire.google_error(429, "Quota.", reason="RATE_LIMIT_EXCEEDED", retry_delay=34.5))
     assert (error.type, error.code, error.retry_after) == ("RESOURCE_EXHAUSTED", "RATE_LIMIT_EXCEEDED", 34.5)
 
@@ -58,37 +53,39 @@ def test_googles_envelope_is_a_list_with_a_status_word_and_a_delay_in_its_body()
         (b"\xff\xfe", "\ufffd"),
     ],
 )
-def test_any_body_gives_a_message(body: bytes, message: str) -> None:
+def test_each_body_gives_a_message(body: bytes, message: str) -> None:
     assert message in read(502, body).message
 
 
 @pytest.mark.parametrize(
     "payload",
-    [openai_wire.CONTEXT, openai_wire.GOOGLE_CONTEXT, anthropic_wire.CONTEXT],
-    ids=["openai", "google", "ant"],
+    [
+        openai_wire.CONTEXT,
+        openai_wire.GOOGLE_CONTEXT,
+        anthropic_wire.CONTEXT,
+        anthropic_wire.error(
+            "invalid_request_error", "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000"
+        ),
+    ],
+    ids=["openai", "google", "anthropic", "max_tokens"],
 )
-def test_a_prompt_too_long_is_one_code(payload: Any) -> None:
+def test_context_limit_has_one_code(payload: Any) -> None:
     assert read(400, payload).code == "context_length_exceeded"
 
 
-def test_an_answer_longer_than_the_context_allows_is_the_same_code() -> None:
-    said = "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000"
-    assert read(400, anthropic_wire.error("invalid_request_error", said)).code == "context_length_exceeded"
-
-
-def test_an_argument_that_a_model_does_not_recognize_is_an_unsupported_parameter() -> None:
-    """OpenAI has a code for it, but not where it says so in these words; another tier may know it."""
+def test_unrecognized_argument_is_an_unsupported_parameter() -> None:
+    """OpenAI sends this message without its code for unsupported parameters."""
     error = read(400, openai_wire.error("Unrecognized request argument supplied: reasoning_effort"))
     assert (error.code, error.param) == ("unsupported_parameter", "reasoning_effort")
 
 
-def test_blocked_content_is_one_of_two_codes() -> None:
+def test_codes_of_blocked_content() -> None:
     assert read(400, openai_wire.CONTENT_POLICY).code == "content_policy_violation"
     assert read(400, anthropic_wire.CONTENT_POLICY).code == "content_filter"
     assert read(400, openai_wire.google_error(400, "Blocked: PROHIBITED_CONTENT")).code == "content_filter"
 
 
-def test_the_operators_faults_have_the_status_that_says_so() -> None:
+def test_invalid_keys_and_empty_accounts_have_a_status_of_their_own() -> None:
     assert read(400, openai_wire.GOOGLE_BAD_KEY).status == 401
     broke = anthropic_wire.error("invalid_request_error", "Your credit balance is too low to access the API.")
     assert read(400, broke).status == 402
@@ -96,16 +93,16 @@ def test_the_operators_faults_have_the_status_that_says_so() -> None:
     for payload in (openai_wire.NO_QUOTA, openai_wire.error(empty, type="insufficient_quota")):
         assert read(429, payload).status == 402
         assert frame_error(payload["error"]).status == 402
-        assert read(429, payload, {"retry-after": "7"}).status == 429, "an account that fills again by itself"
-    assert read(429, openai_wire.google_error(429, empty)).status == 429, "Google says so of a minute"
+        assert read(429, payload, {"retry-after": "7"}).status == 429, "the account refills"
+    assert read(429, openai_wire.google_error(429, empty)).status == 429, "Google means the quota of a minute"
 
 
 @pytest.mark.parametrize("status", [413, 429])
-def test_a_request_larger_than_a_minutes_worth_is_one_code(status: int) -> None:
-    said = openai_wire.TOO_LARGE["error"]["message"]
+def test_request_larger_than_the_limit_of_a_minute_has_one_code(status: int) -> None:
+    text = openai_wire.TOO_LARGE["error"]["message"]
     error = read(status, openai_wire.TOO_LARGE)
-    assert (error.status, error.code, error.message) == (413, "request_too_large", said)
-    busy = said.replace("Request too large", "Rate limit reached")
+    assert (error.status, error.code, error.message) == (413, "request_too_large", text)
+    busy = text.replace("Request too large", "Rate limit reached")
     assert read(429, openai_wire.error(busy, type="tokens", code="rate_limit_exceeded")).status == 429
 
 
@@ -142,37 +139,36 @@ def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
         ({}, None),
     ],
 )
-def test_an_error_inside_a_stream_gets_the_status_of_its_words(error: dict[str, Any], status: int | None) -> None:
+def test_status_of_an_error_frame_follows_from_its_type_or_code(error: dict[str, Any], status: int | None) -> None:
     read = frame_error(error)
     assert (read.kind, read.status) == (UpstreamKind.ERROR_FRAME, status)
 
 
 @pytest.mark.parametrize("key", ["x", "none", "EMPTY", "context", "tokens"])
-def test_short_keys_are_placeholders_and_stay_in_words(key: str) -> None:
-    """A key of one letter cut every message to pieces: `ma[key]imum conte[key]t length`."""
-    said = f"This model's maximum context length is 10 tokens, not {key}"
-    error = read(400, {"error": {"message": said, "code": "context_length_exceeded"}}, secrets=(key,))
-    assert (error.message, error.code) == (said, "context_length_exceeded")
+def test_short_keys_are_not_removed_from_messages(key: str) -> None:
+    """They are placeholders and may be parts of words."""
+    text = f"This model's maximum context length is 10 tokens, not {key}"
+    error = read(400, {"error": {"message": text, "code": "context_length_exceeded"}}, secrets=(key,))
+    assert (error.message, error.code) == (text, "context_length_exceeded")
 
 
-def test_keys_are_cut_out_as_whole_tokens_only() -> None:
-    said = "maximums-10, mymaximum1, maximum12, x-maximum1 and `maximum1`."
-    assert scrub(said, ("maximum1",)) == "maximums-10, mymaximum1, maximum12, x-[key] and `[key]`."
+def test_keys_are_removed_as_whole_words_only() -> None:
+    text = "maximums-10, mymaximum1, maximum12, x-maximum1 and `maximum1`."
+    assert scrub(text, ("maximum1",)) == "maximums-10, mymaximum1, maximum12, x-[key] and `[key]`."
 
 
-def test_a_chunk_is_no_error() -> None:
+def test_chunk_is_no_error() -> None:
     for chunk in ({"choices": []}, {"choices": [], "error": None, "message": "x"}, {"id": "x"}, [], None, 5):
         assert error_in(chunk) is None
 
 
-def test_keys_leave_no_trace() -> None:
-    said = read(
-        401, openai_wire.error("Incorrect API key provided: s3cret-key and sk-proj-*****abcd."), secrets=("s3cret-key",)
-    )
-    assert said.message == "Incorrect API key provided: [key] and [key]"
+def test_keys_are_removed_from_messages() -> None:
+    text = "Incorrect API key provided: s3cret-key and sk-proj-*****abcd."
+    error = read(401, openai_wire.error(text), secrets=("s3cret-key",))
+    assert error.message == "Incorrect API key provided: [key] and [key]"
     assert scrub("key AIzaSyA-1234567_x in use") == "key [key] in use"
     assert scrub("Bearer s3cret-key, key=s3cret-key&x", ("s3cret-key",)) == "Bearer [key], key=[key]&x"
-    assert scrub("said", ("",)) == "said"
+    assert scrub("text", ("",)) == "text"
     assert len(scrub("x" * 10**6)) <= 2000
 
 
@@ -191,7 +187,7 @@ def test_keys_leave_no_trace() -> None:
         (OSError("odd"), UpstreamKind.READ),
     ],
 )
-def test_what_the_http_client_raises_is_told_apart(raised: Exception, kind: UpstreamKind) -> None:
+def test_kinds_of_http_client_errors(raised: Exception, kind: UpstreamKind) -> None:
     wrapped = RuntimeError("Connection error.")
     wrapped.__cause__ = raised
     for error in (raised, wrapped):
@@ -205,7 +201,7 @@ class _StatusError(Exception):
         self.response = response
 
 
-def test_a_status_error_is_read_from_its_response_even_without_its_body() -> None:
+def test_status_error_is_read_from_its_response_even_without_a_body() -> None:
     whole = httpx2.Response(429, headers={"Retry-After": "3"}, json=openai_wire.error("Slow.", code="slow"))
     error = upstream_error(_StatusError(whole), "h")
     assert (error.status, error.code, error.retry_after) == (429, "slow", 3.0)
@@ -213,6 +209,6 @@ def test_a_status_error_is_read_from_its_response_even_without_its_body() -> Non
     assert upstream_error(_StatusError(unread), "h").status == 503
 
 
-def test_an_upstream_error_stays_itself() -> None:
+def test_upstream_error_is_returned_unchanged() -> None:
     error = UpstreamError(UpstreamKind.EMPTY, "x")
     assert upstream_error(error, "h") is error

@@ -1,4 +1,4 @@
-"""How families of chat templates write calls and reasoning: transcripts, detection, messages and forms."""
+"""Dialects: transcripts of calls and reasoning, detection from the template, messages for templates, forms."""
 # ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ DIALECTS: dict[str, tuple[Dialect, str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A transcript: what the model writes, divided as it comes, and the parts that each piece gives."""
+    """A transcript: the text of the model in pieces, and the expected parts."""
 
     title: str
     dialect: Dialect
@@ -82,7 +82,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Those of the golden files: fields, then the text between bars, then one line per part, led by its piece."""
+    """The cases of the golden files: fields, the text in pieces, then the parts, each with the number of its piece."""
     for path in sorted(GOLDEN.glob("*.txt")):
         for block in path.read_text(encoding="utf-8").split("#### ")[1:]:
             title, rest = block.split("\n", 1)
@@ -101,7 +101,7 @@ def cases() -> Iterator[Case]:
 
 
 def written(part: Part) -> str:
-    """A part as golden files write it."""
+    """A part in the notation of the golden files."""
     if isinstance(part, CallBegin):
         return f"call {part.index} {part.name}" + (f" id {part.id}" if part.id else "")
     kind = "arguments" if isinstance(part, CallArguments) else "content" if isinstance(part, Content) else "reasoning"
@@ -110,37 +110,35 @@ def written(part: Part) -> str:
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.title)
 def test_transcripts(case: Case) -> None:
-    """Every piece of the text gives the parts that are written down for it, and the end (`.`) the rest."""
+    """The number is that of the piece; `.` is the end of the text."""
     parser = case.dialect.parser(tools=case.tools, opened=case.opened)
-    said = [f"{number} {written(part)}" for number, text in enumerate(case.pushes, 1) for part in parser.push(text)]
-    said += [f". {written(part)}" for part in parser.flush()]
-    assert said == case.expected
+    found = [f"{number} {written(part)}" for number, text in enumerate(case.pushes, 1) for part in parser.push(text)]
+    found += [f". {written(part)}" for part in parser.flush()]
+    assert found == case.expected
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [("hermes", '<tool_call>{{"name": "{0}"}}</tool_call>'), ("mistral", "[TOOL_CALLS]{0}[ARGS]{{}}")],
 )
-def test_a_name_has_an_end(name: str, text: str) -> None:
-    """What goes on for longer than any name is content, at once."""
+def test_text_longer_than_any_name_is_content(name: str, text: str) -> None:
     dialect, opened = DIALECTS[name]
     for length, is_call in ((254, True), (300, False)):
         parser = dialect.parser(tools=TOOLS, opened=opened)
-        said = [*parser.push(text.format("n" * length)), *parser.flush()]
-        assert isinstance(said[0], CallBegin) == is_call
-        assert is_call or said == [Content(text.format("n" * length))]
+        found = [*parser.push(text.format("n" * length)), *parser.flush()]
+        assert isinstance(found[0], CallBegin) == is_call
+        assert is_call or found == [Content(text.format("n" * length))]
 
 
-def test_arguments_nested_deeper_than_anybody_reads_are_none() -> None:
-    """A text of brackets alone must not end the answer with an error."""
+def test_deeply_nested_arguments_are_content() -> None:
     text = '<tool_call>{"name": "now", "arguments": "' + "[" * 100_000 + '"}</tool_call>'
     dialect, opened = DIALECTS["hermes"]
     parser = dialect.parser(tools=TOOLS, opened=opened)
     assert [*parser.push(text), *parser.flush()] == [Content(text)]
 
 
-def test_the_token_that_ends_a_call_is_seen() -> None:
-    """It tells a call without arguments from one that was cut off before them."""
+def test_end_of_a_call_is_a_visible_token_of_harmony() -> None:
+    """It distinguishes a call without arguments from a cut one."""
     assert "<|call|>" in Harmony().shows
 
 
@@ -180,7 +178,7 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
         ("<tool_call>{{ name }}<arg_key>", "generic"),
     ],
 )
-def test_families_are_known_by_their_markers(template: str, name: str) -> None:
+def test_families_are_detected_by_their_markers(template: str, name: str) -> None:
     dialect = detect(template, ())
     assert dialect.name == name
     assert dialect.writes_tools == (name not in ("generic", "plain"))
@@ -197,30 +195,30 @@ def test_families_are_known_by_their_markers(template: str, name: str) -> None:
         ("", [], set()),
     ],
 )
-def test_reasoning_is_known_from_the_template_or_the_vocabulary(
+def test_reasoning_is_detected_in_the_template_or_the_vocabulary(
     template: str, control_texts: list[str], shown: set[str]
 ) -> None:
-    """And its markers are among the tokens that must be seen."""
+    """Its markers are visible tokens."""
     dialect = detect(template, control_texts)
     assert dialect.shows == shown
     assert dialect.reasons == any("hink" in text.lower() for text in shown)
 
 
 @pytest.mark.parametrize("block", ["function_calls", "tool_calls"])
-def test_a_dsml_template_names_the_block_around_calls(block: str) -> None:
+def test_name_of_the_dsml_block_is_read_from_the_template(block: str) -> None:
     dialect = detect("{%- set token = '｜DSML｜' -%}{{ '<' + token + '" + block + ">' }}", ())
     assert isinstance(dialect, Dsml)
     assert dialect.opening == f"<｜DSML｜{block}>"
 
 
-def test_the_ends_of_an_answer() -> None:
+def test_end_tokens_of_families() -> None:
     assert detect(LLAMA, ()).ends == {"<|eom_id|>", "<|eot_id|>"}
     assert Harmony().ends == {"<|call|>", "<|return|>"}
     assert detect(HERMES, ()).ends == frozenset()
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-def asked(*answers: dict[str, Any]) -> list[dict[str, Any]]:
+def conversation(*answers: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Now?"}, *answers]
 
 
@@ -229,7 +227,7 @@ def called(*calls: tuple[str, str, Any], **more: Any) -> dict[str, Any]:
         "role": "assistant",
         "content": "",
         **more,
-        "tool_calls": [{"id": id, "function": {"name": name, "arguments": said}} for id, name, said in calls],
+        "tool_calls": [{"id": id, "function": {"name": name, "arguments": given}} for id, name, given in calls],
     }
 
 
@@ -249,37 +247,35 @@ def prepared(dialect: Dialect, *messages: dict[str, Any], tools: Sequence[Tool] 
 @pytest.mark.parametrize(
     "dialect", [Hermes(), QwenXml(), Llama3(), Mistral(), DeepSeek(), Dsml(), Harmony()], ids=lambda d: d.name
 )
-def test_templates_get_tools_in_openais_shape(dialect: Dialect) -> None:
-    """With every field, and not at all when none may be called."""
-    messages, variables = dialect.prepare(asked(), TOOLS, AUTO)
-    assert messages == asked()
+def test_templates_get_complete_tools_in_the_format_of_openai(dialect: Dialect) -> None:
+    """No tools where none may be called."""
+    messages, variables = dialect.prepare(conversation(), TOOLS, AUTO)
+    assert messages == conversation()
     assert [tool["function"] for tool in variables["tools"]] == [
         {"name": "get_weather", "description": "Weather of a city", "parameters": WEATHER.parameters},
         {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
     ]
-    assert dialect.prepare(asked(), TOOLS, ToolChoice("none"))[1] == {}
-    assert dialect.prepare(asked(), (), AUTO)[1] == {}
+    assert dialect.prepare(conversation(), TOOLS, ToolChoice("none"))[1] == {}
+    assert dialect.prepare(conversation(), (), AUTO)[1] == {}
 
 
 @pytest.mark.parametrize("given", [{"zone": "é"}, '{"zone": "é"}'])
-def test_arguments_are_objects_or_text_as_the_template_wants(given: Any) -> None:
-    said = asked(called(("a", "now", given)))
-    as_object, as_text = (prepared(Hermes(text_arguments=text), *said)[-1]["tool_calls"][0] for text in (False, True))
+def test_arguments_are_objects_or_text_as_the_template_requires(given: Any) -> None:
+    found = conversation(called(("a", "now", given)))
+    as_object, as_text = (prepared(Hermes(text_arguments=text), *found)[-1]["tool_calls"][0] for text in (False, True))
     assert as_object["function"]["arguments"] == {"zone": "é"}
     assert as_text["function"]["arguments"] == '{"zone": "é"}'
 
 
 @pytest.mark.parametrize("given", [None, "", {}, " ", "null", '""', '" "', "[]", []])
-def test_no_arguments_are_an_empty_object(given: Any) -> None:
-    """Also as models write them down that have none to give."""
-    said = called(("a", "now", given))
-    assert prepared(Hermes(), said)[0]["tool_calls"][0]["function"]["arguments"] == {}
-    assert prepared(Hermes(text_arguments=True), said)[0]["tool_calls"][0]["function"]["arguments"] == "{}"
+def test_empty_arguments_are_an_empty_object(given: Any) -> None:
+    found = called(("a", "now", given))
+    assert prepared(Hermes(), found)[0]["tool_calls"][0]["function"]["arguments"] == {}
+    assert prepared(Hermes(text_arguments=True), found)[0]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 @pytest.mark.parametrize("given", [r'"{\"zone\": \"é\"}"', r'" {\"zone\": \"é\"}\n"'])
-def test_an_object_within_a_text_is_that_object(given: str) -> None:
-    """As it is in answers: a template that wants an object finds its fields."""
+def test_object_within_a_string_is_unwrapped(given: str) -> None:
     as_object, as_text = (
         prepared(Hermes(text_arguments=text), called(("a", "now", given)))[0]["tool_calls"][0]["function"]["arguments"]
         for text in (False, True)
@@ -288,8 +284,7 @@ def test_an_object_within_a_text_is_that_object(given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["UTC", '{"zone": "UT', "[1]", "[" * 9999, "{" * 9999, '"UTC"', "0", '"\\ud800"'])
-def test_arguments_that_are_no_object_travel_whole_in_one(given: str) -> None:
-    """Templates that go through them find one; those that write text write what the model wrote."""
+def test_arguments_that_are_no_object_are_wrapped_for_templates_that_need_one(given: str) -> None:
     as_object, as_text = (
         prepared(Hermes(text_arguments=text), called(("a", "now", given)))[0]["tool_calls"][0]["function"]["arguments"]
         for text in (False, True)
@@ -306,13 +301,13 @@ def test_arguments_that_are_no_object_travel_whole_in_one(given: str) -> None:
         ("[TOOL_CALLS]{{ c.function | tojson }}", False),
     ],
 )
-def test_what_a_template_wants_is_read_from_it(template: str, text: bool) -> None:
-    said = prepared(detect(template, ()), called(("000000001", "now", {})))[0]["tool_calls"][0]["function"]
-    assert said["arguments"] == ("{}" if text else {})
+def test_type_of_arguments_is_detected_in_the_template(template: str, text: bool) -> None:
+    found = prepared(detect(template, ()), called(("000000001", "now", {})))[0]["tool_calls"][0]["function"]
+    assert found["arguments"] == ("{}" if text else {})
 
 
 def test_calls_and_results_are_paired() -> None:
-    """What has no id gets one, results in the order of their calls; an empty list of calls is left out."""
+    """Missing ids are added, results are paired in the order of their calls, an empty list of calls is left out."""
     found = prepared(
         Hermes(),
         {"role": "assistant", "content": "", "tool_calls": []},
@@ -330,17 +325,17 @@ def test_calls_and_results_are_paired() -> None:
     assert found[6]["tool_call_id"] == "c"
 
 
-def test_one_call_per_message_where_templates_write_one() -> None:
-    """Each followed by its results; reasoning stays with the first."""
-    said = called(("a", "now", {}), ("b", "get_weather", {}), reasoning_content="Both.")
-    found = prepared(Llama3(), *asked(), said, result("B", "b"), result("A", "a"), result("?", "c"), result("B2", "b"))
+def test_messages_are_split_for_templates_with_one_call_per_message() -> None:
+    """Results follow their call; reasoning stays with the first one."""
+    calls = called(("a", "now", {}), ("b", "get_weather", {}), reasoning_content="Both.")
+    results = result("B", "b"), result("A", "a"), result("?", "c"), result("B2", "b")
+    found = prepared(Llama3(), *conversation(), calls, *results)
     assert [message.get("content") if "tool_calls" not in message else message["tool_calls"][0]["id"]
             for message in found[2:]] == ["a", "A", "b", "B", "B2", "?"]  # fmt: skip
     assert [message.get("reasoning_content") for message in found[2:5]] == ["Both.", None, None]
 
 
-def test_mistral_wants_ids_of_nine_letters_or_digits() -> None:
-    """Others are replaced, the same by the same."""
+def test_other_call_ids_are_replaced_by_nine_letters_or_digits_for_mistral() -> None:
     found = prepared(Mistral(), called(("call_0-a", "now", {}), ("abcDEF123", "now", {})), result("x", "call_0-a"))
     ids = [call["id"] for call in found[0]["tool_calls"]]
     assert len(ids[0]) == 9
@@ -349,30 +344,30 @@ def test_mistral_wants_ids_of_nine_letters_or_digits() -> None:
     assert found[1]["tool_call_id"] == ids[0]
 
 
-def test_deepseek_gets_no_empty_content_beside_calls() -> None:
-    said = [called(("a", "now", {})), called(("b", "now", {}), content="Look.")]
-    assert [message["content"] for message in prepared(DeepSeek(), *asked(*said))] == [
+def test_empty_content_beside_calls_is_null_for_deepseek() -> None:
+    found = [called(("a", "now", {})), called(("b", "now", {}), content="Look.")]
+    assert [message["content"] for message in prepared(DeepSeek(), *conversation(*found))] == [
         "Be brief.", "Now?", None, "Look.",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_deepseek_is_told_of_tools_that_its_template_does_not_present(fenced: bool) -> None:
-    """In the system message, with a call as the template writes them."""
-    text = prepared(DeepSeek(fenced=fenced, presents=False), *asked(), tools=TOOLS)[0]["content"]
+def test_tools_are_described_in_the_system_message_if_the_template_of_deepseek_ignores_them(fenced: bool) -> None:
+    """With a call in the notation of the template."""
+    text = prepared(DeepSeek(fenced=fenced, presents=False), *conversation(), tools=TOOLS)[0]["content"]
     assert text.startswith("Be brief.\n\n")
     assert "Weather of a city" in text
     assert ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n" in text) == fenced
     assert ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>" in text) != fenced
 
 
-def test_harmony_is_told_of_tools_that_its_template_does_not_present() -> None:
+def test_tools_are_described_in_the_system_message_if_the_template_of_harmony_ignores_them() -> None:
     dialect = Harmony(presents=False)
-    text = prepared(dialect, *asked(), tools=TOOLS)[0]["content"]
+    text = prepared(dialect, *conversation(), tools=TOOLS)[0]["content"]
     assert text.startswith("Be brief.\n\n")
     assert "Weather of a city" in text
     assert "functions.NAME" in text
-    assert dialect.prepare(asked(), TOOLS, NONE) == (asked(), {})
+    assert dialect.prepare(conversation(), TOOLS, NONE) == (conversation(), {})
 
 
 def of_template(source: str) -> Dialect:
@@ -383,25 +378,25 @@ def of_template(source: str) -> Dialect:
     ("source", "name"),
     [(HISTORY, "generic"), (HISTORY + "{# tools #}", "generic"), (HERMES, "hermes"),
      (HISTORY + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", "generic"),
-     (HERMES + "{{ raise_exception('nobody may speak') }}", "hermes")],
+     (HERMES + "{{ raise_exception('always') }}", "hermes")],
 )  # fmt: skip
-def test_a_template_that_only_writes_calls_out_presents_no_tools(source: str, name: str) -> None:
-    """What it makes of a tool says so, not what its source looks like."""
+def test_template_that_only_repeats_calls_does_not_present_tools(source: str, name: str) -> None:
+    """This is decided by rendering it with a tool."""
     dialect = of_template(source)
     assert (dialect.name, dialect.writes_tools) == (name, name != "generic")
 
 
 @pytest.mark.parametrize(("source", "name"), [(V3, "deepseek"), (CHANNELS, "harmony")])
-def test_who_knows_calls_anyway_is_told_where_the_template_drops_tools(source: str, name: str) -> None:
-    for template, is_told in ((source, True), (source + "{{ tools | tojson }}", False)):
+def test_tools_are_described_where_the_template_of_a_known_family_drops_them(source: str, name: str) -> None:
+    for template, described in ((source, True), (source + "{{ tools | tojson }}", False)):
         dialect = of_template(TURNS + template)
         assert (dialect.name, dialect.writes_tools) == (name, True)
-        messages, variables = dialect.prepare(asked(), TOOLS, AUTO)
-        assert (messages[0]["content"] != "Be brief.", variables == {}) == (is_told, is_told)
+        messages, variables = dialect.prepare(conversation(), TOOLS, AUTO)
+        assert (messages[0]["content"] != "Be brief.", variables == {}) == (described, described)
 
 
-def test_harmony_takes_reasoning_as_thinking() -> None:
-    """Beside a call the template takes thinking or content, so there they are one; each message has one call."""
+def test_harmony_gets_reasoning_as_thinking_and_one_call_per_message() -> None:
+    """Beside a call the template accepts only one of thinking and content, so they are joined."""
     calls = (("a", "now", {}), ("b", "now", {}))
     found = prepared(
         Harmony(),
@@ -417,10 +412,10 @@ def test_harmony_takes_reasoning_as_thinking() -> None:
 
 
 def test_generic_writes_tools_calls_and_results_as_text() -> None:
-    """Results that stand together are one message of the user, who goes on in it."""
+    """Adjacent results and the next message of the user are one message."""
     found = prepared(
         Generic(),
-        *asked(called(("a", "now", {"zone": "UTC"}), ("b", "now", {}), content="Look.")),
+        *conversation(called(("a", "now", {"zone": "UTC"}), ("b", "now", {}), content="Look.")),
         result("noon", "a"),
         result([{"type": "text", "text": "one"}], "b"),
         {"role": "user", "content": "And?"},
@@ -441,14 +436,14 @@ def test_generic_writes_tools_calls_and_results_as_text() -> None:
     assert all("tool_calls" not in message for message in found)
 
 
-def test_generic_explains_tools_where_the_template_has_room() -> None:
-    """In a system message, or where there is none at the beginning of what the user says; parts stay parts."""
+def test_generic_describes_tools_in_the_system_message_or_in_the_first_one() -> None:
+    """Parts of content stay parts."""
     user = {"role": "user", "content": "Hi"}
     parts = {"role": "user", "content": [{"type": "image"}]}
     assert [m["role"] for m in prepared(Generic(), user, tools=TOOLS)] == ["system", "user"]
     assert [m["role"] for m in prepared(Generic(system=False), tools=TOOLS)] == ["user"]
-    [said] = prepared(Generic(system=False), user, tools=TOOLS)
-    assert said["content"].endswith("\n\nHi")
+    [found] = prepared(Generic(system=False), user, tools=TOOLS)
+    assert found["content"].endswith("\n\nHi")
     [shown] = prepared(Generic(system=False), parts, tools=TOOLS)
     assert [part["type"] for part in shown["content"]] == ["text", "image"]
     [empty] = prepared(Generic(system=False), {"role": "user", "content": []}, tools=TOOLS)
@@ -465,16 +460,15 @@ def test_generic_explains_tools_where_the_template_has_room() -> None:
         ("{% if messages[0]['role'] == \"system\" %}x{% endif %}", "system"),
     ],
 )
-def test_generic_sees_whether_a_template_takes_a_system_message(template: str, role: str) -> None:
+def test_generic_detects_whether_a_template_accepts_a_system_message(template: str, role: str) -> None:
     assert prepared(detect(template, ()), tools=TOOLS)[0]["role"] == role
 
 
-def test_plain_leaves_messages_alone() -> None:
-    assert prepared(Plain(), *asked(), tools=TOOLS) == asked()
+def test_plain_does_not_change_messages() -> None:
+    assert prepared(Plain(), *conversation(), tools=TOOLS) == conversation()
 
 
-def test_a_template_renders_what_was_prepared() -> None:
-    """The whole way, with a template of Hermes' kind."""
+def test_prepared_messages_can_be_rendered() -> None:
     source = (
         '{% if tools %}{{ tools | tojson }}"name": <tool_call>\n{% endif %}'
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -482,7 +476,7 @@ def test_a_template_renders_what_was_prepared() -> None:
         "{% endfor %}"
     )
     template = chat_template(source)
-    messages, variables = template.dialect.prepare(asked(called(("a", "now", '{"zone": 1}'))), TOOLS, AUTO)
+    messages, variables = template.dialect.prepare(conversation(called(("a", "now", '{"zone": 1}'))), TOOLS, AUTO)
     text = "".join(template.render(messages, variables, generate=True))
     assert template.dialect.name == "hermes"
     assert '"description": "Weather of a city"' in text
@@ -494,21 +488,22 @@ REQUIRED = ToolChoice("required")
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_no_form_where_nothing_may_be_called(name: str) -> None:
+def test_no_form_where_no_call_is_allowed(name: str) -> None:
     dialect, opened = DIALECTS[name]
     assert dialect.form(TOOLS, NONE, opened=opened) is None
     assert dialect.form((), REQUIRED, opened=opened) is None
     assert dialect.form(TOOLS, ToolChoice("named", "other"), opened=opened) is None
+    assert Family().form(TOOLS, REQUIRED, opened="") is None
 
 
-def test_families_that_cannot_say_when_a_call_begins_leave_it_free() -> None:
+def test_families_without_a_start_of_calls_have_no_form_for_optional_calls() -> None:
     assert Llama3().form(TOOLS, AUTO, opened="") is None
     assert Llama3().form(TOOLS, REQUIRED, opened="") is not None
     assert Plain().form(TOOLS, REQUIRED, opened="") is None
 
 
 def test_arguments_follow_the_schema_of_the_tool() -> None:
-    """Always an object; without parameters an empty one."""
+    """Always an object; an empty one without parameters."""
     strict = Tool("s", parameters={"properties": {}}, strict=True)
     form = Llama3().form((WEATHER, NOW, strict), REQUIRED, opened="")
     assert isinstance(form, OneOf)
@@ -519,13 +514,13 @@ def test_arguments_follow_the_schema_of_the_tool() -> None:
     ]
 
 
-def test_harmony_goes_on_with_the_message_that_the_prompt_has_begun() -> None:
-    """A thought is ended first; an answer that has begun calls nothing any more."""
-    thought, answer = ("<|start|>assistant<|channel|>" + text + "<|message|>So" for text in ("analysis", "final"))
+def test_form_of_harmony_continues_the_open_message() -> None:
+    """Reasoning is ended first; an answer in progress has no calls."""
+    reasoning, answer = ("<|start|>assistant<|channel|>" + text + "<|message|>So" for text in ("analysis", "final"))
     inner = Regex("x")
     assert Harmony().wrap(inner, opened=answer) == inner
     assert Harmony().form(TOOLS, REQUIRED, opened=answer) is None
-    for form in (Harmony().wrap(inner, opened=thought), Harmony().form(TOOLS, AUTO, opened=thought)):
+    for form in (Harmony().wrap(inner, opened=reasoning), Harmony().form(TOOLS, AUTO, opened=reasoning)):
         assert isinstance(form, Then)
         assert form.parts[0] == Then((AnyText(), Marker("<|end|>"), Marker("<|start|>"), Literal("assistant")))
 
@@ -546,25 +541,21 @@ def test_harmony_goes_on_with_the_message_that_the_prompt_has_begun() -> None:
         (True, set(), "either"),
     ],
 )
-def test_what_stands_between_tags_is_known_from_the_schema(schema: Any, types: set[str], kind: str) -> None:
+def test_kind_of_a_tagged_value_follows_from_the_schema(schema: Any, types: set[str], kind: str) -> None:
     definitions = {
         "text": {"type": "string"},
         "again": {"$ref": "#/$defs/text"},
         "endless": {"$ref": "#/$defs/endless"},
     }
-    [meant] = properties_of(Tool("t", parameters={"properties": {"a": schema}, "$defs": definitions})).values()
-    assert (types_of(meant), kind_of(meant)) == (types, kind)
+    [found] = properties_of(Tool("t", parameters={"properties": {"a": schema}, "$defs": definitions})).values()
+    assert (types_of(found), kind_of(found)) == (types, kind)
 
 
-def test_families_without_calls_of_their_own_have_no_form_for_them() -> None:
-    assert Family().form(TOOLS, REQUIRED, opened="") is None
-
-
-def test_what_a_user_says_right_behind_results_is_said_in_the_last_of_them() -> None:
-    asked = {"role": "user", "content": "Which?"}
+def test_text_of_the_user_after_results_is_joined_to_the_last_result() -> None:
+    question = {"role": "user", "content": "Which?"}
     first, last = {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}
     more = {"role": "user", "content": "Both."}
-    assert merge_into_results([asked, first, last, more, {**more, "content": "Now."}]) == [
-        asked, first, {"role": "tool", "content": "2\n\nBoth.\n\nNow."}
+    assert merge_into_results([question, first, last, more, {**more, "content": "Now."}]) == [
+        question, first, {"role": "tool", "content": "2\n\nBoth.\n\nNow."}
     ]  # fmt: skip
-    assert merge_into_results([asked, {"role": "assistant", "content": "This."}, more])[-1] == more
+    assert merge_into_results([question, {"role": "assistant", "content": "This."}, more])[-1] == more

@@ -1,4 +1,4 @@
-"""Answers with reasoning and calls, from token to token: what is shown, what ends them, what is counted."""
+"""Structured answers, token by token: visible tokens, ends, counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rigs.fake_dialect import MarkParser
 
 
 class Vocabulary:
-    """Every byte is a token. 256 ends; 257 is a control token written `[`, 258 one written `]` that ends an answer."""
+    """A token per byte; 256 ends an answer; 257 and 258 are control tokens, written `[` and `]`."""
 
     end_tokens = frozenset({END})
 
@@ -34,10 +34,10 @@ def reading(**changes: Any) -> Reading:
 
 
 def follow(
-    said: str | list[int], *, most: int = 1000, stops: tuple[str, ...] = (), logprobs: bool = False, **changes: Any
+    drawn: str | list[int], *, most: int = 1000, stops: tuple[str, ...] = (), logprobs: bool = False, **changes: Any
 ) -> list[Output]:
-    """All outputs of an answer that draws these tokens, up to its end."""
-    tokens = [*said.encode(), END] if isinstance(said, str) else said
+    """All outputs of an answer with the tokens of `drawn`."""
+    tokens = [*drawn.encode(), END] if isinstance(drawn, str) else drawn
     how = reading(**changes)
     generation = DividedGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, how, how.parser())
     outputs: list[Output] = []
@@ -47,7 +47,7 @@ def follow(
             outputs.append(output)
             if output.finish is not None:
                 return outputs
-    raise AssertionError("it never ended")
+    raise AssertionError("the answer has no end")
 
 
 def text(outputs: list[Output]) -> str:
@@ -73,7 +73,7 @@ def calls(outputs: list[Output]) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_an_answer_is_divided_and_nothing_is_lost() -> None:
+def test_answer_is_divided_into_reasoning_text_and_calls() -> None:
     outputs = follow("(because)so[add:{1}][sub:{2}]")
     assert (thoughts(outputs), text(outputs)) == ("because", "so")
     assert calls(outputs) == [("call_1", "add", "{1}"), ("call_2", "sub", "{2}")]
@@ -81,12 +81,12 @@ def test_an_answer_is_divided_and_nothing_is_lost() -> None:
     assert outputs[-1].tokens == len("(because)so[add:{1}][sub:{2}]") + 1
 
 
-def test_an_id_of_the_familys_own_is_kept() -> None:
+def test_call_id_of_the_family_is_kept() -> None:
     assert calls(follow("[known:{}]")) == [("own", "known", "{}")]
 
 
 def test_parts_keep_their_order_within_one_output() -> None:
-    """A token may hold the end of one part and the beginning of the next."""
+    """A token may contain the end of a part and the beginning of the next one."""
 
     class Wide(Vocabulary):
         def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -100,73 +100,70 @@ def test_parts_keep_their_order_within_one_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "most", "finish"),
+    ("drawn", "most", "finish"),
     [
         ("plain", 99, "stop"),
         ("plain", 3, "length"),
         ("[f:{}]", 99, "tool_calls"),
         ("[f:{}]", 4, "length"),
-        ("(only thought)", 99, "stop"),
+        ("(only reasoning)", 99, "stop"),
     ],
 )
-def test_the_finish_reason_says_how_it_ended(said: str, most: int, finish: str) -> None:
-    assert follow(said, most=most)[-1].finish == finish
+def test_finish_reason(drawn: str, most: int, finish: str) -> None:
+    assert follow(drawn, most=most)[-1].finish == finish
 
 
-def test_a_named_call_ends_with_stop() -> None:
-    """As OpenAI does it."""
+def test_named_call_ends_with_stop_as_in_openai() -> None:
     assert follow("[f:{}]", after_calls="stop")[-1].finish == "stop"
 
 
-def test_stop_strings_concern_content_only() -> None:
+def test_stop_strings_apply_to_content_only() -> None:
     outputs = follow("(a STOP b)c[f:STOP]d STOP e", stops=("STOP",))
     assert (thoughts(outputs), text(outputs), calls(outputs)) == ("a STOP b", "cd ", [("call_1", "f", "STOP")])
     assert outputs[-1].finish == "stop"
 
 
-def test_a_stop_string_does_not_reach_across_a_call() -> None:
+def test_stop_string_does_not_match_across_a_call() -> None:
     outputs = follow("ST[f:{}]OP", stops=("STOP",))
     assert (text(outputs), outputs[-1].finish) == ("STOP", "tool_calls")
 
 
-def test_a_stop_string_that_only_the_end_completes_still_cuts() -> None:
-    """The parser holds text back to the very end."""
+def test_stop_string_in_text_that_the_parser_held_back_cuts() -> None:
     outputs = follow("x[STOP", stops=("[STOP",))
     assert (text(outputs), outputs[-1].finish) == ("x", "stop")
 
 
-def test_the_second_call_of_an_answer_that_may_hold_one_ends_it() -> None:
+def test_second_call_ends_an_answer_with_one_allowed_call() -> None:
     outputs = follow("[f:{}][g:{}] and more", most_calls=1)
     assert calls(outputs) == [("call_1", "f", "{}")]
     assert (text(outputs), outputs[-1].finish) == ("", "tool_calls")
 
 
-def test_control_tokens_are_seen_where_the_family_needs_them() -> None:
-    said = [257, *b"f:{}", 258, END]
-    assert calls(follow(said)) == [("call_1", "f", "{}")]
-    hidden = follow(said, shown=frozenset())
+def test_visible_control_tokens_reach_the_parser() -> None:
+    drawn = [257, *b"f:{}", 258, END]
+    assert calls(follow(drawn)) == [("call_1", "f", "{}")]
+    hidden = follow(drawn, shown=frozenset())
     assert (calls(hidden), text(hidden)) == ([], "f:{}")
 
 
-def test_a_familys_own_end_token_ends_an_answer() -> None:
-    """Shown to the parser first where it must see it; never part of the text."""
+def test_end_token_of_a_family_ends_an_answer() -> None:
+    """The parser sees it; the text does not contain it."""
     outputs = follow([257, *b"f:{}", 258, *b"more"], ends=frozenset({258}))
     assert (calls(outputs), text(outputs), outputs[-1].finish) == ([("call_1", "f", "{}")], "", "tool_calls")
     assert text(follow([*b"ab", END])) == "ab"
 
 
-def test_the_end_of_an_answer_flushes_what_was_held_back() -> None:
+def test_end_of_an_answer_flushes_held_back_text() -> None:
     assert text(follow("a[half")) == "a[half"
     assert text(follow([*b"a", 0xE2, 0x82, END])) == "a�"
 
 
-def test_reasoning_tokens_are_those_before_the_answer() -> None:
-    """The marks around a thought are part of it."""
-    for said, expected in [("(ab)cd", 4), ("abcd", 0), ("(ab", 4), ("(ab)[f:{}]", 4), ("a(b)c", 3)]:
-        assert follow(said)[-1].reasoning_tokens == expected, said
+def test_reasoning_tokens_include_the_marks_around_reasoning() -> None:
+    for drawn, expected in [("(ab)cd", 4), ("abcd", 0), ("(ab", 4), ("(ab)[f:{}]", 4), ("a(b)c", 3)]:
+        assert follow(drawn)[-1].reasoning_tokens == expected, drawn
 
 
-def test_log_probabilities_are_those_of_every_token() -> None:
+def test_each_token_has_a_log_probability() -> None:
     outputs = follow("(a)b[f:1]c", logprobs=True)
     pieces = [item.piece for output in outputs for item in output.logprobs]
     assert b"".join(pieces) == b"(a)b[f:1]c"
@@ -174,6 +171,6 @@ def test_log_probabilities_are_those_of_every_token() -> None:
     assert b"".join(item.piece for output in cut for item in output.logprobs) == b"ab"
 
 
-def test_a_parser_that_fails_raises_where_the_engine_catches_it() -> None:
+def test_error_of_a_parser_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         follow("ab!")

@@ -1,4 +1,4 @@
-"""Who waits for a form, and for how long: over a compiler that takes as long as it is told."""
+"""Queue of forms to compile: sharing, limits, deadlines, clients that leave."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.rigs.fake_mask import FakeConstraint
 
 A, B, C = (Literal(name) for name in "abc")
 BAD = Literal("bad")
-WORN_OUT = Literal("worn out")
+NOT_SHARED = Literal("not shared")
 
 
 class FakeCompiler:
-    """Compiles a form once its gate is open; refuses BAD, and has WORN_OUT anew for everybody."""
+    """Compiles while its gate is open; rejects BAD, and does not keep NOT_SHARED."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -36,7 +36,7 @@ class FakeCompiler:
         self.compiled: list[Form] = []
         self.threads: set[str] = set()
         self.kept: dict[bytes, Constraint] = {}
-        self.looked = 0
+        self.lookups = 0
 
     def read_vocabulary(self) -> None:
         self.begun.set()
@@ -45,7 +45,7 @@ class FakeCompiler:
         return repr(form).encode()
 
     def known(self, key: bytes) -> Constraint | None:
-        self.looked += 1
+        self.lookups += 1
         return self.kept.get(key)
 
     def compile(self, form: Form, param: str) -> Constraint:
@@ -59,7 +59,7 @@ class FakeCompiler:
         if form == BAD:
             raise BadRequestError("it cannot be enforced", param)
         constraint = FakeConstraint([])
-        return constraint if form == WORN_OUT else self.kept.setdefault(key, constraint)
+        return constraint if form == NOT_SHARED else self.kept.setdefault(key, constraint)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def compiler() -> FakeCompiler:
 
 
 class Rig:
-    """A queue with threads of its own; time stands still."""
+    """A queue with its own threads and a constant clock."""
 
     def __init__(self, compiler: FakeCompiler) -> None:
         self.gone = False
@@ -78,21 +78,21 @@ class Rig:
             compiler, self.looking, self.compiling, most=2, seconds=600.0, help_seconds=0.01, clock=lambda: 100.0
         )
 
-    async def ask(self, form: Form, *, promised: bool = True, deadline: float | None = None) -> Constraint | None:
+    async def request(self, form: Form, *, promised: bool = True, deadline: float | None = None) -> Constraint | None:
         return await self.queue.constraint(form, "f", promised=promised, deadline=deadline, gone=lambda: self.gone)
 
     async def queue_is(self, count: int) -> None:
-        """Once so many forms are compiled or wait."""
+        """Wait until `count` forms are compiled or queued."""
         while self.queue.waiting != count:
             await asyncio.sleep(0)
 
-    async def looked(self) -> None:
-        """Once all who asked wait: each looks once, on a thread that serves them in turn."""
+    async def waiters_ready(self) -> None:
+        """Wait until each request has done its lookup."""
         for _ in range(2):
             await asyncio.wrap_future(self.looking.submit(lambda: None))
 
     async def settled(self) -> None:
-        """Once everything that was submitted is over, and the loop has heard of it."""
+        """Wait until all submitted work is done."""
         await asyncio.wrap_future(self.compiling.submit(lambda: None))
 
 
@@ -106,45 +106,42 @@ async def rig(compiler: FakeCompiler) -> AsyncIterator[Rig]:
 
 
 async def _blocked(rig: Rig, compiler: FakeCompiler, form: Form = A) -> asyncio.Task[Constraint | None]:
-    """Somebody whose form is being compiled."""
+    """A request whose form is being compiled."""
     compiler.gate.clear()
-    first = asyncio.create_task(rig.ask(form))
+    first = asyncio.create_task(rig.request(form))
     await asyncio.to_thread(compiler.begun.wait)
     return first
 
 
-async def test_a_form_is_compiled_on_the_thread_for_it_and_on_no_other(rig: Rig, compiler: FakeCompiler) -> None:
-    """Neither on the loop's nor on the engine's."""
-    constraint = await rig.ask(A)
+async def test_form_is_compiled_once_on_the_thread_for_it(rig: Rig, compiler: FakeCompiler) -> None:
+    constraint = await rig.request(A)
     assert constraint is not None
-    assert await rig.ask(A) is constraint
+    assert await rig.request(A) is constraint
     assert compiler.compiled == [A]
     assert {name.rpartition("_")[0] for name in compiler.threads} == {"forms"}
 
 
-async def test_a_known_form_waits_for_nobody(rig: Rig, compiler: FakeCompiler) -> None:
-    """However long another takes."""
-    known = await rig.ask(B)
+async def test_known_form_is_returned_while_another_is_compiled(rig: Rig, compiler: FakeCompiler) -> None:
+    known = await rig.request(B)
     compiler.begun.clear()
     first = await _blocked(rig, compiler)
-    assert await rig.ask(B) is known
+    assert await rig.request(B) is known
     compiler.gate.set()
     assert await first is not None
 
 
-async def test_the_queue_is_bounded_and_empties(rig: Rig, compiler: FakeCompiler) -> None:
-    """Whoever finds it full is told to come again; who leaves makes room."""
+async def test_full_queue_rejects_and_a_cancelled_request_makes_room(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
-    second = asyncio.create_task(rig.ask(B))
+    second = asyncio.create_task(rig.request(B))
     await rig.queue_is(2)
     with pytest.raises(WorkerError) as caught:
-        await rig.ask(C)
+        await rig.request(C)
     assert caught.value.code == Code.QUEUE_FULL
-    assert await rig.ask(C, promised=False) is None
+    assert await rig.request(C, promised=False) is None
     second.cancel()
     await asyncio.wait([second])
     await rig.queue_is(1)
-    third = asyncio.create_task(rig.ask(C))
+    third = asyncio.create_task(rig.request(C))
     await rig.queue_is(2)
     compiler.gate.set()
     assert await first is not None
@@ -154,14 +151,14 @@ async def test_the_queue_is_bounded_and_empties(rig: Rig, compiler: FakeCompiler
 
 
 async def _others(rig: Rig, form: Form) -> list[asyncio.Task[Constraint | None]]:
-    """More than the queue holds, who want the form that is being compiled and wait for it."""
-    others = [asyncio.create_task(rig.ask(form)) for _ in range(5)]
-    await rig.looked()
+    """More requests than the queue holds, all waiting for the form that is being compiled."""
+    others = [asyncio.create_task(rig.request(form)) for _ in range(5)]
+    await rig.waiters_ready()
     return others
 
 
-async def test_a_form_that_many_want_at_once_is_compiled_once(rig: Rig, compiler: FakeCompiler) -> None:
-    """None of them is told that the queue is full: only forms are counted."""
+async def test_form_that_many_requests_need_is_compiled_once(rig: Rig, compiler: FakeCompiler) -> None:
+    """The limit of the queue counts forms, not requests."""
     first = await _blocked(rig, compiler)
     others = await _others(rig, A)
     assert rig.queue.waiting == 1
@@ -170,38 +167,29 @@ async def test_a_form_that_many_want_at_once_is_compiled_once(rig: Rig, compiler
     assert compiler.compiled == [A]
 
 
-async def test_a_refusal_is_told_to_all_who_wait_for_it(rig: Rig, compiler: FakeCompiler) -> None:
+async def test_all_waiting_requests_get_the_rejection(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler, BAD)
     others = await _others(rig, BAD)
     compiler.gate.set()
-    told = await asyncio.gather(first, *others, return_exceptions=True)
-    assert [type(error) for error in told] == [BadRequestError] * 6
+    results = await asyncio.gather(first, *others, return_exceptions=True)
+    assert [type(error) for error in results] == [BadRequestError] * 6
     assert compiler.compiled == [BAD]
 
 
-async def test_what_is_not_shared_is_compiled_for_everybody(rig: Rig, compiler: FakeCompiler) -> None:
-    """One after the other, and not beyond what the queue holds."""
-    first = await _blocked(rig, compiler, WORN_OUT)
-    others = await _others(rig, WORN_OUT)
+async def test_form_that_cannot_be_shared_is_compiled_for_each_request(rig: Rig, compiler: FakeCompiler) -> None:
+    first = await _blocked(rig, compiler, NOT_SHARED)
+    others = await _others(rig, NOT_SHARED)
     compiler.gate.set()
     found = await asyncio.gather(first, *others)
     assert len(set(map(id, found))) == 6
-    assert compiler.compiled == [WORN_OUT] * 6
+    assert compiler.compiled == [NOT_SHARED] * 6
+    assert compiler.lookups == 6 + len(compiler.compiled), "one lookup per compilation, not one per waiting request"
 
 
-async def test_who_waits_looks_for_a_form_no_more_often_than_it_is_compiled(rig: Rig, compiler: FakeCompiler) -> None:
-    """A look takes the time of writing down the form, and each of them would look after each of them."""
-    first = await _blocked(rig, compiler, WORN_OUT)
-    others = await _others(rig, WORN_OUT)
-    compiler.gate.set()
-    await asyncio.gather(first, *others)
-    assert compiler.looked == 6 + len(compiler.compiled)
-
-
-async def test_who_leaves_takes_nobodys_form_along(rig: Rig, compiler: FakeCompiler) -> None:
-    """Neither one whose form waits nor one whose form is being compiled."""
+async def test_cancelled_request_does_not_cancel_the_form_of_others(rig: Rig, compiler: FakeCompiler) -> None:
+    """Neither while the form waits nor while it is compiled."""
     first = await _blocked(rig, compiler)
-    second = asyncio.create_task(rig.ask(B))
+    second = asyncio.create_task(rig.request(B))
     await rig.queue_is(2)
     others = await _others(rig, B)
     second.cancel()
@@ -221,50 +209,47 @@ async def test_who_leaves_takes_nobodys_form_along(rig: Rig, compiler: FakeCompi
     assert compiler.compiled == [A, B, A]
 
 
-async def test_who_joined_a_form_keeps_its_place_when_the_first_leaves(rig: Rig, compiler: FakeCompiler) -> None:
-    """Behind it are forms that were asked for later."""
+async def test_form_keeps_its_place_when_its_first_request_leaves(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
-    impatient = asyncio.create_task(rig.ask(B))
+    cancelled = asyncio.create_task(rig.request(B))
     await rig.queue_is(2)
     others = await _others(rig, B)
     rig.compiling.submit(lambda: compiler.compiled.append(C))
-    impatient.cancel()
-    await asyncio.wait([impatient])
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
     compiler.gate.set()
     await asyncio.gather(first, *others)
     await rig.settled()
     assert compiler.compiled == [A, B, C]
 
 
-async def test_a_form_is_compiled_for_those_whose_clients_stayed(rig: Rig, compiler: FakeCompiler) -> None:
-    """Also where whoever asked first left; it is given up once all did."""
+async def test_form_is_compiled_for_the_clients_that_stayed(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
     gone = [False, False]
-    wishes = [
+    requests = [
         rig.queue.constraint(B, "f", promised=True, deadline=None, gone=lambda number=number: gone[number])
         for number in range(2)
     ]
-    asked = [asyncio.create_task(wish) for wish in wishes]
+    tasks = [asyncio.create_task(request) for request in requests]
     await rig.queue_is(2)
-    await rig.looked()
+    await rig.waiters_ready()
     gone[0] = True
     compiler.gate.set()
     await first
-    assert await asked[0] is await asked[1]
+    assert await tasks[0] is await tasks[1]
     assert compiler.compiled == [A, B]
 
 
-async def test_who_asks_as_a_form_is_given_up_has_it_compiled(rig: Rig, compiler: FakeCompiler) -> None:
-    """Nothing was compiled because all before had left; that is no answer to who came since."""
+async def test_request_that_joins_while_its_form_is_abandoned_gets_it(rig: Rig, compiler: FakeCompiler) -> None:
     loop = asyncio.get_running_loop()
     late: list[asyncio.Task[Constraint | None]] = []
 
     async def join() -> None:
-        late.append(asyncio.create_task(rig.ask(B)))
-        await rig.looked()
+        late.append(asyncio.create_task(rig.request(B)))
+        await rig.waiters_ready()
 
     def gone() -> bool:
-        """Asked on the thread that is about to compile."""
+        """Called on the thread that is about to compile."""
         if not late:
             asyncio.run_coroutine_threadsafe(join(), loop).result()
         return True
@@ -275,31 +260,29 @@ async def test_who_asks_as_a_form_is_given_up_has_it_compiled(rig: Rig, compiler
     assert compiler.compiled == [B]
 
 
-async def test_nobody_waits_beyond_the_deadline(rig: Rig, compiler: FakeCompiler) -> None:
-    """Neither for others' forms nor where it has passed; a form that only helps is left out."""
+async def test_wait_ends_at_the_deadline(rig: Rig, compiler: FakeCompiler) -> None:
+    """An optional form is left out instead."""
     first = await _blocked(rig, compiler)
     for deadline in (99.0, 100.01):
         with pytest.raises(WorkerError) as caught:
-            await rig.ask(B, deadline=deadline)
+            await rig.request(B, deadline=deadline)
         assert caught.value.code == Code.DEADLINE_EXCEEDED
-        assert await rig.ask(B, promised=False, deadline=deadline) is None
+        assert await rig.request(B, promised=False, deadline=deadline) is None
     compiler.gate.set()
     await first
     await rig.settled()
     assert compiler.compiled == [A]
 
 
-async def test_a_form_that_only_helps_is_not_waited_for(rig: Rig, compiler: FakeCompiler) -> None:
-    """The answer goes on without its mask, and so it does where the form cannot be enforced."""
+async def test_optional_form_is_left_out_if_it_waits_or_cannot_be_compiled(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
-    assert await rig.ask(B, promised=False) is None
+    assert await rig.request(B, promised=False) is None
     compiler.gate.set()
     assert await first is not None
-    assert await rig.ask(BAD, promised=False) is None
+    assert await rig.request(BAD, promised=False) is None
 
 
-async def test_a_form_that_takes_too_long_is_refused_for_now(compiler: FakeCompiler) -> None:
-    """With another code than that of a deadline: it was the caller's wish that passed, or ours."""
+async def test_wait_over_the_limit_of_the_queue_is_queue_full(compiler: FakeCompiler) -> None:
     with ThreadPoolExecutor(1) as looking, ThreadPoolExecutor(1) as compiling:
         compiler.gate.clear()
         queue = FormQueue(compiler, looking, compiling, seconds=0.01)
@@ -310,10 +293,9 @@ async def test_a_form_that_takes_too_long_is_refused_for_now(compiler: FakeCompi
         compiler.gate.set()
 
 
-async def test_nothing_is_compiled_for_a_client_who_left(rig: Rig, compiler: FakeCompiler) -> None:
-    """While the form waited."""
+async def test_form_of_a_disconnected_client_is_not_compiled(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
-    second = asyncio.create_task(rig.ask(B))
+    second = asyncio.create_task(rig.request(B))
     await rig.queue_is(2)
     rig.gone = True
     compiler.gate.set()
@@ -323,16 +305,15 @@ async def test_nothing_is_compiled_for_a_client_who_left(rig: Rig, compiler: Fak
     assert compiler.compiled == [A]
 
 
-async def test_what_cannot_be_enforced_is_the_callers_and_may_go_elsewhere(rig: Rig) -> None:
-    """As a parameter that is not supported here."""
+async def test_form_that_cannot_be_enforced_is_an_unsupported_parameter(rig: Rig) -> None:
     with pytest.raises(BadRequestError) as caught:
-        await rig.ask(BAD)
+        await rig.request(BAD)
     assert caught.value.code == Code.UNSUPPORTED_PARAMETER
     assert caught.value.param == "f"
 
 
-async def test_the_app_asks_for_the_form_of_the_request(rig: Rig, compiler: FakeCompiler) -> None:
-    """With its deadline and its client; without a form, or a model that generates, there is nothing to ask for."""
+async def test_app_requests_the_form_with_deadline_and_client_of_the_request(rig: Rig, compiler: FakeCompiler) -> None:
+    """Requests without a form and models that do not generate have none."""
     nothing: Any = None
     ticket: Ticket[Any] = Ticket(asyncio.get_running_loop())
     app = App(nothing, nothing, nothing, None, None, rig.looking, compiler=compiler, compiling=rig.compiling)

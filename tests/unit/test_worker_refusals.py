@@ -1,4 +1,4 @@
-"""What llguidance says against a form, in the words of a caller's request."""
+"""Messages of llguidance are translated for clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from inference.worker.constraints.reasons import reason
 
-SAID = [
+MESSAGES = [
     ("NoExtensionBias\n<non-verbose/>", "nothing can satisfy it"),
     ("oneOf constraints are not supported. Enable 'coerce_one_of'", "a value could satisfy several options of oneOf"),
     (
@@ -32,10 +32,9 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(SAID)))
-def test_a_refusal_is_said_without_what_is_inside(row: int) -> None:
-    """Neither places in grammars that the caller did not write, nor expressions, nor addresses of our own."""
-    said, written = SAID[row]
-    assert written in reason(said)
-    assert all(inside not in reason(said) for inside in ("(?:", "(And", "json-schema:", "Unsatisfiable", "at 3("))
-    assert len(reason(said * 50)) <= 300
+@pytest.mark.parametrize(("message", "written"), MESSAGES)
+def test_message_has_no_internal_details(message: str, written: str) -> None:
+    """No positions in generated grammars, no expressions, no internal addresses."""
+    assert written in reason(message)
+    assert all(inside not in reason(message) for inside in ("(?:", "(And", "json-schema:", "Unsatisfiable", "at 3("))
+    assert len(reason(message * 50)) <= 300

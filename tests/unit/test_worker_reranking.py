@@ -1,4 +1,4 @@
-"""What a rerank request may hold, how a pair becomes tokens, and how scores become an answer."""
+"""Rerank requests: fields, tokens of a pair, scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOS, EOS, SEP, TURN = 1, 2, 3, 4
 
 @dataclass
 class Letters:
-    """Every byte is a token; `<turn>` is a control token where special tokens are parsed."""
+    """A token per byte; `<turn>` is a control token if special tokens are parsed."""
 
     bos: int | None = BOS
     eos: int | None = EOS
@@ -42,8 +42,8 @@ def reranker(tokenizer: Letters | None = None, template: str | None = None) -> R
     return Reranker(tokenizer or Letters(), FACTS, template, defused)
 
 
-def pair(said: Reranker, query: str = "q", document: str = "d") -> list[int]:
-    return list(said.decode({"query": query, "documents": [document]}).inputs[0])
+def pair(judge: Reranker, query: str = "q", document: str = "d") -> list[int]:
+    return list(judge.decode({"query": query, "documents": [document]}).inputs[0])
 
 
 Q, D = ord("q"), ord("d")
@@ -60,23 +60,22 @@ Q, D = ord("q"), ord("d")
     ],
     ids=["XLM-R", "BERT", "no separator", "nothing added", "only EOS known"],
 )
-def test_a_pair_is_laid_out_as_the_vocabulary_says(tokenizer: Letters, tokens: list[int]) -> None:
+def test_pair_has_the_separators_of_the_vocabulary(tokenizer: Letters, tokens: list[int]) -> None:
     assert pair(reranker(tokenizer)) == tokens
 
 
-def test_a_template_is_filled_once_and_texts_stay_texts() -> None:
-    """Neither a place holder nor a control token inside a text means anything."""
-    said = reranker(template="<turn>{query}|{document}<turn>")
-    assert pair(said) == [TURN, Q, ord("|"), D, TURN]
-    assert bytes(pair(said, "{document}")) == b"\x04{document}|d\x04"
-    tokens = pair(said, "<turn>", "<turn>")
+def test_placeholders_and_control_tokens_in_texts_have_no_effect() -> None:
+    judge = reranker(template="<turn>{query}|{document}<turn>")
+    assert pair(judge) == [TURN, Q, ord("|"), D, TURN]
+    assert bytes(pair(judge, "{document}")) == b"\x04{document}|d\x04"
+    tokens = pair(judge, "<turn>", "<turn>")
     assert bytes(tokens) == b"\x04<turn>|<turn>\x04"
 
 
-def test_scores_are_ranked_and_equal_ones_keep_their_order() -> None:
-    said = reranker()
-    request = said.decode({"query": "q", "documents": ["a", {"text": "b", "id": 7}, "c"], "return_documents": True})
-    answer = json.loads(said.answer(request, [np.array([0.0]), np.array([900.0]), np.array([0.0])]))
+def test_scores_are_sorted_and_equal_ones_keep_their_order() -> None:
+    judge = reranker()
+    request = judge.decode({"query": "q", "documents": ["a", {"text": "b", "id": 7}, "c"], "return_documents": True})
+    answer = json.loads(judge.answer(request, [np.array([0.0]), np.array([900.0]), np.array([0.0])]))
     assert answer == {
         "object": "list",
         "model": "judge",
@@ -89,11 +88,11 @@ def test_scores_are_ranked_and_equal_ones_keep_their_order() -> None:
     }
 
 
-def test_the_first_of_two_answers_is_the_score_and_far_ones_do_not_overflow() -> None:
-    said = reranker()
-    request = said.decode({"query": "q", "documents": ["a"], "top_n": 1})
+def test_first_output_is_the_score_and_extreme_values_do_not_overflow() -> None:
+    judge = reranker()
+    request = judge.decode({"query": "q", "documents": ["a"], "top_n": 1})
     for values, score in (([0.75, 0.25], 0.75), ([-900.0], 0.0)):
-        answer = json.loads(said.answer(request, [np.array(values, np.float32)]))
+        answer = json.loads(judge.answer(request, [np.array(values, np.float32)]))
         assert answer["results"] == [{"index": 0, "relevance_score": score}]
 
 
@@ -117,14 +116,14 @@ def test_the_first_of_two_answers_is_the_score_and_far_ones_do_not_overflow() ->
         ({"query": "q", "documents": ["a", "b" * 30]}, "documents[1]"),
     ],
 )
-def test_what_is_wrong_is_named(body: Any, param: str | None) -> None:
+def test_error_names_the_parameter(body: Any, param: str | None) -> None:
     with pytest.raises(BadRequestError) as caught:
         reranker().decode(body)
     assert caught.value.param == param
 
 
-def test_a_text_that_can_never_fit_is_not_tokenized() -> None:
-    """A megabyte of query costs nothing where the vocabulary bounds what a token can stand for."""
+def test_text_that_cannot_fit_is_rejected_without_tokenizing() -> None:
+    """The longest piece of the vocabulary gives a lower bound for the number of tokens."""
 
     class Unwilling(Letters):
         def tokenize(self, text: str, **_options: bool) -> list[int]:

@@ -1,10 +1,9 @@
-"""Streams and whole answers, byte for byte as clients of OpenAI's API read them."""
+"""Streams and unary answers in the format of OpenAI, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types.chat as types
@@ -33,7 +32,7 @@ LOGGED = [
 
 
 def lines(outputs: list[Output], **options: Any) -> list[str]:
-    """The chunks after their common head, which is checked."""
+    """The chunks without their common head, which is checked."""
     stream = Stream("chat", "tiny", 1700000000, **{"with_usage": False, "divided": True, **options})
     raw = b"".join(stream.frames(output) for output in outputs).decode()
     head = r'data: \{"id":"chatcmpl-[0-9a-f]{24}","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
@@ -47,8 +46,8 @@ def choice(delta: str, *, finish: str = "null", logprobs: str = "null") -> str:
     return f'"choices":[{{"index":0,"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}]}}'
 
 
-def test_reasoning_content_and_calls_as_they_stream() -> None:
-    """Role first; a call begins with its id and name, and its arguments follow in pieces."""
+def test_stream_of_reasoning_content_and_calls() -> None:
+    """The role is first; a call starts with its id and name."""
     assert lines(CALLS) == [
         choice('{"role":"assistant","content":null}'),
         choice('{"reasoning_content":"Why"}'),
@@ -63,7 +62,7 @@ def test_reasoning_content_and_calls_as_they_stream() -> None:
     ]
 
 
-def test_log_probabilities_stand_beside_whatever_their_tokens_became() -> None:
+def test_log_probabilities_of_tokens_without_content() -> None:
     first = '{"token":"(","logprob":-0.5,"bytes":[40],"top_logprobs":[]}'
     second = '{"token":")","logprob":-0.25,"bytes":[41],"top_logprobs":[{"token":")","logprob":-0.25,"bytes":[41]}]}'
     assert lines(LOGGED) == [
@@ -77,8 +76,8 @@ def test_log_probabilities_stand_beside_whatever_their_tokens_became() -> None:
 
 
 @pytest.mark.parametrize("parts", [(), (Reasoning("hm"),)])
-def test_a_stream_without_a_word_has_the_message_of_the_whole_answer(parts: tuple[Part, ...]) -> None:
-    """Which is taken back in the next request: null stands for content only where there are calls."""
+def test_stream_without_text_has_empty_content_like_the_unary_answer(parts: tuple[Part, ...]) -> None:
+    """null is valid only beside calls."""
     ended = Output(0, "", 1, parts=parts, finish="length")
     assert lines([ended])[-1] == choice('{"content":""}', finish='"length"')
     answer = Answer("chat")
@@ -86,7 +85,7 @@ def test_a_stream_without_a_word_has_the_message_of_the_whole_answer(parts: tupl
     assert answer.message["content"] == ""
 
 
-def test_a_plain_answer_is_what_it_always_was() -> None:
+def test_stream_of_plain_text() -> None:
     assert lines([Output(0, "hi", 1), Output(0, "", 2, finish="stop")], divided=False) == [
         choice('{"role":"assistant","content":""}'),
         choice('{"content":"hi"}'),
@@ -94,14 +93,14 @@ def test_a_plain_answer_is_what_it_always_was() -> None:
     ]
 
 
-def test_choices_begin_in_their_order_whichever_speaks_first() -> None:
-    """The official client's helper keeps choices in a list, and takes a new one to be the next."""
+def test_choices_start_in_their_order() -> None:
+    """The official client keeps choices in a list and takes each new one as the next."""
     for divided in (False, True):
         stream = Stream("chat", "tiny", 1700000000, with_usage=False, choices=3, divided=divided)
-        said = [(2, "c"), (0, "a"), (2, "C"), (1, "b")]
+        texts = [(2, "c"), (0, "a"), (2, "C"), (1, "b")]
         outputs = [
             Output(choice, "", 1, parts=(Content(text),)) if divided else Output(choice, text, 1)
-            for choice, text in said
+            for choice, text in texts
         ]
         ends = [Output(choice, "", 2, finish="stop") for choice in (1, 2, 0)]
         raw = b"".join(map(stream.frames, [*outputs, *ends])).decode()
@@ -116,7 +115,7 @@ def test_choices_begin_in_their_order_whichever_speaks_first() -> None:
         assert roles == [0, 1, 2]
 
 
-def test_choices_of_a_completion_each_begin_with_their_echo() -> None:
+def test_each_choice_of_a_completion_starts_with_its_echo() -> None:
     echoes = [response_writer.Echo("one "), response_writer.Echo("two ")]
     stream = Stream("completion", "tiny", 1700000000, with_usage=False, choices=2, echo=echoes)
     raw = b"".join(map(stream.frames, [Output(1, "b", 1), Output(0, "a", 1), Output(1, "c", 2)])).decode()
@@ -124,14 +123,14 @@ def test_choices_of_a_completion_each_begin_with_their_echo() -> None:
     assert [(item["index"], item["text"]) for item in chunks] == [(1, "two b"), (0, "one a"), (1, "c")]
 
 
-def test_every_chunk_is_one_that_the_official_types_know() -> None:
+def test_chunks_have_the_official_type() -> None:
     stream = Stream("chat", "tiny", 1700000000, with_usage=True, divided=True)
     raw = b"".join(stream.frames(output) for output in [*CALLS, *LOGGED]) + stream.usage(Usage(1, 2, 0, 1))
     for frame in raw.decode().split("\n\n")[:-1]:
         types.ChatCompletionChunk.model_validate_json(frame.removeprefix("data: "), strict=True)
 
 
-def test_log_probabilities_stand_with_the_last_content_of_a_chunk() -> None:
+def test_log_probabilities_are_in_the_last_content_of_a_chunk() -> None:
     scored = TokenLogprob(b"x", -0.5, (), 0)
     parts = (Content("a"), Reasoning("b"), Content("c"), Reasoning("d"))
     logprobs = '{"content":[{"token":"x","logprob":-0.5,"bytes":[120],"top_logprobs":[]}],"refusal":null}'
@@ -153,9 +152,9 @@ def whole(*outputs: Output) -> Any:
     return json.loads(raw)
 
 
-def test_a_whole_answer_holds_the_same() -> None:
-    said = whole(*CALLS)
-    assert said["choices"] == [
+def test_unary_answer_with_reasoning_and_calls() -> None:
+    answer = whole(*CALLS)
+    assert answer["choices"] == [
         {
             "index": 0,
             "finish_reason": "tool_calls",
@@ -172,7 +171,7 @@ def test_a_whole_answer_holds_the_same() -> None:
             },
         }
     ]
-    assert said["usage"] == {
+    assert answer["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 7,
         "total_tokens": 12,
@@ -181,7 +180,7 @@ def test_a_whole_answer_holds_the_same() -> None:
     }
 
 
-def test_content_is_null_only_where_calls_stand_instead() -> None:
+def test_content_is_null_only_beside_calls() -> None:
     called = whole(Output(0, "", 1, parts=(CallBegin(0, "f", "c"),), finish="tool_calls"))
     assert called["choices"][0]["message"]["content"] is None
     silent = whole(Output(0, "", 1, finish="stop"))
@@ -195,27 +194,8 @@ def test_ids_of_calls_differ() -> None:
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
 
 
-def test_the_stop_string_that_ended_an_answer_is_told() -> None:
+def test_stop_string_is_reported() -> None:
     ended = Output(0, "", 2, finish="stop", stop='"END"')
     assert lines([ended], divided=False)[-1] == choice("{}", finish='"stop","stop_reason":"\\"END\\""')
     assert whole(Output(0, "hi", 1), ended)["choices"][0]["stop_reason"] == '"END"'
     assert "stop_reason" not in whole(Output(0, "hi", 1, finish="stop"))["choices"][0]
-
-
-def test_who_has_spoken_is_not_asked_again() -> None:
-    """Whether a choice is still thoughts alone is looked for in its parts only as long as it is."""
-
-    class Parts(tuple[Part, ...]):
-        looks = 0
-
-        def __iter__(self) -> Iterator[Part]:
-            Parts.looks += 1
-            return super().__iter__()
-
-    stream = Stream("chat", "tiny", 1700000000, with_usage=False, divided=True)
-    looks = []
-    for text in ("a", "b", "c"):
-        Parts.looks = 0
-        stream.frames(Output(0, "", 1, parts=Parts((Content(text),))))
-        looks.append(Parts.looks)
-    assert looks[0] > looks[1] == looks[2]

@@ -1,4 +1,4 @@
-"""Chat templates differ in the orders of roles that they take; every message of a conversation reaches the prompt."""
+"""Orders of roles that chat templates accept: each message of a conversation reaches the prompt."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ ALTERNATING = (
 """As in Mistral Nemo."""
 
 
-def said(*turns: str) -> list[dict[str, Any]]:
+def conversation(*turns: str) -> list[dict[str, Any]]:
     """Messages written as `role:text`."""
     return [dict(zip(("role", "content"), turn.split(":"), strict=True)) for turn in turns]
 
 
 def prompt(source: str, *turns: str) -> str:
     template = chat_template(source)
-    return "".join(template.render(said(*turns), {}, generate=True))
+    return "".join(template.render(conversation(*turns), {}, generate=True))
 
 
 AGENT = ("system:S", "user:U", "system:L", "assistant:A", "user:V")
@@ -72,40 +72,40 @@ def test_system_messages_at_the_beginning_become_one(source: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "expected"), [(ALL, "[user]E[user]U"), (ALTERNATING, "[user]E\n\nU")])
-def test_neighbors_of_the_user_are_joined_only_where_the_template_refuses_them(source: str, expected: str) -> None:
-    """Codex sends its environment and the question as two messages of the user."""
+def test_adjacent_messages_of_the_user_are_joined_if_the_template_rejects_them(source: str, expected: str) -> None:
+    """Codex sends its environment and the question as two messages."""
     assert prompt(source, "user:E", "user:U") == expected
 
 
-def test_neighbors_of_the_assistant_are_joined_where_the_template_refuses_them() -> None:
+def test_adjacent_messages_of_the_assistant_are_joined_if_the_template_rejects_them() -> None:
     assert prompt(ALTERNATING, "user:U", "assistant:A", "assistant:B", "user:V") == "[user]U[assistant]A\n\nB[user]V"
 
 
-def test_system_message_behind_an_answer_begins_the_turn_of_the_user() -> None:
+def test_system_message_after_an_answer_starts_the_turn_of_the_user() -> None:
     turns = ("user:U", "assistant:A", "system:L", "user:V")
     assert prompt(ONE_SYSTEM, *turns) == "[user]U[assistant]A[user]L\n\nV"
 
 
-def test_template_that_refuses_every_message_says_why() -> None:
+def test_error_of_a_template_that_rejects_all_messages_is_reported() -> None:
     with pytest.raises(BadRequestError, match="'missing' is undefined"):
         prompt("{{ missing.field }}", "system:S", "system:T", "user:U")
 
 
-def test_messages_with_calls_are_never_joined_to_what_follows() -> None:
+def test_messages_with_calls_are_not_joined() -> None:
     calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
-    messages = [*said("user:U"), calls, *said("assistant:A")]
+    messages = [*conversation("user:U"), calls, *conversation("assistant:A")]
     assert arranged(messages, Roles(neighbors=False)) == messages
 
 
-def test_results_of_calls_in_a_row_are_left_alone() -> None:
-    results = said("user:U", "tool:1", "tool:2", "assistant:A")
+def test_adjacent_results_are_not_joined() -> None:
+    results = conversation("user:U", "tool:1", "tool:2", "assistant:A")
     assert not needs_arranging(results)
     assert arranged(results, Roles(False, False, False)) == results
 
 
-def test_parts_of_a_message_stay_parts() -> None:
+def test_content_parts_stay_parts() -> None:
     image = {"type": "image"}
-    messages = [{"role": "user", "content": [image]}, *said("system:L")]
+    messages = [{"role": "user", "content": [image]}, *conversation("system:L")]
     content = arranged(messages, Roles(later_system=False))[0]["content"]
     assert content == [image, {"type": "text", "text": "L"}]
 
@@ -114,8 +114,8 @@ ROLE = st.sampled_from(["system", "user", "assistant"])
 
 
 @given(st.lists(ROLE, min_size=1, max_size=12), st.builds(Roles, st.booleans(), st.booleans(), st.booleans()))
-def test_no_text_is_lost_and_only_what_is_taken_remains(order: list[str], roles: Roles) -> None:
-    """Texts keep their order, system messages stay only where they are taken, turns alternate where they must."""
+def test_all_text_is_kept_and_the_roles_are_accepted(order: list[str], roles: Roles) -> None:
+    """Texts keep their order; system messages are only where they are accepted; turns alternate if required."""
     found = arranged([{"role": role, "content": f"t{number}"} for number, role in enumerate(order)], roles)
     texts = [text for message in found for text in message["content"].split("\n\n")]
     assert texts == [f"t{number}" for number in range(len(order))]
