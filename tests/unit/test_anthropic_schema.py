@@ -1,4 +1,4 @@
-"""JSON schemas as Anthropic holds answers to them: what stays, what becomes words, what makes the tier unsuitable."""
+"""JSON schemas for Anthropic: translated keywords, keywords that move to the description, unsuitable schemas."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def refusal(schema: Any) -> UpstreamError:
 
 
 @pytest.mark.parametrize("schema", [to_strict_json_schema(Mill), Mill.model_json_schema()])
-def test_what_the_official_openai_client_parses_into_is_taken(schema: dict[str, Any]) -> None:
-    """A schema with bounds was sent as it was, and answered with a 400 that was passed on."""
+def test_schema_of_the_official_openai_client_is_translated(schema: dict[str, Any]) -> None:
+    """Anthropic answers 400 to bounds such as maxLength; they move to the description."""
     assert not unsupported_params(body_of(schema), MODEL)
     sent = to_anthropic(body_of(schema), MODEL)
     rules.anthropic(sent, "2026-10-21")
-    told = sent["output_config"]["format"]["schema"]
-    name = told["properties"]["name"]
+    translated = sent["output_config"]["format"]["schema"]
+    name = translated["properties"]["name"]
     assert name["description"] == 'What people call it.\n\n{maxLength: 10, minLength: 1, pattern: "^[a-z]+$"}'
-    assert told["properties"]["grains"]["description"] == "{maxItems: 3, minItems: 2}"
-    assert told["properties"]["rivers"]["minItems"] == 1
-    assert "anyOf" in told["properties"]["part"] and "oneOf" not in told["properties"]["part"]
-    assert "multipleOf: 0.5" in told["$defs"]["Wheel"]["properties"]["metres"]["description"]
+    assert translated["properties"]["grains"]["description"] == "{maxItems: 3, minItems: 2}"
+    assert translated["properties"]["rivers"]["minItems"] == 1
+    assert "anyOf" in translated["properties"]["part"] and "oneOf" not in translated["properties"]["part"]
+    assert "multipleOf: 0.5" in translated["$defs"]["Wheel"]["properties"]["metres"]["description"]
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_what_the_official_openai_client_parses_into_is_taken(schema: dict[str, 
         {"type": "object", "additionalProperties": False},
     ],
 )
-def test_it_says_what_anthropics_own_client_says(schema: dict[str, Any]) -> None:
+def test_result_equals_that_of_anthropics_client(schema: dict[str, Any]) -> None:
     got = held(schema, "x")
     assert {**got, "description": None} == {**transform_schema(schema), "description": None}
     assert anthropic_problem(got) is None and anthropic_problem(transform_schema(schema)) is None
 
 
-def test_what_its_client_would_lose_or_raise_at_stays() -> None:
-    said: dict[str, Any] = {
+def test_keywords_that_anthropics_client_drops_are_kept() -> None:
+    schema: dict[str, Any] = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "properties": {
             "at": {"$ref": "#/definitions/p", "description": "Where."},
@@ -108,9 +108,9 @@ def test_what_its_client_would_lose_or_raise_at_stays() -> None:
         },
         "definitions": {"p": {"type": ["object", "null"], "properties": {"a": CLOSED}, "additionalProperties": True}},
     }
-    before = str(said)
-    got = held(said, "x")
-    assert str(said) == before
+    before = str(schema)
+    got = held(schema, "x")
+    assert str(schema) == before
     assert anthropic_problem(got) is None
     assert got == {
         "definitions": {"p": {"type": ["object", "null"], "properties": {"a": CLOSED}, "additionalProperties": False}},
@@ -134,7 +134,7 @@ def test_what_its_client_would_lose_or_raise_at_stays() -> None:
     }
 
 
-def test_a_union_of_objects_may_say_that_it_is_an_object() -> None:
+def test_type_beside_a_union_of_objects_is_left_out() -> None:
     variant = {"type": "object", "properties": {}, "additionalProperties": False}
     got = held({"type": "object", "anyOf": [variant]}, "x")
     assert got == {"anyOf": [variant]}
@@ -152,14 +152,14 @@ _OPEN = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["
         *({**_OPEN, union: [_OPEN]} for union in ("anyOf", "oneOf", "allOf")),
     ],
 )
-def test_objects_that_are_joined_are_not_closed_against_each_other(schema: dict[str, Any]) -> None:
-    """Each was closed to its own properties, so that no answer could keep to both."""
+def test_intersection_of_several_objects_is_unsuitable(schema: dict[str, Any]) -> None:
+    """Anthropic requires closed objects; closed to different properties, they exclude each other."""
     assert "exclude each other" in str(refusal(schema))
     assert tuple(unsupported_params(body_of(schema))) == ("response_format",)
 
 
 @pytest.mark.parametrize("other", [{"type": "null"}, {"enum": ["a"]}])
-def test_one_object_may_be_joined_with_what_is_none(other: dict[str, Any]) -> None:
+def test_intersection_of_one_object_with_other_types_is_suitable(other: dict[str, Any]) -> None:
     assert held({"allOf": [_OPEN, other]}, "x") == {"allOf": [{**_OPEN, "additionalProperties": False}, other]}
 
 
@@ -178,7 +178,7 @@ def test_one_object_may_be_joined_with_what_is_none(other: dict[str, Any]) -> No
         {"type": "object", "properties": {"a": {"$ref": "#"}}},
     ],
 )
-def test_what_would_be_another_answer_makes_the_tier_unsuitable(schema: Any) -> None:
+def test_schema_that_would_change_its_meaning_is_unsuitable(schema: Any) -> None:
     error = refusal(schema)
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", "response_format")
     if isinstance(schema, dict):
@@ -186,7 +186,7 @@ def test_what_would_be_another_answer_makes_the_tier_unsuitable(schema: Any) -> 
         assert tuple(unsupported_params(body_of(schema))) == ("response_format",)
 
 
-def test_strict_tools_are_held_and_others_stay_as_they_are() -> None:
+def test_only_parameters_of_strict_tools_are_translated() -> None:
     parameters = {"type": "object", "properties": {"litres": {"type": "integer", "minimum": 1}}}
     tools = [
         {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
@@ -217,31 +217,31 @@ def with_tools(count: int, parameters: Any, strict: bool = True) -> dict[str, An
         *({"type": "object", union: [CLOSED]} for union in ("anyOf", "oneOf", "allOf")),
     ],
 )
-def test_an_input_that_no_strict_tool_can_have_makes_the_tier_unsuitable(parameters: Any) -> None:
-    """Objects of any keys were closed to none; unions and references at the top were answered with a 400."""
+def test_parameters_that_a_strict_tool_cannot_have_are_unsuitable(parameters: Any) -> None:
+    """Objects with arbitrary keys, and unions and references at the top."""
     assert tuple(unsupported_params(with_tools(1, parameters))) == ("tools",)
     assert not unsupported_params(with_tools(1, parameters, strict=False))
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"additionalProperties": False}])
-def test_a_strict_tool_without_parameters_takes_none(parameters: Any) -> None:
+def test_strict_tool_without_parameters_has_an_empty_schema(parameters: Any) -> None:
     sent = to_anthropic(with_tools(20, parameters), MODEL)
     rules.anthropic(sent, "2026-10-21")
     assert sent["tools"][0]["input_schema"] == CLOSED
 
 
-def test_more_strict_tools_than_anthropic_takes_make_the_tier_unsuitable() -> None:
+def test_more_than_twenty_strict_tools_are_unsuitable() -> None:
     assert tuple(unsupported_params(with_tools(21, CLOSED))) == ("tools",)
     assert not unsupported_params(with_tools(21, CLOSED, strict=False))
     with pytest.raises(UpstreamError, match="at most 20 tools with `strict`, not 21"):
         to_anthropic(with_tools(21, CLOSED), MODEL)
 
 
-def test_a_schema_in_anthropics_own_dialect_is_the_callers_affair() -> None:
-    """It is sent as it was written, so what Anthropic thinks of it is Anthropic's to say."""
+def test_schema_of_a_messages_request_is_not_checked() -> None:
+    """It is sent to Anthropic unchanged."""
     format = {"type": "json_schema", "schema": {"type": "object", "properties": {"any": {}}}}
-    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
-    request = parse(orjson.dumps({**asked, "output_config": {"format": format}}))
+    given = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    request = parse(orjson.dumps({**given, "output_config": {"format": format}}))
     assert not unsupported_params(request.body, MODEL)
 
 
@@ -260,24 +260,23 @@ _SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
         inner.map(lambda one: {"type": "array", "items": one})
         | st.dictionaries(st.text(), inner, max_size=3).map(lambda named: {"type": "object", "properties": named})
         | st.tuples(st.sampled_from(["anyOf", "oneOf"]), st.lists(inner, min_size=1, max_size=3)).map(
-            lambda said: {said[0]: said[1]}
+            lambda pair: {pair[0]: pair[1]}
         )
-        | st.tuples(inner, st.lists(_LEAF, max_size=2)).map(lambda said: {"allOf": [said[0], *said[1]]})
+        | st.tuples(inner, st.lists(_LEAF, max_size=2)).map(lambda pair: {"allOf": [pair[0], *pair[1]]})
     ),
     max_leaves=6,
 )
 
 
 @given(_SCHEMAS, _BOUNDS)
-def test_whatever_is_held_is_taken_and_held_again_the_same(schema: dict[str, Any], bounds: dict[str, Any]) -> None:
+def test_translated_schema_is_valid_and_stable(schema: dict[str, Any], bounds: dict[str, Any]) -> None:
     got = held({**bounds, **schema}, "x")
     assert anthropic_problem(got) is None
     assert held(got, "x") == got
 
 
 @given(ODD_SCHEMAS)
-def test_whatever_stands_in_a_schema_has_an_answer(schema: Any) -> None:
-    """Nobody has checked it by then."""
+def test_arbitrary_schema_is_translated_or_rejected(schema: Any) -> None:
     try:
         held(schema, "x")
     except UpstreamError as error:

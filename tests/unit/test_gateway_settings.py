@@ -1,4 +1,4 @@
-"""gateway.yaml: what is in force, from where, and every mistake with its line."""
+"""gateway.yaml: precedence, defaults, error messages with lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _problems(tmp_path: Path, text: str, environ: Mapping[str, str] | None = Non
     return [str(problem).removeprefix(f"{tmp_path}/") for problem in caught.value.problems]
 
 
-def test_the_shipped_file_is_the_defaults_and_the_demo_route() -> None:
+def test_shipped_file_has_the_defaults_and_the_demo_route() -> None:
     shipped = load(packaged_defaults(), {})
     other = {"routes", "providers"}
     assert shipped.model_dump(exclude=other) == GatewayConfig().model_dump(exclude=other)
@@ -42,47 +42,42 @@ def test_the_shipped_file_is_the_defaults_and_the_demo_route() -> None:
     ]  # fmt: skip
 
 
-def test_an_empty_mapping_is_every_default(tmp_path: Path) -> None:
+def test_command_line_overrides_environment_overrides_file_overrides_default(tmp_path: Path) -> None:
     assert _load(tmp_path, "{}") == GatewayConfig()
-
-
-def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
     text = "port: 1\nbreaker: {failures: 2, open: 1s}\n"
     environ = {"GATEWAY_PORT": "2", "GATEWAY_BREAKER__OPEN": "2m", "GATEWAY_HOST": ""}
     config = _load(tmp_path, text, environ, {"port": 3, "host": None})
     assert (config.port, config.breaker.open, config.breaker.failures, config.host) == (3, 120.0, 2, "127.0.0.1")
 
 
-def test_a_variable_may_hold_a_whole_mapping_or_list(tmp_path: Path) -> None:
+def test_variable_may_contain_a_mapping_or_list(tmp_path: Path) -> None:
     routes = '{"a": {"chain": ["local/a"], "resume": "off"}}'
     assert _load(tmp_path, "breaker: 7\n", {"GATEWAY_BREAKER__FAILURES": "3"}).breaker.failures == 3
     assert _load(tmp_path, "{}", {"GATEWAY_ROUTES": routes}).routes["a"].resume == "off"
 
 
-def test_yaml_reads_off_as_false_and_we_as_off(tmp_path: Path) -> None:
+def test_unquoted_off_of_yaml_is_accepted(tmp_path: Path) -> None:
     assert _load(tmp_path, "routes: {a: {chain: [local/a], resume: off}}").routes["a"].resume == "off"
 
 
-def test_a_key_from_an_unset_variable_is_marked(tmp_path: Path) -> None:
+def test_key_from_an_unset_variable_is_marked(tmp_path: Path) -> None:
     text = 'providers: {o: {kind: openai, api_key: "${env:NO_SUCH}"}}'
     assert unset_name(_load(tmp_path, text).providers["o"].api_key) == "NO_SUCH"
     assert _load(tmp_path, text, {"NO_SUCH": "sk"}).providers["o"].api_key == "sk"
 
 
-def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
+def test_errors_have_line_and_advice(tmp_path: Path) -> None:
     text = "breaker:\n  failures: 5\n  opn: 30s\nroutes:\n  a: {chain: [], load_wait: soon}\n"
     text += "keys:\n- {name: x, hash: abc}\n"
     problems = _problems(tmp_path, text)
     assert "gateway.yaml:3: breaker.opn: unknown key; did you mean 'open'?" in problems
     assert any(problem.startswith("gateway.yaml:5: routes.a.chain") for problem in problems)
-    assert any(
-        problem.startswith("gateway.yaml:5: routes.a.load_wait: 'soon' is not a duration") for problem in problems
-    )
+    assert any(text.startswith("gateway.yaml:5: routes.a.load_wait: 'soon' is not a duration") for text in problems)
     assert any(problem.startswith("gateway.yaml:7: keys.0.hash: write sha256:") for problem in problems)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             'routes:\n  "local/*": {chain: ["local/*"]}',
@@ -120,11 +115,11 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_mean_anything_is_said(tmp_path: Path, text: str, said: str) -> None:
-    assert any(said in problem for problem in _problems(tmp_path, text)), _problems(tmp_path, text)
+def test_contradictions_are_errors(tmp_path: Path, text: str, message: str) -> None:
+    assert any(message in problem for problem in _problems(tmp_path, text)), _problems(tmp_path, text)
 
 
-def test_a_variable_is_blamed_by_its_name(tmp_path: Path) -> None:
+def test_errors_in_variables_name_the_variable(tmp_path: Path) -> None:
     environ = {
         "GATEWAY_PORT": "many",
         "GATEWAY_BREAKER__FAILURS": "3",
@@ -136,23 +131,21 @@ def test_a_variable_is_blamed_by_its_name(tmp_path: Path) -> None:
     assert any(problem.startswith("GATEWAY_PORT: ") for problem in problems)
     assert "GATEWAY_BREAKER__FAILURS: unknown setting; did you mean GATEWAY_BREAKER__FAILURES?" in problems
     assert "GATEWAY_ROUTES: a value that YAML can read is needed" in problems
-    assert (
-        "GATEWAY_BREAKER: a section; a variable sets one setting in it, such as GATEWAY_BREAKER__FAILURES" in problems
-    )
+    section = "GATEWAY_BREAKER: a section; a variable sets one setting in it, such as GATEWAY_BREAKER__FAILURES"
+    assert section in problems
     assert not any("SERVICE_HOST" in problem for problem in problems)
 
 
-def test_changes_name_settings_and_hide_secrets(tmp_path: Path) -> None:
+def test_changes_name_settings_without_secrets(tmp_path: Path) -> None:
     old = _load(tmp_path, "port: 1\nproviders: {o: {kind: openai, api_key: secret-1}}")
     new = _load(tmp_path, "port: 2\nproviders: {o: {kind: openai, api_key: secret-2}}\nroutes: {a: {chain: [o/x]}}")
-    said = changes(old, new)
-    assert said == ["port: 1 -> 2", "providers.o.api_key: changed", "routes.*: removed", "routes.a: added"]
+    expected = ["port: 1 -> 2", "providers.o.api_key: changed", "routes.*: removed", "routes.a: added"]
+    assert changes(old, new) == expected
 
 
 @pytest.mark.parametrize("name", ["GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY", "INFERENCE_TOKEN"])
 @pytest.mark.parametrize("key", ["schl\u00fcssel", " padded", "padded\n", " ", "a\tb", "\udcff"])
-def test_a_key_that_no_request_can_show_is_refused_with_one_sentence(tmp_path: Path, name: str, key: str) -> None:
-    """It was taken, and every request with it then answered 401."""
+def test_key_that_cannot_be_a_header_is_rejected(tmp_path: Path, name: str, key: str) -> None:
     assert _problems(tmp_path, "{}", {name: key}) == [
         f"{name}: a key must be printable ASCII without spaces at its ends, because clients send it in a header"
     ]

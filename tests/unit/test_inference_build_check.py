@@ -1,4 +1,4 @@
-"""When the inference service checks that llama.cpp computes, and what follows where it does not."""
+"""Check at start that llama.cpp computes correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE = HelperError("the proof helper did not answer within 30 s")
 
 
 class Helper:
-    """Answers every check with `result`, after `gate` is set; counts them."""
+    """Answers each check with `result` after `gate` is set, and counts them."""
 
     def __init__(self, result: dict[str, Any] | HelperError) -> None:
         self.result = result
@@ -61,7 +61,7 @@ async def test_build_is_checked_once(tmp_path: Path, engine: Path) -> None:
     assert helper.runs == 0
 
 
-async def test_build_that_set_up_proved_is_not_checked(tmp_path: Path, engine: Path) -> None:
+async def test_build_that_set_up_has_checked_is_not_checked_again(tmp_path: Path, engine: Path) -> None:
     (tmp_path / "headgate.json").write_text(json.dumps({"digest": "1", "build": asdict(Build.at(engine))}))
     check, helper = _check(tmp_path, engine)
     await check.at_start()
@@ -90,7 +90,7 @@ async def test_moved_environment_is_checked_again(tmp_path: Path, engine: Path) 
 
 
 @pytest.mark.parametrize("kept", ["", "[]", "{", '{"passed": 3}', '{"passed": {"cpu": "1"}}'])
-async def test_damaged_record_counts_as_none(tmp_path: Path, engine: Path, kept: str) -> None:
+async def test_damaged_record_is_ignored(tmp_path: Path, engine: Path, kept: str) -> None:
     check, helper = _check(tmp_path, engine)
     (tmp_path / "state" / "build.json").write_text(kept)
     await check.at_start()
@@ -98,19 +98,19 @@ async def test_damaged_record_counts_as_none(tmp_path: Path, engine: Path, kept:
 
 
 @pytest.mark.parametrize(
-    ("result", "said"), [({"error": "all numbers are zero"}, "all numbers are zero"), (CRASHED, "signal SIGILL")]
+    ("result", "reason"), [({"error": "all numbers are zero"}, "all numbers are zero"), (CRASHED, "signal SIGILL")]
 )
-async def test_build_that_fails_asks_for_a_restart_outside_and_says_what_to_do(
-    tmp_path: Path, engine: Path, result: Any, said: str
+async def test_failed_build_ends_the_service_with_a_reason_and_advice(
+    tmp_path: Path, engine: Path, result: Any, reason: str
 ) -> None:
     check, _helper = _check(tmp_path, engine, result)
     with pytest.raises(BrokenBuildError) as caught:
         await check.at_start()
     assert caught.value.exit_code == Exit.RESTART_OUTSIDE
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
     assert "`make clean`, then `make serve`" in str(caught.value)
     again, helper = _check(tmp_path, engine)
-    await again.at_start()  # a failure is never recorded as a pass
+    await again.at_start()  # a failure is not recorded as a pass
     assert helper.runs == 1
 
 
@@ -120,37 +120,37 @@ async def test_without_an_engine_nothing_is_checked(tmp_path: Path) -> None:
     assert helper.runs == 0
 
 
-async def test_deaths_at_the_first_step_share_one_check_that_trusts_the_build(tmp_path: Path, engine: Path) -> None:
+async def test_concurrent_checks_after_crashes_share_one_run(tmp_path: Path, engine: Path) -> None:
     check, helper = _check(tmp_path, engine)
     helper.gate.clear()
-    asking = [asyncio.ensure_future(check.holds()) for _ in range(3)]
+    checks = [asyncio.ensure_future(check.holds()) for _ in range(3)]
     await asyncio.sleep(0)
     helper.gate.set()
-    assert await asyncio.gather(*asking) == [True] * 3
+    assert await asyncio.gather(*checks) == [True] * 3
     assert helper.runs == 1
     assert check.is_trusted
     assert await check.holds()
     assert helper.runs == 1
 
 
-async def test_build_that_fails_while_the_service_runs_is_told_once_and_checked_at_the_next_start(
+async def test_failed_check_of_a_running_service_is_reported_once_and_repeated_at_the_next_start(
     tmp_path: Path, engine: Path
 ) -> None:
     (tmp_path / "headgate.json").write_text(json.dumps({"build": asdict(Build.at(engine))}))
     check, helper = _check(tmp_path, engine, CRASHED)
-    told: list[str] = []
-    check.broken = told.append
+    reports: list[str] = []
+    check.broken = reports.append
     assert await check.holds() is False
     assert await check.holds() is False
     assert helper.runs == 1
-    assert len(told) == 1
-    assert "signal SIGILL" in told[0]
+    assert len(reports) == 1
+    assert "signal SIGILL" in reports[0]
     again, helper = _check(tmp_path, engine)
     await again.at_start()
     assert helper.runs == 1
 
 
-async def test_check_without_a_result_holds_the_model_responsible(tmp_path: Path, engine: Path) -> None:
+async def test_check_without_a_result_blames_the_model(tmp_path: Path, engine: Path) -> None:
     check, helper = _check(tmp_path, engine, LATE)
     assert await check.holds()
     assert not check.is_trusted

@@ -1,7 +1,8 @@
-"""The header formula, and the reader of GGUF headers, held against real files and llama.cpp's own figures."""
+"""Header formula and reader of GGUF headers, compared with real files and figures of llama.cpp."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from inference.estimate import estimate_job
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula, formula_on, plausible
+from inference.helpers.helper_client import run_helper
 from tests.rigs import tiny_gguf, tiny_projector
 
 LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)
 
 
-def test_the_kv_cache_of_a_known_model_is_exact() -> None:
+def test_kv_cache_of_a_known_model_is_exact() -> None:
     """Llama 3.2 1B: 16 layers, 8 KV heads of 64: 32 KiB per token in f16."""
     parts = formula(LLAMA_1B, Parameters(8192, 1))
     assert parts.kv_bytes == 8192 * 32768
@@ -24,8 +26,8 @@ def test_the_kv_cache_of_a_known_model_is_exact() -> None:
     assert parts.total_bytes == parts.weights_bytes + parts.kv_bytes + parts.compute_bytes
 
 
-def test_layers_on_an_accelerator_take_their_share() -> None:
-    """The head counts as one, so nine of them are the head and half of the sixteen others."""
+def test_weights_are_divided_by_layers() -> None:
+    """The head counts as a layer: nine layers are the head and half of the sixteen others."""
     head = LLAMA_1B.weight_bytes - LLAMA_1B.layer_bytes
     everything = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), {"gpu-0": -1})
     half = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=9), {"gpu-0": -1})
@@ -36,7 +38,7 @@ def test_layers_on_an_accelerator_take_their_share() -> None:
     assert set(formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=0), {"gpu-0": -1})) == {"cpu"}
 
 
-def test_layers_divide_over_accelerators_in_order() -> None:
+def test_layers_are_divided_over_accelerators_in_order() -> None:
     parts = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), {"gpu-0": 4, "gpu-1": 13})
     assert parts["gpu-0"].weights_bytes == LLAMA_1B.layer_bytes // 4
     assert sum(item.weights_bytes for item in parts.values()) == 2 * LLAMA_1B.weight_bytes - LLAMA_1B.layer_bytes
@@ -44,18 +46,14 @@ def test_layers_divide_over_accelerators_in_order() -> None:
     assert parts["cpu"].kv_bytes == 0
 
 
-def test_figures_that_cannot_be_right_are_seen() -> None:
+def test_implausible_figures_are_detected() -> None:
     right = formula_on(LLAMA_1B, Parameters(4096, 1), {})
     assert plausible(right, LLAMA_1B, Parameters(4096, 1)) is None
     for wrong in (Parts(0, 0, 0), replace(right["cpu"], kv_bytes=10**12)):
         assert plausible({"cpu": wrong}, LLAMA_1B, Parameters(4096, 1))
 
 
-def test_a_header_says_what_llama_cpp_says() -> None:
-    """Exact figures come from llama.cpp in a child; the header's weights and KV cache agree with them."""
-    import asyncio
-
-    from inference.helpers.helper_client import run_helper
+def test_header_formula_agrees_with_llama_cpp() -> None:
 
     path = tiny_gguf.generative()
     facts = read_facts(path)
@@ -84,35 +82,23 @@ def test_damaged_files_are_described(damage: object, word: str, tmp_path: Path) 
     path.write_bytes(damage(tiny_gguf.generative().read_bytes()))  # type: ignore[operator]
     with pytest.raises(BadGgufError, match=word):
         read_facts(path)
-    assert (
-        str(path) in estimate_job.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
-    )
+    job = {"path": str(path), "parameters": {"context_length": 16, "parallel": 1}}
+    assert str(path) in estimate_job.run(job)["error"]
 
 
-def test_a_later_part_of_a_split_file_names_the_first(tmp_path: Path) -> None:
-    """Only the first part describes the model."""
+def test_unusable_parts_of_a_split_file_are_described(tmp_path: Path) -> None:
     parts = tiny_gguf.in_parts(tmp_path)
     with pytest.raises(BadGgufError, match=f"it is part 2 of 3; configure the first part: {parts[0].name}"):
         read_facts(parts[1])
-
-
-def test_a_renamed_part_of_a_split_file_says_how_parts_are_named(tmp_path: Path) -> None:
-    """Its other parts cannot be found."""
-    renamed = tiny_gguf.in_parts(tmp_path)[0].rename(tmp_path / "model.gguf")
+    parts[2].write_bytes(parts[2].read_bytes()[:-64])
+    with pytest.raises(BadGgufError, match=f"its part {parts[2].name} is unusable: it is cut short"):
+        read_facts(parts[0])
+    renamed = parts[0].rename(tmp_path / "model.gguf")
     with pytest.raises(BadGgufError, match=r"the first of 3 parts; its name must be NAME-00001-of-00003\.gguf"):
         read_facts(renamed)
 
 
-def test_a_damaged_part_of_a_split_file_is_named(tmp_path: Path) -> None:
-    """The first part alone looks well."""
-    parts = tiny_gguf.in_parts(tmp_path)
-    parts[2].write_bytes(parts[2].read_bytes()[:-64])
-    with pytest.raises(BadGgufError, match=f"its part {parts[2].name} is unusable: it is cut short"):
-        read_facts(parts[0])
-
-
-def test_the_weights_of_every_part_count(tmp_path: Path) -> None:
-    """The same model in one file and in three."""
+def test_weights_of_all_parts_are_counted(tmp_path: Path) -> None:
     whole = read_facts(tiny_gguf.generative())
     divided = read_facts(tiny_gguf.in_parts(tmp_path)[0])
     assert (divided.weight_bytes, divided.by_layer) == (whole.weight_bytes, whole.by_layer)
@@ -122,25 +108,23 @@ def test_the_weights_of_every_part_count(tmp_path: Path) -> None:
     ("path", "advice"),
     [(tiny_projector.projector, "configure it as `mmproj`"), (tiny_gguf.lora, "configure it under `lora`")],
 )
-def test_files_that_are_no_models_say_where_they_belong(path: Callable[[], Path], advice: str) -> None:
-    """An image projector and a LoRA adapter are GGUF files too."""
+def test_projector_or_adapter_as_a_model_is_rejected_with_advice(path: Callable[[], Path], advice: str) -> None:
     with pytest.raises(BadGgufError, match=advice):
         read_facts(path())
 
 
-def test_a_copy_that_ended_anywhere_is_told_in_words(tmp_path: Path) -> None:
-    """Whatever of the header is missing: the middle of a number, of a text, of a list, of the tensors."""
+def test_file_cut_at_any_place_is_described(tmp_path: Path) -> None:
     whole = tiny_gguf.generative().read_bytes()
     path = tmp_path / "cut.gguf"
-    said = set()
+    messages = set()
     for length in [*range(4, 600, 5), *range(600, len(whole) - 1, 9973)]:
         path.write_bytes(whole[:length])
         with pytest.raises(BadGgufError) as caught:
             read_facts(path)
-        said.add(str(caught.value).partition(":")[0])
-    assert said == {"it ends inside its header", "it is cut short"}
+        messages.add(str(caught.value).partition(":")[0])
+    assert messages == {"it ends inside its header", "it is cut short"}
 
 
-def test_a_missing_file_is_told() -> None:
-    said = estimate_job.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
-    assert "/no/such.gguf cannot be read" in said["error"]
+def test_missing_file_is_described() -> None:
+    result = estimate_job.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
+    assert "/no/such.gguf cannot be read" in result["error"]

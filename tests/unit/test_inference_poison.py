@@ -1,4 +1,4 @@
-"""Who is suspected, convicted and acquitted when a worker ends under its requests."""
+"""Quarantine of requests: suspicion, conviction and release after crashes of workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _S = Standing
 TOGETHER = Crash(ExitCause.ASSERT, "GGML_ASSERT", alone=False)
 ALONE = Crash(ExitCause.ASSERT, "GGML_ASSERT", alone=True)
 NO_MEMORY = Crash(ExitCause.OOM_COMPUTE, "CUDA error: out of memory", alone=True)
-WORDLESS = Crash(ExitCause.ASSERT, "", alone=True, wordless=True)
+SILENT = Crash(ExitCause.ASSERT, "", alone=True, wordless=True)
 
 
 def _after(*crashes: Crash, key: str = "a", docket: Docket | None = None) -> Docket:
@@ -39,29 +39,31 @@ def _after(*crashes: Crash, key: str = "a", docket: Docket | None = None) -> Doc
         ([TOGETHER] * 9, _S.SUSPECT),
         ([ALONE], _S.SUSPECT),
         ([TOGETHER, ALONE], _S.CONVICTED),
-        ([TOGETHER, WORDLESS], _S.ACCUSED),
-        ([TOGETHER, WORDLESS, TOGETHER], _S.ACCUSED),
-        ([TOGETHER, WORDLESS, WORDLESS], _S.CONVICTED),
-        ([TOGETHER, WORDLESS, ALONE], _S.CONVICTED),
+        ([TOGETHER, SILENT], _S.ACCUSED),
+        ([TOGETHER, SILENT, TOGETHER], _S.ACCUSED),
+        ([TOGETHER, SILENT, SILENT], _S.CONVICTED),
+        ([TOGETHER, SILENT, ALONE], _S.CONVICTED),
         ([TOGETHER, ALONE, TOGETHER], _S.CONVICTED),
         ([TOGETHER, NO_MEMORY, NO_MEMORY, NO_MEMORY], _S.SUSPECT),
     ],
 )
-def test_only_a_crash_alone_convicts_and_a_wordless_one_counts_half(crashes: list[Crash], standing: Standing) -> None:
+def test_only_crashes_alone_convict_and_one_without_a_message_counts_half(
+    crashes: list[Crash], standing: Standing
+) -> None:
     docket = _after(*crashes)
     assert docket.standing("a", 1.0) is standing
     if crashes:
         assert docket.cases["a"].crashes == len(crashes)
 
 
-def test_who_is_answered_is_acquitted() -> None:
-    for crashes in ([TOGETHER], [TOGETHER, WORDLESS], [TOGETHER, ALONE]):
+def test_answered_request_is_acquitted() -> None:
+    for crashes in ([TOGETHER], [TOGETHER, SILENT], [TOGETHER, ALONE]):
         docket = _after(*crashes).answered("a")
         assert docket.standing("a", 1.0) is _S.INNOCENT
         assert docket.row == ()
 
 
-def test_innocents_of_the_same_batch_keep_their_own_standing() -> None:
+def test_requests_of_one_batch_have_separate_standings() -> None:
     docket = Docket()
     for key in "abc":
         docket = docket.crashed(key, TOGETHER, 0.0)
@@ -70,23 +72,19 @@ def test_innocents_of_the_same_batch_keep_their_own_standing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("crashes", "seconds"),
-    [
-        ([TOGETHER], SUSPECT_SECONDS),
-        ([TOGETHER, ALONE], CONVICTED_SECONDS),
-    ],
+    ("crashes", "seconds"), [([TOGETHER], SUSPECT_SECONDS), ([TOGETHER, ALONE], CONVICTED_SECONDS)]
 )
-def test_every_case_is_forgotten_in_time(crashes: list[Crash], seconds: float) -> None:
+def test_cases_expire(crashes: list[Crash], seconds: float) -> None:
     docket = _after(*crashes)
     assert docket.standing("a", seconds - 0.1) is not _S.INNOCENT
     assert docket.standing("a", seconds) is _S.INNOCENT
     again = docket.crashed("a", TOGETHER, seconds)
     assert again.cases["a"].standing is _S.SUSPECT
-    assert again.cases["a"].crashes == 1, "what was forgotten is not counted"
+    assert again.cases["a"].crashes == 1, "expired crashes are not counted"
     assert "a" not in docket.crashed("b", TOGETHER, seconds).cases
 
 
-def test_a_model_that_completes_nothing_is_at_fault_itself() -> None:
+def test_model_that_answers_nothing_is_at_fault_instead_of_its_requests() -> None:
     docket = Docket()
     for number in range(MOST_IN_A_ROW):
         docket = _after(TOGETHER, ALONE, key=f"k{number}", docket=docket)
@@ -96,12 +94,12 @@ def test_a_model_that_completes_nothing_is_at_fault_itself() -> None:
     assert docket.standing("last", 1.0) is _S.SUSPECT
     assert all(docket.standing(f"k{number}", 1.0) is _S.INNOCENT for number in range(MOST_IN_A_ROW))
     docket = docket.crashed("last", ALONE, 1.0)
-    assert docket.standing("last", 1.0) is _S.SUSPECT, "nobody is convicted while the model is doubted"
+    assert docket.standing("last", 1.0) is _S.SUSPECT, "no convictions while the model is doubted"
     docket = docket.answered("other").crashed("last", ALONE, 2.0)
-    assert docket.standing("last", 2.0) is _S.CONVICTED, "it has answered another one since"
+    assert docket.standing("last", 2.0) is _S.CONVICTED, "the model has answered another request"
 
 
-def test_of_too_many_cases_the_oldest_is_forgotten() -> None:
+def test_oldest_case_is_dropped_over_the_limit() -> None:
     docket = Docket()
     for number in range(MOST_CASES + 5):
         docket = docket.crashed(f"k{number}", TOGETHER, float(number) / 1000)
@@ -110,12 +108,12 @@ def test_of_too_many_cases_the_oldest_is_forgotten() -> None:
     assert docket.standing("k5", 1.0) is _S.SUSPECT
 
 
-def test_a_case_can_be_cleared_by_hand() -> None:
+def test_case_can_be_cleared_manually() -> None:
     assert _after(TOGETHER, ALONE).forget("a").standing("a", 1.0) is _S.INNOCENT
     assert Docket().forget("a") == Docket()
 
 
-def test_the_table_is_whole_and_never_milder_than_before() -> None:
+def test_table_is_complete_and_standings_do_not_improve() -> None:
     order = list(Standing)
     assert set(TABLE) == {(standing, event) for standing in Standing for event in Event}
     for (before, _), after in TABLE.items():

@@ -1,4 +1,4 @@
-"""Who leaves a full device and who is slowed down: by level, by idle time, by want; a rung at a time, and back."""
+"""Relief of a full device: idle models leave by level and idle time; the ladder limits busy ones step by step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def after(*scenes: Scene, rules: Rules = RULES) -> tuple[State, tuple[Relief, ..
 
 
 def leaving(actions: tuple[Relief, ...]) -> dict[str, bool]:
-    """Who leaves, and whether into host memory."""
+    """The models that leave, and whether into host memory."""
     return {action.model: action.offload for action in actions if isinstance(action, Leave)}
 
 
@@ -55,43 +55,43 @@ def leaving(actions: tuple[Relief, ...]) -> dict[str, bool]:
         (650, {"old": False, "mid": False, "new": False}),
     ],
 )
-def test_each_level_asks_for_its_idle_time_and_critical_for_none(foreign: int, expected: dict[str, bool]) -> None:
+def test_idle_time_before_leaving_depends_on_the_level(foreign: int, expected: dict[str, bool]) -> None:
     tenants = (idle("old", 121, 40), idle("mid", 31, 130), idle("new", 1, 100))
     _, actions = after(scene(*tenants), scene(*tenants, foreign=foreign))
     assert leaving(actions) == expected
 
 
-def test_below_critical_nobody_leaves_while_nobody_wants_memory() -> None:
+def test_below_critical_models_leave_only_if_memory_is_wanted() -> None:
     tenants = (idle("old", 500, 400), idle("mid", 400, 400))
     assert after(scene(*tenants), scene(*tenants))[1] == ()
     assert leaving(after(scene(*tenants), scene(*tenants), rules=Rules(eager=True))[1]) == {"old": True}
     assert leaving(after(scene(*tenants), scene(*tenants, wanted=True))[1]) == {"old": True}
 
 
-def test_a_model_that_was_busy_when_others_took_memory_leaves_once_it_is_idle() -> None:
+def test_busy_model_leaves_when_idle_if_foreign_use_grew_since_its_load() -> None:
     then, now = Tenant("a", Standing.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
     assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
-    assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "they had it when it was loaded"
+    assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "the use was the same at the load"
 
 
-def test_no_more_leave_than_bring_the_use_below_the_level() -> None:
+def test_only_as_many_models_leave_as_needed() -> None:
     tenants = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"a": True}
     assert leaving(after(scene(*tenants, wanted=True, foreign=95))[1]) == {"a": True}
 
 
-def test_warm_models_go_first_and_for_good() -> None:
+def test_warm_models_are_unloaded_first() -> None:
     tenants = (idle("loaded", 500, 400), Tenant("warm", Standing.WARM, {GPU: 400}, 130))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"warm": False}
 
 
 @pytest.mark.parametrize("standing", [item for item in Standing if item not in EVICTABLE])
-def test_whoever_is_not_idle_stays_whatever_the_level(standing: Standing) -> None:
+def test_models_that_are_not_idle_stay_at_each_level(standing: Standing) -> None:
     tenant = Tenant("a", standing, {GPU: 500}, 1000.0)
     assert leaving(after(scene(), scene(tenant, foreign=499))[1]) == {}
 
 
-def test_a_model_on_two_devices_leaves_once_and_for_good_where_one_of_them_is_critical() -> None:
+def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
     tenant = Tenant("a", Standing.IDLE, {GPU: 100, "cpu": 100}, 500.0)
     for order in ((GPU, "cpu"), ("cpu", GPU)):
         full = {GPU: 850, "cpu": 550}
@@ -101,7 +101,7 @@ def test_a_model_on_two_devices_leaves_once_and_for_good_where_one_of_them_is_cr
         assert leaving(actions) == {"a": False}
 
 
-def test_an_idle_model_elsewhere_is_left_alone() -> None:
+def test_idle_model_on_another_device_stays() -> None:
     tenant = Tenant("a", Standing.IDLE, {"gpu-1": 100}, 500.0)
     scenes = Scene((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
     assert after(scenes)[1] == ()
@@ -111,17 +111,17 @@ def busy(model: str = "a", parallel: int = 16, limit: int | None = None) -> Tena
     return Tenant(model, Standing.BUSY, {GPU: 500}, 0.0, parallel, limit)
 
 
-def test_the_ladder_is_climbed_a_rung_per_check_and_left_a_rung_per_check() -> None:
+def test_ladder_moves_one_rung_per_check() -> None:
     state, _ = step({}, scene(busy()), RULES)
     limit: int | None = None
-    said = []
+    seen = []
     for foreign in (490, 490, 490, 490, 490, 490, 350, 250, 250, 250, 250, 250, 250):
         state, actions = step(state, scene(busy(limit=limit), foreign=foreign), RULES)
         limits = [action.sequences for action in actions if isinstance(action, Limit)]
         limit = limits[0] if limits else limit
         forgot = any(isinstance(action, Forget) for action in actions)
-        said.append((state[GPU].rung, limit, forgot))
-    assert said == [
+        seen.append((state[GPU].rung, limit, forgot))
+    assert seen == [
         (Rung.WARN, None, False),
         (Rung.HALVE, 8, False),
         (Rung.FORGET, 4, True),
@@ -138,7 +138,7 @@ def test_the_ladder_is_climbed_a_rung_per_check_and_left_a_rung_per_check() -> N
     ]
 
 
-def test_the_ladder_is_left_when_only_what_was_admitted_remains() -> None:
+def test_ladder_is_left_when_only_admitted_use_remains() -> None:
     model = Tenant("a", Standing.FIXED, {GPU: 850}, 0.0, 4)
     state, _ = step({}, scene(model, foreign=40), RULES)
     for _ in range(3):
@@ -149,17 +149,17 @@ def test_the_ladder_is_left_when_only_what_was_admitted_remains() -> None:
     assert (state[GPU].rung, state[GPU].gauge.level) == (Rung.NONE, Level.HIGH)
 
 
-def test_a_check_out_of_turn_warns_at_most() -> None:
+def test_irregular_check_warns_at_most() -> None:
     state, _ = step({}, scene(busy()), RULES)
     for _ in range(3):
         state, actions = step(state, scene(busy(), foreign=490), RULES, regular=False)
     assert state[GPU].rung is Rung.WARN
     assert actions == ()
     state, _ = step(state, scene(busy()), RULES, regular=False)
-    assert state[GPU].rung is Rung.WARN, "and comes down by none"
+    assert state[GPU].rung is Rung.WARN, "an irregular check does not leave a rung"
 
 
-def test_the_ladder_refuses_models_with_extras_and_then_all() -> None:
+def test_ladder_rejects_models_with_extras_and_then_all_models() -> None:
     state: State = {}
     assert refusal(state, GPU, extras=True) is None
     refused = []
@@ -170,7 +170,7 @@ def test_the_ladder_refuses_models_with_extras_and_then_all() -> None:
     assert "emergency" in str(refusal(state, GPU, extras=False))
 
 
-def test_only_workers_that_answer_are_told_anything() -> None:
+def test_only_running_models_of_the_device_get_limits() -> None:
     tenants = (
         Tenant("loading", Standing.LOADING, {GPU: 100}, 0.0, 8),
         Tenant("leaving", Standing.LEAVING, {GPU: 100}, 0.0, 8),
@@ -182,12 +182,12 @@ def test_only_workers_that_answer_are_told_anything() -> None:
     assert {action.model for action in actions} == {"here"}
 
 
-def test_a_model_on_a_device_that_vanished_is_admitted_in_full_again() -> None:
+def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
     _, actions = step({}, Scene((), (busy(limit=4),)), RULES)
     assert actions == (Limit("a", 16, "nothing is held back any more"),)
 
 
-def test_without_the_governor_levels_are_known_and_nothing_is_done() -> None:
+def test_disabled_governor_computes_levels_without_acting() -> None:
     off = Rules(enabled=False)
     tenants = (idle("a", 500, 100), busy("b", 4))
     state, actions = after(*[scene(*tenants, foreign=399)] * 4, rules=off)

@@ -1,4 +1,4 @@
-"""models.yaml and INFERENCE_*: what is read, what wins, and how mistakes are told."""
+"""models.yaml and INFERENCE_*: precedence, defaults, error messages."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def problems(directory: Path, text: str, environ: dict[str, str] | None = None) 
 
 
 @pytest.mark.parametrize(("name", "default"), list(KEPT_NAMES.items()))
-def test_every_kept_name_has_its_default(name: str, default: Any) -> None:
-    said = environment_settings.InferenceSettings.model_validate({})
-    assert getattr(said, name.lower()) == default
+def test_settings_have_their_defaults(name: str, default: Any) -> None:
+    defaults = environment_settings.InferenceSettings.model_validate({})
+    assert getattr(defaults, name.lower()) == default
     assert f"INFERENCE_{name}" in environment_settings.environment_names()
 
 
-def test_the_shipped_file_is_valid_and_documents_every_key() -> None:
+def test_shipped_file_is_valid_and_contains_every_key() -> None:
     text = (REPOSITORY / "config" / "models.yaml").read_text()
     for key in settings.ModelEntry.model_fields:
         assert f"\n    {key}:" in text, key
@@ -62,22 +62,19 @@ def test_the_shipped_file_is_valid_and_documents_every_key() -> None:
     assert list(found.models) == ["demo", "demo-mini"]
 
 
-def test_what_a_model_does_not_say_the_environment_does(directory: Path) -> None:
+def test_environment_gives_the_defaults_of_models(directory: Path) -> None:
     environ = {"INFERENCE_CONTEXT_LENGTH": "1024", "INFERENCE_MODEL_IDLE_TIMEOUT_SECONDS": "2m"}
-    said = "models:\n  a: {path: tiny.gguf}\n  b: {path: tiny.gguf, context_length: 99, idle_timeout: never}"
-    models = load(directory, said, environ).models
+    text = "models:\n  a: {path: tiny.gguf}\n  b: {path: tiny.gguf, context_length: 99, idle_timeout: never}"
+    models = load(directory, text, environ).models
     assert (models["a"].context_length, models["a"].idle_timeout) == (1024, 120)
     assert (models["b"].context_length, models["b"].idle_timeout) == (99, math.inf)
     assert models["a"].path == directory / "tiny.gguf"
 
 
-def test_the_command_line_wins_over_the_environment(directory: Path) -> None:
+def test_command_line_overrides_the_environment(directory: Path) -> None:
     config = load(directory, "models: {}", {"INFERENCE_PORT": "1", "INFERENCE_HOST": "::1"}, port=2, host=None)
     assert (config.settings.port, config.settings.host) == (2, "::1")
-
-
-def test_an_empty_mapping_is_no_models(directory: Path) -> None:
-    assert load(directory, "models: {}").models == {}
+    assert config.models == {}
 
 
 def test_aliases_and_slashes_resolve(directory: Path) -> None:
@@ -109,10 +106,10 @@ def test_aliases_and_slashes_resolve(directory: Path) -> None:
         ("models: [1]", ["models"]),
     ],
 )
-def test_mistakes_in_the_file_are_told_with_advice(directory: Path, text: str, words: list[str]) -> None:
-    said = problems(directory, text)
+def test_errors_in_the_file_have_line_and_advice(directory: Path, text: str, words: list[str]) -> None:
+    message = problems(directory, text)
     for word in words:
-        assert word in said
+        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -128,15 +125,15 @@ def test_mistakes_in_the_file_are_told_with_advice(directory: Path, text: str, w
         ({"INFERENCE_PRESSURE_HIGH": "0.5"}, ["must rise"]),
     ],
 )
-def test_mistakes_in_the_environment_are_told_by_name(
+def test_errors_in_the_environment_name_the_variable(
     directory: Path, environ: dict[str, str], words: list[str]
 ) -> None:
-    said = problems(directory, "models: {}", environ)
+    message = problems(directory, "models: {}", environ)
     for word in words:
-        assert word in said
+        assert word in message
 
 
-def test_names_that_orchestrators_invent_are_left_alone(directory: Path) -> None:
+def test_variables_of_orchestrators_are_ignored(directory: Path) -> None:
     invented = {
         "INFERENCE_SERVICE_HOST": "10.0.0.1",
         "INFERENCE_SERVICE_PORT": "8085",
@@ -148,12 +145,11 @@ def test_names_that_orchestrators_invent_are_left_alone(directory: Path) -> None
     assert load(directory, "models: {}", invented).settings == load(directory, "models: {}").settings
 
 
-def test_the_body_limit_is_not_below_that_of_the_gateway(directory: Path) -> None:
-    """What the gateway lets in, the service behind it takes."""
+def test_body_limit_is_at_least_that_of_the_gateway(directory: Path) -> None:
     assert load(directory, "models: {}").settings.max_body_bytes == 32 * 2**20 >= GatewayConfig().max_body
 
 
-def test_settings_without_effect_are_known_and_named_when_somebody_sets_them() -> None:
+def test_settings_without_effect_are_reported_if_they_are_set() -> None:
     assert set(environment_settings.WITHOUT_EFFECT) | environment_settings.AT_START <= set(
         environment_settings.InferenceSettings.model_fields
     )
@@ -162,32 +158,31 @@ def test_settings_without_effect_are_known_and_named_when_somebody_sets_them() -
 
 
 @pytest.mark.parametrize("name", environment_settings.WITHOUT_EFFECT)
-def test_a_setting_without_effect_is_read_nowhere(name: str) -> None:
-    """Whoever gives it an effect takes it off the list."""
+def test_setting_without_effect_is_not_read(name: str) -> None:
     files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment_settings.py"]
     assert [path.name for path in files if f"settings.{name}" in path.read_text()] == []
 
 
-def test_all_mistakes_are_told_at_once(directory: Path) -> None:
-    said = problems(directory, "models:\n  a: {path: x.gguf}\n  b: {path: y.gguf}", {"INFERENCE_PORT": "x"})
-    assert all(word in said for word in ("x.gguf", "y.gguf", "INFERENCE_PORT"))
+def test_all_errors_are_reported_together(directory: Path) -> None:
+    message = problems(directory, "models:\n  a: {path: x.gguf}\n  b: {path: y.gguf}", {"INFERENCE_PORT": "x"})
+    assert all(word in message for word in ("x.gguf", "y.gguf", "INFERENCE_PORT"))
 
 
 def test_units_and_empty_values(directory: Path) -> None:
     environ = {"INFERENCE_MEMORY_LIMIT_GB": "0.5", "INFERENCE_MAX_BODY_MB": "2", "INFERENCE_GPU_INDEX": ""}
-    said = load(directory, "models: {}", environ).settings
-    assert (said.memory_limit_bytes, said.max_body_bytes, said.gpu_index) == (2**29, 2**21, None)
-    assert said.queue_limits == {Priority.HIGH: 10, Priority.NORMAL: 50, Priority.LOW: 100}
+    found = load(directory, "models: {}", environ).settings
+    assert (found.memory_limit_bytes, found.max_body_bytes, found.gpu_index) == (2**29, 2**21, None)
+    assert found.queue_limits == {Priority.HIGH: 10, Priority.NORMAL: 50, Priority.LOW: 100}
 
 
-def test_a_gpu_index_without_its_device_is_told_once_devices_are_known(directory: Path) -> None:
+def test_gpu_index_without_a_device_is_reported_when_devices_are_known(directory: Path) -> None:
     config = load(directory, "models: {a: {path: tiny.gguf, gpu_index: 2}}")
     assert settings.check_devices(config, 0) == []
     (problem,) = settings.check_devices(config, 2)
     assert "0 to 1" in str(problem)
 
 
-def test_changes_are_named(directory: Path) -> None:
+def test_changed_keys_of_a_model_are_named(directory: Path) -> None:
     before = load(directory, "models: {a: {path: tiny.gguf}}").models["a"]
     after = load(directory, "models: {a: {path: tiny.gguf, pinned: true, parallel: 2}}").models["a"]
     assert set(before.changed(after)) == {"pinned", "parallel"}
@@ -195,23 +190,23 @@ def test_changes_are_named(directory: Path) -> None:
 
 @pytest.mark.parametrize("name", ["INFERENCE_TOKEN", "INFERENCE_ADMIN_KEY"])
 @pytest.mark.parametrize("secret", ["schl\u00fcssel", "padded\r", " padded"])
-def test_a_secret_that_no_request_can_show_is_refused(directory: Path, name: str, secret: str) -> None:
-    """It was taken, and every request with it then failed; it is not repeated."""
+def test_secret_that_cannot_be_a_header_is_rejected_without_repeating_it(
+    directory: Path, name: str, secret: str
+) -> None:
     assert problems(directory, "models: {}", {name: secret}) == f"{name}: {INVALID_KEY}"
 
 
 @pytest.mark.parametrize("key", ["path", "mmproj", "lora"])
-def test_a_path_that_cannot_be_looked_at_is_a_problem_with_its_line(directory: Path, key: str) -> None:
-    """It was an unexpected OSError, without a line."""
+def test_inaccessible_path_is_reported_with_its_line(directory: Path, key: str) -> None:
     path = "/" + "a" * 300 + ".gguf"
     value = f"[{path}]" if key == "lora" else path
     own = "" if key == "path" else "path: tiny.gguf, "
-    said = problems(directory, f"models:\n  a: {{{own}{key}: {value}}}\n")
-    assert said.startswith(f"{directory}/models.yaml:2: models.a.{key}: ")
-    assert "cannot access" in said
+    message = problems(directory, f"models:\n  a: {{{own}{key}: {value}}}\n")
+    assert message.startswith(f"{directory}/models.yaml:2: models.a.{key}: ")
+    assert "cannot access" in message
 
 
-def test_a_file_that_this_user_may_not_read_is_a_problem(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_reported(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "tiny.gguf").chmod(0)
     monkeypatch.setattr(os, "access", lambda path, _: bool(os.stat(path).st_mode & 0o444))  # as it is for all but root
     assert "models.a.path: " in problems(directory, "models:\n  a: {path: tiny.gguf}\n")

@@ -1,4 +1,4 @@
-"""What a trial makes of a device that does not do as it is told: each step can fail, and wrong numbers are seen."""
+"""Trial of a device: failing steps and wrong results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.helpers.helper_client import HelperError
 
 
 class PaperLibrary:
-    """ggml's functions with one device behind them; those named in `failing` give what they give when they fail."""
+    """Functions of ggml with one device; those in `failing` return the given failure."""
 
     def __init__(self, **failing: int | None) -> None:
         self.failing = failing
@@ -26,7 +26,7 @@ class PaperLibrary:
 
 
 class WrongLibrary(PaperLibrary):
-    """A device whose product is right but for one number."""
+    """A device that computes one number wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class WrongLibrary(PaperLibrary):
     ],
     ids=["closed", "full", "refusing", "silent", "wrong"],
 )
-def test_a_device_that_fails_is_told_how(library: Any, answer: dict[str, str]) -> None:
+def test_failure_of_a_device_is_described(library: Any, answer: dict[str, str]) -> None:
     assert compute_trial_job.check_product(library, 1) == answer
 
 
 @pytest.mark.parametrize(
-    ("said", "passes"),
+    ("output", "passes"),
     [
         ("CUDA error: out of memory\n  current device: 0, in function ggml_backend_cuda_init\nggml-cuda.cu:95", True),
         ("CUDA error: unspecified launch failure\nggml-cuda.cu:95: CUDA error", False),
@@ -67,11 +67,11 @@ def test_a_device_that_fails_is_told_how(library: Any, answer: dict[str, str]) -
     ],
     ids=["full", "broken", "silent"],
 )
-async def test_a_process_that_ended_for_want_of_memory_is_no_evidence(said: str, passes: bool) -> None:
-    """Backends that abort say why before: a device that models fill is not given up for it."""
+async def test_trial_that_ends_with_out_of_memory_is_no_failure_of_the_device(output: str, passes: bool) -> None:
+    """Backends print the reason before they abort; models may fill a healthy device."""
 
     async def run(*_arguments: Any, **_more: Any) -> dict[str, Any]:
-        raise HelperError("the trial helper ended with status -6", said)
+        raise HelperError("the trial helper ended with status -6", output)
 
     with contextlib.nullcontext() if passes else pytest.raises(HelperError):
         await devices_trial.trial(Reading("gpu-0", "cuda", "card", 10, 0, 10), run=run)

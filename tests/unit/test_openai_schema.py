@@ -1,4 +1,4 @@
-"""Which JSON schemas OpenAI's strict mode takes, and what it is sent of those that it does not."""
+"""JSON schemas and OpenAI's strict mode: detection, and requests of the Messages API; limits of answers by model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Wheel(BaseModel):
 
 
 def sent(to: str = "gpt-4o", **more: Any) -> dict[str, Any]:
-    """What OpenAI gets of a request that came in Anthropic's dialect, checked as it would."""
-    asked = {"model": "m", "max_tokens": 32_000, "messages": [{"role": "user", "content": "Hi"}], **more}
-    body = parse_messages(orjson.dumps(asked)).body
+    """The request to OpenAI for a Messages request, after the checks of OpenAI's API."""
+    given = {"model": "m", "max_tokens": 32_000, "messages": [{"role": "user", "content": "Hi"}], **more}
+    body = parse_messages(orjson.dumps(given)).body
     request = to_openai(Endpoint.CHAT, body, to, Flavor.OPENAI)
     assert not unsupported_params(body, Flavor.OPENAI, model=to)
     rules.openai_chat(request, "openai")
@@ -57,7 +57,7 @@ def sent(to: str = "gpt-4o", **more: Any) -> dict[str, Any]:
         {**CLOSED, "properties": {"a": {"anyOf": [CLOSED, {"type": "string", "const": "x"}]}}},
     ],
 )
-def test_strict_schemas_are_known(schema: Any) -> None:
+def test_strict_schemas_are_detected(schema: Any) -> None:
     assert is_strict(schema)
     assert openai_problem(schema) is None
 
@@ -85,12 +85,12 @@ def test_strict_schemas_are_known(schema: Any) -> None:
         {**CLOSED, "properties": "a"},
     ],
 )
-def test_schemas_that_strict_mode_refuses_are_known(schema: Any) -> None:
+def test_schemas_that_strict_mode_rejects_are_detected(schema: Any) -> None:
     assert not is_strict(schema)
     assert openai_problem(schema) is not None
 
 
-def test_a_type_that_nobody_knows_is_not_strict() -> None:
+def test_unknown_type_is_not_strict() -> None:
     assert not is_strict({**CLOSED, "properties": {"a": {"type": "text"}}})
 
 
@@ -110,11 +110,11 @@ _ANY = st.recursive(
         inner.map(lambda one: {"type": "array", "items": one})
         | st.lists(inner, min_size=1, max_size=3).map(lambda all_: {"anyOf": all_})
         | st.tuples(st.dictionaries(st.sampled_from("ab"), inner), st.sampled_from(["", "a", "ab"]), st.booleans()).map(
-            lambda said: {
+            lambda parts: {
                 "type": "object",
-                "properties": said[0],
-                "required": list(said[1]),
-                "additionalProperties": said[2],
+                "properties": parts[0],
+                "required": list(parts[1]),
+                "additionalProperties": parts[2],
             }
         )
     ),
@@ -123,45 +123,35 @@ _ANY = st.recursive(
 
 
 @given(_ANY)
-def test_strict_is_what_openai_takes(schema: dict[str, Any]) -> None:
+def test_strict_schemas_are_those_that_openai_accepts(schema: dict[str, Any]) -> None:
     assert is_strict(schema) == (openai_problem(schema) is None)
 
 
 @given(ODD_SCHEMAS)
-def test_whatever_stands_in_a_schema_has_an_answer(schema: Any) -> None:
-    """Nobody has checked it by then."""
+def test_arbitrary_schema_is_classified(schema: Any) -> None:
     assert is_strict(schema) in (True, False)
 
 
 @pytest.mark.parametrize(("schema", "strict"), [(CLOSED, True), (OPTIONAL, False)])
-def test_a_format_of_anthropics_dialect_is_strict_where_openai_can(schema: dict[str, Any], strict: bool) -> None:
-    """Anthropic takes properties that may be absent; OpenAI answered them with a 400, which was passed on."""
+def test_format_of_a_messages_request_is_strict_if_openai_accepts_it(schema: dict[str, Any], strict: bool) -> None:
+    """OpenAI answers 400 to optional properties in strict mode."""
     format = {"type": "json_schema", "schema": schema}
-    tools = [{"name": name, "input_schema": schema, "strict": asked} for name, asked in (("t", True), ("free", False))]
+    tools = [{"name": name, "input_schema": schema, "strict": wish} for name, wish in (("t", True), ("free", False))]
     request = sent(output_config={"format": format}, tools=tools)
     assert request["response_format"]["json_schema"] == {"name": "answer", "schema": schema, "strict": strict}
     assert [tool["function"].get("strict", False) for tool in request["tools"]] == [strict, False]
-    inner = parse_messages(
-        orjson.dumps(
-            {
-                "model": "m",
-                "max_tokens": 5,
-                "messages": [{"role": "user", "content": "Hi"}],
-                "tools": tools,
-                "output_config": {"format": format},
-            }
-        )
-    ).body
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    inner = parse_messages(orjson.dumps({**body, "tools": tools, "output_config": {"format": format}})).body
     given = json_of(inner)
     assert given["response_format"]["json_schema"]["strict"] and given["tools"][0]["function"]["strict"]
     elsewhere = to_openai(Endpoint.CHAT, inner, "m", Flavor.COMPATIBLE)
     assert elsewhere["response_format"]["json_schema"]["strict"]
 
 
-def test_strictness_in_openais_own_dialect_is_the_callers_affair() -> None:
+def test_strictness_of_an_openai_request_is_not_changed() -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPTIONAL, "strict": True}}
-    asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "response_format": shape}
-    body = parse(Endpoint.CHAT, orjson.dumps({**asked, "max_completion_tokens": 99_000})).body
+    given = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "response_format": shape}
+    body = parse(Endpoint.CHAT, orjson.dumps({**given, "max_completion_tokens": 99_000})).body
     request = to_openai(Endpoint.CHAT, body, "gpt-4o", Flavor.OPENAI)
     assert (request["response_format"], request["max_completion_tokens"]) == (shape, 99_000)
 
@@ -175,14 +165,16 @@ def test_strictness_in_openais_own_dialect_is_the_callers_affair() -> None:
         ("o4-mini", 100_000), ("gpt-5.1", 128_000), ("gpt-6", None), ("my-deployment", None),
     ],
 )  # fmt: skip
-def test_the_longest_answers_are_known_by_names(model: str, most: int | None) -> None:
+def test_limit_of_answers_by_model_name(model: str, most: int | None) -> None:
     assert most_tokens(model) == most
 
 
 @pytest.mark.parametrize(
-    ("model", "asked", "told"),
+    ("model", "given", "expected"),
     [("gpt-4o", 32_000, 16_384), ("gpt-4o", 1, 1), ("gpt-5-mini", 32_000, 32_000), ("own", 32_000, 32_000)],
 )
-def test_max_tokens_that_had_to_be_named_is_what_the_model_takes(model: str, asked: int, told: int) -> None:
-    """Agents name 32,000 and more whatever the model; gpt-4o answered that with a 400, which was passed on."""
-    assert sent(model, max_tokens=asked)["max_completion_tokens"] == told
+def test_max_tokens_of_a_messages_request_is_limited_to_the_models_maximum(
+    model: str, given: int, expected: int
+) -> None:
+    """Agents set 32,000 and more for each model; gpt-4o answers 400."""
+    assert sent(model, max_tokens=given)["max_completion_tokens"] == expected

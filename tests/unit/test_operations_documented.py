@@ -1,4 +1,4 @@
-"""docs/operations.md: its presets fit where they say so, its log lines are the sources', its settings are all there."""
+"""docs/operations.md: presets fit on their devices, log lines exist, the table of settings is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DESKTOP_BYTES = 300 * MIB
 
 
 def facts(mib: int, layers: int, embedding: int, feed_forward: int, kv_heads: int, head: int, vocabulary: int) -> Facts:
-    """What the header of a file of so many MiB says; its head is a tenth of it, which errs towards the accelerator."""
+    """Facts of a file of `mib` MiB; the head is assumed to be a tenth of it."""
     per_token = 2 * kv_heads * head * layers
     weights = mib * MIB
     return Facts(
@@ -34,7 +34,7 @@ def facts(mib: int, layers: int, embedding: int, feed_forward: int, kv_heads: in
     )
 
 
-# From the models' published configurations, and the sizes of the files of these names.
+# From the published configurations of the models and the sizes of these files.
 FILES = {
     "Llama-3.2-1B-Instruct-Q4_K_M.gguf": facts(771, 16, 2048, 8192, 8, 64, 128256),
     "Llama-3.2-3B-Instruct-Q4_K_M.gguf": facts(1926, 28, 3072, 8192, 8, 128, 128256),
@@ -45,7 +45,7 @@ FILES = {
 }
 GPU = "gpu-0"
 CARDS = {"4 GB": 4096, "8 GB": 8188, "16 GB": 16376, "24 GB": 24564}
-"""MiB that NVML tells of cards of these names."""
+"""MiB that NVML reports for such cards."""
 
 
 def preset(name: str) -> str:
@@ -66,7 +66,7 @@ def readings(name: str) -> tuple[Reading, ...]:
 
 
 @pytest.mark.parametrize("name", [*CARDS, "CPU only"])
-def test_the_models_of_a_preset_are_loaded_together(name: str, tmp_path: Path) -> None:
+def test_models_of_a_preset_fit_together(name: str, tmp_path: Path) -> None:
     for file in FILES:
         (tmp_path / file).write_bytes(b"GGUF")
     (tmp_path / "models.yaml").write_text(preset(name))
@@ -97,7 +97,7 @@ def test_the_models_of_a_preset_are_loaded_together(name: str, tmp_path: Path) -
 
 # --- log lines -------------------------------------------------------------------------------------------------------
 def lines() -> list[tuple[str, str]]:
-    """(logger, message) of each line under `Log lines to watch`; what stands behind two spaces or more explains it."""
+    """(logger, message) of each line under `Log lines to watch`; two spaces separate the explanation."""
     block = TEXT.partition("## Log lines to watch\n")[2].partition("\n\n")[0]
     found = []
     for line in block.splitlines():
@@ -110,13 +110,13 @@ SHOWN = ("info", "warning", "error", "exception", "critical")
 
 
 def is_shown(call: ast.Call) -> bool:
-    """Whether a call of `log.log` may mean another level than debug."""
+    """Whether a call of `log.log` can have another level than debug."""
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr == "log" and ast.unparse(call.args[0]) != "logging.DEBUG"
 
 
 def formats(logger: str) -> Iterator[str]:
-    """The format of everything that is logged under this name and shown unless HEADGATE_LOG_LEVEL says otherwise."""
+    """The formats of messages of this logger with a level above debug."""
     package = logger.partition(".")[0]
     for path in (ROOT / package).rglob("*.py"):
         source = path.read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ HANDLERS = ROOT / "inference" / "authority" / "handlers"
 
 
 def formats_of_handlers() -> Iterator[str]:
-    """The format of every line that a handler of the authority has logged: by its draft, or by one of its methods."""
+    """The formats of messages of the handlers of the authority."""
     for path in HANDLERS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
@@ -153,22 +153,22 @@ def pattern(text: str) -> str:
     """A format as a regular expression."""
     kinds = {"s": ".*", "r": ".+", "d": r"\d+", "f": r"\d+", "g": r"[\d.e+-]+"}
     parts = re.split(r"%(?:\.(\d))?([srdfg])", text)
-    said = re.escape(parts[0])
+    found = re.escape(parts[0])
     for places, kind, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         decimals = rf"\.\d{{{places}}}" if kind == "f" and places != "0" else ""
-        said += kinds[kind] + decimals + re.escape(rest)
-    return said
+        found += kinds[kind] + decimals + re.escape(rest)
+    return found
 
 
 @pytest.mark.parametrize(("logger", "message"), lines(), ids=lambda text: text[:40])
-def test_a_log_line_to_watch_is_one_that_is_logged(logger: str, message: str) -> None:
+def test_documented_log_line_exists(logger: str, message: str) -> None:
     known = list(formats_of_handlers() if logger == "inference.authority" else formats(logger))
-    assert known, f"nothing is logged as {logger}"
+    assert known, f"no message has the logger {logger}"
     words = [text for text in known if text != "%s"]
-    assert any(re.fullmatch(pattern(text), message) for text in words), f"{message!r} is none of {words}"
+    assert any(re.fullmatch(pattern(text), message) for text in words), f"{message!r} is not in {words}"
 
 
-def test_every_setting_is_in_the_table() -> None:
+def test_table_of_settings_is_complete() -> None:
     table = TEXT.partition("## Settings of the inference service")[2].partition("\n## ")[0]
     named = {
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
