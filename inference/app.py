@@ -32,8 +32,6 @@ from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import settings
 from inference.accelerator_memory import Circumstances, Unreached
-from inference.api.event_bus import Bus
-from inference.api.inference_metrics import Metrics
 from inference.api.relay import Relay
 from inference.api.routes import (
     local_model_routes,
@@ -46,13 +44,15 @@ from inference.api.token_guard import OPEN_PATHS, Guard
 from inference.authority.clock import Clock
 from inference.authority.shell import Authority
 from inference.authority.state import Timing
+from inference.authority.views.dumps import Dumps
+from inference.authority.views.event_bus import Bus
+from inference.authority.views.gauges import gauges
+from inference.authority.views.inference_metrics import Metrics
 from inference.devices.inventory import Inventory
-from inference.dumps import Dumps
 from inference.environment_settings import set_without_effect
 from inference.errors import BrokenBuild, InferenceError
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
-from inference.gauges import gauges
 from inference.helpers.build_check import BuildCheck
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.settings import InferenceConfig

@@ -18,10 +18,6 @@ import aiohttp
 from prometheus_client import Counter
 
 from headgate.shared.errors import HeadgateError, Problem
-from inference import views
-from inference.api.event_bus import Bus
-from inference.api.inference_metrics import Metrics
-from inference.api.notifier import Notifier
 from inference.authority import effects, events
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
@@ -35,6 +31,10 @@ from inference.authority.placement.headroom import asked
 from inference.authority.placement.plan import Refusal
 from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State, Timing
 from inference.authority.step import step
+from inference.authority.views import model_status
+from inference.authority.views.event_bus import Bus
+from inference.authority.views.inference_metrics import Metrics
+from inference.authority.views.notifier import Notifier
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelFailed, ModelNotFound, Shortage
 from inference.estimate.estimator import Estimator
@@ -280,7 +280,7 @@ class Authority:
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, for listeners that begin or fell behind."""
-        return views.snapshot(self._state, self.now)
+        return model_status.snapshot(self._state, self.now)
 
     def resolve(self, name: str) -> str:
         """The id of the model with this id or alias; raises ModelNotFound naming those there are."""
@@ -298,12 +298,12 @@ class Authority:
 
     def status(self, id: str) -> ModelStatus:
         """One model as it is shown to clients."""
-        return views.status(self._state, self.model(id), self.now)
+        return model_status.status(self._state, self.model(id), self.now)
 
     def statuses(self) -> list[ModelStatus]:
         """All models in the order of the file."""
         moment = Moment(self._state, self.now)
-        return [views.status(self._state, model, self.now, moment) for model in self._state.models.values()]
+        return [model_status.status(self._state, model, self.now, moment) for model in self._state.models.values()]
 
     def observe(self) -> None:
         """Takes the newest readings, for figures that are asked for."""

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
-from inference.api.event_bus import Bus
+from inference.authority.views.event_bus import Bus
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import Start, services
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.dumps import MOST_DUMPS, differences
+from inference.authority.views.dumps import MOST_DUMPS, differences
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import Start, services
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference import views
 from inference.authority.events import Progressed
+from inference.authority.views import model_status
 from inference.protocol import ModelState, ModelStatus
 from inference.workers.worker_link import Heartbeat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
@@ -69,7 +69,7 @@ async def test_a_load_that_runs_is_told_by_what_is_left_of_it(start: Start) -> N
         assert left is not None
         assert left == pytest.approx(60, abs=1)
         changed = authority.status(model)
-        assert not views.differs(changed, changed)
+        assert not model_status.differs(changed, changed)
     authority.quiesce()
 
 

@@ -20,9 +20,9 @@ from inference.authority.placement.headroom import HALF_LIFE_SECONDS
 from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.reduction import REST_SECONDS
+from inference.authority.views.gauges import cooldown_seconds
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.estimate.headrooms import Headrooms
-from inference.gauges import cooldown_seconds
 from inference.protocol import Code, ModelState
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.kernel_oom_kills import KernelOomKills

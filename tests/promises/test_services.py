@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from inference.api import event_bus as buses
 from inference.api import relay
-from inference.api.event_bus import Bus
+from inference.authority.views import event_bus as buses
+from inference.authority.views.event_bus import Bus
 from inference.protocol import H_PROBE, PROGRESS_INTERVAL_SECONDS, ModelState
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import figures
+from inference.authority.views import figures
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import Start, services
 

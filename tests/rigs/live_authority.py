@@ -16,9 +16,9 @@ from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.shell import Authority, Lease, Ticket
 from inference.authority.state import State, WorkerRecord
+from inference.authority.views.figures import offloaded
 from inference.devices.device import Reading
 from inference.estimate.model_estimate import Estimate
-from inference.figures import offloaded
 from inference.protocol import ModelState, ModelStatus
 from inference.workers.worker_process import WorkerProcess
 

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared.openapi import NOT_NOW
-from inference import figures, views
 from inference.authority.events import Refresh
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.running.endings import MOST_RECORDS
 from inference.authority.shell import Authority
-from inference.dumps import Dumps
+from inference.authority.views import figures, model_status
+from inference.authority.views.dumps import Dumps
 
 
 class DumpRequest(BaseModel):
@@ -48,7 +48,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
                 {
                     **reading.to_json(),
                     "pressure_level": str(levels[reading.id][1]),
-                    "ledger": views.balance_json(state.ledger.balance(reading.id)),
+                    "ledger": model_status.balance_json(state.ledger.balance(reading.id)),
                 }
                 for reading in device_view.readings(state, now)
                 if reading.id in levels

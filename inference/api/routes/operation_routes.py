@@ -7,13 +7,13 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference import views
 from inference.api.preload import preload
 from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queueing.poison_cases import listing
 from inference.authority.lifecycle.departures import Action
 from inference.authority.shell import Authority
+from inference.authority.views import model_status
 from inference.errors import InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -64,7 +64,7 @@ def router(authority: Authority) -> APIRouter:
         planned: Planned = await authority.command(Plan(model, changes))
         return {
             "model": model,
-            **views.decision_json(planned.outcome, planned.lost),
+            **model_status.decision_json(planned.outcome, planned.lost),
             "estimate": planned.estimate.to_json() if planned.estimate else None,
         }
 

@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import headgate
 from headgate.shared.openapi import NOT_NOW
-from inference import figures
-from inference.api.inference_metrics import Metrics
 from inference.authority.shell import Authority
+from inference.authority.views import figures
+from inference.authority.views.inference_metrics import Metrics
 
 
 def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], bool]) -> APIRouter:

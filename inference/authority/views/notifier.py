@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from inference import views
-from inference.api.event_bus import Bus
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.state import State
+from inference.authority.views import model_status
+from inference.authority.views.event_bus import Bus
 from inference.protocol import ModelStatus
 
 
@@ -55,8 +55,8 @@ class Notifier:
         state, now = source.state, self._clock.now()
         moment = Moment(state, now)
         for model in state.models.values():
-            status = views.status(state, model, now, moment)
-            if views.differs(status, self._known.get(model.id)):
+            status = model_status.status(state, model, now, moment)
+            if model_status.differs(status, self._known.get(model.id)):
                 self._known[model.id] = status
                 self._bus.publish("model", {"model": status.to_json()})
         for name in [name for name in self._known if name not in state.models]:

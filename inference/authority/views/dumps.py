@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from inference import figures
 from inference.authority.state import ModelRecord, State
+from inference.authority.views import figures
 from inference.errors import InvalidRequestError
 from inference.protocol import Code, ModelState, Priority
 from inference.workers.crash_records import CrashStore

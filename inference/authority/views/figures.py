@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from inference.api.inference_metrics import Metrics
 from inference.authority.device_health.health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
@@ -16,9 +15,10 @@ from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.state import ModelRecord, State
+from inference.authority.views.gauges import bytes_by_kind
+from inference.authority.views.inference_metrics import Metrics
 from inference.devices.device import Reading
 from inference.devices.host import CPU
-from inference.gauges import bytes_by_kind
 from inference.protocol import ExitCause, ModelState
 from inference.workers.os_api import private_bytes
 

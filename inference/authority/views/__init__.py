@@ -1,0 +1,1 @@
+"""How the state is shown: `/v1/models`, `/memory`, `/events` and the metrics."""
