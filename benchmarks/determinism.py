@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from headgate.shared.parameters import Sampling
+from inference import worker_link
 from inference.worker import llama
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.sampling.sampling import ChainSampler
 from inference.worker.steps import Row
-from inference.workers import worker_link
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 64

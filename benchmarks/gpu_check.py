@@ -28,15 +28,14 @@ from benchmarks.link_rate import COUNT_BYTES
 from benchmarks.models import SHAPES, path_of
 from headgate.shared.state import StateDir
 from headgate.shared.units import MIB, format_bytes
-from inference import settings
+from inference import settings, worker_link
 from inference.demo import bundled_path
 from inference.devices.device import HIDDEN, Reading
+from inference.devices.device_pinning import grants_of
 from inference.devices.inventory import Inventory
 from inference.estimate.estimator import Estimator
-from inference.helpers.helper_client import HelperError, run_helper
 from inference.settings import InferenceConfig, ModelSpec
-from inference.workers import worker_link
-from inference.workers.device_pinning import grants_of
+from inference.workers.helper_client import HelperError, run_helper
 from tests.rigs.worker_rig import WorkerRig
 
 MEASURED = ("cuda", "sim")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from inference.devices.cuda_driver import Driver, DriverError
+from inference.devices.checkpoint.cuda_driver import Driver, DriverError
 
 COUNT_BYTES = 256 * 2**20
 """Large enough that a call's own cost is nothing, small enough for any device that runs a model."""

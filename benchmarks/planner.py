@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import Bar, Middle
-from inference.authority.placement.layers import Layers, Sizes
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Policy, Request, Standing, plan
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
+from inference.estimate.layers import Layers, Sizes
 
 GIB, MIB = 2**30, 2**20
 NOW = 10_000.0

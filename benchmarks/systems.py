@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.client import Order
 from benchmarks.peers import Peers
 from benchmarks.samples import CHAIN, LLAMA_CPP_SERVER, LLAMA_SERVER, WORKER
+from inference import worker_link
 from inference.worker.cpu_cores import usable_cores
-from inference.workers import worker_link
 from tests.rigs.processes import Service, children_of, free_port, private_env
 from tests.rigs.worker_rig import CPU, WorkerRig
 

@@ -1,7 +1,7 @@
 # Prints the CMake arguments with which an image compiles llama.cpp: nothing in it depends on the CPU that compiles.
 #
 # On x86-64 the CPU backend is compiled once for each generation of CPUs, from the first one to those with AMX, and ggml
-# loads the best one at start (inference/devices/ggml_backends.py). Each is a library of its own, which belongs beside the other
+# loads the best one at start (inference/worker/ggml_backends.py). Each is a library of its own, which belongs beside the other
 # libraries: by default CMake would install it in a folder `bin` that nothing looks into. On arm64 the code is ARMv8's.
 #
 # GCC before 13 breaks the code for AMX (headgate/build.py); a base image with such a compiler gets the flags that help.

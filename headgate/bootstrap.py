@@ -7,7 +7,7 @@ It runs with Python 3.11 or newer and imports only the standard library:
 1. It installs the packages of `requirements.lock` except llama-cpp-python.
 2. It compiles llama-cpp-python with ggml's RPC backend (for simulated GPUs) and the backends in CMAKE_ARGS. pip may
    have cached a wheel without them, so the installed libraries are searched for each backend, without loading them.
-3. A child process checks that the build computes on this CPU (`inference/helpers/build_proof_job.py`). If it does
+3. A child process checks that the build computes on this CPU (`inference/devices/build_proof_job.py`). If it does
    not, llama-cpp-python is compiled again with the next arguments of `headgate.build.ladder`. The stamp file records
    the arguments that work.
 

@@ -31,7 +31,6 @@ from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import settings
-from inference.accelerator_memory import Circumstances, Unreached
 from inference.api.relay import Relay
 from inference.api.routes import (
     local_model_routes,
@@ -48,12 +47,13 @@ from inference.authority.views.dumps import Dumps
 from inference.authority.views.event_bus import Bus
 from inference.authority.views.gauges import gauges
 from inference.authority.views.inference_metrics import Metrics
+from inference.devices.accelerator_memory import Circumstances, Unreached
+from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.environment_settings import set_without_effect
 from inference.errors import BrokenBuild, InferenceError
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
-from inference.helpers.build_check import BuildCheck
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.settings import InferenceConfig
 from inference.workers import orphans

@@ -6,6 +6,7 @@ Some of them are defaults for models in models.yaml.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from headgate.shared.amounts import MIB, format_bytes, parse_bytes
 from headgate.shared.errors import Problem
 from headgate.shared.state import INVALID_KEY, fits_a_header
 from headgate.shared.units import Duration
-from inference.devices.simgpu.device_spec import parse_choice
 from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"
@@ -54,6 +55,14 @@ AT_START = frozenset(
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 _BARE_GIB = 2**30
+
+SIMULATED = "sim:"
+SIMULATED_EXAMPLE = "sim:2x600MiB"
+MOST_SIMULATED = 16
+"""The number of servers that ggml's RPC backend supports in one process."""
+LEAST_SIMULATED_BYTES = MIB
+DEVICE_CHOICES = ("auto", "cpu")
+_SIMULATED_ITEM = re.compile(r"(?:(\d{1,4})\s*[x*×]\s*)?(.+)", re.IGNORECASE)  # noqa: RUF001 - people write it
 
 
 def _empty_is_unset(value: Any) -> Any:
@@ -241,3 +250,45 @@ def environment_names() -> list[str]:
 def set_without_effect(environ: Mapping[str, str]) -> list[str]:
     """The variables in `environ` that have no effect in this version."""
     return [variable for name in WITHOUT_EFFECT if environ.get(variable := PREFIX + name.upper())]
+
+
+def parse_choice(text: str) -> tuple[int, ...] | None:
+    """Sizes in bytes of the simulated devices in `text`, None for `auto` and `cpu`.
+
+    Raises ValueError with the choices and a suggestion.
+    """
+    choice = text.strip()
+    if choice in DEVICE_CHOICES:
+        return None
+    if choice.lower().startswith(SIMULATED):
+        return simulated_sizes(choice[len(SIMULATED) :])
+    known = {choice: choice for choice in DEVICE_CHOICES} | {"sim": SIMULATED_EXAMPLE}
+    near = difflib.get_close_matches(choice.lower().partition(":")[0], known, n=1, cutoff=0.5)
+    meant = f" (did you mean {known[near[0]]}?)" if near else ""
+    raise ValueError(
+        f"{text!r} is not a choice of devices; write auto, cpu, or simulated devices such as {SIMULATED_EXAMPLE}{meant}"
+    )
+
+
+def simulated_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of each device in a list such as `2x600MiB,1GiB`. Raises ValueError with the wrong part."""
+    found: list[int] = []
+    for item in (part.strip() for part in text.split(",")):
+        match = _SIMULATED_ITEM.fullmatch(item)
+        if match is None:
+            raise ValueError(f"simulated devices need a size; write for example {SIMULATED_EXAMPLE}")
+        try:
+            size = parse_bytes(match[2])
+        except ValueError as error:
+            raise ValueError(f"simulated devices: {error}") from None
+        if size < LEAST_SIMULATED_BYTES:
+            bare = match[2].strip()
+            meant = f"; did you mean {bare}MiB?" if bare.isdigit() else ""
+            raise ValueError(f"a simulated device of {format_bytes(size)} is too small for anything{meant}")
+        count = int(match[1] or 1)
+        if count == 0:
+            raise ValueError(f"no simulated device is cpu; write cpu, or for example {SIMULATED_EXAMPLE}")
+        found += [size] * count
+    if len(found) > MOST_SIMULATED:
+        raise ValueError(f"there can be {MOST_SIMULATED} simulated devices, not {len(found)}")
+    return tuple(found)

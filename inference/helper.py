@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headgate.shared import child_process
-from inference.helpers import NOTICE
+from inference.workers.child_environment import NOTICE
 
 JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "proof", "nvml")
 
@@ -52,7 +52,7 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
         return tokenize_job.run
     if name == "checkpoint":
-        from inference.devices import checkpoint_job
+        from inference.devices.checkpoint import checkpoint_job
 
         return checkpoint_job.run
     if name == "trial":
@@ -60,7 +60,7 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
         return compute_trial_job.run
     if name == "proof":
-        from inference.helpers import build_proof_job
+        from inference.devices import build_proof_job
 
         return build_proof_job.run
     from inference.devices import device_list_job

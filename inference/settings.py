@@ -20,7 +20,7 @@ from headgate.shared.units import Bytes, Duration
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
 from inference.environment_settings import InferenceSettings, KvType
-from inference.estimate.file_stamp import Fingerprint, fingerprint
+from inference.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
 

@@ -34,6 +34,7 @@ from headgate.shared.asgi import (
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.flow_control import Flow
+from inference.api.request_shape import Fields, fields_of, shape_of
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine.docket import SUSPICIOUS, Crash
@@ -58,7 +59,6 @@ from inference.protocol import (
     Progress,
     device_frame,
 )
-from inference.shape import Fields, fields_of, shape_of
 
 log = logging.getLogger(__name__)
 

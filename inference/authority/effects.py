@@ -10,9 +10,9 @@ from inference.authority.state import EstimateKey, LeaseRecord
 from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.settings import ModelSpec
+from inference.worker_link import Grant as LoadOrder
+from inference.worker_link import Hold
 from inference.workers.worker_exit import WorkerExit
-from inference.workers.worker_link import Grant as LoadOrder
-from inference.workers.worker_link import Hold
 
 
 # --- time, records, listeners ----------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from inference.authority.quarantine.docket import Crash
 from inference.authority.state import EstimateKey, Purpose
 from inference.devices.device import Reading
 from inference.errors import InferenceError, Shortage
-from inference.estimate.file_stamp import Fingerprint
 from inference.estimate.model_estimate import Estimate
+from inference.file_stamp import Fingerprint
 from inference.protocol import Priority
 from inference.settings import InferenceConfig, ModelSpec
+from inference.worker_link import Heartbeat, Offloaded, Ready
 from inference.workers.worker_exit import WorkerExit
-from inference.workers.worker_link import Heartbeat, Offloaded, Ready
 
 
 # --- time and devices ------------------------------------------------------------------------------------------------

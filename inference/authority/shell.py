@@ -27,7 +27,6 @@ from inference.authority.handlers.queueing import expectations
 from inference.authority.handlers.running.device_care import loss
 from inference.authority.handlers.running.worker_life import resting
 from inference.authority.handlers.watching.prospects import Moment
-from inference.authority.placement.headroom import asked
 from inference.authority.placement.plan import Refusal
 from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State, Timing
 from inference.authority.step import step
@@ -35,21 +34,22 @@ from inference.authority.views import model_status
 from inference.authority.views.event_bus import Bus
 from inference.authority.views.inference_metrics import Metrics
 from inference.authority.views.notifier import Notifier
+from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelFailed, ModelNotFound, Shortage
 from inference.estimate.estimator import Estimator
-from inference.estimate.file_stamp import Fingerprint
+from inference.estimate.headroom import asked
 from inference.estimate.headrooms import Headrooms
-from inference.helpers.build_check import BuildCheck
-from inference.helpers.helper_client import HelperError
+from inference.file_stamp import Fingerprint
 from inference.protocol import ModelStatus, Priority, Progress
 from inference.settings import InferenceConfig, check_devices
 from inference.worker.cpu_cores import usable_cores
+from inference.worker_link import Hold
 from inference.workers import heap_trim as trimming
 from inference.workers.crash_records import CrashStore
+from inference.workers.helper_client import HelperError
 from inference.workers.os_api import private_bytes
 from inference.workers.worker_exit import WorkerExit
-from inference.workers.worker_link import Hold
 from inference.workers.worker_process import WorkerProcess
 from inference.workers.worker_supervisor import Supervisor
 

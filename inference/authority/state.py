@@ -15,12 +15,12 @@ from enum import StrEnum
 from typing import Any
 
 from inference.authority.device_health.health import Case
-from inference.authority.device_health.signs import Sign
 from inference.authority.lifecycle.departures import Departure, Eviction
 from inference.authority.lifecycle.retry_after import Pace
 from inference.authority.lifecycle.transitions import Backoff
 from inference.authority.lifecycle.wait_queue import Waiter, WaitQueue
 from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement, Standing
 from inference.authority.placement.reduction import Descent
 from inference.authority.placement.turns import Claim
@@ -31,14 +31,14 @@ from inference.authority.quarantine.docket import Docket
 from inference.authority.warm.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
 from inference.authority.warm.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
 from inference.devices.device import Reading
+from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
 from inference.errors import InferenceError, Shortage
-from inference.estimate.file_stamp import Fingerprint
 from inference.estimate.model_estimate import Estimate
-from inference.estimate.observed_overhead import Before
+from inference.file_stamp import Fingerprint
 from inference.protocol import ModelState, Priority
 from inference.settings import InferenceConfig, ModelSpec
-from inference.workers.worker_link import Heartbeat, Offloaded, Ready
+from inference.worker_link import Heartbeat, Offloaded, Ready
 
 
 @dataclass(frozen=True, slots=True)

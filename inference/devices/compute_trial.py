@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from inference.devices.device import Reading
-from inference.helpers.helper_client import HelperError, run_helper
 from inference.protocol import ExitCause
 from inference.workers.exit_cause import cause_of_text
+from inference.workers.helper_client import HelperError, run_helper
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from inference.worker.llama import ggml_library
     from inference.worker.worker_errors import LoadError
-    from inference.workers.worker_link import DeviceGrant
+    from inference.worker_link import DeviceGrant
 
     callback = llama_cpp.llama_log_callback(_print_errors)
     llama_cpp.llama_log_set(callback, None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference.authority.device_health.signs import Sign
+from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 
 

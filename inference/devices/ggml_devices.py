@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inference.authority.device_health.signs import Sign
 from inference.devices.compute_trial import Trial, trial
 from inference.devices.device import Reading, narrowed
 from inference.devices.nvml_reader import Card, NvmlReader, canonical_pci
-from inference.helpers.helper_client import HelperError, run_helper
+from inference.devices.signs import Sign
+from inference.workers.helper_client import HelperError, run_helper
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from inference.devices.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
+from inference.devices.checkpoint.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
 from inference.devices.device import Probe, Reading
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.host import CPU, CpuProbe

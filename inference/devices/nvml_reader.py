@@ -12,17 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference.authority.device_health.signs import (
-    OUT_OF_REACH,
-    Sign,
-    sign_of_action,
-    sign_of_nvml,
-    sign_of_xid,
-    worst,
-    xid_words,
-)
 from inference.devices.reopen_policy import Reopening
-from inference.helpers.helper_client import HelperError, ServingHelper
+from inference.devices.signs import OUT_OF_REACH, Sign, sign_of_action, sign_of_nvml, sign_of_xid, worst, xid_words
+from inference.workers.helper_client import HelperError, ServingHelper
 
 log = logging.getLogger(__name__)
 

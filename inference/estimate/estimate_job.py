@@ -111,7 +111,7 @@ def _exact(
     from inference.worker.llama import ggml_library
     from inference.worker.llama.llama_log import LogTail
     from inference.worker.worker_errors import LoadError
-    from inference.workers.worker_link import DeviceGrant, Grant
+    from inference.worker_link import DeviceGrant, Grant
 
     class _TracingLog(LogTail):
         """Passes the log to the trace as well."""

@@ -19,17 +19,17 @@ from typing import Any
 
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
-from inference.authority.placement.layers import Sizes
 from inference.devices.device import HIDDEN, Reading
+from inference.devices.device_pinning import environment_of, grants_of
 from inference.devices.host import CPU
 from inference.errors import ModelFailed
-from inference.estimate.file_stamp import NO_FILE, Fingerprint, changed
 from inference.estimate.header_formula import Parts
+from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import Overheads
-from inference.helpers.helper_client import HelperError, run_helper
+from inference.file_stamp import NO_FILE, Fingerprint, changed
 from inference.settings import ModelSpec
-from inference.workers.device_pinning import environment_of, grants_of
+from inference.workers.helper_client import HelperError, run_helper
 
 log = logging.getLogger(__name__)
 

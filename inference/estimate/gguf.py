@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from inference.estimate.file_stamp import parts_of
 from inference.estimate.header_formula import Facts
 from inference.estimate.header_limits import header_problem
+from inference.file_stamp import parts_of
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000

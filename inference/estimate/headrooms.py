@@ -1,6 +1,6 @@
 """Learned head-room: the bytes that models need beyond their estimates, after they ran out of memory.
 
-Stored per (model file, parameters, device) in the state directory. `inference.authority.placement.headroom` contains
+Stored per (model file, parameters, device) in the state directory. `inference.estimate.headroom` contains
 the policy.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import format_bytes
-from inference.authority.placement.headroom import Headroom, asked, eased, grown, proven
 from inference.devices.device import Reading
 from inference.devices.host import CPU
-from inference.estimate.file_stamp import stamp
+from inference.estimate.headroom import Headroom, asked, eased, grown, proven
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import key_of
+from inference.file_stamp import stamp
 from inference.settings import ModelSpec
 
 log = logging.getLogger(__name__)

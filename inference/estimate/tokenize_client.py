@@ -6,8 +6,8 @@ import asyncio
 
 from inference.devices.device import HIDDEN
 from inference.errors import DeadlineExceeded, ModelFailed
-from inference.helpers.helper_client import HelperError, run_helper
 from inference.settings import ModelSpec
+from inference.workers.helper_client import HelperError, run_helper
 
 PATHS = frozenset({"/tokenize", "/detokenize"})
 MOST_AT_ONCE = 2

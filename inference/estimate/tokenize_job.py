@@ -23,7 +23,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
     from inference.worker.worker_errors import LoadError
     from inference.worker.worker_requests import Facts
-    from inference.workers.worker_link import DeviceGrant, Grant
+    from inference.worker_link import DeviceGrant, Grant
 
     llama.start(LogTail(lambda line: None))
     names = job["capabilities"]

@@ -27,7 +27,7 @@ from inference.worker.prompt.vision import Sight
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler, dry_of
 from inference.worker.steps import Limits
-from inference.workers.worker_link import Grant
+from inference.worker_link import Grant
 
 
 @dataclass(frozen=True, slots=True)

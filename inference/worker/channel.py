@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from inference.workers import worker_link
+from inference import worker_link
 
 MAX_LINE_BYTES = 1 << 20
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inference.worker.prefill_rate import UNKNOWN, PrefillRate
-from inference.workers.worker_link import Heartbeat
+from inference.worker_link import Heartbeat
 
 HUNG_STEP_SECONDS = 10.0
 """Waiting requests get no progress messages during a step that takes longer, so that a hung step is recognizable."""

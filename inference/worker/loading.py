@@ -21,7 +21,7 @@ from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.sampling import sampling
 from inference.worker.worker_errors import LoadError
 from inference.worker.worker_requests import Facts
-from inference.workers.worker_link import Grant, Ready
+from inference.worker_link import Grant, Ready
 
 MAX_CELLS = 2**31
 MAX_PARALLEL = 256

@@ -28,7 +28,7 @@ from inference.protocol import ExitCause
 from inference.worker import malloc_trim
 from inference.worker.channel import Channel
 from inference.worker.worker_errors import LoadError, UnloadedError
-from inference.workers.worker_link import (
+from inference.worker_link import (
     BEAT_SECONDS,
     KEEP_FD_ENV,
     LINK_FD_ENV,

@@ -15,7 +15,7 @@ from inference.worker.kv.sequence_offload import SequenceStore, key, restore, sa
 from inference.worker.kv.standby import HeldFile
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.loading import Loaded, load, reopen
-from inference.workers.worker_link import Grant, Offload, Offloaded
+from inference.worker_link import Grant, Offload, Offloaded
 
 log = logging.getLogger("headgate.worker")
 

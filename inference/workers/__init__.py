@@ -1,1 +1,1 @@
-"""Worker processes: start, supervise, watch, end."""
+"""Worker and helper processes: start, supervise, watch, end."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from inference.workers.worker_link import Heartbeat
+from inference.worker_link import Heartbeat
 
 FIRST_STEP_FACTOR = 4.0
 """Factor on the timeout of the first step, which compiles kernels and allocates memory."""

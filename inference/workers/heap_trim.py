@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 
 from inference.worker import malloc_trim as heap
+from inference.worker_link import BEAT_SECONDS
 from inference.workers.os_api import private_bytes
-from inference.workers.worker_link import BEAT_SECONDS
 from inference.workers.worker_process import WorkerProcess
 
 ANSWER_SECONDS = 6 * BEAT_SECONDS

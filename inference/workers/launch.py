@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.shared.errors import HeadgateError
-from inference.helpers.child_environment import child_environment
+from inference.worker_link import KEEP_FD_ENV, LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
+from inference.workers.child_environment import child_environment
 from inference.workers.os_api import exit_descriptor
-from inference.workers.worker_link import KEEP_FD_ENV, LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference.protocol import ExitCause
-from inference.workers.worker_link import Heartbeat
+from inference.worker_link import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

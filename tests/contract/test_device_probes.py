@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import ConfigError, HeadgateError
-from inference.authority.device_health.signs import Sign
 from inference.devices.device import Probe, Reading
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
+from inference.devices.signs import Sign
 from inference.devices.simgpu.control import Control, SimulatorError
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment_settings import InferenceSettings

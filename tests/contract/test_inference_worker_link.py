@@ -15,8 +15,8 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference.protocol import ExitCause
+from inference.worker_link import DeviceGrant, Grant
 from inference.workers.hang_detection import HangTimeouts
-from inference.workers.worker_link import DeviceGrant, Grant
 from inference.workers.worker_process import WorkerGone, WorkerProcess
 from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 from tests.rigs import tiny_gguf

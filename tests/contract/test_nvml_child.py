@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.device_health.signs import Sign
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.nvml_reader import NvmlReader
+from inference.devices.signs import Sign
 from tests.rigs.nvml_stub import GIB, NvmlStub
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
 from tests.rigs.processes import children_of, command_of

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from inference.authority.device_health.signs import Sign
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.nvml_reader import NvmlReader
-from inference.helpers.helper_client import HelperError
+from inference.devices.signs import Sign
+from inference.workers.helper_client import HelperError
 from tests.rigs.nvml_stub import NvmlStub
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
 

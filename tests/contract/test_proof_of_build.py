@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from headgate.bootstrap import Setup
+from inference.devices import build_proof_job
 from inference.devices.device import HIDDEN
-from inference.helpers import build_proof_job
-from inference.helpers.helper_client import HelperError, run_helper
 from inference.worker.backend import Decode
+from inference.workers.helper_client import HelperError, run_helper
 from tests.rigs.broken_llama import BrokenLlama
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.device_health.signs import Sign
 from inference.devices.nvml_reader import NvmlReader
 from inference.devices.reopen_policy import MOST_SECONDS
-from inference.helpers.helper_client import HelperError
+from inference.devices.signs import Sign
+from inference.workers.helper_client import HelperError
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import TROUBLES, SimMachine
 

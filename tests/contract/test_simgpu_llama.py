@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from inference import worker_link
 from inference.devices.simgpu.control import SimulatorError
 from inference.devices.simgpu.rpc_wire import Command, request
 from inference.protocol import ExitCause
-from inference.workers import worker_link
 from inference.workers.exit_cause import ExitEvidence, classify
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import children_of, wait_until

@@ -18,11 +18,11 @@ from inference.app import Service
 from inference.authority.events import Refresh, SuspensionTested
 from inference.authority.lifecycle.departures import Action
 from inference.authority.state import Timing
-from inference.devices.checkpoint_support import Trouble
+from inference.devices.checkpoint.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.errors import InferenceError
-from inference.helpers.helper_client import run_helper
 from inference.protocol import ModelState
+from inference.workers.helper_client import run_helper
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model

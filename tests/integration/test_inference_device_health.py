@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.device_health.signs import Sign
 from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.lifecycle.departures import Reason
 from inference.devices.device import Reading
+from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
-from inference.helpers.helper_client import HelperError
 from inference.protocol import DeviceState, ModelState
+from inference.workers.helper_client import HelperError
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor

@@ -11,7 +11,7 @@ import pytest
 from inference.authority.events import Progressed
 from inference.authority.views import model_status
 from inference.protocol import ModelState, ModelStatus
-from inference.workers.worker_link import Heartbeat
+from inference.worker_link import Heartbeat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 

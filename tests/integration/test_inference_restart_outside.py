@@ -13,7 +13,7 @@ import pytest
 
 from headgate.shared.errors import Exit
 from headgate.shared.state import StateDir
-from inference.accelerator_memory import NAME, Circumstances, OutOfReachError, Unreached
+from inference.devices.accelerator_memory import NAME, Circumstances, OutOfReachError, Unreached
 from tests.rigs.processes import Service, inference_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,12 +16,12 @@ from headgate.shared.state import StateDir
 from inference.app import Service
 from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.handlers.running.oom_ladder import EASE_SECONDS
-from inference.authority.placement.headroom import HALF_LIFE_SECONDS
 from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.reduction import REST_SECONDS
 from inference.authority.views.gauges import cooldown_seconds
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.estimate.headroom import HALF_LIFE_SECONDS
 from inference.estimate.headrooms import Headrooms
 from inference.protocol import Code, ModelState
 from inference.workers.hang_detection import HangTimeouts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.tiny_gguf import generative

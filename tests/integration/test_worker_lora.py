@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from inference import worker_link
 from inference.protocol import ExitCause
-from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 

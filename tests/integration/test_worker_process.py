@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import is_alive, wait_until
 from tests.rigs.worker_rig import CPU, WorkerRig, grant_for

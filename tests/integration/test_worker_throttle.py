@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.processes import wait_until

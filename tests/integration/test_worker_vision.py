@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from inference import worker_link
 from inference.protocol import ExitCause
-from inference.workers import worker_link
 from tests.rigs import tiny_gguf, tiny_projector
 from tests.rigs.worker_rig import WorkerRig, grant_for
 

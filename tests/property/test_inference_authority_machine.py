@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from inference.authority import events
-from inference.authority.device_health.signs import Sign
 from inference.authority.lifecycle.departures import Action, Reason
+from inference.devices.signs import Sign
 from inference.protocol import ExitCause, ModelState, Priority
 from tests.rigs.authority_world import GPUS, MIB, World, configuration
 

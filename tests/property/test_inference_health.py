@@ -19,7 +19,7 @@ from inference.authority.device_health.health import (
     Tried,
     step,
 )
-from inference.authority.device_health.signs import Sign
+from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 
 DRAIN_SECONDS = 30.0

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.authority.placement.layers import Layers, Sizes
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.stage import EVICTABLE, Stage
 from inference.estimate.header_formula import Parameters
+from inference.estimate.layers import Layers, Sizes
 
 pytestmark = pytest.mark.unmeasured
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.authority.lifecycle.departures import Reason
-from inference.devices.checkpoint_support import Trouble
+from inference.devices.checkpoint.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start, services

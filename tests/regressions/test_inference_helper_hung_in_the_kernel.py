@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from inference.helpers import helper_client
-from inference.helpers.helper_client import HelperError, ServingHelper
+from inference.workers import helper_client
+from inference.workers.helper_client import HelperError, ServingHelper
 
 
 class Unkillable:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import uvloop
 
-from inference.helpers import helper_client
-from inference.helpers.helper_client import HelperError, ServingHelper, run_helper
+from inference.workers import helper_client
+from inference.workers.helper_client import HelperError, ServingHelper, run_helper
 
 
 @pytest.fixture(autouse=True)

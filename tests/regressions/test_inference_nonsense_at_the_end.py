@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inference.workers import worker_link
+from inference import worker_link
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from inference.environment_settings import InferenceSettings
 from inference.errors import ModelFailed
 from inference.estimate import estimator
 from inference.estimate.estimator import Estimator
-from inference.estimate.file_stamp import NO_FILE, changed, fingerprint, parts_of
+from inference.file_stamp import NO_FILE, changed, fingerprint, parts_of
 from inference.protocol import ModelState
 from inference.settings import ModelEntry, _spec
 from tests.rigs.authority_rig import FakeEstimator, Start, empty, services

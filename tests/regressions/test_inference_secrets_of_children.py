@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.helpers.child_environment import child_environment
-from inference.helpers.helper_client import run_helper
+from inference.workers.child_environment import child_environment
+from inference.workers.helper_client import run_helper
 from tests.rigs.authority_rig import services
 
 SECRETS = {

@@ -16,7 +16,7 @@ from headgate.shared import child_process
 from inference import helper
 from inference.devices.simgpu import rpc_server
 from inference.worker import service
-from inference.workers.worker_link import LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
+from inference.worker_link import LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
 
 _ABORTS = "import os; from headgate.shared import child_process; child_process.disable_core_dumps(); os.abort()"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.devices.checkpoint_support import SimulatorsCarrier
+from inference.devices.checkpoint.checkpoint_support import SimulatorsCarrier
 from inference.devices.simgpu.backing import ServerEndedError, Servers
 from tests.rigs.processes import children_of, command_of
 from tests.rigs.sim_devices import SimDevices
@@ -48,7 +48,7 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
         endpoint = devices.status()["endpoint"]
         stopped: list[int] = []
         subject = subprocess.Popen(
-            [sys.executable, "-m", "inference.devices.checkpoint_subject", endpoint],
+            [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_subject", endpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

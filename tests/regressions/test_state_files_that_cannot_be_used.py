@@ -16,11 +16,11 @@ from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import MachineLock, StateDir
 from headgate.shared.state_files import load_state_file, read_regular, write_atomic
-from inference.accelerator_memory import Circumstances, Unreached
+from inference.devices.accelerator_memory import Circumstances, Unreached
+from inference.devices.build_check import BuildCheck
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.estimate.overheads import Overheads
-from inference.helpers.build_check import BuildCheck
 from inference.workers import orphans
 from inference.workers.crash_records import CrashStore
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference.worker.service import longer
-from inference.workers.worker_link import Heartbeat
+from inference.worker_link import Heartbeat
 
 BUSY = Heartbeat(step_seconds=0.01, step_tokens=4, active=2, queued=1, prompt_tokens=7, generated_tokens=9)
 

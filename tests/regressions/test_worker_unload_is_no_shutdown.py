@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for

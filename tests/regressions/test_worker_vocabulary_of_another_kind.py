@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.fuzz.test_damaged_headers import CORPUS
 from tests.rigs.worker_rig import WorkerRig, grant_for
 

@@ -17,12 +17,12 @@ import pytest
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
-from inference.authority.device_health.signs import Sign
 from inference.authority.placement.ledger import Phase
-from inference.devices.checkpoint_support import Carrier
+from inference.devices.checkpoint.checkpoint_support import Carrier
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
+from inference.devices.signs import Sign
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from tests.rigs.fake_clock import FakeClock

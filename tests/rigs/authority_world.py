@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from inference.authority import effects, events
-from inference.authority.device_health.signs import Sign
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
 from inference.authority.placement.ledger import Phase
@@ -21,14 +20,15 @@ from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.state import ModelRecord, Purpose, State, TimerKind
 from inference.authority.step import step
 from inference.devices.device import Reading
+from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
 from inference.errors import InferenceError, ModelFailed, Shortage
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause, ModelState
 from inference.settings import InferenceConfig, ModelEntry, ModelSpec, _spec
+from inference.worker_link import Buffer, Hold, Offloaded, Ready
 from inference.workers.worker_exit import WorkerExit
-from inference.workers.worker_link import Buffer, Hold, Offloaded, Ready
 
 MIB = 2**20
 GPUS = ("gpu-0", "gpu-1")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.state import StateDir
+from inference import worker_link
 from inference.devices.device import Reading
+from inference.devices.device_pinning import environment_of, grants_of
 from inference.devices.host import CPU, CpuProbe
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment_settings import InferenceSettings
 from inference.estimate.estimator import Estimate, Estimator
 from inference.settings import ModelEntry, ModelSpec, _spec
-from inference.workers import worker_link
-from inference.workers.device_pinning import environment_of, grants_of
 from tests.rigs.tiny_families import Form, path
 from tests.rigs.worker_rig import WorkerRig
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.workers import worker_link
+from inference import worker_link
 
 
 async def main() -> None:

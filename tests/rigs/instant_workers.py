@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from inference import worker_link
 from inference.authority.clock import Clock
 from inference.protocol import ExitCause
-from inference.workers import worker_link
 from inference.workers.worker_exit import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20

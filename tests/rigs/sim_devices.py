@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.devices.simgpu.control import Control
-from inference.workers.worker_link import DeviceGrant
+from inference.worker_link import DeviceGrant
 
 
 class SimDevices:

@@ -13,11 +13,11 @@ from typing import Any
 
 from inference import app
 from inference.__main__ import main
-from inference.authority.device_health.signs import Sign
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
-from inference.helpers.helper_client import HelperError
+from inference.devices.signs import Sign
+from inference.workers.helper_client import HelperError
 
 
 class Unreachable:

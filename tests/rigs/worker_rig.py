@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inference.workers import worker_link
+from inference import worker_link
 from tests.rigs.processes import private_env
 
 M = TypeVar("M", bound=worker_link.Message)

@@ -13,8 +13,8 @@ import pytest
 from headgate.machine import Build
 from headgate.shared.errors import Exit
 from headgate.shared.state import StateDir
-from inference.helpers.build_check import BrokenBuildError, BuildCheck
-from inference.helpers.helper_client import HelperError
+from inference.devices.build_check import BrokenBuildError, BuildCheck
+from inference.workers.helper_client import HelperError
 
 CRASHED = HelperError("the proof helper ended with signal SIGILL", status=-4)
 LATE = HelperError("the proof helper did not answer within 30 s")

@@ -13,7 +13,7 @@ from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory
 from inference.devices.nvml_reader import canonical_pci
 from inference.environment_settings import InferenceSettings
-from inference.helpers.helper_client import HelperError
+from inference.workers.helper_client import HelperError
 
 GIB = 2**30
 

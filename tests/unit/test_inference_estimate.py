@@ -12,7 +12,7 @@ import pytest
 from inference.estimate import estimate_job
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula, formula_on, plausible
-from inference.helpers.helper_client import run_helper
+from inference.workers.helper_client import run_helper
 from tests.rigs import tiny_gguf, tiny_projector
 
 LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)

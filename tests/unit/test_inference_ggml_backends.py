@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference.devices import ggml_backends
 from inference.devices.simgpu import rpc_server
+from inference.worker import ggml_backends
 from inference.worker.llama import ggml_library
 
 LIB = Path("/site-packages/llama_cpp/lib")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from inference.worker_link import Heartbeat
 from inference.workers.hang_detection import (
     TICK_SECONDS,
     HangTimeouts,
@@ -14,7 +15,6 @@ from inference.workers.hang_detection import (
     WorkerVitals,
     without_pauses,
 )
-from inference.workers.worker_link import Heartbeat
 
 TIMEOUTS = HangTimeouts(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
 NEW = WorkerVitals(greeted=False, ready=False, age_seconds=4, silent_seconds=4)

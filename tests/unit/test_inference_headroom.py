@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from headgate.shared.state import StateDir
 from inference import settings
-from inference.authority.placement.headroom import (
+from inference.devices.device import Reading
+from inference.estimate.estimator import Estimate
+from inference.estimate.header_formula import Parts
+from inference.estimate.headroom import (
     ENOUGH_GOOD,
     HALF_LIFE_SECONDS,
     LEAST_BYTES,
@@ -23,9 +26,6 @@ from inference.authority.placement.headroom import (
     grown,
     proven,
 )
-from inference.devices.device import Reading
-from inference.estimate.estimator import Estimate
-from inference.estimate.header_formula import Parts
 from inference.estimate.headrooms import Headrooms
 from inference.settings import ModelSpec
 

@@ -25,7 +25,7 @@ from inference.authority.device_health.health import (
     pause,
     step,
 )
-from inference.authority.device_health.signs import Sign
+from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 from inference.tools.state_diagrams import DOCUMENT, HEALTH_BEGIN, HEALTH_END, rewritten
 

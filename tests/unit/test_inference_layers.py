@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inference.authority.placement.fix import smaller
-from inference.authority.placement.layers import Layers, Sizes, layers_of
 from inference.estimate.estimate_job import LayerTrace
 from inference.estimate.header_formula import Facts, Parameters, Parts
+from inference.estimate.layers import Layers, Sizes, layers_of
 
 SIZES = (Sizes(100, 40), Sizes(100, 40), Sizes(100, 20, False), Sizes(100, 0))
 ALL = Parameters(1024, 2, gpu_layers=-1)

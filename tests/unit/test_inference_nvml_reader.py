@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from inference.authority.device_health.signs import Sign
 from inference.devices.nvml_reader import NvmlReader
 from inference.devices.reopen_policy import BEYOND_AFTER
-from inference.helpers.helper_client import HelperError, ServingHelper
+from inference.devices.signs import Sign
+from inference.workers.helper_client import HelperError, ServingHelper
 
 ONE, TWO = "0:1:0.0", "0:41:0.0"
 

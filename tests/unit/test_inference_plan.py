@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from inference.authority.placement.layers import Layers, Sizes
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import (
     Allocation,
@@ -25,6 +24,7 @@ from inference.authority.placement.plan import (
 )
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
+from inference.estimate.layers import Layers, Sizes
 
 NOW = 1000.0
 DEFAULT = Policy(NOW)

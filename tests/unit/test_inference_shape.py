@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from inference.shape import fields_of, shape_of
+from inference.api.request_shape import fields_of, shape_of
 
 
 def test_a_shape_counts_and_never_quotes() -> None:

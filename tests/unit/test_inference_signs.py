@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from inference.authority.device_health import signs
-from inference.authority.device_health.signs import Sign, sign_of_action, sign_of_nvml, sign_of_xid, worst, xid_words
+from inference.devices import signs
+from inference.devices.signs import Sign, sign_of_action, sign_of_nvml, sign_of_xid, worst, xid_words
 
 
 def test_the_worst_of_several_is_the_one_that_counts() -> None:

@@ -12,7 +12,7 @@ import pytest
 from inference.devices import compute_trial as devices_trial
 from inference.devices import compute_trial_job
 from inference.devices.device import Reading
-from inference.helpers.helper_client import HelperError
+from inference.workers.helper_client import HelperError
 
 
 class PaperLibrary:

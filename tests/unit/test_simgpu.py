@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from inference.devices.simgpu.aside import PIECE_BYTES, Aside, AsideError
-from inference.devices.simgpu.device_spec import parse_choice
 from inference.devices.simgpu.faults import COMMANDS, Order, parse
 from inference.devices.simgpu.rpc_wire import Command, Conversation, WireError, reply, request
+from inference.environment_settings import parse_choice
 
 MIB = 2**20
 

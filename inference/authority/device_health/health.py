@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from inference.authority.device_health.signs import Sign
+from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 
 FIRST_LOOK_SECONDS = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from inference.authority.placement.layers import Layers
+from inference.estimate.layers import Layers
 
 CONTEXT_STEP = 256
 LEAST_CONTEXT = 512

@@ -17,11 +17,11 @@ from typing import Any
 
 from headgate.shared.units import format_bytes
 from inference.authority.placement.fix import nearest_fix
-from inference.authority.placement.layers import Layers
 from inference.authority.placement.ledger import Lack, Ledger
 from inference.authority.placement.spread import Spread, fits, split_free, split_full
 from inference.authority.placement.stage import EVICTABLE, Held, Policy, Scene, Stage, Standing
 from inference.authority.placement.victims import cheapest, least_cost
+from inference.estimate.layers import Layers
 
 __all__ = (
     "Allocation", "Held", "Option", "Placement", "Policy", "Refusal", "Request", "Result", "Scene", "Standing", "plan",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from inference.authority.placement.layers import HOST, Layers
 from inference.authority.placement.split import divide, fewest
 from inference.authority.placement.stage import EVICTABLE, Held, Policy, Stage, Standing
 from inference.authority.placement.victims import cheapest_where
+from inference.estimate.layers import HOST, Layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headgate.shared.units import format_bytes
-from inference.authority.placement.layers import HOST
 from inference.authority.placement.ledger import Ledger
+from inference.estimate.layers import HOST
 
 WARM_SCALE = 1e-12
 """Of what a warm model would cost if it were loaded."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference.devices.device import HIDDEN
-from inference.helpers.child_environment import child_environment
+from inference.workers.child_environment import child_environment
 
 START_SECONDS = 30.0
 MOST_SPARES = 2

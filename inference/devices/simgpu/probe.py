@@ -20,13 +20,13 @@ from typing import Any
 
 from headgate.bootstrap import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
-from inference.authority.device_health.signs import Sign
 from inference.devices.compute_trial import trial
 from inference.devices.device import HIDDEN, Reading
 from inference.devices.reopen_policy import Reopening
+from inference.devices.signs import Sign
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.devices.simgpu.rpc_server import package
-from inference.helpers.child_environment import child_environment
+from inference.workers.child_environment import child_environment
 
 log = logging.getLogger(__name__)
 

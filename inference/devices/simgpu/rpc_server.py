@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared import child_process
-from inference.devices import ggml_backends
 from inference.devices.simgpu.aside import Aside, AsideError
+from inference.worker import ggml_backends
 
 LISTEN_SECONDS = 20.0
 THREADS = 1

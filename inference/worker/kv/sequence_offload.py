@@ -23,7 +23,7 @@ from inference.worker import llama
 from inference.worker.kv.saved_sequences import Retained, chosen, differing
 from inference.worker.llama import sequence_state
 from inference.worker.llama.binding import lib
-from inference.workers.worker_link import Grant
+from inference.worker_link import Grant
 
 log = logging.getLogger("headgate.worker.offload")
 

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.devices import ggml_backends
 from inference.protocol import ExitCause
+from inference.worker import ggml_backends
 from inference.worker.worker_errors import LoadError
-from inference.workers.worker_link import DeviceGrant
+from inference.worker_link import DeviceGrant
 
 DEVICE_TYPE_CPU = 0
 CONNECT_SECONDS = 5.0

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 
-from inference.workers.worker_link import Buffer
+from inference.worker_link import Buffer
 
 KEPT_LINES = 50
 MOST_LINE_CHARS = 4096

@@ -9,7 +9,7 @@ from typing import Any
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
-from inference.workers.worker_link import Grant
+from inference.worker_link import Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 SCORING_OUTPUTS = 16

@@ -49,8 +49,8 @@ from inference.errors import (
     ModelNotFound,
     ShuttingDown,
 )
-from inference.estimate.file_stamp import changed
 from inference.estimate.model_estimate import Estimate
+from inference.file_stamp import changed
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from inference.authority.device_health.health import USABLE, Case
-from inference.authority.device_health.signs import Sign
 from inference.authority.draft import Draft
 from inference.authority.effects import ReadDevices
 from inference.authority.placement.ledger import Account, Balance
@@ -14,6 +13,7 @@ from inference.authority.placement.stage import Policy
 from inference.authority.state import State
 from inference.devices.device import Reading
 from inference.devices.host import CPU
+from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState
 from inference.settings import ModelSpec

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for
-from inference.authority.placement.layers import layers_of
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
 from inference.authority.state import State, WorkerRecord
 from inference.devices.device import Reading
+from inference.devices.device_pinning import grants_of
 from inference.devices.host import CPU
 from inference.environment_settings import InferenceSettings
 from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
+from inference.estimate.layers import layers_of
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
-from inference.workers.device_pinning import grants_of
-from inference.workers.worker_link import Grant, Ready
+from inference.worker_link import Grant, Ready
 
 ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.authority.device_health.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
-from inference.authority.device_health.signs import Sign
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, RestartService, TryDevice
 from inference.authority.handlers.queries import device_view
@@ -16,6 +15,7 @@ from inference.authority.lifecycle.transitions import Event
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
 from inference.authority.warm.retention import Mechanism
 from inference.devices.host import CPU
+from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.workers.worker_exit import WorkerExit

@@ -11,7 +11,7 @@ from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request
 from inference.authority.state import ModelRecord, State, WorkerRecord
 from inference.authority.warm.retention import HOST, Leaver, Mechanism, Warm, kept_of
-from inference.estimate.file_stamp import parts_of
+from inference.file_stamp import parts_of
 from inference.protocol import ModelState
 
 CPU_OVERHEAD_BYTES = 64 * 2**20

@@ -7,7 +7,7 @@ from inference.authority.effects import LookAtFiles
 from inference.authority.events import FilesSeen
 from inference.authority.lifecycle.transitions import Backoff
 from inference.authority.quarantine.docket import Docket
-from inference.estimate.file_stamp import Fingerprint, changed
+from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 
 FILES_SECONDS = 5.0

@@ -35,9 +35,9 @@ from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.state import Kept, ModelRecord, SuspendedDevice, TimerKind, WorkerRecord, placement_key
 from inference.authority.warm.retention import HOST, Mechanism, displaced
 from inference.devices.device import HIDDEN
+from inference.devices.device_pinning import environment_of
 from inference.protocol import ModelState
-from inference.workers.device_pinning import environment_of
-from inference.workers.worker_link import Hold, Offloaded
+from inference.worker_link import Hold, Offloaded
 
 ROOM_SECONDS = 5.0
 """How long a model that can be kept waits for those that are dropped for it."""

@@ -33,17 +33,17 @@ from inference.authority.handlers.running import (
 from inference.authority.handlers.running.memory_return import give_back
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError, Phase
+from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
 from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPICIOUS, Crash
 from inference.authority.state import ModelRecord, State, TimerKind, WorkerRecord, placement_key
 from inference.authority.warm.retention import Mechanism
+from inference.devices.device_pinning import environment_of
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
-from inference.estimate.file_stamp import Fingerprint, changed
-from inference.estimate.observed_overhead import Before
+from inference.file_stamp import Fingerprint, changed
 from inference.protocol import ExitCause, ModelState
-from inference.workers.device_pinning import environment_of
+from inference.worker_link import Heartbeat
 from inference.workers.worker_exit import WorkerExit
-from inference.workers.worker_link import Heartbeat
 
 RETRY_REPLACED_SECONDS = 1.0
 """Until a load is worth another try whose files changed meanwhile."""

@@ -1,6 +1,6 @@
 """Checks that llama.cpp computes on this CPU: at a start after a change, and after a crash at a worker's first step.
 
-The check runs in a helper (`inference/helpers/build_proof_job.py`). A record in the state directory, or that of the
+The check runs in a helper (`inference/devices/build_proof_job.py`). A record in the state directory, or that of the
 set-up in the virtual environment, contains the CPU, libraries and folder for which it passed; a start with the same
 ones does not check. A build that fails while the service runs is recorded and checked at every start.
 """
@@ -21,7 +21,7 @@ from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.simgpu.rpc_server import package
-from inference.helpers.helper_client import HelperError, run_helper
+from inference.workers.helper_client import HelperError, run_helper
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.helpers import NOTICE
-from inference.helpers.child_environment import child_environment
+from inference.workers.child_environment import NOTICE, child_environment
 
 MOST_ANSWER_BYTES = 16 * 2**20
 MOST_OUTPUT_BYTES = 16 * 2**10

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from headgate.shared import child_process
 
+NOTICE = b"!\n"
+"""A line from a serving helper between two answers: its next answer has something new."""
 _SECRET_NAME = re.compile(
     r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|_PASS|_PWD|_AUTH|_DSN)$|SECRET", re.IGNORECASE
 )

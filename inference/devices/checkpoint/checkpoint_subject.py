@@ -1,7 +1,7 @@
 """The process that is suspended by the test of checkpoints: it puts data on a device and verifies it later.
 
-`python -m inference.devices.checkpoint_subject [ENDPOINT]` uses the first NVIDIA GPU, or the simulated device at
-ENDPOINT. It writes `ready` to stdout and, after a line on stdin, `whole` or an error.
+`python -m inference.devices.checkpoint.checkpoint_subject [ENDPOINT]` uses the first NVIDIA GPU, or the simulated
+device at ENDPOINT. It writes `ready` to stdout and, after a line on stdin, `whole` or an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from headgate.shared import child_process
-from inference.devices.cuda_driver import Driver, DriverError
+from inference.devices.checkpoint.cuda_driver import Driver, DriverError
 from inference.devices.simgpu.rpc_server import library, rpc_library
 
 COUNT_BYTES = 32 * 2**20

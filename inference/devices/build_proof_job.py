@@ -224,7 +224,7 @@ def _check_model() -> str:
     from inference.worker import llama
     from inference.worker.loading import open_context
     from inference.worker.worker_errors import LoadError
-    from inference.workers.worker_link import DeviceGrant, Grant
+    from inference.worker_link import DeviceGrant, Grant
 
     grant = Grant(
         "demo", str(bundled_path("demo")), (DeviceGrant("cpu", "cpu"),), gpu_layers=0, context_length=128, parallel=2

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from inference.devices.device import Reading
 from inference.devices.host import CPU
-from inference.workers.worker_link import DeviceGrant
+from inference.worker_link import DeviceGrant
 
 _NUMBERED = re.compile(r"(\D+)0")
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared import child_process
-from inference.devices.cuda_driver import Driver, DriverError, LockArgs
+from inference.devices.checkpoint.cuda_driver import Driver, DriverError, LockArgs
 from inference.devices.simgpu.control import Control, SimulatorError
-from inference.helpers.helper_client import HelperError, run_helper
+from inference.workers.helper_client import HelperError, run_helper
 
 LOCK_SECONDS = 10.0
 """Time for running CUDA calls of the process to end. It is idle, so there are few."""
@@ -76,7 +76,7 @@ def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
         carry = functools.partial(_in_simulator, simulator)
     arguments = () if simulator is None else (simulator["endpoint"],)
     subject = subprocess.Popen(
-        [sys.executable, "-m", "inference.devices.checkpoint_subject", *arguments],
+        [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_subject", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

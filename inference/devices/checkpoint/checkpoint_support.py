@@ -1,7 +1,7 @@
 """Suspends and resumes processes on the devices that support it.
 
 On NVIDIA GPUs a helper calls the driver; on simulated devices the simulator does it. Both are tested with a process
-that verifies its data on the device (`inference.devices.checkpoint_job`).
+that verifies its data on the device (`inference.devices.checkpoint.checkpoint_job`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from inference.devices.device import Reading
 from inference.devices.simgpu.control import SimulatorError, send_command
-from inference.helpers.helper_client import HelperError, run_helper
+from inference.workers.helper_client import HelperError, run_helper
 
 TEST_SECONDS = 60.0
 """Timeout of a complete test: three processes start, and a driver can need seconds for its first context."""

@@ -1,0 +1,1 @@
+"""Suspends processes with their device memory for the warm pool, and resumes them."""
