@@ -187,7 +187,7 @@ def test_kill_leaves_nothing(tmp_path: Path) -> None:
 
 PARENT = """
 import os, socket, subprocess, sys, time
-from inference.workers import worker_link as link
+from inference import worker_link as link
 listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[1]); listener.listen()
 ours, theirs = socket.socketpair()
 env = {**os.environ, link.LINK_FD_ENV: str(theirs.fileno()), link.SOCKET_FD_ENV: str(listener.fileno()),

@@ -1,4 +1,4 @@
-"""A worker that was told to leave said `shutting_down`, which closed the gateway's door for all other models too."""
+"""Requests that an unload ends are told to retry."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def livez(rig: WorkerRig) -> bytes:
         return connection.getresponse().read()
 
 
-def test_requests_cut_by_an_unload_say_that_the_model_loads(tmp_path: Path) -> None:
-    """In a status with Retry-After and in an error frame, which has no headers, alike."""
+def test_requests_ended_by_an_unload_get_model_loading_with_retry_after(tmp_path: Path) -> None:
+    """As a status with a header and as an error frame, which has no headers."""
     answers: list[tuple[int, str | None, dict[str, object]]] = []
 
     def whole(rig: WorkerRig) -> None:
@@ -37,9 +37,9 @@ def test_requests_cut_by_an_unload_say_that_the_model_loads(tmp_path: Path) -> N
         next(frames)
         thread = threading.Thread(target=whole, args=(rig,))
         thread.start()
-        wait_until("both run", lambda: rig.fresh_beat().active == 2)
+        wait_until("both requests run", lambda: rig.fresh_beat().active == 2)
         rig.send(worker_link.Drain())
-        wait_until("it drains", lambda: b"draining" in livez(rig))
+        wait_until("the worker drains", lambda: b"draining" in livez(rig))
         whole(rig)
         rig.send(worker_link.Stop())
         framed = json.loads(list(frames)[-1].removeprefix(b"data: "))["error"]

@@ -1,4 +1,4 @@
-"""A long query was tokenized and held once per document: a body of 52 kB took 19 s of a thread and 92 MB."""
+"""Reranking tokenizes the query once and limits query times documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = "query: {query}\ndocument: {document} judge"
 
 @dataclass
 class Words:
-    """A token is a word with the white space before it, or where `glued` a letter that knows what came before it."""
+    """A token is a word with the white space before it; with `glued`, a letter that depends on the text before it."""
 
     has_words: bool = True
     glued: bool = False
@@ -49,7 +49,7 @@ def inputs(words: Words, documents: list[str], template: str | None = TEMPLATE) 
 DOCUMENTS = ["the mill", "a gate", "water"]
 
 
-def test_the_query_is_not_tokenized_for_every_document() -> None:
+def test_query_is_not_tokenized_for_every_document() -> None:
     few, many = Words(), Words()
     expected = [Words().tokenize(TEMPLATE.format(query=QUERY, document=text)) for text in DOCUMENTS]
     assert inputs(few, DOCUMENTS) == expected
@@ -66,15 +66,15 @@ def test_the_query_is_not_tokenized_for_every_document() -> None:
         (Words(), "{document} {query}"),
         (Words(), "{query} only"),
     ],
-    ids=["tokens depend on all before them", "no words", "no white space", "query last", "no document"],
+    ids=["tokens depend on earlier text", "no words", "no white space", "query last", "no document"],
 )
-def test_where_the_query_cannot_stand_alone_tokens_are_those_of_the_whole(words: Words, template: str) -> None:
+def test_query_that_cannot_be_tokenized_alone_is_tokenized_with_its_document(words: Words, template: str) -> None:
     whole = [template.format(query=QUERY, document=text) for text in DOCUMENTS]
     assert inputs(words, DOCUMENTS, template) == [Words(glued=words.glued).tokenize(text) for text in whole]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "pair"])
-def test_a_query_times_documents_that_is_too_much_is_refused_before_documents_are_read(template: str | None) -> None:
+def test_query_times_documents_beyond_the_limit_is_refused_before_documents_are_tokenized(template: str | None) -> None:
     words = Words()
     long = "word " * (MAX_TOKENS // MAX_DOCUMENTS + 1)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_a_query_times_documents_that_is_too_much_is_refused_before_documents_ar
     assert len(words.seen) == 1
 
 
-def test_documents_that_are_too_much_together_are_refused_at_the_first_that_is() -> None:
+def test_documents_beyond_the_limit_are_refused_at_the_first_excess() -> None:
     class Letters(Words):
         def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
             self.seen.append(text)
