@@ -9,7 +9,7 @@ import orjson
 
 from headgate.shared.amounts import format_duration
 from inference.authority.events import Acquitted, CrashReported
-from inference.authority.quarantine.docket import Crash, Standing
+from inference.authority.quarantine import Crash, Standing
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, PoisonRequest
 

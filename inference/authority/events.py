@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference.authority.lifecycle.departures import Action
-from inference.authority.quarantine.docket import Crash
+from inference.authority.quarantine import Crash
 from inference.authority.state import EstimateKey, Purpose
 from inference.devices.device import Reading
 from inference.errors import InferenceError, Shortage

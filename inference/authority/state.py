@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from inference.authority.device_health.health import Case
+from inference.authority.device_health import Case
 from inference.authority.lifecycle.departures import Departure, Eviction
 from inference.authority.lifecycle.retry_after import Pace
 from inference.authority.lifecycle.transitions import Backoff
@@ -27,9 +27,9 @@ from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.history import Sample
 from inference.authority.pressure.relief import Watch
-from inference.authority.quarantine.docket import Docket
-from inference.authority.warm.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
-from inference.authority.warm.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
+from inference.authority.quarantine import Docket
+from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
+from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from inference.authority.device_health import health
+from inference.authority import device_health
 from inference.authority.lifecycle.transitions import TABLE, Event
 from inference.protocol import DeviceState, ModelState
 
@@ -39,7 +39,7 @@ def health_diagram() -> str:
     """The table of a device's health as a Mermaid state diagram, each way with what is done on it."""
     ways = [
         f"    {at} --> {to}: {event}" + (f" ({', '.join(effects)})" if effects else "")
-        for (at, event), (to, effects) in health.TABLE.items()
+        for (at, event), (to, effects) in device_health.TABLE.items()
     ]
     return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {DeviceState.HEALTHY}", *ways, "```"])
 

@@ -16,7 +16,7 @@ import pytest
 
 from inference.app import HOT_PATHS, Service
 from inference.authority.events import CrashReported
-from inference.authority.quarantine.docket import Crash
+from inference.authority.quarantine import Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services

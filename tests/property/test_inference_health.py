@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.device_health.health import (
+from inference.authority.device_health import (
     AGAIN_SECONDS,
     LAST_LOOK_SECONDS,
     STOP_SECONDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Docket, Standing
+from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Docket, Standing
 from inference.protocol import ExitCause
 
 KEYS = st.sampled_from("abcdef")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.warm.retention import HOST, Leaver, Warm, copy_seconds, displaced, kept_of
+from inference.authority.retention import HOST, Leaver, Warm, copy_seconds, displaced, kept_of
 
 GIB = 2**30
 NOW = 1000.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.authority.events import CrashReported
-from inference.authority.quarantine.docket import MOST_IN_A_ROW, Crash
+from inference.authority.quarantine import MOST_IN_A_ROW, Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import services

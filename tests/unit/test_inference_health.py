@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from inference.authority.device_health.health import (
+from inference.authority.device_health import (
     AGAIN_SECONDS,
     DOUBT_SECONDS,
     LAST_LOOK_SECONDS,

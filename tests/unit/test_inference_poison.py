@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.authority.quarantine.docket import (
+from inference.authority.quarantine import (
     CONVICTED_SECONDS,
     MOST_CASES,
     MOST_IN_A_ROW,

@@ -8,7 +8,7 @@ import pytest
 
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Request, Standing, plan
-from inference.authority.warm.retention import HOST, Leaver, Warm, displaced, kept_of
+from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
 
 NOW = 10_000.0
 SIZE = 500

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from inference.authority.device_health.health import USABLE
+from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action

@@ -12,8 +12,8 @@ from inference.authority.handlers.running import departure, keeping, model_files
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.placement.stage import Standing
 from inference.authority.pressure.lowered_limits import Limits, surplus
+from inference.authority.retention import HOST
 from inference.authority.state import ModelRecord, State
-from inference.authority.warm.retention import HOST
 from inference.environment_settings import AT_START
 from inference.errors import ModelNotFound
 from inference.protocol import ModelState

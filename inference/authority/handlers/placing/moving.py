@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inference.authority.device_health.health import USABLE
+from inference.authority.device_health import USABLE
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, Refuse
 from inference.authority.events import Move, Wanted

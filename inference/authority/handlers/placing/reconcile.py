@@ -32,8 +32,8 @@ from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing
 from inference.authority.placement.turns import Decision, age_rank
+from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, TimerKind
-from inference.authority.warm.retention import Mechanism
 from inference.devices.host import CPU
 from inference.protocol import ModelState
 from inference.settings import ModelSpec

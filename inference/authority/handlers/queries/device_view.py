@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from inference.authority.device_health.health import USABLE, Case
+from inference.authority.device_health import USABLE, Case
 from inference.authority.draft import Draft
 from inference.authority.effects import ReadDevices
 from inference.authority.placement.ledger import Account, Balance

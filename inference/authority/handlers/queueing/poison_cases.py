@@ -6,7 +6,7 @@ from typing import Any
 
 from inference.authority.draft import Draft
 from inference.authority.events import Acquitted, CaseCleared, CrashReported
-from inference.authority.quarantine.docket import Standing
+from inference.authority.quarantine import Standing
 from inference.authority.state import State
 
 

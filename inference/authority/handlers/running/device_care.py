@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.authority.device_health.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
+from inference.authority.device_health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, RestartService, TryDevice
 from inference.authority.handlers.queries import device_view
@@ -12,8 +12,8 @@ from inference.authority.handlers.queries.questions import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
+from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
-from inference.authority.warm.retention import Mechanism
 from inference.devices.host import CPU
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError

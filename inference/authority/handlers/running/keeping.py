@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from inference.authority.device_health.health import USABLE
+from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request
+from inference.authority.retention import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.authority.state import ModelRecord, State, WorkerRecord
-from inference.authority.warm.retention import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.file_stamp import parts_of
 from inference.protocol import ModelState
 

@@ -6,7 +6,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import LookAtFiles
 from inference.authority.events import FilesSeen
 from inference.authority.lifecycle.transitions import Backoff
-from inference.authority.quarantine.docket import Docket
+from inference.authority.quarantine import Docket
 from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 

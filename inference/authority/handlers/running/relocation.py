@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.authority.device_health.health import USABLE
+from inference.authority.device_health import USABLE
 from inference.authority.draft import Draft
 from inference.authority.state import ModelRecord
 from inference.devices.device import Reading

@@ -32,8 +32,8 @@ from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError
 from inference.authority.placement.plan import Allocation, Placement, Result
+from inference.authority.retention import HOST, Mechanism, displaced
 from inference.authority.state import Kept, ModelRecord, SuspendedDevice, TimerKind, WorkerRecord, placement_key
-from inference.authority.warm.retention import HOST, Mechanism, displaced
 from inference.devices.device import HIDDEN
 from inference.devices.device_pinning import environment_of
 from inference.protocol import ModelState

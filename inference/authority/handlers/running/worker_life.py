@@ -35,9 +35,9 @@ from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
-from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPICIOUS, Crash
+from inference.authority.quarantine import MOST_IN_A_ROW, SUSPICIOUS, Crash
+from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, State, TimerKind, WorkerRecord, placement_key
-from inference.authority.warm.retention import Mechanism
 from inference.devices.device_pinning import environment_of
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
 from inference.file_stamp import Fingerprint, changed

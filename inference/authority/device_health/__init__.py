@@ -1,1 +1,0 @@
-"""States of a device and the evidence they follow from."""

@@ -1,1 +1,0 @@
-"""Which requests are suspected of ending their worker."""

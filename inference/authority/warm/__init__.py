@@ -1,1 +1,0 @@
-"""Which models are kept in host memory."""
