@@ -212,11 +212,13 @@ class _Server(uvicorn.Server):
 class _Stopping:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.watch: asyncio.Task[None] | None = None
         self.status = Exit.OK
 
     def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+        for task in (self.task, self.watch):
+            if task is not None:
+                task.cancel()
 
 
 def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[], None]) -> _Stopping:
@@ -254,7 +256,11 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         running.authority.quiesce(BrokenBuild())
         on_restart(why)
 
-    running.authority.on_restart = on_restart
+    async def watch() -> None:
+        await running.authority.reached(lambda state: state.restart_reason is not None)
+        on_restart(running.authority.state.restart_reason or "")
+
+    stopping.watch = asyncio.ensure_future(watch())
     running.build_check.broken = on_broken_build
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_stop, number.name)

@@ -36,9 +36,10 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.flow_control import Flow
 from inference.api.request_shape import Fields, fields_of, shape_of
 from inference.api.reruns import CrashedError, Rerun
+from inference.authority.leases import Lease, Ticket
 from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine import SUSPICIOUS, Crash
-from inference.authority.shell import Authority, Lease, Ticket
+from inference.authority.shell import Authority
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
 from inference.estimate import tokenize_client
 from inference.estimate.tokenize_client import Vocabulary

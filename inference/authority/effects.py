@@ -18,7 +18,7 @@ from inference.workers.worker_exit import WorkerExit
 # --- time, records, listeners ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Send `Tick` at this time of the loop's clock."""
+    """Send `Tick` at this time of the clock."""
 
     at: float
 
@@ -63,18 +63,6 @@ class RecordCrash:
     pid: int
     exit: WorkerExit
     leases: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The devices are known and the service can be asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartService:
-    """Only a new service can help."""
-
-    why: str
 
 
 # --- requests and commands -------------------------------------------------------------------------------------------
@@ -352,7 +340,7 @@ class LearnOverhead:
 
 
 Effect = (
-    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Started | RestartService | Grant | Fail | Answer
+    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer
     | Refuse | Observe | ReadDevices | TryDevice | RenewProbes | ProveSuspension | Spawn | SendOrder | StopWorker
     | KillWorker | LoseWorker | LimitWorker | ForgetPrefixes | SetThreads | FreeContext | Suspend | Resume | Connect
     | Disconnect | MeasureWorkers | TrimWorkers | Estimate | ReadFiles | LookAtFiles | CheckBuild | LearnShortage

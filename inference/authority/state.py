@@ -562,6 +562,8 @@ class State:
     revision: int = 0
     """counts changes that listeners see"""
     started: bool = False
+    restart_reason: str | None = None
+    """why only a restart of the service can help"""
     closing: bool = False
 
     @property

@@ -81,7 +81,7 @@ def skipped_release(service: str) -> None:
     """Every fifth request stays counted as in flight after its end."""
     if service != "inference":
         return
-    from inference.authority.shell import Lease
+    from inference.authority.leases import Lease
 
     turns = itertools.count(1)
     begin, release = Lease.__init__, Lease.release

@@ -208,12 +208,11 @@ async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) 
 async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> None:
     gpus = Ailing(1)
     service = await start({"a": {}}, gpus)
-    asked: list[str] = []
-    service.service.authority.on_restart = asked.append
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
     gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
-    await service.authority.reached(lambda: bool(asked))
-    assert asked == ["no new process reaches gpu-0 (no CUDA-capable device is detected)"]
+    await service.authority.reached(lambda: service.authority.state.restart_reason is not None)
+    reason = "no new process reaches gpu-0 (no CUDA-capable device is detected)"
+    assert service.authority.state.restart_reason == reason
 
 
 async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(start: Start) -> None:

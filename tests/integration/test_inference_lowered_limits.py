@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.leases import Lease
 from inference.authority.lifecycle.departures import Action, Reason
-from inference.authority.shell import Lease
 from inference.errors import MemoryLimitExceededError
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, reload, services
@@ -74,7 +74,7 @@ async def test_every_limit_that_is_lowered_holds_afterwards(
     estimator = FakeEstimator()
     estimator.sizes = {"a": 150, "b": 200}
     device = SharedDevice()
-    service = await start(models, accelerator=device, estimator=estimator)
+    service = await start(models, {"b": {"load_seconds": 1.0}}, accelerator=device, estimator=estimator)
     device.service = service
     for name in models:
         (await taken(service, name)).release(completed=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from inference.authority.leases import Lease
 from inference.authority.lifecycle.departures import Reason
-from inference.authority.shell import Lease
 from inference.protocol import ModelState, Priority
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.instant_workers import InstantSupervisor

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from inference.authority.effects import NotifyModels, WakeAt
+from inference.authority.clock import Clock
 from inference.errors import DeadlineExceeded
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import services
@@ -19,10 +19,10 @@ def test_timers_in_the_past_fire_under_the_loop_that_serves(tmp_path: Path, monk
         async with services(tmp_path, monkeypatch) as start:
             service = await start({"a": {}})
             authority, model = service.authority, service.authority.resolve("a")
-            for _ in range(3):
-                authority.perform(WakeAt(authority.now - 1.0))
-                authority.perform(NotifyModels(-1.0))
             service.estimator.gate = asyncio.Event()  # type: ignore[attr-defined]
+            rung = asyncio.Event()
+            Clock().call_at(authority.now - 1.0, rung.set)
+            await asyncio.wait_for(rung.wait(), 5)
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(authority.ask(model, seconds=0.0).wait(), 5)
             service.estimator.gate.set()  # type: ignore[attr-defined]

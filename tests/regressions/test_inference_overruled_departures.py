@@ -10,8 +10,8 @@ import pytest
 
 from inference import settings
 from inference.app import Service
+from inference.authority.leases import Lease, Ticket
 from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.shell import Lease, Ticket
 from inference.devices.host import CpuProbe
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, rewrite, services

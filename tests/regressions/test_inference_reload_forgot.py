@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from inference import settings
-from inference.authority.effects import NotifyModels
 from inference.devices.device import Reading
 from tests.rigs.authority_rig import FakeAccelerator, rewrite, services
 
@@ -25,7 +24,6 @@ async def test_a_removed_cold_model_is_told_to_listeners(tmp_path: Path, monkeyp
         authority = (await start({"a": {}, "b": {}})).authority
         listening = authority.bus.listen()
         assert b"snapshot" in await anext(listening)
-        authority.perform(NotifyModels())
         while b'"b"' not in (frame := await anext(listening)):
             assert b"event: model" in frame
         rewrite(tmp_path, {"a": {}})

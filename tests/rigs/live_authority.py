@@ -12,9 +12,10 @@ from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.running import oom_ladder
 from inference.authority.handlers.watching import advisor
+from inference.authority.leases import Lease, Ticket
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.pressure.levels import Level, Use
-from inference.authority.shell import Authority, Lease, Ticket
+from inference.authority.shell import Authority
 from inference.authority.state import State, WorkerRecord
 from inference.authority.views.figures import offloaded
 from inference.devices.device import Reading
@@ -46,7 +47,9 @@ class LiveWorker:
     @property
     def worker(self) -> WorkerProcess:
         """The process."""
-        return self._authority._workers[self.id].process  # noqa: SLF001, RUF100 - the rig's own seam
+        process = self._authority.process(self._last.model)
+        assert process is not None
+        return process
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.record, name)

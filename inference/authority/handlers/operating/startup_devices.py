@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
-from inference.authority.effects import ProveSuspension, Started
+from inference.authority.effects import ProveSuspension
 from inference.authority.events import DevicesFound, SuspensionTested
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import device_care
@@ -71,5 +71,4 @@ def _started(draft: Draft) -> None:
     draft.set(started=True, foreseen=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
     device_care.publish(draft)
-    draft.emit(Started())
     draft.plan()

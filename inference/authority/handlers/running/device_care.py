@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from inference.authority.device_health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.authority.draft import Draft
-from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, RestartService, TryDevice
+from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, TryDevice
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.questions import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
@@ -136,7 +136,7 @@ def _carry_out(draft: Draft, device: str, case: Case, effect: Effect) -> None:
         case Effect.LOOK:
             device_view.read(draft)
         case Effect.RESTART:
-            draft.emit(RestartService(f"no new process reaches {device} ({case.note})"))
+            draft.set(restart_reason=f"no new process reaches {device} ({case.note})")
         case Effect.WELCOME:
             draft.count("recoveries", "device")
             for name in sorted(draft.state.devices.homeless.get(device, ())):

@@ -1,0 +1,133 @@
+"""Tickets and leases: the wait of a request for a worker, and its right to use one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import aiohttp
+
+from inference.authority.handlers.queueing import expectations
+from inference.authority.runners.worker_runner import Worker
+from inference.authority.state import LeaseRecord, State
+from inference.errors import InferenceError
+from inference.protocol import Progress
+
+
+class Issuer(Protocol):
+    """Grants leases: the authority."""
+
+    @property
+    def state(self) -> State:
+        """The state at this moment."""
+        ...
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """The holder of a waiting ticket is gone."""
+        ...
+
+    def release(self, lease: Lease, *, completed: bool) -> None:
+        """A request has ended."""
+        ...
+
+
+class Lease:
+    """The right to send one request to a worker; `release` exactly once (later calls do nothing)."""
+
+    def __init__(self, authority: Issuer, record: LeaseRecord, worker: Worker, devices: tuple[str, ...]) -> None:
+        self.record = record
+        self.process = worker.process
+        self.devices = devices
+        """the devices that the worker computes on"""
+        self.shape: Callable[[], dict[str, Any]] = dict
+        """describes the request for a crash record"""
+        self._authority = authority
+        self._worker = worker
+        self._open = True
+        self._was_alone: bool | None = None
+
+    @property
+    def model(self) -> str:
+        """The id of its model."""
+        return self.record.model
+
+    @property
+    def alone(self) -> bool:
+        """Whether the worker has had no other request since this one came; after its end, whether that was so."""
+        if self._was_alone is not None:
+            return self._was_alone
+        worker = self._authority.state.workers.get(self.record.worker)
+        return worker is not None and worker.alone == self.record.id
+
+    def settle_alone(self) -> None:
+        """The worker has ended: `alone` stays what it is."""
+        self._was_alone = self.alone
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The HTTP client of the worker."""
+        assert self._worker.session is not None
+        return self._worker.session
+
+    def release(self, *, completed: bool = False) -> None:
+        """Ends it; `completed` says that the worker answered to the end."""
+        if self._open:
+            self._open = False
+            self._authority.release(self, completed=completed)
+
+
+class Ticket:
+    """A request for a lease. Use as a context manager: leaving it gives up the place or the lease, whichever it is."""
+
+    def __init__(self, authority: Issuer, id: int) -> None:
+        self.id = id
+        self._authority = authority
+        self._future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pending(self) -> bool:
+        """Whether it still waits."""
+        return not self._future.done()
+
+    def grant(self, lease: Lease) -> None:
+        """Ends the wait with a lease."""
+        if self._future.done():
+            lease.release()
+        else:
+            self._future.set_result(lease)
+
+    def fail(self, error: InferenceError) -> None:
+        """Ends the wait with `error`."""
+        if not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # the holder may have left without looking
+
+    def refusal(self) -> InferenceError | None:
+        """The error that ended the wait."""
+        error = self._future.exception() if self._future.done() and not self._future.cancelled() else None
+        return error if isinstance(error, InferenceError) else None
+
+    async def wait(self, seconds: float | None = None) -> Lease | None:
+        """The lease, or None when it is not there within `seconds`; raises the InferenceError that ended the wait."""
+        if not self._future.done():
+            await asyncio.wait({self._future}, timeout=seconds)
+        return self._future.result() if self._future.done() else None
+
+    def progress(self) -> Progress:
+        """What it waits for."""
+        return expectations.progress(self._authority.state, self.id)
+
+    def close(self) -> None:
+        """Gives up the place in the queue, or releases the lease."""
+        if not self._future.done():
+            self._future.cancel()
+            self._authority.withdraw(self)
+        elif not self._future.cancelled() and self._future.exception() is None:
+            self._future.result().release()
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Effects that take time, and the processes and tasks that perform them."""
