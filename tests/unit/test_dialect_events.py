@@ -439,7 +439,7 @@ def test_invalid_pieces_are_not_changed() -> None:
 def test_choice_with_an_invalid_index_is_malformed() -> None:
     choice = {"index": ["x"], "delta": {"tool_calls": [piece(0, "a", "f")]}}
     raw = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-    with pytest.raises(UpstreamError, match="no number"):
+    with pytest.raises(UpstreamError, match="not a number"):
         openai_events.step(openai_events.State(1), SseSplitter().feed(raw)[0])
 
 

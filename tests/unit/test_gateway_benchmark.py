@@ -1,4 +1,4 @@
-"""The gateway's benchmark: its bars, its raw samples, what its upstream says and what its generator makes of it."""
+"""The gateway benchmark: bars, raw samples, its upstream, its load generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inference.protocol import ModelStatus
 
 
 def _found() -> Results:
-    """Two rounds, of which the second ran on a machine half as fast."""
+    """Two rounds; the second one ran on a machine at half speed."""
     found = Results(versions={GATEWAY: "0"}, load=[1.0, 2.0])
     for number, slow in enumerate((1.0, 2.0)):
         for system, seconds in ((DIRECT, 0.0002), (GATEWAY, 0.0006), (PASS_THROUGH, 0.001)):
@@ -59,17 +59,17 @@ def test_bars_follow_from_samples() -> None:
     }
 
 
-def test_the_report_of_what_was_written_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_written_results_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = _found()
     found.write(tmp_path / "raw.json")
     gateway_report.show(found)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     gateway_report.show(Results.read(tmp_path / "raw.json"))
-    assert capsys.readouterr().out == said
-    assert "BAR added_p50" in said
+    assert capsys.readouterr().out == output
+    assert "BAR added_p50" in output
 
 
-def test_a_peer_that_was_not_measured_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_that_was_not_measured_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = _found()
     found.crowds = [one for one in found.crowds if one.system != "portkey"]
     gateway_report.show(found)
@@ -80,7 +80,7 @@ def _chat(service: Upstream, model: str, *, stream: bool) -> bytes:
     return asking.request(service.port, {"model": model, "messages": [], "stream": stream}, {})
 
 
-async def test_the_upstream_speaks_as_the_inference_service_does() -> None:
+async def test_upstream_has_the_protocol_of_the_inference_service() -> None:
     async with Upstream() as service:
         connection = await asking.Connection.open(service.port)
         streamed = asking.check(await connection.answer(_chat(service, upstream.AT_ONCE, stream=True)))
@@ -101,7 +101,7 @@ async def test_the_upstream_speaks_as_the_inference_service_does() -> None:
     assert {model.id for model in listed} >= {upstream.AT_ONCE, upstream.PACED}
 
 
-async def test_every_paced_stream_is_whole_and_a_departure_is_seen() -> None:
+async def test_paced_streams_are_complete_and_a_disconnect_is_noticed() -> None:
     left = asyncio.Event()
     async with Upstream(tokens=3) as service:
         service.on_left = left.set
@@ -115,19 +115,18 @@ async def test_every_paced_stream_is_whole_and_a_departure_is_seen() -> None:
         await left.wait()
 
 
-async def test_a_rush_stops_at_its_number_and_a_failure_ends_it() -> None:
+async def test_load_stops_at_its_number_of_requests_or_at_a_failure() -> None:
     async with Upstream() as service:
-        asked = _chat(service, upstream.AT_ONCE, stream=False)
-        rush = await asking.as_they_come(service.port, asked, 3, 60.0, most=20)
+        request = _chat(service, upstream.AT_ONCE, stream=False)
+        rush = await asking.as_they_come(service.port, request, 3, 60.0, most=20)
         assert 20 <= len(rush.whole) <= 23
-        spans = await asking.at_rate(service.port, asked, 1000, 0.01)
+        spans = await asking.at_rate(service.port, request, 1000, 0.01)
         assert len(spans.whole) == 10
         with pytest.raises(asking.FailedError, match="status 503"):
             await asking.as_they_come(service.port, _chat(service, upstream.BUSY, stream=False), 2, 60.0, most=5)
 
 
-def test_added_is_taken_within_rounds() -> None:
-    """A slow round of both is no slow gateway."""
+def test_added_latency_is_computed_within_rounds() -> None:
     found = Results()
     found.alone = [Alone(DIRECT, WHOLE, 0, [0.001], [0.001]), Alone(GATEWAY, WHOLE, 0, [0.0015], [0.0015])]
     found.alone += [replace(one, round=1, whole=[one.whole[0] + 1]) for one in found.alone]
@@ -136,22 +135,20 @@ def test_added_is_taken_within_rounds() -> None:
 
 
 def _looks(*busy: tuple[int, int]) -> list[tuple[float, float]]:
-    """Looks at each millisecond at a process that computes from and to those milliseconds."""
+    """Samples of each millisecond of a process that is busy in the given intervals."""
     return [(at / 1e3, sum(min(max(at - start, 0), end - start) for start, end in busy) / 1e3) for at in range(400)]
 
 
-def test_who_goes_on_computing_is_seen_until_it_stops() -> None:
+def test_busy_process_is_followed_until_it_stops() -> None:
     for ends in (20, 50, 121):
         assert departures.last_busy(_looks((0, ends))) == pytest.approx(ends / 1e3, abs=0.0011)
 
 
-def test_a_heartbeat_is_no_answer() -> None:
+def test_heartbeats_are_not_busy_time() -> None:
     beats = [(at, at + 1) for at in range(25, 400, 25)]
-
     assert departures.last_busy(_looks((0, 4), *beats)) <= 0.004 + departures.WINDOW_SECONDS
 
 
-def test_steps_with_rests_between_them_are_an_answer() -> None:
+def test_steps_with_pauses_are_busy_time() -> None:
     steps = [(at, at + 4) for at in range(0, 300, 10)]
-
     assert departures.last_busy(_looks(*steps)) == pytest.approx(0.294, abs=0.0011)

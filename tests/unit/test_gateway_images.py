@@ -1,4 +1,4 @@
-"""Which images may be fetched: by host, by form of the address, by what the name leads to."""
+"""Policy for images: allowed hosts, forms of addresses, public IP addresses, types of files."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _target(url: str, hosts: tuple[str, ...] = HOSTS) -> Target:
         ("https://weir.example:8443/x", Target("weir.example", 8443, "/x")),
     ],
 )
-def test_listed_hosts_are_fetched_from(url: str, target: Target) -> None:
+def test_listed_hosts_are_allowed(url: str, target: Target) -> None:
     assert _target(url) == target
     assert _target("https://anything.example/", ("*",)).host == "anything.example"
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("https://evil.example/mill.example", "images.hosts"),
         ("https://river.example/", "images.hosts"),
@@ -66,19 +66,19 @@ def test_listed_hosts_are_fetched_from(url: str, target: Target) -> None:
         ("https:///", "plain https"),
     ],
 )
-def test_everything_else_is_refused_by_the_field(url: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said) as caught:
+def test_other_addresses_are_rejected(url: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
         _target(url)
     assert (caught.value.status, caught.value.param) == (400, "messages[1].content[1].image_url.url")
 
 
-def test_numbers_are_no_names_even_where_every_host_is_listed() -> None:
+def test_ip_addresses_are_rejected_even_if_each_host_is_listed() -> None:
     for url in ("https://127.0.0.1/", "https://[::1]/", "https://169.254.169.254/latest", "https://1.1.1.1/"):
         with pytest.raises(RequestError):
             _target(url, ("*",))
 
 
-def test_without_hosts_nothing_is_fetched() -> None:
+def test_without_listed_hosts_all_addresses_are_rejected() -> None:
     with pytest.raises(RequestError, match="must be a data: URL; this gateway fetches nothing"):
         _target("https://mill.example/", ())
 
@@ -90,12 +90,12 @@ def test_without_hosts_nothing_is_fetched() -> None:
      "fe80::1%eth0", "fd00:ec2::254", "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1",
      "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001::1", "2001:db8::1", "localhost", ""],
 )  # fmt: skip
-def test_addresses_of_ones_own_are_not_public(address: str) -> None:
+def test_private_and_reserved_ip_addresses(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "93.184.215.14", "2606:4700:4700::1111"])
-def test_others_are(address: str) -> None:
+def test_public_ip_addresses(address: str) -> None:
     assert is_public(address)
 
 
@@ -107,11 +107,11 @@ def test_others_are(address: str) -> None:
         ("127.0.0.1", False), ("https://mill.example", False), ("mill.*", False), ("", False), ("*:443", False),
     ],
 )  # fmt: skip
-def test_what_a_list_of_hosts_may_hold(entry: str, is_one: bool) -> None:
+def test_entries_of_the_list_of_hosts(entry: str, is_one: bool) -> None:
     assert is_host_entry(entry) is is_one
 
 
-def test_images_that_came_with_the_request_are_left_alone() -> None:
+def test_only_addresses_are_remote_images_and_their_number_is_limited() -> None:
     body = _body("data:image/png;base64,AA==", "https://mill.example/b")
     assert remote_images(body) == (Remote(1, 2, "https://mill.example/b"),)
     with pytest.raises(RequestError, match="at most 16") as caught:
@@ -119,27 +119,24 @@ def test_images_that_came_with_the_request_are_left_alone() -> None:
     assert caught.value.param == "messages[1].content[17].image_url.url"
 
 
-def test_what_was_fetched_stands_where_its_address_stood() -> None:
+def test_downloaded_images_replace_their_addresses() -> None:
     body = _body("https://mill.example/a", "data:x", "https://mill.example/b")
     first, second = remote_images(body)
     changed = json_of(core.inlined(body, {first: "data:1", second: "data:2"}))
-    assert [part["image_url"]["url"] for part in changed["messages"][1]["content"][1:]] == [
-        "data:1",
-        "data:x",
-        "data:2",
-    ]
+    urls = [part["image_url"]["url"] for part in changed["messages"][1]["content"][1:]]
+    assert urls == ["data:1", "data:x", "data:2"]
     assert changed["messages"][1]["content"][1]["image_url"]["detail"] == "low"
-    assert remote_images(body) == (first, second), "the caller's own is not changed"
+    assert remote_images(body) == (first, second), "the original body is not changed"
 
 
 @pytest.mark.parametrize(
     ("content", "kind"),
     [(b"\x89PNG\r\n\x1a\n..", "png"), (b"\xff\xd8\xff\xe0", "jpeg"), (b"GIF89a", "gif"), (b"RIFF\n\n\n\nWEBP", "webp")],
 )
-def test_an_image_is_what_its_first_bytes_say(content: bytes, kind: str) -> None:
+def test_type_of_an_image_follows_from_its_first_bytes(content: bytes, kind: str) -> None:
     assert core.data_url(Remote(0, 0, ""), content).startswith(f"data:image/{kind};base64,")
 
 
-def test_what_is_no_image_is_refused() -> None:
+def test_other_files_are_rejected() -> None:
     with pytest.raises(RequestError, match="no PNG, JPEG, GIF or WebP"):
         core.data_url(Remote(0, 0, ""), b"<svg onload=...>")

@@ -1,4 +1,4 @@
-"""What a key may do in a minute and at a time: counted, refused with the true wait, charged for what was taken."""
+"""Rate limits of a key: requests and tokens per minute, concurrent requests, and the wait in a rejection."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def _entered(account: Account, limits: Limits, number: int, now: float) -> Accou
     return account
 
 
-def test_a_minutes_worth_may_come_at_once_and_the_next_waits_for_its_share() -> None:
+def test_requests_of_a_minute_may_be_a_burst() -> None:
     limits = Limits(requests_per_minute=2)
     account = _entered(_entered(FREE, limits, 1, 10.0), limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 20.0)
     assert refusal == Refusal(Which.REQUESTS, 2, pytest.approx(20.0))
-    assert [one.number for one in account.running] == [1, 2], "a refused request is not counted"
+    assert [one.number for one in account.running] == [1, 2], "a rejected request is not counted"
     assert core.enter(account, limits, 3, 40.0)[1] is None
 
 
-def test_places_at_a_time_come_free_when_requests_end() -> None:
+def test_concurrent_requests_are_limited() -> None:
     limits = Limits(concurrent=1)
     account = core.leave(_entered(FREE, limits, 1, 0.0), limits, 1, 0, 8.0)
     account = _entered(account, limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 13.0)
-    assert refusal == Refusal(Which.CONCURRENT, 1, pytest.approx(5.0)), "its like took 8 s, it runs 3"
+    assert refusal == Refusal(Which.CONCURRENT, 1, pytest.approx(5.0)), "the mean is 8 s, it has run for 3 s"
     assert core.enter(core.leave(account, limits, 2, 0, 14.0), limits, 3, 14.0)[1] is None
 
 
@@ -60,7 +60,7 @@ def test_unused_reserved_tokens_are_released() -> None:
     assert (refusal, account.tokens) == (None, 70)
 
 
-def test_a_request_beyond_the_whole_limit_starts_with_a_full_bucket_and_owes_the_rest() -> None:
+def test_request_larger_than_the_limit_starts_with_a_full_bucket() -> None:
     limits = Limits(tokens_per_minute=60)
     account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 5000, 0.0)
     assert refusal is None
@@ -71,7 +71,7 @@ def test_a_request_beyond_the_whole_limit_starts_with_a_full_bucket_and_owes_the
     assert core.standings(account, limits, 0.0) == (Standing(Which.TOKENS, 60, 0, pytest.approx(180.0)),)
 
 
-def test_tokens_that_lack_wait_for_a_request_that_lacks_too() -> None:
+def test_wait_for_tokens_includes_the_wait_for_requests() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=600)
     account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 600, 0.0)
     assert core.reserve(account, limits, 1, 10, 0.0)[1] == Refusal(Which.TOKENS, 600, pytest.approx(60.0))
@@ -86,25 +86,24 @@ def test_account_without_limits_keeps_only_running_requests() -> None:
     assert core.standings(account, Limits(concurrent=2), 7.0) == ()
 
 
-def test_the_mean_follows_and_strangers_change_nothing() -> None:
+def test_mean_duration_is_updated_by_known_requests_only() -> None:
     limits = Limits(concurrent=1)
     account = replace(FREE, mean_seconds=8.0, running=(Running(1, 0.0),))
     assert core.leave(account, limits, 1, 0, 16.0).mean_seconds == 9.0
     assert core.leave(account, limits, 7, 0, 0.0) == account
 
 
-def test_a_limit_that_changes_keeps_what_was_used() -> None:
+def test_changed_limit_keeps_the_used_amount() -> None:
     account = _entered(_entered(FREE, Limits(requests_per_minute=2), 1, 0.0), Limits(requests_per_minute=2), 2, 0.0)
     assert core.enter(account, Limits(requests_per_minute=3), 3, 0.0)[1] is None
-    assert core.enter(account, Limits(requests_per_minute=1), 3, 0.0)[1] == Refusal(
-        Which.REQUESTS, 1, pytest.approx(120.0)
-    )
+    _, refusal = core.enter(account, Limits(requests_per_minute=1), 3, 0.0)
+    assert refusal == Refusal(Which.REQUESTS, 1, pytest.approx(120.0))
 
 
-def test_an_account_is_idle_once_nothing_it_holds_limits_anything() -> None:
+def test_account_is_idle_when_nothing_is_limited_or_running() -> None:
     limits = Limits(requests_per_minute=60)
     account = _entered(FREE, limits, 1, 0.0)
-    assert not account.is_idle(limits, 30.0), "it runs"
+    assert not account.is_idle(limits, 30.0), "a request is running"
     account = core.leave(account, limits, 1, 0, 0.5)
     assert not account.is_idle(limits, 0.6)
     assert account.is_idle(limits, 2.0)
@@ -112,13 +111,13 @@ def test_an_account_is_idle_once_nothing_it_holds_limits_anything() -> None:
     assert (limits.is_any, core.NO_LIMITS.is_any) == (True, False)
 
 
-def test_a_clock_that_stands_still_gives_nothing() -> None:
+def test_clock_that_goes_back_refills_nothing() -> None:
     limits = Limits(requests_per_minute=1)
     account = _entered(FREE, limits, 1, 10.0)
     assert core.settled(account, limits, 9.0) == account
 
 
-def test_the_standing_is_what_is_left_and_when_all_is_back() -> None:
+def test_standing_has_the_remaining_amount_and_the_time_of_the_refill() -> None:
     limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
     account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 250, 0.0)
     assert core.standings(account, limits, 0.0) == (
@@ -134,27 +133,26 @@ def test_expected_end_has_a_minimum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [(0, "0s"), (0.0001, "1ms"), (0.12, "120ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (366.25, "6m6.25s")],
 )
-def test_duration_has_openais_format(seconds: float, said: str) -> None:
-    assert core.duration(seconds) == said
+def test_duration_has_openais_format(seconds: float, text: str) -> None:
+    assert core.duration(seconds) == text
 
 
-def test_the_usage_of_an_answer_is_found_and_no_text_passes_for_it() -> None:
+def test_usage_of_an_answer_is_not_confused_with_its_text() -> None:
     assert core.total_tokens(b'{"usage":{"prompt_tokens":3,"total_tokens": 7}}') == 7
     assert core.total_tokens(rb'{"text":"\"total_tokens\": 9","usage":{"total_tokens":7}}') == 7
     assert core.total_tokens(rb'{"text":"\"total_tokens\": 9"}') is None
 
 
-def test_a_prompt_is_estimated_by_its_text_its_ids_and_its_images() -> None:
+def test_prompt_tokens_are_estimated_from_text_ids_and_images() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
     message = {"role": "user", "content": [{"type": "text", "text": "x" * 400}, image]}
     names = len("musertextimage_url")
     assert core.prompt_tokens(decoded({"messages": [message]})) == -(-(400 + names) // 4) + core.IMAGE_TOKENS
-    assert core.prompt_tokens(decoded({"input": [[1, 2, 3], [4]]}, Endpoint.EMBEDDINGS)) == 4 + 1, (
-        "and the model's name"
-    )
+    ids = decoded({"input": [[1, 2, 3], [4]]}, Endpoint.EMBEDDINGS)
+    assert core.prompt_tokens(ids) == 4 + 1  # with the name of the model
     assert core.answer_tokens(decoded({}), None) == core.ANSWER_TOKENS
     assert core.answer_tokens(decoded({"n": 3}), 20) == 60
 
@@ -163,9 +161,7 @@ def test_a_prompt_is_estimated_by_its_text_its_ids_and_its_images() -> None:
     limit=st.integers(1, 50),
     arrivals=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 80), st.integers(0, 120)), max_size=40),
 )
-def test_no_stretch_holds_more_than_its_share_and_every_wait_is_true(
-    limit: int, arrivals: list[tuple[float, int, int]]
-) -> None:
+def test_limits_hold_in_each_interval_and_waits_are_exact(limit: int, arrivals: list[tuple[float, int, int]]) -> None:
     """Requests: never more than `limit * (1 + t / 60)` in t seconds. Tokens: a start only while nothing is owed."""
     limits = Limits(requests_per_minute=limit, tokens_per_minute=limit)
     account, now, starts = FREE, 0.0, []
@@ -173,14 +169,14 @@ def test_no_stretch_holds_more_than_its_share_and_every_wait_is_true(
         now += pause
         account, refusal = core.enter(account, limits, number, now)
         if refusal is not None:
-            assert core.enter(account, limits, number, now + refusal.wait)[1] is None, "the wait was true"
+            assert core.enter(account, limits, number, now + refusal.wait)[1] is None, "the wait is exact"
             continue
         starts.append(now)
         account, refusal = core.reserve(account, limits, number, wanted, now)
         if refusal is not None:
             later = now + refusal.wait
             assert core.reserve(account, limits, number, wanted, later)[1] is None
-            assert core.enter(account, limits, -1, later)[1] is None, "then a request may start too"
+            assert core.enter(account, limits, -1, later)[1] is None, "a request may start then"
         else:
             assert account.tokens <= limit + 1e-3
         account = core.leave(account, limits, number, taken if refusal is None else 0, now)

@@ -1,4 +1,4 @@
-"""Parts of chunks that are not what they should be count as absent; half an emoji is read and written."""
+"""Invalid parts of chunks are treated as absent; lone surrogates are read and written."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gateway.apis.openai.frames import Data, DeltaKind
 HALVES = ("\ud83d", "\ude00")
 
 
-def test_half_an_emoji_comes_and_goes_as_its_escape() -> None:
+def test_lone_surrogate_stays_an_escape() -> None:
     assert loads(b'{"a":"\\ud83d"}') == {"a": "\ud83d"}
     assert dumps({"a": "\ud83d"}) == b'{"a":"\\ud83d"}'
     assert loads(dumps({"a": "ü"})) == {"a": "ü"}
 
 
 @pytest.mark.parametrize("payload", [b"{", b"", b"[" * 100_000])
-def test_what_is_no_json_is_a_value_error(payload: bytes) -> None:
+def test_invalid_json_is_a_value_error(payload: bytes) -> None:
     with pytest.raises(ValueError):
         loads(payload)
 
 
 @pytest.mark.parametrize("odd", [None, 7, "a", ["a"], {"b": 1}])
-def test_odd_parts_are_absent(odd: Any) -> None:
+def test_parts_of_other_types_are_absent(odd: Any) -> None:
     holder = {"a": odd}
     assert text(holder, "a") == (odd if isinstance(odd, str) else "")
     assert mapping(holder, "a") == (odd if isinstance(odd, dict) else {})
@@ -37,16 +37,16 @@ def test_odd_parts_are_absent(odd: Any) -> None:
     assert objects({"a": [odd, {"c": 1}]}, "a")[-1] == {"c": 1}
 
 
-def _said(body: bytes) -> str:
+def _text(body: bytes) -> str:
     events = [json.loads(line.removeprefix("data: ")) for line in body.decode().splitlines() if line.startswith("data")]
     return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
 
 
-def test_an_emoji_in_two_chunks_reaches_anthropics_clients_and_who_waits_for_the_whole() -> None:
+def test_emoji_in_two_chunks_is_complete_in_streams_and_unary_answers() -> None:
     chunks = [_chunk({"content": half}) for half in HALVES] + [_chunk({}, "stop")]
     writer = MessageEvents(Bounds())
-    said = _said(writer.write([Data(chunk, DeltaKind.CONTENT) for chunk in chunks]) + writer.end())
-    assert said.encode("utf-16", "surrogatepass").decode("utf-16") == "😀"
+    streamed = _text(writer.write([Data(chunk, DeltaKind.CONTENT) for chunk in chunks]) + writer.end())
+    assert streamed.encode("utf-16", "surrogatepass").decode("utf-16") == "😀"
     assembly = Assembly()
     for chunk in chunks:
         assembly.add(loads(chunk))
@@ -55,7 +55,7 @@ def test_an_emoji_in_two_chunks_reaches_anthropics_clients_and_who_waits_for_the
 
 
 @pytest.mark.parametrize("delta", [7, {"content": ["a"]}, {"tool_calls": ["a"]}, {"tool_calls": [{"function": 7}]}])
-def test_no_odd_part_ends_a_message(delta: Any) -> None:
+def test_invalid_parts_do_not_end_a_message(delta: Any) -> None:
     writer = MessageEvents(Bounds())
     body = writer.write([Data(_chunk(delta), DeltaKind.CONTENT), Data(_chunk({}, "stop"), DeltaKind.FINISH)])
     assert (body + writer.end()).endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')

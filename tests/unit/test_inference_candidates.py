@@ -1,4 +1,4 @@
-"""Which devices a model may be planned for: its own, the service's choice, else any; never the CPU for a lost one."""
+"""Devices that a model may be planned for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GPUS = tuple(Reading(f"gpu-{number}", "cuda", "H200", 1000, 1000, 0) for number 
 HOST = Reading("cpu", "cpu", "EPYC", 1000, 1000, 0)
 
 
-def model(settings: InferenceSettings | None = None, **said: object) -> ModelSpec:
-    entry = ModelEntry.model_validate({"path": "/models/x.gguf", **said})
+def model(settings: InferenceSettings | None = None, **fields: object) -> ModelSpec:
+    entry = ModelEntry.model_validate({"path": "/models/x.gguf", **fields})
     return _spec("x", entry, settings or InferenceSettings())
 
 
@@ -25,14 +25,14 @@ def ids(spec: ModelSpec, *readings: Reading, settings: InferenceSettings | None 
     return [reading.id for reading in candidates(spec, readings, settings or InferenceSettings())]
 
 
-def test_its_own_choice_counts_before_the_services_and_that_before_the_planners() -> None:
+def test_device_of_the_model_overrides_that_of_the_service_and_the_planner() -> None:
     pinned = InferenceSettings(gpu_index=1)
     assert ids(model(), *GPUS, HOST) == ["gpu-0", "gpu-1"]
     assert ids(model(pinned), *GPUS, HOST, settings=pinned) == ["gpu-1"]
     assert ids(model(pinned, gpu_index=0), *GPUS, HOST, settings=pinned) == ["gpu-0"]
 
 
-def test_the_cpu_is_a_device_where_there_is_no_other_or_it_is_asked_for() -> None:
+def test_cpu_is_a_candidate_without_accelerators_or_on_request() -> None:
     assert ids(model(), HOST) == ["cpu"]
     assert ids(model(gpu_layers=0), *GPUS, HOST) == ["cpu"]
     forced = InferenceSettings(force_cpu_mode=True)
@@ -41,7 +41,7 @@ def test_the_cpu_is_a_device_where_there_is_no_other_or_it_is_asked_for() -> Non
 
 
 @pytest.mark.parametrize("state", [DeviceState.LOST, DeviceState.QUARANTINED])
-def test_a_lost_accelerator_never_turns_into_the_cpu(state: DeviceState) -> None:
+def test_lost_accelerator_is_not_replaced_by_the_cpu(state: DeviceState) -> None:
     lost = [replace(gpu, state=state) for gpu in GPUS]
     assert ids(model(), *lost, HOST) == []
     assert ids(model(), lost[0], GPUS[1], HOST) == ["gpu-1"]

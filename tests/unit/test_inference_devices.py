@@ -1,4 +1,4 @@
-"""Host memory from files as kernels write them; which devices a process may see; allowances in bytes."""
+"""Host memory and cgroups, visible devices, allowances, and the probe of ggml devices."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_machine_without_cgroups(root: Path) -> None:
+def test_host_without_cgroups(root: Path) -> None:
     assert host_memory(root) == (16 * GIB, 4 * GIB)
     (reading,) = CpuProbe(root).readings()
-    assert (reading.id, reading.name, reading.total_bytes, reading.free_bytes) == (
-        "cpu",
-        "Some CPU",
-        16 * GIB,
-        12 * GIB,
-    )
+    found = (reading.id, reading.name, reading.total_bytes, reading.free_bytes)
+    assert found == ("cpu", "Some CPU", 16 * GIB, 12 * GIB)
     assert reading.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_cgroup_v2_limit_counts_without_inactive_file_pages(root: Path) -> None:
+def test_limit_of_cgroup_v2_without_inactive_file_pages(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box\n")
     write(root, "sys/fs/cgroup/pod/box/memory.max", "max\n")
     write(root, "sys/fs/cgroup/pod/memory.max", f"{8 * GIB}\n")
@@ -53,7 +49,7 @@ def test_a_cgroup_v2_limit_counts_without_inactive_file_pages(root: Path) -> Non
     assert (reading.total_bytes, reading.used_bytes, reading.free_bytes) == (8 * GIB, 3 * GIB, 5 * GIB)
 
 
-def test_a_cgroup_v1_limit_counts_too_and_no_limit_is_none(root: Path) -> None:
+def test_limit_of_cgroup_v1(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:memory:/box\n0::/\n")
     write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{GIB}\n")
     write(root, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", f"{GIB // 2}\n")
@@ -72,12 +68,12 @@ def group(root: Path, path: str, limit: int, used: int) -> None:
     ("box", "pod", "total", "free"),
     [
         ((8 * GIB, GIB), (64 * GIB, 0), 8 * GIB, 7 * GIB),
-        ((8 * GIB, GIB), (10 * GIB, 9 * GIB), 8 * GIB, GIB),  # the other containers of the pod fill it
-        ((14 * GIB, GIB), (64 * GIB, 0), 14 * GIB, 12 * GIB),  # the machine itself has no more
+        ((8 * GIB, GIB), (10 * GIB, 9 * GIB), 8 * GIB, GIB),  # other containers fill the pod
+        ((14 * GIB, GIB), (64 * GIB, 0), 14 * GIB, 12 * GIB),  # the machine has no more
         ((8 * GIB, 9 * GIB), (64 * GIB, 0), 8 * GIB, 0),
     ],
 )
-def test_free_is_what_every_level_has_left(
+def test_free_memory_is_the_minimum_of_all_levels(
     root: Path, box: tuple[int, int], pod: tuple[int, int], total: int, free: int
 ) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box\n")
@@ -87,7 +83,7 @@ def test_free_is_what_every_level_has_left(
     assert (reading.total_bytes, reading.free_bytes, reading.used_bytes) == (total, free, total - free)
 
 
-def test_a_container_that_sees_only_its_own_group_finds_it(root: Path) -> None:
+def test_cgroup_of_a_container_is_found_at_the_root(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/../elsewhere\n")
     write(root, "sys/fs/cgroup/memory.max", f"{2 * GIB}\n")
     write(root, "sys/fs/cgroup/memory.current", "0\n")
@@ -99,7 +95,7 @@ def test_a_container_that_sees_only_its_own_group_finds_it(root: Path) -> None:
     ("value", "allowed"),
     [(None, None), ("", []), ("0,2", ["0", "2"]), ("GPU-abc, 1", ["GPU-abc", "1"]), ("1,-1,0", ["1"]), ("none", [])],
 )
-def test_visible_devices_are_read_as_the_driver_reads_them(value: str | None, allowed: list[str] | None) -> None:
+def test_visible_devices_are_parsed_like_the_driver_does(value: str | None, allowed: list[str] | None) -> None:
     assert outer_set(value) == allowed
 
 
@@ -113,14 +109,14 @@ def test_visible_devices_are_read_as_the_driver_reads_them(value: str | None, al
         ("2", 1, None, ""),
     ],
 )
-def test_a_worker_is_narrowed_within_what_was_set_from_outside(
+def test_visible_device_of_a_worker_is_one_of_the_outer_set(
     outer: str | None, index: int, uuid: str | None, inner: str
 ) -> None:
     assert narrowed(outer, index, uuid) == inner
 
 
 @pytest.mark.parametrize("text", ["00000000:01:00.0", "0000:01:00.0", "01:00.0", "0:1:0.0"])
-def test_pci_addresses_are_one_in_every_spelling(text: str) -> None:
+def test_pci_addresses_are_normalized(text: str) -> None:
     assert canonical_pci(text) == "0:1:0.0"
 
 
@@ -129,7 +125,7 @@ def gpu(total: int) -> Reading:
 
 
 @pytest.mark.parametrize(
-    ("reading", "said", "capacity", "budget"),
+    ("reading", "settings", "capacity", "budget"),
     [
         (gpu(24 * GIB), {}, int(24 * GIB * 0.9), int(24 * GIB * 0.9)),
         (gpu(24 * GIB), {"gpu_memory_max_percent": 1.0}, 24 * GIB - GIB // 2, 24 * GIB - GIB // 2),
@@ -140,12 +136,11 @@ def gpu(total: int) -> Reading:
         (Reading("cpu", "cpu", "x", 16 * GIB, 1, 1), {}, 16 * GIB - GIB // 2, 8 * GIB),
     ],
 )
-def test_allowances(reading: Reading, said: dict[str, Any], capacity: int, budget: int) -> None:
-    assert device_view.allowance(reading, InferenceSettings.model_validate(said)) == (capacity, budget)
+def test_allowances(reading: Reading, settings: dict[str, Any], capacity: int, budget: int) -> None:
+    assert device_view.allowance(reading, InferenceSettings.model_validate(settings)) == (capacity, budget)
 
 
-async def test_a_machine_without_accelerators_has_none() -> None:
-    """The real probe child of a CPU build lists nothing but the CPU, and that is no error."""
+async def test_probe_of_a_cpu_build_lists_no_accelerator() -> None:
     probe = GgmlProbe({})
     await probe.start()
     await probe.refresh()
@@ -175,8 +170,8 @@ def amd_files(root: Path, pci: str, *, used: int, unique_id: str = "0\n") -> Non
     write(root, f"{folder}/unique_id", unique_id)
 
 
-async def test_amd_devices_are_measured_from_the_kernels_files(root: Path) -> None:
-    """Without a process: figures are read anew at every refresh, and a chip with a number is pinned by it."""
+async def test_amd_devices_are_read_from_sysfs(root: Path) -> None:
+    """Figures are read at each refresh; a device with a unique id is selected by it."""
     amd_files(root, "0000:01:00.0", used=GIB, unique_id="9b8c7d6e5f4a\n")
     amd_files(root, "0000:02:00.0", used=0)
     probe = GgmlProbe({}, root=root, probe=lister(listed("ROCm", 2)))
@@ -203,17 +198,15 @@ async def test_amd_devices_are_measured_from_the_kernels_files(root: Path) -> No
         ({"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0"}, "5"),
     ],
 )
-async def test_hip_takes_indices_among_what_was_allowed_from_outside(
-    root: Path, outer: dict[str, str], pinned: str
-) -> None:
-    """An outer ROCR list is applied before and stays; CUDA's variable counts where HIP's is unset."""
+async def test_indices_of_hip_are_relative_to_the_outer_set(root: Path, outer: dict[str, str], pinned: str) -> None:
+    """An outer ROCR list is applied first; the CUDA variable is used if that of HIP is unset."""
     probe = GgmlProbe(outer, root=root, probe=lister(listed("ROCm", 2)))
     await probe.start()
     assert probe.readings()[1].environment == {"HIP_VISIBLE_DEVICES": pinned}
 
 
-async def test_other_devices_are_measured_by_the_probe_child(root: Path) -> None:
-    """Vulkan is pinned by index; integrated and Metal devices say that their memory is the host's."""
+async def test_other_devices_are_read_by_the_probe_child(root: Path) -> None:
+    """Vulkan devices are selected by index; integrated and Metal devices use host memory."""
     items = listed("Vulkan", 1) + listed("MTL", 1, pci=None) + listed("SYCL", 1, type="igpu")
     probe = GgmlProbe({}, root=root, probe=lister(items))
     await probe.start()
@@ -224,7 +217,7 @@ async def test_other_devices_are_measured_by_the_probe_child(root: Path) -> None
     assert (probe.readings()[0].free_bytes, probe.readings()[0].used_bytes) == (4, 6)
 
 
-async def test_devices_that_cannot_be_read_keep_their_figures_and_say_why(root: Path) -> None:
+async def test_unreadable_devices_keep_their_figures_with_a_note(root: Path) -> None:
     items = listed("Vulkan", 2)
     probe = GgmlProbe({}, root=root, probe=lister(items))
     await probe.start()
@@ -238,7 +231,7 @@ async def test_devices_that_cannot_be_read_keep_their_figures_and_say_why(root: 
     assert {reading.sign for reading in probe.readings()} == {"fine"}
 
 
-async def test_a_probe_child_that_fails_finds_nothing_at_the_start_and_blames_the_devices_later(root: Path) -> None:
+async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_unsure(root: Path) -> None:
     answers: list[list[dict[str, Any]]] = [listed("Vulkan", 1)]
 
     async def listing() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Why a worker ended, read from what it left behind: real abort texts of the backends, statuses, its own words."""
+"""Causes of worker exits: abort messages of backends, exit statuses, and the worker's own report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"
 
 
 def _corpus() -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """(cause, backend, beginning of the telling line, lines) of every block."""
+    """(cause, backend, start of the most telling line, lines) of each block."""
     found = []
     for block in CORPUS.read_text(encoding="utf-8").split("\n== ")[1:]:
         head, *lines = block.rstrip().splitlines()
@@ -27,24 +27,24 @@ TEXTS = _corpus()
 
 
 @pytest.mark.parametrize(("cause", "line", "lines"), [(text[0], *text[2:]) for text in TEXTS], ids=range(len(TEXTS)))
-def test_the_corpus(cause: str, line: str, lines: tuple[str, ...]) -> None:
+def test_corpus_of_abort_messages(cause: str, line: str, lines: tuple[str, ...]) -> None:
     earlier = ("llama_context: n_ctx_per_seq (4096) < n_ctx_train (40960)", "", "a warning of another library")
-    said = (*earlier, *lines)
+    output = (*earlier, *lines)
     loads = cause in ("oom_load", "startup")
-    remains = ExitEvidence(1 if loads else ABORT, ready=not loads, last_text="\n".join(said))
+    remains = ExitEvidence(1 if loads else ABORT, ready=not loads, last_text="\n".join(output))
     assert classify(remains) == cause
     assert loads or not is_silent_abort(remains)
     if cause != "startup":
-        assert most_telling_line(said).startswith(line)
+        assert most_telling_line(output).startswith(line)
 
 
-def test_every_backend_is_in_the_corpus() -> None:
+def test_all_backends_are_in_the_corpus() -> None:
     backends = " ".join(text[1] for text in TEXTS)
     for name in ("CUDA", "device-side assert", "cuBLAS", "Metal, initialisation", "ROCm", "RPC", "Vulkan", "host"):
         assert name in backends
 
 
-def test_who_says_nothing_may_have_been_sent_a_signal() -> None:
+def test_abort_without_a_message_is_silent() -> None:
     assert is_silent_abort(ExitEvidence(ABORT, last_text="a warning"))
     assert not is_silent_abort(ExitEvidence(ABORT, last_text="a warning\nggml.c:1: GGML_ASSERT(false) failed"))
     assert not is_silent_abort(ExitEvidence(SEGV))
@@ -83,5 +83,5 @@ def test_who_says_nothing_may_have_been_sent_a_signal() -> None:
         (ExitEvidence(1), ExitCause.ASSERT),
     ],
 )
-def test_what_is_known_best_counts_first(remains: ExitEvidence, cause: ExitCause) -> None:
+def test_cause_follows_from_the_strongest_evidence(remains: ExitEvidence, cause: ExitCause) -> None:
     assert classify(remains) is cause

@@ -1,4 +1,4 @@
-"""Numbers in a model's header that llama.cpp would abort on are refused with a sentence."""
+"""Values in GGUF headers on which llama.cpp would abort are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIXTURE = {"expert_count": 8, "expert_used_count": 2}
 
 
 def problem(architecture: str = "llama", **changes: object) -> str | None:
-    """Of a good header with `changes`, whose names have `__` for a point."""
+    """The problem of a valid header with `changes`; `__` in a name stands for a dot."""
     return header_problem(architecture, GOOD | {key.replace("__", "."): value for key, value in changes.items()})
 
 
@@ -34,13 +34,13 @@ def problem(architecture: str = "llama", **changes: object) -> str | None:
         {"attention__layer_norm_rms_epsilon": 1e-5},
     ],
 )
-def test_a_header_that_llama_cpp_takes_is_not_refused(changes: dict[str, object]) -> None:
-    """The bounds themselves are possible, and so are models without attention (head_count 0)."""
+def test_header_that_llama_cpp_accepts_is_not_rejected(changes: dict[str, object]) -> None:
+    """The limits themselves are valid, and so are models without attention (head_count 0)."""
     assert problem(**changes) is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"block_count": 0}, "llama.block_count is 0, but must be a whole number from 1 to 512"),
         ({"block_count": MOST_LAYERS + 1}, "block_count is 513"),
@@ -65,21 +65,18 @@ def test_a_header_that_llama_cpp_takes_is_not_refused(changes: dict[str, object]
         ({"rope__scaling__type": "rubber"}, "supported values: none, linear, yarn, longrope"),
     ],
 )
-def test_a_header_that_llama_cpp_aborts_on_is_refused_with_the_field(changes: dict[str, object], said: str) -> None:
-    """The sentence names the field, its value and what is possible."""
+def test_header_that_llama_cpp_aborts_on_is_rejected_with_its_field(changes: dict[str, object], message: str) -> None:
     found = problem(**changes)
     assert found is not None
-    assert said in found
+    assert message in found
 
 
 @pytest.mark.parametrize("key", GOOD)
-def test_a_missing_number_is_named(key: str) -> None:
-    """llama.cpp needs these of every model."""
+def test_missing_field_is_named(key: str) -> None:
     header = {name: value for name, value in GOOD.items() if name != key}
     assert header_problem("qwen3", header) == f"qwen3.{key} is missing in its header"
 
 
-def test_hunyuan_models_may_name_one_expert() -> None:
-    """llama.cpp takes that for a model without experts."""
+def test_one_expert_is_valid_for_hunyuan_models() -> None:
     assert problem("hunyuan-dense", expert_count=1) is None
     assert problem("llama", expert_count=1) is not None

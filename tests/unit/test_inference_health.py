@@ -1,4 +1,4 @@
-"""Which state of a device follows from what is seen of it, what is done about it, and when it is looked at again."""
+"""State machine of device health."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ S = DeviceState
 
 
 class Device:
-    """A case that the test leads through what it sees, on a clock of its own."""
+    """A case with its own clock."""
 
     def __init__(self) -> None:
         self.case = Case()
         self.now = 100.0
 
     def sees(self, seen: Seen, after: float = 0.0) -> tuple[DeviceState, list[Effect]]:
-        """The state then, and what is to be done."""
+        """The new state and the effects."""
         self.now += after
         self.case, effects = step(self.case, seen, self.now, DRAIN_SECONDS)
         return self.case.state, list(effects)
@@ -61,7 +61,7 @@ def device() -> Device:
     return Device()
 
 
-def test_a_lost_device_is_looked_at_until_it_is_back_and_has_computed(device: Device) -> None:
+def test_lost_device_is_read_until_it_is_back_and_has_passed_a_trial(device: Device) -> None:
     assert device.reads(Sign.FINE) == (S.HEALTHY, [])
     assert device.reads(Sign.DEAD, "it was cut") == (S.LOST, [Effect.LOSE])
     assert (device.case.note, device.case.usable) == ("it was cut", False)
@@ -77,8 +77,8 @@ def test_a_lost_device_is_looked_at_until_it_is_back_and_has_computed(device: De
     assert device.case.seconds_to_verdict(device.now) is None
 
 
-def test_a_device_that_does_not_compute_stays_lost_however_well_it_reads(device: Device) -> None:
-    """Its models are given up once; it is tried again after each pause, and not at every reading."""
+def test_device_that_fails_its_trial_stays_lost(device: Device) -> None:
+    """It is tried again after each pause, not at each reading."""
     device.reads(Sign.DEAD)
     device.reads(Sign.FINE)
     assert device.tried("wrong result") == (S.LOST, [])
@@ -90,17 +90,17 @@ def test_a_device_that_does_not_compute_stays_lost_however_well_it_reads(device:
     assert device.tried() == (S.LOST, [])
 
 
-def test_pauses_grow_with_the_outage_up_to_a_bound() -> None:
+def test_pauses_grow_with_the_outage_up_to_a_limit() -> None:
     assert [pause(seconds) for seconds in (0, 9, 20, 55, 100, 1e6)] == [1, 1, 2, 5.5, 10, LAST_LOOK_SECONDS]
 
 
-def test_a_look_that_brought_nothing_is_asked_for_again(device: Device) -> None:
+def test_reading_of_a_lost_device_is_repeated(device: Device) -> None:
     device.reads(Sign.DEAD)
     looks = [device.waits(0.5)[1] for _ in range(40)]
-    assert looks.count([Effect.LOOK]) == 16  # ten in the first ten seconds, fewer then
+    assert looks.count([Effect.LOOK]) == 16  # ten in the first ten seconds, then fewer
 
 
-def test_an_ill_device_is_emptied_before_it_is_quarantined(device: Device) -> None:
+def test_ill_device_is_drained_before_it_is_quarantined(device: Device) -> None:
     assert device.reads(Sign.ILL, "Xid 63") == (S.DRAINING, [Effect.DRAIN])
     assert device.case.seconds_to_verdict(device.now) == DRAIN_SECONDS + STOP_SECONDS
     assert device.reads(Sign.FINE) == (S.DRAINING, [])
@@ -115,18 +115,18 @@ def test_an_ill_device_is_emptied_before_it_is_quarantined(device: Device) -> No
     assert device.reads(Sign.DEAD) == (S.LOST, [])
 
 
-def test_what_does_not_leave_in_time_is_given_up(device: Device) -> None:
+def test_models_that_do_not_leave_in_time_are_stopped(device: Device) -> None:
     device.reads(Sign.ILL)
     assert device.waits(DRAIN_SECONDS, empty=False) == (S.DRAINING, [])
     assert device.waits(STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
 
 
-def test_a_device_that_dies_while_it_drains_is_lost_with_what_is_left(device: Device) -> None:
+def test_device_that_dies_while_draining_is_lost(device: Device) -> None:
     device.reads(Sign.ILL)
     assert device.reads(Sign.GONE) == (S.LOST, [Effect.LOSE])
 
 
-def test_one_that_cannot_be_read_is_believed_for_a_while(device: Device) -> None:
+def test_unreadable_device_is_suspect_for_a_while(device: Device) -> None:
     assert device.reads(Sign.UNSURE, "timeout") == (S.SUSPECT, [])
     assert device.case.usable
     assert device.waits(DOUBT_SECONDS - 1) == (S.SUSPECT, [])
@@ -134,8 +134,7 @@ def test_one_that_cannot_be_read_is_believed_for_a_while(device: Device) -> None
     assert device.case.note == ""
 
 
-def test_one_that_stays_unreadable_and_computes_is_used_and_tried_again(device: Device) -> None:
-    """Nobody who uses it notices anything."""
+def test_unreadable_device_that_passes_its_trial_stays_in_use(device: Device) -> None:
     device.reads(Sign.UNSURE, "timeout")
     assert device.waits(DOUBT_SECONDS, empty=False) == (S.PROBING, [Effect.PROBE])
     assert device.tried() == (S.SUSPECT, [])
@@ -144,7 +143,7 @@ def test_one_that_stays_unreadable_and_computes_is_used_and_tried_again(device: 
     assert device.tried("no answer") == (S.LOST, [Effect.LOSE])
 
 
-def test_a_suspect_may_turn_out_ill_or_dead(device: Device) -> None:
+def test_suspect_device_may_become_ill_or_dead(device: Device) -> None:
     device.reads(Sign.UNSURE)
     assert device.reads(Sign.ILL) == (S.DRAINING, [Effect.DRAIN])
     other = Device()
@@ -153,7 +152,7 @@ def test_a_suspect_may_turn_out_ill_or_dead(device: Device) -> None:
 
 
 @pytest.mark.parametrize("sign", [Sign.FINE, Sign.UNSURE])
-def test_a_worker_that_saw_the_loss_leads_to_a_trial_and_costs_nobody_else_anything(device: Device, sign: Sign) -> None:
+def test_exit_of_a_worker_with_a_device_error_starts_a_trial(device: Device, sign: Sign) -> None:
     device.reads(sign)
     assert device.sees(Doubted("a worker ended")) == (S.PROBING, [Effect.PROBE])
     assert device.sees(Doubted("another")) == (S.PROBING, [])
@@ -161,17 +160,17 @@ def test_a_worker_that_saw_the_loss_leads_to_a_trial_and_costs_nobody_else_anyth
     assert device.tried() == ({Sign.FINE: S.HEALTHY, Sign.UNSURE: S.SUSPECT}[sign], [])
 
 
-def test_a_trial_that_says_nothing_has_failed_and_what_it_says_later_does_not_count(device: Device) -> None:
+def test_trial_without_a_result_fails_and_its_late_result_is_ignored(device: Device) -> None:
     device.sees(Doubted("a worker ended"))
     assert device.waits(TRIAL_SECONDS, empty=False) == (S.LOST, [Effect.LOSE])
     assert device.tried() == (S.LOST, [])
-    assert device.sees(Doubted("an operator asks")) == (S.PROBING, [Effect.PROBE])
+    assert device.sees(Doubted("command of an operator")) == (S.PROBING, [Effect.PROBE])
     assert device.sees(Tried(1, None)) == (S.PROBING, [])
     assert device.tried() == (S.HEALTHY, [Effect.WELCOME])
 
 
-def test_what_no_new_process_reaches_asks_for_a_restart_once(device: Device) -> None:
-    """What runs may finish; without the restart the device is emptied, and tried as any other."""
+def test_device_out_of_reach_of_new_processes_requests_one_restart(device: Device) -> None:
+    """Running requests may finish; without a restart the device is drained and tried like any other."""
     assert device.reads(Sign.BEYOND, "Unknown Error") == (S.PROBING, [Effect.PROBE])
     assert device.tried("no CUDA-capable device") == (S.DRAINING, [Effect.DRAIN, Effect.RESTART])
     assert device.waits(DRAIN_SECONDS + STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
@@ -180,8 +179,7 @@ def test_what_no_new_process_reaches_asks_for_a_restart_once(device: Device) -> 
     assert device.tried("still none") == (S.LOST, [])
 
 
-def test_what_a_new_process_reaches_needs_no_restart(device: Device) -> None:
-    """NVML alone is broken: the device is used on, and nobody is asked at every reading."""
+def test_device_with_a_broken_nvml_stays_in_use_after_its_trial(device: Device) -> None:
     device.reads(Sign.BEYOND, "Unknown Error")
     assert device.tried() == (S.SUSPECT, [])
     assert device.reads(Sign.BEYOND) == (S.SUSPECT, [])
@@ -189,8 +187,7 @@ def test_what_a_new_process_reaches_needs_no_restart(device: Device) -> None:
     assert device.reads(Sign.FINE) == (S.HEALTHY, [])
 
 
-def test_every_state_can_be_reached_and_left() -> None:
-    """No state is a trap, and none is decoration."""
+def test_all_states_can_be_reached_and_left() -> None:
     reached = {S.HEALTHY}
     while (more := {to for (at, _), (to, _) in TABLE.items() if at in reached} | reached) != reached:
         reached = more
@@ -208,14 +205,13 @@ def test_every_state_can_be_reached_and_left() -> None:
     ),
     ids=str,
 )
-def test_nothing_else_moves_a_device(state: DeviceState, seen: Seen) -> None:
-    """From any state, whatever is seen, it goes where the table leads, or stays."""
+def test_transitions_are_those_of_the_table(state: DeviceState, seen: Seen) -> None:
     after, effects = step(Case(state, ill_since=0, due_at=math.inf), seen, 1.0, DRAIN_SECONDS)
     assert after.state is state or after.state in {to for (at, _), (to, _) in TABLE.items() if at is state}
     assert after.state is not state or not effects
 
 
-def test_the_documentation_shows_the_table_as_it_is() -> None:
+def test_documentation_contains_the_current_table() -> None:
     """`make reference` writes it."""
     text = DOCUMENT.read_text(encoding="utf-8")
     assert (text.count(HEALTH_BEGIN), text.count(HEALTH_END)) == (1, 1)

@@ -1,4 +1,4 @@
-"""Who leaves when limits were lowered: enough of them, nobody in vain, and the idle before those in use."""
+"""Models that leave after limits were lowered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = (Standing.WARM, Standing.IDLE, Standing.YOUNG, Standing.BUSY, Standing.F
 
 
 def books(*models: tuple[str, Standing, dict[str, int]], limit: int | None = None) -> tuple[Limits, list[Held]]:
-    """Two devices of 1,000 and a host of 1,000, and what models hold there."""
+    """Two devices and a host of 1,000 bytes each, and the holdings of models."""
     ledger = Ledger(limit_bytes=limit)
     for device in ("gpu-0", "gpu-1", "cpu"):
         ledger = ledger.open(Account(device, 1000, 1000))
@@ -33,7 +33,7 @@ def books(*models: tuple[str, Standing, dict[str, int]], limit: int | None = Non
 
 
 def lowered(before: Limits, *accounts: Account, limit: int | None = None, policy: Policy | None = None) -> Limits:
-    """Other limits over the same holdings."""
+    """Other limits for the same holdings."""
     ledger = before.ledger
     for account in accounts:
         ledger = ledger.open(account)
@@ -44,8 +44,8 @@ def names(before: Limits, now: Limits, held: list[Held]) -> list[str]:
     return sorted(item.model for item in surplus(before, now, held).leavers)
 
 
-def test_nobody_leaves_while_no_limit_falls() -> None:
-    """Use beyond a limit that stayed, or rose, is somebody else's to judge; so is a device that is new."""
+def test_models_stay_while_no_limit_is_lowered() -> None:
+    """Use above an unchanged or raised limit, and new devices, are handled elsewhere."""
     before, held = books(("a", Standing.IDLE, {"gpu-0": 600}), limit=1000)
     over = Limits(before.ledger.observe("gpu-0", 1500, 0), before.policy)
     assert surplus(over, over, held).leavers == ()
@@ -54,8 +54,7 @@ def test_nobody_leaves_while_no_limit_falls() -> None:
     assert names(fresh, lowered(before, limit=None), held) == []
 
 
-def test_the_idle_leave_before_those_in_use_and_the_pinned_last() -> None:
-    """The order of kinds, whatever their costs are; each further step of the limit takes the next one."""
+def test_idle_models_leave_before_busy_ones_and_pinned_ones_last() -> None:
     sizes = {kind: 20 * (place + 1) for place, kind in enumerate(KINDS)}
     before, held = books(*((str(kind), kind, {"cpu": size}) for kind, size in reversed(sizes.items())))
     gone: list[Standing] = []
@@ -65,8 +64,7 @@ def test_the_idle_leave_before_those_in_use_and_the_pinned_last() -> None:
         assert names(before, lowered(before, Account("cpu", 1000, left)), held) == sorted(map(str, gone))
 
 
-def test_a_limit_over_all_devices_asks_nothing_of_warm_models() -> None:
-    """They are not loaded: dropping them would not help."""
+def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
     before, held = books(("a", Standing.IDLE, {"gpu-0": 400}), ("b", Standing.WARM, {"cpu": 300}))
     found = surplus(before, lowered(before, limit=500), held)
     assert (found.leavers, found.reasons) == ((), ())
@@ -75,14 +73,13 @@ def test_a_limit_over_all_devices_asks_nothing_of_warm_models() -> None:
     assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
 
 
-def test_who_leaves_already_counts_as_gone() -> None:
-    """Nobody leaves in vain."""
+def test_leaving_model_counts_as_gone() -> None:
     before, held = books(("a", Standing.LEAVING, {"gpu-0": 400}), ("b", Standing.IDLE, {"gpu-0": 400}))
     assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []
 
 
-def test_numbers_of_models_are_limits_too() -> None:
-    """Altogether and on each device; a warm one is no loaded model."""
+def test_limits_on_the_number_of_models() -> None:
+    """In total and per device; a warm model is not loaded."""
     before, held = books(
         ("a", Standing.IDLE, {"gpu-0": 10}),
         ("b", Standing.IDLE, {"gpu-0": 400}),
@@ -94,8 +91,8 @@ def test_numbers_of_models_are_limits_too() -> None:
     assert names(before, lowered(before, policy=Policy(NOW, max_models_per_device=1)), held) == ["a"]
 
 
-def test_foreign_use_counts_where_the_share_of_the_device_fell() -> None:
-    """Of 1,000 others use 300: at 600 altogether models may have 300. With less than nothing left all leave."""
+def test_foreign_use_reduces_a_lowered_device_limit() -> None:
+    """Foreign use is 300: of a limit of 600 models may use 300, and of 200 nothing."""
     before, held = books(("a", Standing.IDLE, {"gpu-0": 100}), ("b", Standing.BUSY, {"gpu-0": 300}))
     before = Limits(before.ledger.observe("gpu-0", 700, 300), before.policy)
     assert names(before, lowered(before, Account("gpu-0", 600, 600)), held) == ["a"]
@@ -108,10 +105,10 @@ models = st.lists(
 
 
 @given(models, st.integers(0, 300), st.integers(0, 300), st.integers(1, 600))
-def test_lowered_limits_are_kept_and_nobody_leaves_in_vain(
+def test_lowered_limits_hold_without_needless_evictions(
     drawn: list[tuple[Standing, int, int, int]], on_gpu: int, on_host: int, limit: int
 ) -> None:
-    """Afterwards every lowered limit holds, and with any one of the leavers back it would not."""
+    """All lowered limits hold afterwards, and would not hold with any one of the leaving models."""
     described = [
         (f"m{at}", kind, {"cpu": host} if kind is Standing.WARM else {"gpu-0": gpu, "gpu-1": other, "cpu": host})
         for at, (kind, gpu, other, host) in enumerate(drawn)
@@ -128,8 +125,7 @@ def test_lowered_limits_are_kept_and_nobody_leaves_in_vain(
     assert all(not holds([other for other in gone if other != name]) for name in gone)
 
 
-def test_what_is_aside_counts_on_its_device_and_not_for_the_limit() -> None:
-    """Put aside, it leaves room under the limit; back, it counts, even beyond the limit."""
+def test_memory_aside_counts_on_its_device_and_not_for_the_limit() -> None:
     ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 100})
     assert ledger.lacks({"cpu": 1})
     aside = ledger.put_aside("a")
@@ -143,7 +139,6 @@ def test_what_is_aside_counts_on_its_device_and_not_for_the_limit() -> None:
 
 
 @pytest.mark.parametrize("aside", [True, False])
-def test_the_growth_of_what_is_aside_is_not_limited(aside: bool) -> None:
-    """Only the device's own bounds are asked."""
+def test_growth_of_memory_aside_is_bounded_by_the_device_only(aside: bool) -> None:
     ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 90}, aside=aside)
     assert bool(ledger.lacks({"cpu": 20}, aside=aside)) is not aside

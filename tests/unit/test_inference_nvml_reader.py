@@ -1,4 +1,4 @@
-"""How often NVML is asked for by a fresh child, and when no child is expected to help, with a helper on paper."""
+"""Restarts of the NVML child, and detection of devices that no child can reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE, TWO = "0:1:0.0", "0:41:0.0"
 
 
 class PaperHelper(ServingHelper):
-    """Answers `answer`; `starts` counts the processes it would have started."""
+    """Answers with `answer`; `starts` counts the processes that it would have started."""
 
     def __init__(self) -> None:
         super().__init__("nvml")
@@ -40,8 +40,6 @@ class PaperHelper(ServingHelper):
 
 
 class Clock:
-    """Seconds that pass when told to."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -55,7 +53,7 @@ def card(index: int, pci: str, **more: Any) -> dict[str, Any]:
 
 
 def reading(**first: Any) -> dict[str, Any]:
-    """Two cards, `first` is what is different about the first one."""
+    """Two cards; `first` changes the first one."""
     devices = [first if "error" in first else card(0, "00000000:01:00.0", **first), card(1, "00000000:41:00.0")]
     return {"driver": "570", "devices": devices, "xids": []}
 
@@ -84,10 +82,10 @@ async def read(reader: NvmlReader, helper: PaperHelper, answer: dict[str, Any] |
     return len(await reader.read())
 
 
-async def test_a_library_that_fails_is_asked_ever_less_often(
+async def test_failing_library_is_tried_at_growing_intervals(
     reader: NvmlReader, helper: PaperHelper, clock: Clock
 ) -> None:
-    """Each question costs a process: a fresh one at once, then after 1 s, 2 s, 4 s ..."""
+    """Each attempt is a new process: at once, then after 1 s, 2 s, 4 s ..."""
     await read(reader, helper, reading())
     starts: list[int] = []
     for _ in range(9):
@@ -104,10 +102,10 @@ async def test_a_library_that_fails_is_asked_ever_less_often(
     assert await read(reader, helper, reading()) == 2
 
 
-async def test_a_lost_card_does_not_cost_a_process_per_reading(
+async def test_lost_card_does_not_restart_the_child_at_each_reading(
     reader: NvmlReader, helper: PaperHelper, clock: Clock
 ) -> None:
-    """The others are read by the child there is; the return of the lost one is seen by the next."""
+    """The running child reads the others; the next child detects the return of the lost one."""
     await read(reader, helper, reading())
     lost = {"index": 0, "error": "lost", "code": 15}
     starts: list[int] = []
@@ -122,10 +120,10 @@ async def test_a_lost_card_does_not_cost_a_process_per_reading(
 
 
 @pytest.mark.parametrize("code", [999, 18, 17])
-async def test_what_fresh_children_are_refused_in_a_row_is_beyond_their_help(
+async def test_device_that_several_new_children_cannot_reach_is_beyond_reach(
     reader: NvmlReader, helper: PaperHelper, clock: Clock, code: int
 ) -> None:
-    """As in a container that lost its devices. What the old child is told counts for nothing."""
+    """As in a container that lost its devices. Failures of the old child do not count."""
     await read(reader, helper, reading())
     signs: list[Sign] = []
     for _ in range(BEYOND_AFTER + 1):
@@ -139,10 +137,10 @@ async def test_what_fresh_children_are_refused_in_a_row_is_beyond_their_help(
 
 
 @pytest.mark.parametrize("answer", [failure(9), HelperError("late")])
-async def test_other_failures_are_never_beyond_help(
+async def test_other_failures_are_not_beyond_reach(
     reader: NvmlReader, helper: PaperHelper, clock: Clock, answer: dict[str, Any] | HelperError
 ) -> None:
-    """A driver that is not loaded will be; a call that does not return says nothing."""
+    """A missing driver may be loaded later; a timeout proves nothing."""
     await read(reader, helper, reading())
     for _ in range(BEYOND_AFTER + 2):
         await read(reader, helper, answer)
@@ -150,17 +148,16 @@ async def test_other_failures_are_never_beyond_help(
     assert reader.sign is (Sign.UNSURE if isinstance(answer, HelperError) else Sign.DEAD)
 
 
-async def test_a_machine_whose_nvml_never_worked_is_not_beyond_help(
+async def test_nvml_that_never_worked_is_not_beyond_reach(
     reader: NvmlReader, helper: PaperHelper, clock: Clock
 ) -> None:
-    """A restart would find the same, and the one after it again."""
+    """A restart would not help."""
     for _ in range(BEYOND_AFTER + 2):
         await read(reader, helper, failure(999))
         clock.now += 15.0
     assert reader.sign is Sign.UNSURE
 
 
-async def test_a_card_that_was_never_read_is_not_known(reader: NvmlReader, helper: PaperHelper) -> None:
-    """Its absence is no loss."""
+async def test_card_that_was_never_read_is_unknown(reader: NvmlReader, helper: PaperHelper) -> None:
     await read(reader, helper, reading(index=0, error="no", code=3))
     assert (reader.knows(ONE), reader.knows(TWO)) == (False, True)

@@ -1,4 +1,4 @@
-"""What evidence about a device means: each row of the tables that somebody relies on."""
+"""Meaning of evidence about a device: NVML codes, recovery actions, Xid events."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from inference.devices import signs
 from inference.devices.signs import Sign, sign_of_action, sign_of_nvml, sign_of_xid, worst, xid_words
 
 
-def test_the_worst_of_several_is_the_one_that_counts() -> None:
-    """In the order of the enumeration, whatever the order they came in."""
+def test_worst_sign_is_the_last_of_the_enumeration() -> None:
     for some in itertools.permutations(Sign, 3):
         assert list(Sign).index(worst(some)) == max(list(Sign).index(sign) for sign in some)
     assert worst([]) is Sign.FINE
@@ -26,8 +25,8 @@ def test_codes_of_nvml(code: int, sign: Sign) -> None:
     assert sign_of_nvml(code) is sign
 
 
-def test_no_single_code_is_beyond_help() -> None:
-    """Even those that containers hear for ever are heard for a moment while a driver is replaced."""
+def test_single_code_is_not_beyond_reach() -> None:
+    """Such codes also occur briefly while a driver is replaced."""
     assert Sign.BEYOND not in {sign_of_nvml(code) for code in range(1000)}
     assert {17, 18, 999} == signs.OUT_OF_REACH
 
@@ -43,7 +42,7 @@ def test_recovery_actions(action: int, sign: Sign) -> None:
 @pytest.mark.parametrize(
     ("number", "sign"),
     [
-        (45, Sign.FINE),  # every worker that is killed leaves one
+        (45, Sign.FINE),  # from each killed worker
         (43, Sign.FINE),
         (63, Sign.FINE),
         (13, Sign.FINE),
@@ -61,15 +60,15 @@ def test_recovery_actions(action: int, sign: Sign) -> None:
     ],
 )
 def test_xid_events(number: int, sign: Sign) -> None:
-    """Numbers that the catalog does not list, or that mean several things, are a reason to look."""
+    """Unknown and ambiguous numbers are a reason to look."""
     assert sign_of_xid(number) is sign
 
 
-def test_no_xid_stands_in_two_buckets() -> None:
+def test_each_xid_has_one_meaning() -> None:
     buckets = [signs._IGNORE, signs._RESTART_APP, signs._DRAIN, signs._RESET]
     assert sum(map(len, buckets)) == len(frozenset().union(*buckets))
 
 
-def test_an_event_is_told_in_words_where_there_are_some() -> None:
+def test_xid_events_are_described() -> None:
     assert xid_words(79) == "Xid 79 (fallen off the bus)"
     assert xid_words(9999) == "Xid 9999"

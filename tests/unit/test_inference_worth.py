@@ -1,4 +1,4 @@
-"""Who leaves and who is dropped: bytes x seconds to have it back x recency, for loaded and for warm models."""
+"""Cost of eviction: bytes x seconds to restore x recency, for loaded and for warm models."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
 NOW = 10_000.0
 SIZE = 500
 Look = tuple[float, float]
-"""Seconds that it takes to have it back, and seconds since its last use."""
+"""Seconds to restore the model, and seconds since its last use."""
 
-WHO_GOES = [
-    ((5.0, 0.0), (1.0, 0.0), "b"),  # slower to have back: stays
+CHOICES = [
+    ((5.0, 0.0), (1.0, 0.0), "b"),  # slower to restore: stays
     ((1.0, 0.0), (5.0, 0.0), "a"),
-    ((1.0, 600.0), (1.0, 30.0), "a"),  # longer idle: goes
+    ((1.0, 600.0), (1.0, 30.0), "a"),  # longer idle: leaves
     ((1.0, 30.0), (1.0, 600.0), "b"),
-    ((7.0, 300.0), (1.0, 0.0), "b"),  # seven times as slow, and worth a sixth after five minutes
+    ((7.0, 300.0), (1.0, 0.0), "b"),  # seven times as slow, but worth a sixth after five minutes
     ((5.0, 300.0), (1.0, 0.0), "a"),
 ]
 
 
 def evicted(looks: Sequence[Look]) -> tuple[str, ...]:
-    """Who of these leaves for a model as large as one of them, on a device that they fill."""
+    """The model that leaves for another one of the same size, on a full device."""
     ledger, held = Ledger().open(Account("gpu-0", SIZE * len(looks), SIZE * len(looks))), []
     for name, (seconds, idle) in zip("abc", looks, strict=False):
         need = {"gpu-0": SIZE}
@@ -42,19 +42,19 @@ def warm(name: str, look: Look) -> Warm:
     return Warm(name, SIZE, seconds, NOW - idle)
 
 
-@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
-def test_of_two_loaded_models_the_cheaper_to_have_back_leaves(a: Look, b: Look, goes: str) -> None:
+@pytest.mark.parametrize(("a", "b", "goes"), CHOICES)
+def test_loaded_model_that_is_cheaper_to_restore_is_evicted(a: Look, b: Look, goes: str) -> None:
     assert evicted((a, b)) == (goes,)
 
 
-@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
-def test_of_two_warm_models_the_cheaper_to_have_back_is_dropped(a: Look, b: Look, goes: str) -> None:
+@pytest.mark.parametrize(("a", "b", "goes"), CHOICES)
+def test_warm_model_that_is_cheaper_to_restore_is_dropped(a: Look, b: Look, goes: str) -> None:
     assert displaced(warm("new", (100.0, 0.0)), [warm("a", a), warm("b", b)], SIZE, NOW) == (goes,)
 
 
-@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
-def test_of_two_that_leave_the_dearer_to_have_back_is_kept(a: Look, b: Look, goes: str) -> None:
-    """Host memory has room for one."""
+@pytest.mark.parametrize(("a", "b", "goes"), CHOICES)
+def test_leaving_model_that_is_more_expensive_to_restore_is_kept_warm(a: Look, b: Look, goes: str) -> None:
+    """The host has memory for one."""
     ledger = Ledger().open(Account("gpu-0", 2 * SIZE, 2 * SIZE)).open(Account(HOST, SIZE, SIZE))
     leavers = []
     for name, look in (("a", a), ("b", b)):
@@ -63,7 +63,7 @@ def test_of_two_that_leave_the_dearer_to_have_back_is_kept(a: Look, b: Look, goe
     assert kept_of(leavers, {"gpu-0": 2 * SIZE}, ledger, NOW) == {"a", "b"} - {goes}
 
 
-def test_nobody_is_dropped_for_a_model_that_is_sooner_back_from_its_file() -> None:
+def test_warm_model_is_not_dropped_for_one_that_loads_faster() -> None:
     kept = [warm("a", (2.0, 0.0))]
     assert displaced(warm("new", (3.0, 0.0)), kept, SIZE, NOW) == ("a",)
     assert displaced(warm("new", (1.0, 0.0)), kept, SIZE, NOW) is None
@@ -80,8 +80,8 @@ def test_nobody_is_dropped_for_a_model_that_is_sooner_back_from_its_file() -> No
         (Standing.WARM, 2.0, 60.0, 1e-9),
     ],
 )
-def test_what_keeping_is_worth_in_figures(standing: Standing, seconds: float, idle: float, cost: float) -> None:
-    """1,000 bytes; what was used just now counts whole, after a minute half, and nothing is for nothing."""
+def test_cost_of_eviction(standing: Standing, seconds: float, idle: float, cost: float) -> None:
+    """Of 1,000 bytes; halved after a minute of idle time."""
     held = Held("a", "a", standing, {"gpu-0": 600, "cpu": 400}, NOW - idle, seconds)
     assert held.cost(NOW) == pytest.approx(cost)
     if standing is Standing.IDLE:

@@ -1,4 +1,4 @@
-"""Forms as masks over a small vocabulary: what may follow, where an answer ends, what is refused and what is kept."""
+"""Forms as masks over a small vocabulary: answers, rejections, limits, caching."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
-import llguidance
 import numpy as np
 import pytest
 
 from inference.worker.backend import Mask
-from inference.worker.constraints import Compiler, grammar
+from inference.worker.constraints import Compiler
 from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.dialects.forms import (
@@ -46,7 +45,7 @@ POINT = {
 
 
 def accepts(form: Form, *parts: str | bytes | int) -> bool:
-    """Whether the parts are a whole answer of the form."""
+    """Whether the parts are a complete answer of the form."""
     mask = COMPILER.compile(form, "f").start()
     return VOCABULARY.follow(mask, *parts) and VOCABULARY.may_end(mask)
 
@@ -126,15 +125,14 @@ ROWS: list[tuple[Form, list[tuple[str | bytes | int, ...]], list[tuple[str | byt
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_a_form_is_the_set_of_its_answers(row: int) -> None:
-    """Whole answers end, others do not."""
+def test_form_accepts_its_answers_only(row: int) -> None:
     form, whole, others = ROWS[row]
     assert [parts for parts in whole if not accepts(form, *parts)] == []
     assert [parts for parts in others if accepts(form, *parts)] == []
 
 
-def test_an_end_is_forced_when_nothing_else_may_follow() -> None:
-    """All tokens that end a generation, and only those."""
+def test_end_is_forced_when_nothing_else_is_allowed() -> None:
+    """By all tokens that end a generation."""
     mask = COMPILER.compile(Literal("ab"), "f").start()
     assert VOCABULARY.allowed(mask) == set(VOCABULARY.tokens("a") + VOCABULARY.tokens("ab"))
     assert VOCABULARY.follow(mask, "ab")
@@ -142,8 +140,8 @@ def test_an_end_is_forced_when_nothing_else_may_follow() -> None:
     mask.accept(EOM)
 
 
-def test_control_tokens_never_stand_in_a_string() -> None:
-    """Their text may, spelled by ordinary tokens; they themselves may not, nor what JSON forbids in strings."""
+def test_strings_contain_no_control_tokens_and_no_invalid_bytes() -> None:
+    """The text of a control token, written with ordinary tokens, is allowed."""
     text = Json({"type": "string"})
     assert accepts(text, '"<tool_call></s>"')
     for token in (CALL, END_CALL, THINK, END, EOM):
@@ -152,15 +150,15 @@ def test_control_tokens_never_stand_in_a_string() -> None:
         assert not begins(text, '"', raw)
 
 
-def test_blanks_between_tokens_are_bounded() -> None:
-    """One space, or a line break with an indentation: no model can fill its context with blanks."""
+def test_white_space_between_tokens_is_bounded() -> None:
+    """One space, or a line break with an indentation: white space cannot fill the context."""
     assert accepts(Json(POINT), '{\n\t"x": 1\n}')
     for text in ("{  ", "{\n\n", "{ \n", "{\n \t", "{\r", "{\n" + " " * 25):
         assert not begins(Json(POINT), text)
 
 
-def test_what_is_masked_is_minus_infinity_and_the_rest_is_untouched() -> None:
-    """In place, for any logits, also where a view begins at an odd place."""
+def test_masked_logits_are_minus_infinity_and_others_are_unchanged() -> None:
+    """In place, also in a view with an odd offset."""
     logits = np.linspace(-5, 5, VOCABULARY.n_vocab + 1).astype(np.float32)
     view, before = logits[1:], logits.copy()
     mask = COMPILER.compile(OneOf((Literal("a"), Literal("b"))), "f").start()
@@ -171,8 +169,7 @@ def test_what_is_masked_is_minus_infinity_and_the_rest_is_untouched() -> None:
     assert logits[0] == before[0]
 
 
-def test_answers_of_one_constraint_do_not_know_of_each_other() -> None:
-    """Choices of a request share the compiled form and nothing else."""
+def test_masks_of_one_constraint_are_independent() -> None:
     constraint = COMPILER.compile(Repeat(Literal("a"), 3, 3), "f")
     first, second = constraint.start(), constraint.start()
     assert VOCABULARY.follow(first, "aa")
@@ -182,7 +179,7 @@ def test_answers_of_one_constraint_do_not_know_of_each_other() -> None:
     assert not VOCABULARY.may_end(second)
 
 
-REFUSED = [
+REJECTED = [
     (Json({"type": "array", "uniqueItems": True}), "uniqueItems cannot be enforced (at /uniqueItems)"),
     (Json({"properties": {"a/b": {"not": {}}}}), "not cannot be enforced (at /properties/a~1b/not)"),
     (Json({"$ref": "https://example.com/s.json"}), "points outside the schema"),
@@ -218,10 +215,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(REFUSED)))
-def test_what_cannot_be_enforced_is_refused_with_its_reason(row: int) -> None:
-    """As a bad request that names the parameter."""
-    form, reason = REFUSED[row]
+@pytest.mark.parametrize(("form", "reason"), REJECTED)
+def test_form_that_cannot_be_enforced_is_rejected_with_a_reason(form: Form, reason: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         COMPILER.compile(form, "response_format.json_schema.schema")
     assert reason in caught.value.message
@@ -230,15 +225,14 @@ def test_what_cannot_be_enforced_is_refused_with_its_reason(row: int) -> None:
 
 
 def nested(depth: int) -> Form:
-    """Sequences in sequences."""
     form: Form = Json(True)
     for _ in range(depth):
         form = Sequence((form,))
     return form
 
 
-def test_depth_ends_no_process() -> None:
-    """Chains of references and rules are followed by recursion: deep ones are compiled or refused."""
+def test_deep_schemas_and_grammars_are_compiled_or_rejected() -> None:
+    """Recursion over chains of references and rules is bounded."""
     links = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(3000)}
     chain = {"$defs": {**links, "d3000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
     assert accepts(Json(chain), '{"a":{"a":{}}}')
@@ -251,8 +245,7 @@ def test_depth_ends_no_process() -> None:
         COMPILER.compile(nested(20_000), "f")
 
 
-def test_an_object_of_a_thousand_optional_properties_can_begin() -> None:
-    """The widest that is taken."""
+def test_object_with_the_maximum_of_optional_properties() -> None:
     wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
     assert begins(Json(wide), "{")
 
@@ -261,7 +254,7 @@ EXPLODING = Regex("(?s).*a.{18}")
 
 
 def wear_out(mask: Mask) -> ConstraintError:
-    """Says random letters until the automaton of EXPLODING is as large as it may be."""
+    """Accept random letters until the automaton of EXPLODING has its maximal size."""
     bits = random.Random(1)
     with pytest.raises(ConstraintError, match="too many states") as caught:
         for _ in range(10_000):
@@ -270,8 +263,8 @@ def wear_out(mask: Mask) -> ConstraintError:
     return caught.value
 
 
-def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
-    """The memory of its automaton is bounded. Later requests of the same form share theirs with nobody."""
+def test_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
+    """The memory of its automaton is bounded. Later requests with the same form do not share it."""
     compiler = Compiler(VOCABULARY)
     constraint = compiler.compile(EXPLODING, "f")
     assert compiler.known(compiler.key(EXPLODING, "f")) is constraint
@@ -287,8 +280,8 @@ def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
     assert VOCABULARY.may_end(mask)
 
 
-def test_an_answer_under_way_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where its automaton is worn out: all answers of a model are made by one thread."""
+def test_mask_compiles_nothing_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a model are generated on one thread."""
     constraint = Compiler(VOCABULARY).compile(EXPLODING, "f")
     begun: list[str] = []
     start = threading.Thread.start
@@ -304,8 +297,8 @@ def test_an_answer_under_way_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert "constraint" in begun
 
 
-def test_an_answer_whose_masks_take_too_long_ends_with_a_reason() -> None:
-    """Time is counted, and every token earns a little."""
+def test_slow_masks_end_the_answer_with_a_reason() -> None:
+    """The time of masks is bounded; each token adds a little to the limit."""
     now = 0.0
     matcher, scratch = _Still(), Scratch(8)
     mask = Guide(matcher, scratch, never, clock=lambda: now)
@@ -324,7 +317,7 @@ def test_an_answer_whose_masks_take_too_long_ends_with_a_reason() -> None:
 
 
 class _Runs(PieceVocabulary):
-    """With pieces of up to 200 like letters, as some vocabularies have of blanks and dashes."""
+    """With tokens of up to 200 equal letters, like tokens for blanks in some vocabularies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,8 +327,7 @@ class _Runs(PieceVocabulary):
         self.end_tokens = frozenset(end + len(runs) for end in self.end_tokens)
 
 
-def test_a_mask_that_would_look_at_too_much_ends_its_answer() -> None:
-    """What one mask may look at has a limit: all answers of a model wait while it is made."""
+def test_mask_over_the_limit_of_work_ends_its_answer() -> None:
     vocabulary = _Runs()
     ambiguous = Grammar('start: "b" x\nx: x x x | x x | "a"')
     mask = Compiler(vocabulary).compile(ambiguous, "f").start()
@@ -345,8 +337,8 @@ def test_a_mask_that_would_look_at_too_much_ends_its_answer() -> None:
         vocabulary.allowed(mask)
 
 
-def test_a_panic_ends_the_answer_and_not_the_thread() -> None:
-    """What Rust raises is no Exception."""
+def test_panic_of_rust_ends_the_answer_only() -> None:
+    """It is a BaseException."""
 
     class Panic(BaseException):
         pass
@@ -363,12 +355,11 @@ def test_a_panic_ends_the_answer_and_not_the_thread() -> None:
 
 
 def never() -> bool:
-    """Nothing is worn out here."""
     raise AssertionError
 
 
 class _Still:
-    """A matcher that allows every token and never moves."""
+    """A matcher that allows every token and does not change."""
 
     def __init__(self) -> None:
         self.works: Callable[[], None] = lambda: None
@@ -389,8 +380,8 @@ class _Still:
         return False
 
 
-def test_what_was_compiled_is_kept_within_bounds() -> None:
-    """Equal forms are one constraint; the least recently used leaves when there are too many or they are too large."""
+def test_compiled_forms_are_cached_within_limits() -> None:
+    """Least recently used forms are dropped over a number or a size."""
     compiler = Compiler(VOCABULARY, kept=2)
     first = compiler.compile(Literal("a"), "f")
     second = compiler.compile(Literal("b"), "f")
@@ -403,17 +394,12 @@ def test_what_was_compiled_is_kept_within_bounds() -> None:
     assert small.compile(Literal("a"), "f") is small.compile(Literal("a"), "f")
 
 
-def test_a_known_form_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is known by what was asked for, to the order of its keys; what others compile does not keep it waiting."""
+def test_known_form_is_identified_by_its_content() -> None:
+    """Equal values of other types, and another order of keys, are other forms."""
     compiler = Compiler(VOCABULARY)
     schema = {"properties": {"a": {"const": 1}, "b": {"const": True}}}
     first = compiler.compile(Json(schema), "f")
-    written: list[Form] = []
-    monkeypatch.setattr(grammar, "written", lambda form, *_rest: written.append(form) or '{"grammars": []}')
     assert compiler.compile(Json({"properties": {"a": {"const": 1}, "b": {"const": True}}}), "g") is first
-    with compiler._compiling:
-        assert compiler.known(compiler.key(Json(schema), "f")) is first
-    assert written == []
     others: list[Form] = [
         Json(schema, strict=False),
         Json({"properties": {"b": {"const": True}, "a": {"const": 1}}}),
@@ -424,8 +410,7 @@ def test_a_known_form_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> N
         compiler.known(compiler.key(nested(20_000), "f"))
 
 
-def test_many_threads_compile_one_form_once() -> None:
-    """Whoever wants the same form gets the same constraint; the vocabulary is read once."""
+def test_form_compiled_by_many_threads_is_compiled_once() -> None:
     vocabulary = PieceVocabulary()
     compiler = Compiler(vocabulary)
     assert vocabulary.asked == 0
@@ -440,15 +425,13 @@ def test_many_threads_compile_one_form_once() -> None:
     assert vocabulary.asked < 2 * vocabulary.n_vocab
 
 
-def test_the_size_of_other_threads_stacks_is_left_alone() -> None:
-    """Only the thread that compiles has a large stack."""
+def test_stack_size_of_other_threads_is_not_changed() -> None:
     before = threading.stack_size()
     Compiler(PieceVocabulary()).compile(Literal("a"), "f")
     assert threading.stack_size() == before
 
 
-def test_nothing_is_imported_before_the_first_constraint() -> None:
-    """A worker that is never asked for one pays no memory."""
+def test_llguidance_is_imported_with_the_first_constraint() -> None:
     code = (
         "import sys, inference.worker.constraints, inference.worker.sampling.constrained_sampler as c\n"
         "inference.worker.constraints.Compiler(None)\n"
@@ -467,8 +450,7 @@ class Counted(PieceVocabulary):
         return super().piece(token, special=special)
 
 
-def test_a_vocabulary_that_was_read_in_time_is_not_read_again() -> None:
-    """No constraint has to wait for it."""
+def test_vocabulary_is_read_once() -> None:
     vocabulary = Counted()
     compiler = Compiler(vocabulary)
     compiler.read_vocabulary()
@@ -478,7 +460,7 @@ def test_a_vocabulary_that_was_read_in_time_is_not_read_again() -> None:
     assert vocabulary.reads == 1
 
 
-def test_a_vocabulary_too_large_to_be_read_on_a_guess_waits_for_the_first_constraint() -> None:
+def test_very_large_vocabulary_is_read_with_the_first_constraint() -> None:
     vocabulary = Counted()
     vocabulary.n_vocab = MOST_AHEAD + 1
     compiler = Compiler(vocabulary)
@@ -490,8 +472,8 @@ def test_a_vocabulary_too_large_to_be_read_on_a_guess_waits_for_the_first_constr
     assert vocabulary.reads == 0
 
 
-def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint() -> None:
-    """Until then an idle worker is spared half of the memory."""
+def test_tables_of_a_large_vocabulary_are_built_when_idle_after_the_first_constraint() -> None:
+    """An idle worker without constraints does not need their memory."""
     vocabulary = Counted()
     compiler = Compiler(vocabulary, most_with_tables=vocabulary.n_vocab - 1)
     assert compiler.read_vocabulary()
@@ -511,7 +493,7 @@ def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint
     assert vocabulary.follow(mask, 'abc"') and vocabulary.may_end(mask)
 
 
-def test_a_large_vocabulary_of_a_worker_that_is_never_idle_gets_its_tables_after_a_minute() -> None:
+def test_tables_of_a_large_vocabulary_are_built_after_a_minute_without_idle_time() -> None:
     now = [0.0]
     compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
     assert compiler.read_vocabulary()
@@ -545,7 +527,7 @@ def test_masks_are_the_same_without_the_tables() -> None:
         assert vocabulary.may_end(without)
 
 
-def test_a_vocabulary_that_no_lull_had_time_for_is_read_whole_with_the_first_constraint() -> None:
+def test_vocabulary_read_by_the_first_constraint_has_its_tables_at_once() -> None:
     now = [0.0]
     compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
     found = compiler.compile(Literal("a"), "f")
@@ -555,7 +537,7 @@ def test_a_vocabulary_that_no_lull_had_time_for_is_read_whole_with_the_first_con
     assert compiler.known(compiler.key(Literal("a"), "f")) is found
 
 
-def test_tables_that_cannot_be_made_are_tried_again_and_fail_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tables_are_retried_without_failing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
     compiler.read_vocabulary()
@@ -563,7 +545,7 @@ def test_tables_that_cannot_be_made_are_tried_again_and_fail_nobody(monkeypatch:
     tries = []
 
     class Panic(BaseException):
-        """As Rust's arrive."""
+        pass
 
     def add_tables(_trie: object) -> None:
         tries.append(now[0])
@@ -576,37 +558,7 @@ def test_tables_that_cannot_be_made_are_tried_again_and_fail_nobody(monkeypatch:
     assert tries == [61, 122]
 
 
-def test_forms_are_compiled_anew_with_the_tables_but_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(VOCABULARY, most_with_tables=0, kept_bytes=1)
-    compiler.read_vocabulary()
-    compiler.compile(Literal("a"), "f")
-    tokenizers: list[object] = []
-    with_slices = llguidance.LLTokenizer.with_slices
-
-    def counted(tokenizer: llguidance.LLTokenizer, slices: list[str]) -> llguidance.LLTokenizer:
-        tokenizers.append(slices)
-        return with_slices(tokenizer, slices)
-
-    class Tokenizer:
-        def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
-            self.tokenizer = tokenizer
-
-        def with_slices(self, slices: list[str]) -> llguidance.LLTokenizer:
-            return counted(self.tokenizer, slices)
-
-    assert compiler._trie is not None
-    compiler._trie._tokenizer = Tokenizer(compiler._trie._tokenizer)
-    assert not compiler.read_vocabulary()
-    assert len(tokenizers) == 1 and len(tokenizers[0]) == 3  # type: ignore[arg-type]
-    assert isinstance(compiler._trie._tokenizer, llguidance.LLTokenizer), "and they are used"
-    monkeypatch.setattr(compiler, "_try", lambda *_: pytest.fail("it was tried before"))
-    again = compiler.compile(Literal("a"), "f")
-    assert compiler._bytes == compiler._cache.popitem()[1][1], "those that were forgotten count no more"
-    assert again is not None
-
-
-def test_a_vocabulary_without_an_end_is_refused() -> None:
-    """Its answers could never be complete."""
+def test_vocabulary_without_an_end_token_is_rejected() -> None:
 
     class Endless(PieceVocabulary):
         def __init__(self) -> None:
@@ -629,7 +581,7 @@ class Backend:
 
 
 class Greedy:
-    """Draws the largest logit, with a bias of its own."""
+    """Draws the largest logit, with a bias."""
 
     def __init__(self, backend: Backend, bias: dict[int, float] | None = None) -> None:
         self._backend = backend
@@ -649,8 +601,7 @@ class Greedy:
         self.closed += 1
 
 
-def test_a_sampler_under_a_mask_draws_what_the_form_allows() -> None:
-    """Whatever the logits prefer, until the end is forced."""
+def test_constrained_sampler_draws_allowed_tokens() -> None:
     backend = Backend()
     inner = Greedy(backend)
     sampler = ConstrainedSampler(inner, backend, COMPILER.compile(Literal("é!"), "f").start())  # type: ignore[arg-type]
@@ -665,8 +616,8 @@ def test_a_sampler_under_a_mask_draws_what_the_form_allows() -> None:
     assert inner.closed == 1
 
 
-def test_parameters_that_rule_out_every_token_end_the_request_with_a_reason() -> None:
-    """As with `ignore_eos` where only the end is left."""
+def test_parameters_that_exclude_all_allowed_tokens_end_the_request_with_a_reason() -> None:
+    """For example `ignore_eos` where only the end is allowed."""
     backend = Backend()
     inner = Greedy(backend, dict.fromkeys(VOCABULARY.end_tokens, -np.inf))
     sampler = ConstrainedSampler(inner, backend, COMPILER.compile(Literal("a"), "f").start())  # type: ignore[arg-type]
@@ -677,8 +628,8 @@ def test_parameters_that_rule_out_every_token_end_the_request_with_a_reason() ->
         sampler.sample(3)
 
 
-def test_a_schema_that_would_take_all_memory_is_a_400() -> None:
-    """It is prepared where that harms nobody, and the next form is compiled as ever."""
+def test_schema_that_needs_too_much_memory_is_rejected() -> None:
+    """It is prepared in a child process; the next form is compiled."""
     compiler = Compiler(VOCABULARY)
     patterns = Json({"type": "string", "allOf": [{"pattern": f"a.{{{size}}}b"} for size in range(1, 30)]})
     with pytest.raises(BadRequestError, match="too long or too much memory"):

@@ -1,4 +1,4 @@
-"""A forced call that a cut leaves unfinished: nothing of its markup is content, and no stop string sees it."""
+"""Forced calls that are cut: their markup is neither content nor seen by stop strings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rigs.fake_dialect import MarkParser
 HERMES = '<tool_call>{"name": ...}</tool_call>'
 TOOLS = (Tool("add"), Tool("sub"))
 WIDE = str.maketrans("|_", "\uff5c\u2581")
-"""DeepSeek's bars and lines."""
+"""The bars and lines of DeepSeek."""
 TWO_CALLS = (
     '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
@@ -31,17 +31,16 @@ TWO_CALLS = (
 
 
 class Bytes:
-    """A vocabulary whose tokens are the bytes."""
+    """A token per byte."""
 
     end_tokens = frozenset({END})
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Nothing for the end."""
         return bytes([token]) if token < 256 else b""
 
 
 def reading(mode: str) -> Reading:
-    """How answers of a family of tool calls are read with that choice."""
+    """The reading of answers for this tool choice."""
     choice = ToolChoice("named", "add") if mode == "named" else ToolChoice(mode)  # type: ignore[arg-type]
     shaping = Shaping(detect(HERMES, []), lambda text: None)
     found = shaping.shape(GenerateRequest("chat", tools=TOOLS, choice=choice)).reading
@@ -49,11 +48,10 @@ def reading(mode: str) -> Reading:
     return found
 
 
-def follow(how: Reading, said: bytes, most: int, stops: Sequence[str] = ()) -> list[Output]:
-    """All outputs up to the end."""
+def follow(how: Reading, text: bytes, most: int, stops: Sequence[str] = ()) -> list[Output]:
     generation = DividedGeneration(0, FakeSampler(b""), Bytes(), most, stops, how, how.parser())
     outputs: list[Output] = []
-    for token in [*said, END]:
+    for token in [*text, END]:
         if (output := generation.accept(token, -0.5)) is not None:
             outputs.append(output)
             if output.finish is not None:
@@ -65,13 +63,13 @@ def content(outputs: Sequence[Output]) -> str:
     return "".join(part.text for output in outputs for part in output.parts if isinstance(part, Content))
 
 
-def test_only_a_choice_that_leaves_none_forces() -> None:
+def test_required_and_named_calls_are_forced() -> None:
     assert [reading(mode).forced for mode in ("auto", "required", "named")] == [False, True, True]
 
 
 @pytest.mark.parametrize("mode", ["required", "named"])
-def test_wherever_a_forced_call_is_cut_it_says_length_and_shows_no_markup(mode: str) -> None:
-    """Whatever the stop strings are: each is in the markup somewhere."""
+def test_forced_call_cut_at_any_token_has_no_content_and_finish_length(mode: str) -> None:
+    """Each stop string occurs in the markup."""
     how = reading(mode)
     for stop in ("a", "<", "\n", "tool", '"name"', "}"):
         for most in range(1, len(TWO_CALLS) + 1):
@@ -97,7 +95,7 @@ def test_wherever_a_forced_call_is_cut_it_says_length_and_shows_no_markup(mode: 
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_no_family_shows_the_markup_of_a_forced_call(family: Dialect, opened: str, call: str) -> None:
+def test_markup_of_a_forced_call_is_no_content_in_any_dialect(family: Dialect, opened: str, call: str) -> None:
     how = Reading(lambda: family.parser(tools=TOOLS, opened=opened), lambda: "call_1", forced=True)
     for most in range(1, len(call.encode()) + 1):
         outputs = follow(how, call.encode(), most, ["a", "{"])
@@ -105,7 +103,7 @@ def test_no_family_shows_the_markup_of_a_forced_call(family: Dialect, opened: st
     assert any(isinstance(part, CallBegin) for output in outputs for part in output.parts)
 
 
-def test_a_forced_call_that_ends_by_itself_is_whole() -> None:
+def test_complete_forced_call() -> None:
     outputs = follow(reading("required"), TWO_CALLS.encode(), 1000, ["a", "\n"])
     parts = [part for output in outputs for part in output.parts]
     assert [part.name for part in parts if isinstance(part, CallBegin)] == ["add", "sub"]
@@ -122,17 +120,17 @@ def test_a_forced_call_that_ends_by_itself_is_whole() -> None:
         (("ca",), "<tool_c", "length"),
     ],
 )
-def test_where_no_call_is_forced_what_was_held_back_is_content(stops: tuple[str, ...], shown: str, finish: str) -> None:
+def test_held_back_text_is_content_if_no_call_is_forced(stops: tuple[str, ...], shown: str, finish: str) -> None:
     outputs = follow(reading("auto"), b"<tool_call>", 7, stops)
     assert (content(outputs), outputs[-1].finish) == (shown, finish)
 
 
-def test_half_a_character_behind_a_forced_mark_is_no_content() -> None:
+def test_incomplete_character_after_a_forced_mark_is_no_content() -> None:
     outputs = follow(reading("required"), b"<tool_c\xe2\x82", 9, ["<"])
     assert (content(outputs), outputs[-1].finish) == ("", "length")
 
 
-def test_a_thought_before_a_forced_call_is_kept_and_counted() -> None:
+def test_reasoning_before_a_forced_call_is_kept_and_counted() -> None:
     how = Reading(MarkParser, lambda: "call_1", forced=True)
     outputs = follow(how, b"(ab)[f", 6, ["f"])
     assert "".join(p.text for o in outputs for p in o.parts if isinstance(p, Reasoning)) == "ab"

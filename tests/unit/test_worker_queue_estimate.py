@@ -28,7 +28,7 @@ def test_retry_after_is_none_before_a_sequence_ends() -> None:
         (8, 4, {RETRY_AFTER: 2.0}),
         (13, 12, {}),
     ],
-    ids=["one too many", "three too many", "only so many at once", "never so many"],
+    ids=["one too many", "three too many", "more at once than free", "more at once than ever"],
 )
 def test_queue_is_full_for_all_priorities_only_without_room(
     requested: int, room: int, expected: dict[str, object]

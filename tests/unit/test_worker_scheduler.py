@@ -18,7 +18,7 @@ def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
 
 
 def test_scored_prompt_stays_within_the_outputs_of_a_step() -> None:
-    """One output stays free for every other job that may need it."""
+    """One output stays free for each other job."""
     scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=7))
     scheduler.submit([Job(1, (1,) * 10, score=True), Job(2, (2,) * 20)])
     assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 6, True), (2, 20, False)]
@@ -27,7 +27,7 @@ def test_scored_prompt_stays_within_the_outputs_of_a_step() -> None:
 
 
 def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) -> list[int]:
-    """Tokens of each prompt in the first step beside so many streams."""
+    """Tokens of each prompt in the first step beside `decoding` streams."""
     scheduler = Scheduler(Limits(slots=8, context=2000, batch=batch, queue=4))
     for number in range(100, 100 + decoding):
         scheduler.submit([Job(number, (number,))])
@@ -40,31 +40,31 @@ def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) 
 
 
 def test_short_prompts_are_prefilled_whole() -> None:
-    """A piece would be computed on its own, and so would its rest in the next step."""
+    """A part would need two computations."""
     assert given([80, 80, 80, 80], 180) == [80, 80, 0, 0]
     assert given([80, 80, 80, 80], 200) == [80, 80, 80, 0], "with a quarter more the third is complete"
     assert given([80, 80, 80, 80], 320) == [80, 80, 80, 80]
-    assert given([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest has its part all the same"
+    assert given([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest prompt has its share"
 
 
-def test_long_prompt_takes_a_large_rest_of_the_budget() -> None:
+def test_long_prompt_takes_the_rest_of_the_budget_if_it_is_large() -> None:
     assert given([80, 1000], 160) == [80, 80]
     assert given([80, 1000], 159) == [80, 0]
     assert given([1000, 900], 100) == [25, 75]
 
 
 def test_budget_is_exceeded_to_complete_a_prompt_within_the_batch() -> None:
-    """A small rest would delay all streams in one more step; a large rest stays for the next step."""
+    """A small rest would delay all streams for another step."""
     assert [given([length], 400, decoding=1) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
     assert given([460], 400, batch=450) == [400]
 
 
 def test_budget_is_exceeded_by_half_to_complete_all_prompts() -> None:
     assert given([80] * 7, 374, batch=1000, decoding=1) == [80] * 7
-    assert given([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all of it would be complete"
-    assert given([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many are held up as wait"
+    assert given([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all would be complete"
+    assert given([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many streams would be delayed as prompts wait"
     assert given([80] * 7, 374, batch=561, decoding=1) == [80] * 7
-    assert given([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "llama.cpp takes no more at once"
+    assert given([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "the batch is full"
 
 
 def test_scored_tokens_are_not_scored_again_after_preemption() -> None:
@@ -107,7 +107,7 @@ def test_suspended_job_resumes_at_its_old_place() -> None:
 
 
 def test_prefix_of_a_running_sequence_is_copied() -> None:
-    """The longest of several, and never the last token."""
+    """The longest of several, without the last token."""
     scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4))
     scheduler.submit([Job(1, (1, 2, 3, 4, 5)), Job(2, (1, 2, 9))])
     rows_of(scheduler, 30)
@@ -120,7 +120,7 @@ def test_prefix_of_a_running_sequence_is_copied() -> None:
 
 
 def test_short_prefix_is_computed_instead_of_copied() -> None:
-    """In its own place it costs nothing, but a tail as short. Choices do not wait for it."""
+    """In its own slot it is reused, but a short tail of it is not. Choices of one request do not wait for it."""
     scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4, copied=4))
     scheduler.submit([Job(1, (1, 2, 3, 4), group=1), Job(2, (1, 2, 3, 4), group=1)])
     assert {row.job for row in rows_of(scheduler, 30)} == {1, 2}
@@ -141,7 +141,7 @@ def test_short_prefix_is_computed_instead_of_copied() -> None:
 
 
 def test_retained_prefix_is_not_dropped_for_a_short_match() -> None:
-    """The slot that was used longest ago goes, although another begins alike by a token."""
+    """The least recently used slot is overwritten, although another one shares a token."""
     scheduler = Scheduler(Limits(slots=2, context=30, batch=30, queue=4, copied=4))
     for job, prompt in ((1, (1, 2, 3, 4, 5)), (2, (6, 7, 8, 9, 5))):
         scheduler.submit([Job(job, prompt)])
@@ -157,7 +157,7 @@ def test_retained_prefix_is_not_dropped_for_a_short_match() -> None:
 
 
 def test_neighbors_of_taken_slots_are_assigned_first() -> None:
-    """llama.cpp computes sequences together whose numbers follow each other."""
+    """llama.cpp computes sequences with consecutive numbers together."""
     scheduler = Scheduler(Limits(slots=4, context=30, batch=30, queue=4))
     scheduler.submit([Job(number, (number,)) for number in (1, 2, 3)])
     assert [row.slot for row in rows_of(scheduler)] == [0, 1, 2]
@@ -167,7 +167,7 @@ def test_neighbors_of_taken_slots_are_assigned_first() -> None:
 
 
 def after(order: str, copied: int = 2) -> Scheduler:
-    """Five slots that kept a prompt of four tokens each, (10, 10, 10, 10) in slot 0 and so on, used in this order."""
+    """Five slots that retain prompts of four tokens, (10, 10, 10, 10) in slot 0 and so on, used in this order."""
     scheduler = Scheduler(Limits(slots=5, context=90, batch=90, queue=9, copied=copied))
     scheduler.submit([Job(number, (10 + number,) * 4) for number in range(5)])
     assert [row.slot for row in rows_of(scheduler, 90)] == [0, 1, 2, 3, 4]
@@ -177,7 +177,7 @@ def after(order: str, copied: int = 2) -> Scheduler:
 
 
 def test_running_sequences_use_neighboring_slots() -> None:
-    """What the slot beside them kept moves to the one that was used longest ago, and is found there."""
+    """The prefix retained in the next slot moves to the least recently used one, and is found there."""
     scheduler = after("20413")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
     step = scheduler.plan(0.0, 90)
@@ -190,8 +190,8 @@ def test_running_sequences_use_neighboring_slots() -> None:
     assert [(row.slot, row.start) for row in scheduler.plan(0.0, 90).rows] == [(0, 4)]
 
 
-def test_a_gap_is_filled_before_the_row_becomes_longer() -> None:
-    """Though what the gap kept was used last: it moves."""
+def test_gap_is_filled_before_the_row_becomes_longer() -> None:
+    """The prefix retained in the gap moves."""
     scheduler = after("01234")
     scheduler.submit([Job(number, (number,) * 3) for number in (5, 6, 7)])
     assert [row.slot for row in rows_of(scheduler, 90)] == [0, 1, 2]
@@ -205,7 +205,6 @@ def test_a_gap_is_filled_before_the_row_becomes_longer() -> None:
 
 
 def test_retained_prefix_moves_next_to_running_sequences() -> None:
-    """Its old place is free then."""
     scheduler = after("01234")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (14, 14, 14, 14, 9))])
     step = scheduler.plan(0.0, 90)
@@ -214,7 +213,7 @@ def test_retained_prefix_moves_next_to_running_sequences() -> None:
 
 
 def test_retained_prefix_next_to_running_sequences_moves_away_for_a_short_prompt() -> None:
-    """The slot is the nearest, and what it holds is worth more than the one token that they share."""
+    """The nearest slot is used; its prefix is worth more than the one shared token."""
     scheduler = after("20413")
     scheduler.submit([Job(10, (1, 1, 1)), Job(11, (11, 2, 2))])
     step = scheduler.plan(0.0, 90)
@@ -223,7 +222,7 @@ def test_retained_prefix_next_to_running_sequences_moves_away_for_a_short_prompt
 
 
 def test_small_and_large_prefixes_are_not_moved() -> None:
-    """Fewer tokens than are worth a copy are forgotten; a copy of a large context costs more than a gap."""
+    """Short prefixes are dropped; copying a large context costs more than a gap."""
     little = after("20413", copied=5)
     little.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
     assert little.plan(0.0, 90).operations == (Remove(2, 0), Remove(1, 0))
@@ -232,8 +231,7 @@ def test_small_and_large_prefixes_are_not_moved() -> None:
     assert [row.slot for row in much.plan(0.0, 90).rows] == [0, 2]
 
 
-def test_forget_keeps_running_sequences() -> None:
-    """What a free slot kept is dropped; a sequence under way computes on."""
+def test_forget_drops_retained_prefixes_only() -> None:
     scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
     rows_of(scheduler)
@@ -280,7 +278,7 @@ def test_first_token_removes_only_the_deadline_of_its_request() -> None:
 
 
 def test_failed_sampling_does_not_remove_the_deadline() -> None:
-    """The other waiting jobs of the request still pass their deadline."""
+    """The other waiting jobs of the request expire at it."""
     scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
     assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1]
@@ -289,7 +287,7 @@ def test_failed_sampling_does_not_remove_the_deadline() -> None:
     assert scheduler.plan(5.0, 8).expired == (2,)
 
 
-@pytest.mark.parametrize("goes_on", [True, False], ids=["it goes on", "it is all"])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["it continues", "it has finished"])
 def test_first_token_removes_the_deadline_of_all_choices(goes_on: bool) -> None:
     scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
@@ -303,7 +301,7 @@ def test_first_token_removes_the_deadline_of_all_choices(goes_on: bool) -> None:
 
 
 def test_waiting_choices_share_one_prompt() -> None:
-    """Hundreds can wait, and a prompt of a long context takes half a megabyte."""
+    """Hundreds can wait, and a prompt of a long context needs half a megabyte."""
     scheduler = Scheduler(Limits(slots=1, context=100_001, batch=8, queue=99))
     prompt = array("i", bytes(400_000))
     tracemalloc.start()
@@ -313,9 +311,9 @@ def test_waiting_choices_share_one_prompt() -> None:
         _now, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 400_000 < most < 1_000_000, "one that runs has its own"
+    assert 400_000 < most < 1_000_000, "a running job has its own copy"
     scheduler.computed()
     scheduler.extend(0, 9)
     scheduler.abort(0)
     scheduler.plan(0.0, 8)
-    assert len(prompt) == 100_000, "what was generated is in none but its own"
+    assert len(prompt) == 100_000, "generated tokens are in the copy only"

@@ -1,9 +1,10 @@
-"""What is remembered of images, what is refused, and who waits: over a projector that computes nothing."""
+"""Encoding of images with a fake projector: caching, limits, waiting."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from inference.worker.worker_errors import BadRequestError, WorkerError
 
 @dataclass
 class FakeEye:
-    """An image file is its number of tokens per tile, such as b"3 2"; it stands between two marks (1 and 2)."""
+    """An image file is the list of the sizes of its tiles, such as b"3 2"; tokens 1 and 2 are the marks around it."""
 
     width: int = 4
     encoded: list[int] = field(default_factory=list)
@@ -51,13 +52,13 @@ async def sight(eye: FakeEye) -> Sight:
     return Sight(eye, 100, 8, at_once=50)
 
 
-async def test_an_image_is_marks_and_falling_numbers_that_never_touch(sight: Sight) -> None:
+async def test_tiles_are_runs_of_negative_numbers_with_gaps(sight: Sight) -> None:
     image = sight.read(b"3 2", "messages")
     assert image.tokens == (1, -1, -2, -3, -5, -6, 2)
     assert sight.read(b"2", "messages").tokens == (1, -8, -9, 2)
 
 
-async def test_the_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sight, eye: FakeEye) -> None:
+async def test_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sight, eye: FakeEye) -> None:
     for _ in range(2):
         sight.encode([sight.read(b"3", "messages"), sight.read(b"4", "messages")], "messages")
     assert eye.encoded == [3, 4]
@@ -66,7 +67,7 @@ async def test_the_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sig
     assert eye.encoded == [3, 4]
 
 
-async def test_what_one_tenant_showed_is_new_for_another(sight: Sight, eye: FakeEye) -> None:
+async def test_images_are_not_shared_between_tenants(sight: Sight, eye: FakeEye) -> None:
     def see() -> tuple[int, ...]:
         image = sight.read(b"3", "messages")
         sight.encode([image], "messages")
@@ -77,9 +78,9 @@ async def test_what_one_tenant_showed_is_new_for_another(sight: Sight, eye: Fake
     assert eye.encoded == [3, 3]
 
 
-async def test_pictures_live_as_long_as_somebody_holds_them(eye: FakeEye) -> None:
-    """What is kept for the next turn has a bound; numbers are remembered beyond it."""
-    eye.width = KEPT_BYTES // 4 // 150  # one and a half images are kept
+async def test_images_are_kept_while_in_use_and_cached_within_a_limit(eye: FakeEye) -> None:
+    """Numbers are remembered beyond the limit."""
+    eye.width = KEPT_BYTES // 4 // 150  # one and a half images are cached
     sight = Sight(eye, 100, 8, at_once=50)
     first = sight.read(b"100", "messages")
     sight.encode([first], "messages")
@@ -94,7 +95,7 @@ async def test_pictures_live_as_long_as_somebody_holds_them(eye: FakeEye) -> Non
     assert eye.encoded == [100, 99, 100]
 
 
-async def test_what_cannot_be_seen_is_a_bad_request(sight: Sight, eye: FakeEye) -> None:
+async def test_unusable_images_are_bad_requests(sight: Sight, eye: FakeEye) -> None:
     for data, says in ((b"bad", "cannot be decoded"), (b"101", "takes 101 tokens, and this model reads at most 100")):
         with pytest.raises(BadRequestError, match=says) as caught:
             sight.read(data, "messages")
@@ -107,14 +108,14 @@ async def test_what_cannot_be_seen_is_a_bad_request(sight: Sight, eye: FakeEye) 
     both = [sight.read(b"100", "messages"), sight.read(b"99", "messages")]
     with pytest.raises(BadRequestError, match="bytes of embeddings"):
         sight.encode(both, "messages")
-    sight.encode([both[0]] * 3, "messages")  # the same one counts once
+    sight.encode([both[0]] * 3, "messages")  # an image counts once
     eye.breaks = True
     with pytest.raises(WorkerError, match="could not encode") as failed:
         sight.encode([both[1]], "messages")
     assert failed.value.code is Code.MODEL_FAILED
 
 
-async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
+async def test_concurrent_and_waiting_requests_are_limited(sight: Sight) -> None:
     release = asyncio.Event()
     inside = 0
 
@@ -124,26 +125,26 @@ async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
             inside += 1
             await release.wait()
 
-    seeing = [asyncio.create_task(see()) for _ in range(MAX_TURNS + MAX_WAITING)]
+    tasks = [asyncio.create_task(see()) for _ in range(MAX_TURNS + MAX_WAITING)]
     while inside < MAX_TURNS:
         await asyncio.sleep(0)
     with pytest.raises(WorkerError) as full:
         async with sight.turn(None, 1):
-            raise AssertionError("there is no place")
+            raise AssertionError("the queue is full")
     assert full.value.code is Code.QUEUE_FULL
-    seeing.pop().cancel()
+    tasks.pop().cancel()
     await asyncio.sleep(0)
     with pytest.raises(WorkerError) as late:
         async with sight.turn(0.0, 1):
-            raise AssertionError("it is too late")
+            raise AssertionError("the deadline has passed")
     assert late.value.code is Code.DEADLINE_EXCEEDED
     release.set()
-    await asyncio.gather(*seeing)
+    await asyncio.gather(*tasks)
     assert inside == MAX_TURNS + MAX_WAITING - 1
 
 
-async def test_encoding_shows_in_the_pulse_until_it_ends(sight: Sight, eye: FakeEye) -> None:
-    """A device that hangs while it encodes is noticed as one that hangs in a step."""
+async def test_encoding_is_part_of_the_heartbeat(sight: Sight, eye: FakeEye) -> None:
+    """A hanging device is detected like one that hangs in a step."""
     beats = []
     eye.watched.append(lambda: beats.append(sight.counters.beat()))
     sight.encode([sight.read(b"3", "messages")], "messages")
@@ -154,7 +155,5 @@ async def test_encoding_shows_in_the_pulse_until_it_ends(sight: Sight, eye: Fake
     assert sight.counters.beat().step_seconds is None
 
 
-async def test_work_runs_on_a_thread_of_its_own(sight: Sight) -> None:
-    import threading
-
+async def test_encoding_has_its_own_thread(sight: Sight) -> None:
     assert (await sight.off_loop(lambda: threading.current_thread().name)).startswith("sight")

@@ -253,3 +253,46 @@ def test_text_that_cannot_fit_is_refused_without_tokenizing_it() -> None:
     with pytest.raises(BadRequestError, match="at least 128 tokens") as caught:
         asked.chat(user("x" * 1280), {})
     assert caught.value.code == "context_length_exceeded"
+
+
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endfor %}"
+)
+EITHER = (
+    "{% for message in messages %}{% if message.content is string %}text:{{ message.content }}"
+    "{% else %}{% for part in message.content %}part:{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def rendered(source: str, *texts: str) -> list[str]:
+    template = chat_template(source, control_texts=("<|end|>",))
+    return template.render([{"role": "user", "content": text} for text in texts], {}, generate=True)
+
+
+def test_text_is_a_part_for_templates_of_parts() -> None:
+    assert rendered(PARTS, "one", "") == ["[user]one[user]"]
+
+
+def test_control_tokens_in_a_part_are_split() -> None:
+    assert rendered(PARTS, "a<|end|>b") == ["[user]a<", "|end|>b"]
+
+
+def test_text_is_a_string_for_templates_that_accept_one() -> None:
+    assert rendered(EITHER, "one") == ["text:one"]
+    assert "<|im_start|>user\none" in rendered(CHATML, "one")[0]
+
+
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"])
+def test_absent_tools_are_iterable_only_where_needed(content: str) -> None:
+    """Other templates compare tools and documents with none."""
+    body = "{% for m in messages %}" + content + "{% endfor %}"
+    assert rendered("{% for tool in tools %}{{ tool.name }}{% endfor %}" + body, "one") == ["one"]
+    assert rendered("{{ 'none:' if tools is none and documents is none }}" + body, "one") == ["none:one"]
+
+
+def test_template_without_content_is_rendered_and_its_errors_are_reported() -> None:
+    assert rendered("always the same", "one") == ["always the same"]
+    with pytest.raises(BadRequestError, match="always raised"):
+        rendered("{{ raise_exception('always raised') }}", "one")

@@ -1,4 +1,4 @@
-"""Grammars are tried in a process that can be ended, and its end is nobody else's."""
+"""Grammars are tried in a child process with limits."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def pid_of(trial: Trial) -> int:
     return trial._process.pid
 
 
-def test_a_good_grammar_has_no_faults_and_a_bad_one_has_words(trial: Trial) -> None:
+def test_valid_grammar_has_no_error_and_an_invalid_one_has_a_message(trial: Trial) -> None:
     assert trial.check(grammar({"type": "object"})) == ""
     assert "unclosed" in trial.check(LLMatcher.grammar_from_regex("("))
     assert trial.check("no JSON and no grammar") != ""
     assert trial.check(grammar({"enum": ["\u00e9", "x" * 100_000]})) == ""
 
 
-def test_one_that_explodes_is_ended_and_the_next_one_tried(trial: Trial) -> None:
+def test_child_over_its_limits_is_replaced(trial: Trial) -> None:
     assert trial.check(grammar({"type": "object"})) == ""
     first = pid_of(trial)
     with pytest.raises(OverLimitsError):
@@ -48,8 +48,7 @@ def test_one_that_explodes_is_ended_and_the_next_one_tried(trial: Trial) -> None
     assert trial.check(grammar({"type": "object"})) == ""
 
 
-def test_a_process_that_left_is_replaced(trial: Trial) -> None:
-    """It leaves when nothing came for a while."""
+def test_ended_child_is_replaced(trial: Trial) -> None:
     assert trial.check(grammar({"type": "object"})) == ""
     process = trial._process
     assert process is not None
@@ -59,8 +58,7 @@ def test_a_process_that_left_is_replaced(trial: Trial) -> None:
     assert pid_of(trial) != process.pid
 
 
-def test_it_does_not_outlive_its_parent(trial: Trial) -> None:
-    """The end of its input is its end."""
+def test_child_ends_with_its_input(trial: Trial) -> None:
     assert trial.check(grammar({"type": "object"})) == ""
     assert trial._process is not None
     assert trial._process.stdin is not None
