@@ -12,7 +12,7 @@ from inference.errors import InferenceError
 from inference.settings import ModelSpec
 from inference.worker_link import Grant as LoadOrder
 from inference.worker_link import Hold
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 
 # --- time, records, listeners ----------------------------------------------------------------------------------------

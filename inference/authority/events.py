@@ -16,7 +16,7 @@ from inference.file_stamp import Fingerprint
 from inference.protocol import Priority
 from inference.settings import InferenceConfig, ModelSpec
 from inference.worker_link import Heartbeat, Offloaded, Ready
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 
 # --- time and devices ------------------------------------------------------------------------------------------------

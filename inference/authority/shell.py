@@ -48,7 +48,7 @@ from inference.settings import InferenceConfig, check_devices
 from inference.worker.cpu_cores import usable_cores
 from inference.worker_link import Ready
 from inference.workers.crash_records import CrashStore
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 from inference.workers.worker_process import WorkerProcess
 from inference.workers.worker_supervisor import Supervisor
 

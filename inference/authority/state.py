@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -25,7 +25,6 @@ from inference.authority.placement.plan import Placement, Standing
 from inference.authority.placement.reduction import Descent
 from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
-from inference.authority.pressure.history import Sample
 from inference.authority.pressure.relief import Watch
 from inference.authority.quarantine import Docket
 from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
@@ -39,6 +38,37 @@ from inference.file_stamp import Fingerprint
 from inference.protocol import ModelState, Priority
 from inference.settings import InferenceConfig, ModelSpec
 from inference.worker_link import Heartbeat, Offloaded, Ready
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One device, in MiB of 2**20 bytes. `free_mb` is unused; `ours_mb` is booked for us, in any phase."""
+
+    used_mb: float
+    free_mb: float
+    foreign_mb: float
+    ours_mb: float
+    pressure_level: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One check. `timestamp` is Unix seconds.
+
+    `pool_utilization`: of the sequences that all loaded models can compute at once, the share that is in use.
+    """
+
+    timestamp: float
+    devices: Mapping[str, DeviceSample]
+    active_requests: int
+    queued_requests: int
+    pool_utilization: float
+    models_loaded: int
+    models_warm: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As `/memory/history` shows it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

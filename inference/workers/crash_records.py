@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 KEPT = 20
 

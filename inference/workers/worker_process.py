@@ -36,11 +36,10 @@ from inference.worker_link import (
     decode,
     encode,
 )
-from inference.workers.exit_cause import ExitEvidence, classify, is_silent_abort, most_telling_line
+from inference.workers.exit_cause import ExitEvidence, WorkerExit, classify, is_silent_abort, most_telling_line
 from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
 from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.launch import launch
-from inference.workers.worker_exit import WorkerExit
 
 log = logging.getLogger(__name__)
 

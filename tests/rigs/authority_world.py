@@ -28,7 +28,7 @@ from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause, ModelState
 from inference.settings import InferenceConfig, ModelEntry, ModelSpec, _spec
 from inference.worker_link import Buffer, Hold, Offloaded, Ready
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 MIB = 2**20
 GPUS = ("gpu-0", "gpu-1")

@@ -11,7 +11,7 @@ from pathlib import Path
 from inference import worker_link
 from inference.authority.clock import Clock
 from inference.protocol import ExitCause
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20
 """What tests.rigs.authority_rig.FakeEstimator calls the worker's own."""

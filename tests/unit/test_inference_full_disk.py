@@ -15,7 +15,7 @@ from inference.devices.device import Reading
 from inference.estimate.overheads import MIB, Overheads
 from inference.protocol import ExitCause
 from inference.workers.crash_records import CrashStore
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 EXIT = WorkerExit(ExitCause.ASSERT, -6, "GGML_ASSERT(x) failed", (), was_ready=True)
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")

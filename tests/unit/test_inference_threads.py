@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.placement.cpu_threads import shares
+from inference.authority.handlers.running.thread_shares import shares
 
 
 def test_one_model_has_all_cores_and_two_share_them() -> None:

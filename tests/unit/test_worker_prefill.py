@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.prefill_rate import LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
+from inference.worker.engine_stats import LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 
 
 def test_rate_is_none_before_a_step_that_counts() -> None:

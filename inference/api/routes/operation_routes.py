@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference.api.preload import preload
 from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queueing.poison_cases import listing
 from inference.authority.lifecycle.departures import Action
 from inference.authority.shell import Authority
 from inference.authority.views import model_status
-from inference.errors import InvalidRequestError
+from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
 
@@ -101,3 +102,32 @@ def router(authority: Authority) -> APIRouter:
         return {"cleared": _clear(authority, key)}
 
     return routes
+
+
+async def preload(
+    authority: Authority, names: Sequence[str], priority: Priority = Priority.NORMAL, seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """One result per name, in order: `model`, `loaded`, `state`, `devices`, `seconds` it took, and `error` (the body of
+    the envelope) where it was not loaded. None of them waits longer than `seconds`.
+    """
+    return await asyncio.gather(*(_one(authority, name, priority, seconds) for name in dict.fromkeys(names)))
+
+
+async def _one(authority: Authority, name: str, priority: Priority, seconds: float | None) -> dict[str, Any]:
+    began = authority.now
+    error: dict[str, Any] | None = None
+    try:
+        with authority.ask(authority.resolve(name), priority=priority, seconds=seconds) as ticket:
+            await ticket.wait()
+    except InferenceError as raised:
+        error = raised.body()["error"]
+    id = authority.state.config.names.get(name, "")
+    status = authority.status(id) if id in authority.state.models else None
+    return {
+        "model": name if status is None else status.id,
+        "loaded": error is None,
+        "state": None if status is None else str(status.state),
+        "devices": [] if status is None else list(status.devices),
+        "seconds": round(authority.now - began, 3),
+        "error": error,
+    }

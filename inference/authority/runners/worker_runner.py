@@ -15,8 +15,8 @@ from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.devices.inventory import Inventory
 from inference.worker_link import Hold, Ready
 from inference.workers import heap_trim
+from inference.workers.exit_cause import WorkerExit
 from inference.workers.os_api import private_bytes
-from inference.workers.worker_exit import WorkerExit
 from inference.workers.worker_process import WorkerProcess
 from inference.workers.worker_supervisor import Supervisor
 

@@ -13,13 +13,14 @@ import itertools
 import logging
 import socket
 import struct
+import sys
 from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, ServerEndedError, Servers
 from inference.devices.simgpu.faults import Order
-from inference.devices.simgpu.owners import ports_of
 from inference.devices.simgpu.rpc_relay import Pace, Relay
 from inference.devices.simgpu.rpc_wire import Conversation, WireError
 from inference.devices.simgpu.simulated_memory import ALL, Memory
@@ -30,6 +31,9 @@ FIRST_BYTES = 2**16
 QUIET_SECONDS = 1.0
 """Time for the running requests of a process before it is suspended."""
 _LINGER = struct.Struct("@ii")
+_TABLE = Path("/proc/net/tcp")
+_LOCAL, _REMOTE, _INODE = 1, 2, 9
+"""Columns, see proc_net_tcp."""
 
 
 class StateError(ValueError):
@@ -293,3 +297,34 @@ def _reset(side: socket.socket) -> None:
     """Ends the connection with a reset instead of a normal close."""
     with contextlib.suppress(OSError):  # it is closed already
         side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+
+
+def ports_of(pid: int, port: int) -> frozenset[int]:
+    """The client ports of the connections of `pid` to 127.0.0.1:`port`; empty for an ended process.
+
+    Raises ValueError when the system does not show them.
+    """
+    if sys.platform != "linux":
+        raise ValueError("the owner of a connection can be found on Linux only")
+    mine = _sockets_of(pid)
+    there = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}:{port:04X}"
+    rows = (line.split() for line in _TABLE.read_text().splitlines()[1:])
+    return frozenset(
+        int(row[_LOCAL].partition(":")[2], 16) for row in rows if row[_REMOTE] == there and row[_INODE] in mine
+    )
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """Inodes of the open sockets of a process."""
+    found = set()
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+                kind, _, inode = str(entry.readlink()).partition(":")
+                if kind == "socket":
+                    found.add(inode.strip("[]"))
+    except FileNotFoundError:
+        return set()
+    except PermissionError:
+        raise ValueError(f"the system does not show the connections of process {pid}") from None
+    return found

@@ -18,7 +18,7 @@ from inference.devices.host import CPU
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError
 from inference.protocol import DeviceState, ExitCause, ModelState
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 PATIENT_SECONDS = 2.0
 """A verdict that comes this soon is waited for."""

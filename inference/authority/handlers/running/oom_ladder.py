@@ -26,7 +26,7 @@ from inference.devices.device import Reading
 from inference.devices.host import CPU
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 EASE_SECONDS = 60.0
 """How often it is looked whether what was learned counts less by now."""

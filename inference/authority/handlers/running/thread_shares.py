@@ -7,9 +7,10 @@ gives.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from inference.authority.draft import Draft
 from inference.authority.effects import SetThreads
-from inference.authority.placement.cpu_threads import shares
 from inference.authority.state import ModelRecord, State, TimerKind
 from inference.devices.host import CPU
 from inference.protocol import ModelState
@@ -58,3 +59,18 @@ def _tell(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
 def _on_cpu(state: State, model: ModelRecord) -> bool:
     worker = state.worker_of(model)
     return worker is not None and worker.placement.devices == (CPU,)
+
+
+def shares(cores: int, busy: Mapping[str, int | None]) -> Mapping[str, int]:
+    """Threads for every model of `busy` (id to the number its configuration fixes, or None), in order.
+
+    Threads that wait for each other spin: more of them than cores make every model slow.
+
+    What is fixed is kept whatever it is. The others divide what is left of `cores` evenly, those who came first get the
+    odd ones, and each has one thread at least.
+    """
+    fixed = {name: count for name, count in busy.items() if count is not None}
+    others = [name for name in busy if name not in fixed]
+    left = max(0, cores - sum(fixed.values()))
+    each, odd = divmod(left, len(others)) if others else (0, 0)
+    return {**fixed, **{name: max(1, each + (at < odd)) for at, name in enumerate(others)}}

@@ -43,7 +43,7 @@ from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFa
 from inference.file_stamp import Fingerprint, changed
 from inference.protocol import ExitCause, ModelState
 from inference.worker_link import Heartbeat
-from inference.workers.worker_exit import WorkerExit
+from inference.workers.exit_cause import WorkerExit
 
 RETRY_REPLACED_SECONDS = 1.0
 """Until a load is worth another try whose files changed meanwhile."""

@@ -17,10 +17,9 @@ from inference.authority.handlers.queries.questions import held_models
 from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action, Reason
-from inference.authority.pressure.history import DeviceSample, Sample
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle
 from inference.authority.pressure.relief import SAYS, Leave, Limit, Relief, Scene, Tenant, Watch, step
-from inference.authority.state import State
+from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
 MIB = 2**20
