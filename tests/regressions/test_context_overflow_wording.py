@@ -1,8 +1,7 @@
-"""The text of `context_length_exceeded`, by which client libraries recognise the error.
+"""Client libraries recognise `context_length_exceeded` by the text of the message.
 
-LangChain looks for the code in the text of the exception, and for `exceeds the context window` where the error comes
-in a stream that has begun, whose exception has no other text than the message. LiteLLM looks for the beginning of
-OpenAI's own sentence.
+LangChain looks for the code in the text of the exception, and for `exceeds the context window` in errors within a
+stream, whose exception has only the message. LiteLLM looks for the beginning of OpenAI's sentence.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
 
 MARKS = ("context_length_exceeded", "this model's maximum context length is", "exceeds the context window")
-"""What LangChain and LiteLLM look for in the lower-case text."""
-
+"""Texts that LangChain and LiteLLM look for, in lower case."""
 LONG = "the water of the mill turns the wheel " * 40
 
 
 class Letters:
-    """One token per character, of which a piece may hold 10."""
+    """One token per character; the longest piece has 10 characters."""
 
     bos = None
     adds_bos = False
@@ -53,7 +51,7 @@ class Letters:
 
 
 def refused(endpoint: str, **body: Any) -> BadRequestError:
-    """How a worker whose model has a context of 10 tokens refuses `body`."""
+    """The error of a worker whose model has a context of 10 tokens."""
     facts = Facts("tiny", 10, 300, 64, ("embeddings",) if endpoint == "embedding" else ("chat", "completions"))
     prompts = Prompts(Letters(), chat_template("{{ messages[0].content }}"), facts)
     with pytest.raises(BadRequestError) as caught:
@@ -127,7 +125,9 @@ def user(text: str) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_worker_words_context_overflow_like_openai(endpoint: str, body: dict[str, Any], message: str) -> None:
+def test_context_overflow_message_of_the_worker_is_recognised_by_clients(
+    endpoint: str, body: dict[str, Any], message: str
+) -> None:
     assert refused(endpoint, **body).message == message
     assert all(mark in message.lower() for mark in MARKS)
 
@@ -165,7 +165,7 @@ LOCAL, MINI = Candidate("local", "a", 0), Candidate("local", "b", 1)
         (Endpoint.CHAT, None, "The request exceeds the context window of every model (context_length_exceeded)."),
     ],
 )
-def test_gateway_words_context_overflow_of_every_tier_like_openai(
+def test_context_overflow_message_of_the_gateway_is_recognised_by_clients(
     endpoint: Endpoint, numbers: dict[str, int | None] | None, beginning: str
 ) -> None:
     prompt = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": user("x")}
@@ -202,7 +202,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 async def test_clients_recognise_context_overflow_by_the_text_of_the_exception(
     gateway: Gateway, fake: FakeInference, endpoint: str, stream: bool
 ) -> None:
-    """When both tiers refuse: the first before an attempt, the second in its own words."""
+    """Both tiers refuse: the first before an attempt, the second with its own message."""
     fake.models["demo"] = replace(fake.models["demo"], context_length=1000)
     fake.counts["demo"] = 1200
     fake.answers["demo-mini"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
@@ -220,8 +220,8 @@ async def test_clients_recognise_context_overflow_by_the_text_of_the_exception(
 
 
 @pytest.mark.timeout(60)
-async def test_overflow_found_after_the_stream_began_keeps_its_words(gateway: Gateway, fake: FakeInference) -> None:
-    """A cold model refuses after the progress comments were sent: there is an error frame and no status."""
+async def test_context_overflow_within_a_stream_keeps_its_message(gateway: Gateway, fake: FakeInference) -> None:
+    """A cold model refuses after progress comments were sent, so the error is a frame."""
     words = context_overflow(10, "the messages take 20 tokens")
     fake.answers["demo"] = Answer(words=("Hi",), finish=None, error=Code.CONTEXT_LENGTH_EXCEEDED, message=words)
     await gateway.look()

@@ -1,6 +1,4 @@
-"""Framing of HTTP on both ports, over raw sockets: trailers decide nothing, and bytes behind a complete request do not
-take its answer away.
-"""
+"""Framing of HTTP on both ports, over raw sockets: trailers, and bytes after a complete request."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class Port:
         return f"Authorization: Bearer {self.key}\r\n".encode()
 
     def exchange(self, data: bytes) -> bytes:
-        """Everything that the service answers to `data` until it closes the connection."""
+        """All bytes that the service answers to `data` until it closes the connection."""
         with socket.create_connection(("127.0.0.1", self.service.port), timeout=20) as client:
             client.sendall(data)
             return b"".join(iter(lambda: client.recv(65536), b""))
@@ -105,7 +103,7 @@ def test_request_id_in_a_trailer_is_ignored(port: Port) -> None:
     assert b"from-a-trailer" not in answer
 
 
-def test_host_in_a_trailer_is_no_host(stack: Stack) -> None:
+def test_host_in_a_trailer_is_ignored(stack: Stack) -> None:
     """Only the gateway checks the Host header."""
     port = Port(stack.front, stack.key, stack)
     request = _chunked(CLOSE + port.auth, b"Host: localhost\r\n", host=b"")
@@ -121,10 +119,9 @@ def test_trailer_does_not_override_the_policy_of_the_head(stack: Stack) -> None:
     assert stack.ask("/admin/requests/policy-of-the-head")["cloud_allowed"] is False
 
 
-# --- bytes behind a request -------------------------------------------------------------------------------------------
+# --- bytes after a request --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut", [1, 20, -len(BODY), -1], ids=["line", "headers", "body", "last-byte"])
 def test_two_requests_in_one_segment_are_both_served_when_the_second_is_incomplete(port: Port, cut: int) -> None:
-    """This once ended in a traceback in the log, for clients without a key too."""
     first, second = _request(port.auth), _request(port.auth + CLOSE)
     with socket.create_connection(("127.0.0.1", port.service.port), timeout=20) as client:
         client.sendall(first + second[:cut])
@@ -142,7 +139,7 @@ def test_two_requests_in_one_segment_are_both_served_when_the_second_is_incomple
     [b"NONSENSE\r\n\r\n", b"\x16\x03\x01\x02\n\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"{}" * 40_000],
     ids=["words", "tls", "header", "long"],
 )
-def test_complete_requests_are_served_when_bytes_behind_them_are_not_http(port: Port, garbage: bytes) -> None:
+def test_complete_requests_are_served_when_bytes_after_them_are_not_http(port: Port, garbage: bytes) -> None:
     """The last answer ends the connection."""
     request = _request(port.auth)
     assert _statuses(port.exchange(request + garbage)) == [200]
@@ -156,13 +153,13 @@ def test_complete_request_is_served_when_the_body_of_the_next_is_malformed(port:
 
 
 def test_request_with_a_malformed_body_is_answered_once(port: Port) -> None:
-    """The services refuse this request before they read its body; the answer to the malformed bytes is the only one."""
+    """The services refuse this request before they read its body."""
     malformed = _chunked(b"", b"").replace(b"\r\n%x\r\n" % len(BODY), b"\r\nnot hexadecimal\r\n")
     for _ in range(10):
         assert _statuses(port.exchange(malformed)) == [400]
     assert "Traceback" not in port.service.log
 
 
-def test_bytes_that_are_not_http_are_refused_when_no_request_came_before(port: Port) -> None:
+def test_bytes_that_are_not_http_are_refused(port: Port) -> None:
     answer = port.exchange(b"NONSENSE\r\n\r\n" + LAST)
     assert _statuses(answer) == [400]

@@ -1,4 +1,4 @@
-"""References to items of kept responses, as the AI SDK sends them in every second turn of a conversation."""
+"""References to items of stored responses, as the AI SDK sends them from the second turn on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference(id: str) -> Any:
 async def test_conversation_of_references_shows_the_model_every_item(
     client: openai.AsyncOpenAI, fake: FakeInference, stream: bool
 ) -> None:
-    """The items of the first turn are found in the last response that holds them, also when the first is deleted."""
+    """Items of the first turn are found in later responses, even if the first response is deleted."""
     asked, ids, responses = [], [], []
     for text in ("One", "Two", "Three"):
         asked = [*asked, user(text)]
@@ -51,15 +51,15 @@ async def test_conversation_of_references_shows_the_model_every_item(
         responses.append(answer.id)
         ids.append(answer.output[0].id)
         asked.append(reference(ids[-1]))
-    said = {"role": "assistant", "content": "Hello there!"}
+    answered = {"role": "assistant", "content": "Hello there!"}
     shown = [
-        {"role": "user", "content": "One"}, said, {"role": "user", "content": "Two"}, said,
+        {"role": "user", "content": "One"}, answered, {"role": "user", "content": "Two"}, answered,
         {"role": "user", "content": "Three"},
     ]  # fmt: skip
     assert fake.seen[-1].body["messages"] == shown
     await client.responses.delete(responses[0])
     await client.responses.create(model="demo", input=[*asked, user("Four")])
-    assert fake.seen[-1].body["messages"] == [*shown, said, {"role": "user", "content": "Four"}]
+    assert fake.seen[-1].body["messages"] == [*shown, answered, {"role": "user", "content": "Four"}]
 
 
 async def test_reference_works_with_the_token_count_and_a_previous_response(
@@ -74,15 +74,15 @@ async def test_reference_works_with_the_token_count_and_a_previous_response(
     assert len(fake.seen[-1].body["messages"]) == 4
 
 
-async def test_reference_finds_nothing_of_other_keys_and_nothing_that_was_not_stored(
+async def test_reference_to_an_item_of_another_key_or_an_unstored_response_is_not_found(
     client: openai.AsyncOpenAI,
 ) -> None:
     first = await client.responses.create(model="demo", input="One")
     unstored = await client.responses.create(model="demo", input="One", store=False)
     other = client.with_options(api_key=ADMIN)
-    for asking, id in ((other, first.output[0].id), (client, unstored.output[0].id), (client, "msg_unknown")):
+    for sender, id in ((other, first.output[0].id), (client, unstored.output[0].id), (client, "msg_unknown")):
         with pytest.raises(openai.NotFoundError) as caught:
-            await asking.responses.create(model="demo", input=[reference(id or ""), user("Two")])
+            await sender.responses.create(model="demo", input=[reference(id or ""), user("Two")])
         assert caught.value.param == "input[0]"
         assert "store: false" in caught.value.message
 
@@ -100,7 +100,7 @@ async def test_references_count_as_bytes_of_the_body(gateway: Gateway, fake: Fak
 
 
 # --- GET /v1/responses/{id}/input_items -------------------------------------------------------------------------------
-async def test_input_items_of_a_response_are_those_that_the_model_was_shown(client: openai.AsyncOpenAI) -> None:
+async def test_input_items_of_a_response_are_those_sent_to_the_model(client: openai.AsyncOpenAI) -> None:
     first = await client.responses.create(model="demo", input="One", instructions="Be brief.")
     second = await client.responses.create(model="demo", input=[user("Two")], previous_response_id=first.id)
     newest = await client.responses.input_items.list(second.id)
@@ -114,7 +114,7 @@ async def test_input_items_of_a_response_are_those_that_the_model_was_shown(clie
     assert newest.data[1].id == first.output[0].id
 
 
-async def test_input_items_are_the_owners_alone(client: openai.AsyncOpenAI) -> None:
+async def test_input_items_are_visible_to_their_key_only(client: openai.AsyncOpenAI) -> None:
     first = await client.responses.create(model="demo", input="One")
     with pytest.raises(openai.NotFoundError):
         await client.with_options(api_key=ADMIN).responses.input_items.list(first.id)

@@ -1,7 +1,4 @@
-"""Usage in streams of callers that did not ask for it, and of the prompt in Anthropic's `message_start`.
-
-`message_start` counted no prompt of a local model, and `usage: null` stood in every chunk.
-"""
+"""Usage in streams: only if requested, and of the prompt in Anthropic's `message_start`."""
 
 from __future__ import annotations
 
@@ -54,12 +51,12 @@ def test_first_chunk_of_a_chat_carries_the_usage_of_the_prompt() -> None:
     assert others and all("usage" not in chunk for chunk in others)
 
 
-def test_chunks_of_a_completion_have_no_usage_where_the_prompts_is_asked_for() -> None:
+def test_chunks_of_a_completion_have_no_prompt_usage() -> None:
     assert all("usage" not in chunk for chunk in streamed("completion", prompt_tokens=12))
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_every_chunk_says_null_where_usage_is_asked_for_as_openai_has_it(kind: str) -> None:
+def test_requested_usage_is_null_in_every_other_chunk_as_at_openai(kind: str) -> None:
     assert all(chunk["usage"] is None for chunk in streamed(kind))
 
 
@@ -76,7 +73,7 @@ async def test_message_start_counts_the_prompt_of_a_local_model(gateway: Gateway
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_no_chunk_has_usage_unless_it_is_asked_for(gateway: Gateway, fake: FakeInference, path: str) -> None:
+async def test_chunks_have_usage_only_if_requested(gateway: Gateway, fake: FakeInference, path: str) -> None:
     body = {
         "model": "demo",
         "stream": True,
@@ -85,19 +82,19 @@ async def test_no_chunk_has_usage_unless_it_is_asked_for(gateway: Gateway, fake:
     plain = await gateway.client.post(path, json=body)
     assert '"usage"' not in plain.text
     assert fake.seen[-1].body["stream_options"] == {"include_usage": True, "prompt_usage": True}
-    asked = chunks((await gateway.client.post(path, json={**body, "stream_options": {"include_usage": True}})).text)
+    sent = chunks((await gateway.client.post(path, json={**body, "stream_options": {"include_usage": True}})).text)
     assert fake.seen[-1].body["stream_options"] == {"include_usage": True}
-    assert [chunk["usage"]["prompt_tokens"] for chunk in asked if chunk.get("usage")] == [3]
-    assert asked[-1]["choices"] == []
+    assert [chunk["usage"]["prompt_tokens"] for chunk in sent if chunk.get("usage")] == [3]
+    assert sent[-1]["choices"] == []
 
 
-async def test_callers_cannot_ask_for_the_usage_of_the_prompt(gateway: Gateway, fake: FakeInference) -> None:
+async def test_clients_cannot_request_prompt_usage(gateway: Gateway, fake: FakeInference) -> None:
     body = {"model": "demo", "messages": MESSAGES, "stream": True, "stream_options": {"prompt_usage": True}}
     answer = await gateway.client.post("/v1/chat/completions", json=body)
     assert '"usage"' not in answer.text
 
 
-async def test_no_chunk_of_a_cloud_has_usage_unless_it_is_asked_for(tmp_path: Path, fake: FakeInference) -> None:
+async def test_chunks_of_a_cloud_have_usage_only_if_requested(tmp_path: Path, fake: FakeInference) -> None:
     async with FakeProvider() as cloud:
         config = f"""
 providers: {{cloud: {{kind: openai, api_key: fake-cloud-key, base_url: {cloud.openai_url}}}}}
@@ -111,15 +108,15 @@ routes: {{gpt: {{chain: [cloud/gpt]}}}}
 
 
 async def test_resumed_answer_counts_its_prompt_once(gateway: Gateway, fake: FakeInference) -> None:
-    """The piece that goes on has no first chunk of its own with usage."""
+    """The resumed part has no prompt usage of its own."""
     fake.answers["demo"] = Answer(words=("one ", "two "), cut=True)
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=KEY, max_retries=0) as client:
         events = [event async for event in await client.messages.create(
             model="demo", max_tokens=50, messages=[{"role": "user", "content": "Hi"}], stream=True
         )]  # fmt: skip
     assert [event.type for event in events].count("message_start") == 1
-    goes_on = [seen.body for seen in fake.seen if "answer_so_far" in seen.body]
-    assert goes_on and all("prompt_usage" not in body["stream_options"] for body in goes_on)
+    resumed = [seen.body for seen in fake.seen if "answer_so_far" in seen.body]
+    assert resumed and all("prompt_usage" not in body["stream_options"] for body in resumed)
 
 
 # --- the writer -------------------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ async def test_resumed_answer_counts_its_prompt_once(gateway: Gateway, fake: Fak
         (b'{"choices":[{"usage":"a}]}', b'{"choices":[{"usage":"a}]}'),
     ],
 )  # fmt: skip
-def test_writer_leaves_out_usage_and_nothing_else(payload: bytes, written: bytes) -> None:
+def test_writer_removes_only_usage(payload: bytes, written: bytes) -> None:
     frames = [Data(payload, DeltaKind.CONTENT)]
     assert OpenAIWriter(include_usage=False).write(frames) == b"data: " + written + b"\n\n"
     assert OpenAIWriter(include_usage=True).write(frames) == b"data: " + payload + b"\n\n"

@@ -1,10 +1,13 @@
-"""Pipes in place of state files hung the start, and damaged state files were dropped without a word."""
+"""State files that are damaged, not regular files, or cannot be written."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from inference.estimate.overheads import Overheads
 from inference.workers import orphans
 from inference.workers.crash_records import CrashStore
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(60)
 
 
 async def _breakers(state: StateDir) -> None:
@@ -63,7 +66,7 @@ READERS: dict[str, Callable[[StateDir], Awaitable[None]]] = {
     "breakers.json": _breakers,
     "build.json": _build,
 }
-"""Every state file of the two services, and what reads it at start (crash records: when they are shown)."""
+"""All state files of the two services and the code that reads them at start (crash records: when they are shown)."""
 
 
 def pipe(path: Path) -> None:
@@ -93,10 +96,10 @@ def state(tmp_path: Path) -> StateDir:
 
 @pytest.mark.parametrize("put", [pipe, directory, unix_socket])
 @pytest.mark.parametrize("name", READERS)
-async def test_what_is_no_file_is_ignored_with_its_path(
+async def test_state_file_that_is_not_regular_is_ignored_with_a_log_line(
     state: StateDir, name: str, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing waits for a writer of a pipe, and the line in the log says what to do."""
+    """The line names the path and the remedy. A pipe does not block."""
     put(state.root / name)
     await READERS[name](state)
     lines = [record.getMessage() for record in caplog.records if record.name == "headgate.shared.state_files"]
@@ -106,10 +109,10 @@ async def test_what_is_no_file_is_ignored_with_its_path(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"version": 99}', b"[" * 9000], ids=range(6))
-async def test_each_damaged_file_has_a_line_of_its_own_and_is_kept(
+async def test_each_damaged_file_is_kept_and_has_its_own_log_line(
     state: StateDir, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line names the file, what is lost, and where the damaged copy is."""
+    """The line names the file, the loss, and the copy."""
     for name in READERS:
         (state.root / name).write_bytes(content)
     for read in READERS.values():
@@ -127,24 +130,21 @@ async def test_each_damaged_file_has_a_line_of_its_own_and_is_kept(
         assert len(damaged) == len(READERS)
 
 
-async def test_a_file_of_another_version_is_no_damage(state: StateDir, caplog: pytest.LogCaptureFixture) -> None:
-    """An upgrade starts without it and says nothing."""
+async def test_file_of_another_version_is_ignored_without_a_log_line(
+    state: StateDir, caplog: pytest.LogCaptureFixture
+) -> None:
     (state.root / "estimates.json").write_text(json.dumps({"version": 0, "entries": {}}))
     await READERS["estimates.json"](state)
     assert "damaged" not in caplog.text
 
 
-def test_a_file_larger_than_any_of_ours_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not read whole."""
+def test_file_beyond_the_size_limit_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.json").write_bytes(b" " * 100)
     assert load_state_file(tmp_path / "x.json", dict, "nothing", most_bytes=99) is None
     assert "larger than 99 bytes" in caplog.text
 
 
-def test_a_damaged_file_that_cannot_be_renamed_is_still_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A directory is in the place of the copy."""
+def test_damaged_file_that_cannot_be_renamed_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.json").write_bytes(b"{")
     (tmp_path / "x.json.damaged" / "full").mkdir(parents=True)
     assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
@@ -152,23 +152,20 @@ def test_a_damaged_file_that_cannot_be_renamed_is_still_reported(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_without_permission_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not damaged, and stays where it is."""
+def test_file_without_permission_is_reported_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.json").write_bytes(b"{}")
     (tmp_path / "x.json").chmod(0)
     assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
     assert "cannot be read (Permission denied): x starts empty" in caplog.text
 
 
-def test_a_missing_file_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first start has none."""
+def test_missing_file_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
     assert read_regular(tmp_path / "x.json", 10) is None
     assert caplog.text == ""
 
 
-def test_a_write_over_a_directory_names_the_file(tmp_path: Path) -> None:
-    """The error named the temporary file beside it."""
+def test_failed_atomic_write_names_its_target_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "up.json").mkdir()
     with pytest.raises(IsADirectoryError) as caught:
         write_atomic(tmp_path / "up.json", b"{}")
@@ -178,8 +175,7 @@ def test_a_write_over_a_directory_names_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["up.json", "up.lock"])
-def test_up_says_what_to_do_about_a_directory_in_place_of_its_files(tmp_path: Path, name: str) -> None:
-    """The message names the path and the two ways out."""
+def test_up_refuses_a_directory_instead_of_its_files_with_a_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     record = Record(1, "http://127.0.0.1:1", "http://127.0.0.1:2")
     with pytest.raises(HeadgateError, match=r"move it away, or set HEADGATE_STATE_DIR") as caught:
@@ -188,8 +184,8 @@ def test_up_says_what_to_do_about_a_directory_in_place_of_its_files(tmp_path: Pa
     assert Record.read(StateDir(tmp_path)) is None
 
 
-def test_up_does_not_wait_for_pipes_in_place_of_its_files(tmp_path: Path) -> None:
-    """A pipe for a lock is refused; one for the record is replaced by the record."""
+def test_up_does_not_open_pipes_instead_of_its_files(tmp_path: Path) -> None:
+    """A pipe instead of the lock is refused; a pipe instead of the record is replaced."""
     record = Record(os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2")
     os.mkfifo(tmp_path / "up.json")
     assert Record.read(StateDir(tmp_path)) is None
@@ -201,16 +197,98 @@ def test_up_does_not_wait_for_pipes_in_place_of_its_files(tmp_path: Path) -> Non
         record.published(StateDir(tmp_path)).__enter__()
 
 
-def test_a_pipe_in_place_of_the_machine_lock_is_refused(tmp_path: Path) -> None:
-    """The message says what to do."""
+def test_pipe_instead_of_the_machine_lock_is_refused_with_a_remedy(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "headgate-authority.lock")
     with pytest.raises(HeadgateError, match="a pipe instead of a file") as caught:
         MachineLock.acquire({"HEADGATE_LOCK_DIR": str(tmp_path)}, {})
     assert "remove it, or set HEADGATE_LOCK_DIR" in str(caught.value)
 
 
-def test_a_pipe_in_place_of_a_secret_is_refused(tmp_path: Path) -> None:
-    """Without a wait."""
+def test_pipe_instead_of_a_secret_is_refused_without_opening_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gateway.key", 0o600)
     with pytest.raises(HeadgateError, match="a pipe instead of a file; move it away"):
         StateDir(tmp_path).read_secret("gateway.key")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> StateDir:
+    return StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
+
+
+def _write_key(keys: StateDir, content: bytes) -> Path:
+    path = keys.file("gateway.key")
+    path.write_bytes(content)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b" \t\r\n"])
+def test_empty_key_file_is_replaced_by_a_new_key(keys: StateDir, content: bytes) -> None:
+    path = _write_key(keys, content)
+    assert keys.read_secret("gateway.key") is None
+    fresh = keys.secret("gateway.key", "hg-")
+    assert len(fresh) > 40
+    assert keys.secret("gateway.key", "hg-") == fresh == path.read_text().strip()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(keys.root) == ["gateway.key"]
+
+
+def _read_or_create_key(root: str) -> str:
+    return StateDir(Path(root)).secret("gateway.key")
+
+
+def test_processes_that_replace_an_empty_key_agree_on_one_key(keys: StateDir) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        for _ in range(20):
+            _write_key(keys, b"")
+            assert len(set(pool.map(_read_or_create_key, [str(keys.root)] * 8, chunksize=1))) == 1
+    assert os.listdir(keys.root) == ["gateway.key"]
+
+
+@pytest.mark.parametrize("content", ["clé".encode(), b"\xff\xfe\x00", b"two\nlines", b"a\0b"])
+def test_invalid_key_file_is_refused_with_its_path_and_a_remedy(keys: StateDir, content: bytes) -> None:
+    path = _write_key(keys, content)
+    with pytest.raises(HeadgateError, match="move it away") as caught:
+        keys.secret("gateway.key")
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == content
+
+
+def test_directory_instead_of_a_key_file_is_refused_with_a_remedy(keys: StateDir) -> None:
+    keys.file("gateway.key").mkdir(mode=0o700)
+    with pytest.raises(HeadgateError, match=r"gateway\.key is a directory instead of a file; move it away"):
+        keys.secret("gateway.key")
+
+
+_FULL = """
+import resource
+from pathlib import Path
+from headgate.shared.errors import HeadgateError
+from headgate.shared.state import StateDir
+from headgate.shared.state_files import write_atomic
+keys = StateDir(Path({root!r}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    keys.secret("gateway.key")
+except HeadgateError as error:
+    print(error)
+try:
+    write_atomic(keys.file("up.json"), b"x")
+except OSError as error:
+    print(error.filename)
+"""
+
+
+def test_full_disk_is_reported_with_the_path_and_leaves_no_file(keys: StateDir) -> None:
+    argv = [sys.executable, "-c", _FULL.format(root=str(keys.root))]
+    printed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    assert printed[0].startswith(f"cannot write {keys.root / 'gateway.key'} (")
+    assert "HEADGATE_STATE_DIR" in printed[0]
+    assert printed[1] == str(keys.root / "up.json")
+    assert os.listdir(keys.root) == []
+
+
+def test_atomic_write_without_a_directory_names_its_target(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomic(tmp_path / "absent" / "file", b"x")
+    assert caught.value.filename == str(tmp_path / "absent" / "file")

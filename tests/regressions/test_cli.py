@@ -1,17 +1,22 @@
-"""A closed or full stdout was a traceback, a reader that left was told as a broken gateway, bytes as 'unexpected'."""
+"""The command line with closed streams, odd arguments and a running system."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headgate.cli.addresses import LOCK, Record
 from headgate.cli.main import main
+from headgate.shared.errors import AlreadyRunningError
+from headgate.shared.state import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own
@@ -40,7 +45,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CannedS
 
 
 def _shell(line: str) -> subprocess.CompletedProcess[str]:
-    """Runs bash with `headgate` as the program under test, and the exit status of a pipe's first command."""
+    """Runs bash with `headgate` as the program under test; the exit status is that of the first command of a pipe."""
     script = f'headgate() {{ "{sys.executable}" -m headgate "$@"; }}\n{line}\nexit ${{PIPESTATUS[0]}}'
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=30)
 
@@ -50,19 +55,19 @@ FULL = "headgate: cannot write to stdout: No space left on device\n"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 @pytest.mark.parametrize("words", ["ps", "ps --json", "run demo hi", "--help", "--version", "ps --help"])
-def test_a_full_stdout_is_one_sentence(service: CannedService, words: str) -> None:
-    said = _shell(f"headgate {words} > /dev/full")
-    assert (said.returncode, said.stderr) == (1, FULL)
+def test_full_stdout_is_reported_in_one_line(service: CannedService, words: str) -> None:
+    done = _shell(f"headgate {words} > /dev/full")
+    assert (done.returncode, done.stderr) == (1, FULL)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_is_the_null_device(service: CannedService, closed: str) -> None:
-    said = _shell(f"headgate ps {closed}")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert ("demo" in said.stdout) == (">&-" not in closed.replace("2>&-", ""))
+def test_closed_streams_are_replaced_by_the_null_device(service: CannedService, closed: str) -> None:
+    done = _shell(f"headgate ps {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("demo" in done.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 
-def test_what_is_opened_next_does_not_get_the_number_of_a_closed_stream() -> None:
+def test_descriptors_of_closed_streams_are_not_reused() -> None:
     script = (
         "from headgate.cli.terminal import open_missing_streams; import os, sys; open_missing_streams();"
         "fd = os.open(os.devnull, os.O_RDONLY); os.write(3, str(fd).encode()); sys.stdout.write('gone')"
@@ -72,19 +77,19 @@ def test_what_is_opened_next_does_not_get_the_number_of_a_closed_stream() -> Non
 
 
 @pytest.mark.parametrize("redirected", ["2> /dev/full", "2>&1 >&- 2>&-"])
-def test_a_stderr_that_takes_nothing_changes_no_status(service: CannedService, redirected: str) -> None:
+def test_unusable_stderr_does_not_change_the_exit_status(service: CannedService, redirected: str) -> None:
     assert _shell(f"headgate nonsense {redirected}").returncode == 2
 
 
 @pytest.mark.parametrize("words", ["run demo hi", "ps", "--help", "config schema"])
-def test_a_reader_that_leaves_ends_it_quietly(service: CannedService, words: str) -> None:
-    said = _shell(f"headgate {words} | head -c 1")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert len(said.stdout) == 1
+def test_reader_that_closes_the_pipe_ends_the_command_without_an_error(service: CannedService, words: str) -> None:
+    done = _shell(f"headgate {words} | head -c 1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout) == 1
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (r"headgate run demo $'a\xff'", "headgate run: PROMPT is not UTF-8 text"),
         (r"headgate run demo hi --system $'a\xff'", "headgate run: SYSTEM is not UTF-8 text"),
@@ -94,14 +99,14 @@ def test_a_reader_that_leaves_ends_it_quietly(service: CannedService, words: str
         (r"headgate $'\xff'", r"headgate: unknown verb '\udcff'; `headgate --help` lists the verbs"),
     ],
 )
-def test_bytes_that_are_no_text_are_a_usage_error(service: CannedService, line: str, told: str) -> None:
-    said = _shell(line)
-    assert (said.returncode, said.stderr) == (2, told + "\n")
+def test_bytes_that_are_not_utf8_are_a_usage_error(service: CannedService, line: str, message: str) -> None:
+    done = _shell(line)
+    assert (done.returncode, done.stderr) == (2, message + "\n")
     assert not service.asked
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("run demo hi --temperature nan", "nan is not an amount"),
         ("run demo hi --temperature=-1", "-1 is not an amount"),
@@ -113,15 +118,15 @@ def test_bytes_that_are_no_text_are_a_usage_error(service: CannedService, line: 
         ("health http://127.0.0.1:1/ --timeout nan", "nan is not an amount"),
     ],
 )
-def test_numbers_that_are_no_amounts_are_usage_errors(
-    service: CannedService, words: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_numbers_are_usage_errors(
+    service: CannedService, words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.split()) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not service.asked
 
 
-def test_a_token_that_no_header_takes_is_told(
+def test_token_that_is_no_header_value_is_reported(
     service: CannedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("INFERENCE_TOKEN", "schlüssel\nx")
@@ -129,16 +134,47 @@ def test_a_token_that_no_header_takes_is_told(
     assert "the key for the inference service contains characters" in capsys.readouterr().err
 
 
-def test_a_disk_that_takes_no_more_at_the_first_start_is_told_with_its_place(
-    service: CannedService, tmp_path: Path
-) -> None:
+def test_full_disk_at_the_first_start_is_reported_with_its_path(service: CannedService, tmp_path: Path) -> None:
     for name in "GATEWAY_PORT", "INFERENCE_PORT", "GATEWAY_API_KEY":
         os.environ.pop(name)  # monkeypatch puts them back
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "models.yaml").write_text("models: {m: {path: bundled:demo}}\n")
     (tmp_path / "config" / "gateway.yaml").write_text("port: 18999\ninference: {url: 'http://127.0.0.1:18998'}\n")
-    said = _shell("ulimit -f 0; INFERENCE_PORT=18998 headgate up")
-    assert said.returncode == 1
-    assert str(tmp_path / "state") in said.stderr
-    assert "unexpected" not in said.stderr
-    assert "Traceback" not in said.stderr
+    done = _shell("ulimit -f 0; INFERENCE_PORT=18998 headgate up")
+    assert done.returncode == 1
+    assert str(tmp_path / "state") in done.stderr
+    assert "unexpected" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+MINE = Record(1, "http://127.0.0.1:1", "http://127.0.0.1:2")
+
+
+def test_reading_the_record_does_not_prevent_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `headgate ps` read the record at the moment of each lock."""
+    state, flock = StateDir(tmp_path), fcntl.flock
+
+    def read_during_lock(handle: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_EX | fcntl.LOCK_NB and (record := state.file("up.json")).exists():
+            with record.open("rb") as reader:
+                flock(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                flock(handle, operation)
+        else:  # a blocking lock is taken after that moment
+            flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", read_during_lock)
+    state.file("up.json").write_bytes(b"left by a killed process")
+    with MINE.published(state):
+        assert Record.read(state) == MINE
+    assert Record.read(state) is None
+
+
+def test_second_of_two_simultaneous_starts_writes_no_record(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    with state.file(LOCK).open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(AlreadyRunningError, match="already runs with the state directory"), MINE.published(state):
+            pass
+        assert not state.file("up.json").exists()
+    with MINE.published(state):
+        assert Record.read(state) == MINE

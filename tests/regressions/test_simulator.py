@@ -1,9 +1,10 @@
-"""A device that was cut while it moved memory was taken for a mechanism that does not work, until the next start."""
+"""Faults of simulated devices during transfers and commands."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import pytest
 
 from inference.devices.checkpoint.checkpoint_support import SimulatorsCarrier
 from inference.devices.simgpu.backing import ServerEndedError, Servers
+from inference.devices.simgpu.probe import SimProbe
+from inference.protocol import DeviceState
 from tests.rigs.processes import children_of, command_of
 from tests.rigs.sim_devices import SimDevices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
+
 SIZE = 2**24
 SECONDS = 20.0
 
@@ -27,10 +31,10 @@ def servers_of(devices: SimDevices) -> list[int]:
 
 
 def signalled(devices: SimDevices, number: int) -> list[int]:
-    """The servers that were told."""
-    for pid in (told := servers_of(devices)):
+    """Sends the signal to all servers of the simulator; returns their pids."""
+    for pid in (servers := servers_of(devices)):
         os.kill(pid, number)
-    return told
+    return servers
 
 
 FAULTS: dict[str, Callable[[SimDevices], object]] = {
@@ -41,8 +45,8 @@ FAULTS: dict[str, Callable[[SimDevices], object]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(fault: str) -> None:
-    """The servers stand still, so that the move is under way for certain when the fault comes."""
+async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault: str) -> None:
+    """The servers are stopped, so that the transfer runs when the fault occurs."""
     with SimDevices(SIZE) as devices:
         carrier = SimulatorsCarrier(devices.socket_path)
         endpoint = devices.status()["endpoint"]
@@ -64,9 +68,7 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
             FAULTS[fault](devices)
             trouble = await resuming
         finally:
-            for (
-                pid
-            ) in stopped:  # one that was just starting would stand still for ever: it has not seen yet whose it is
+            for pid in stopped:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
             subject.kill()
@@ -75,15 +77,15 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
         assert trouble.of_state, trouble.why
 
 
-async def test_no_simulator_at_all_says_nothing_against_the_way_either() -> None:
+async def test_missing_simulator_does_not_disable_checkpoints() -> None:
     with SimDevices(SIZE) as devices:
-        carrier = SimulatorsCarrier(devices.socket_path.with_name("nobody"))
+        carrier = SimulatorsCarrier(devices.socket_path.with_name("missing"))
         trouble = await carrier.carry("suspend", "gpu-0", os.getpid(), SECONDS)
     assert trouble is not None
     assert trouble.of_state, trouble.why
 
 
-async def test_a_server_that_ended_before_it_was_asked_is_told_as_that() -> None:
+async def test_command_to_an_ended_server_raises_server_ended() -> None:
     servers = Servers()
     server = await servers.take()
     try:
@@ -92,3 +94,21 @@ async def test_a_server_that_ended_before_it_was_asked_is_told_as_that() -> None
             await server.suspend({})
     finally:
         await servers.close()
+
+
+async def test_cancelled_simulator_command_does_not_affect_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+    probe = SimProbe([2**20])
+    await probe.start()
+    try:
+        status = asyncio.create_task(probe.tell("status"))
+        await asyncio.sleep(0)
+        status.cancel()
+        await asyncio.wait({status})
+        assert status.cancelled()
+        await probe.refresh()
+        assert [reading.state for reading in probe.readings()] == [DeviceState.HEALTHY]
+        with caplog.at_level(logging.ERROR):
+            await asyncio.gather(probe.refresh(), probe.close())
+        assert not caplog.records, "a command cancelled by the shutdown is not a lost device"
+    finally:
+        await probe.close()
