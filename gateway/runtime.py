@@ -19,7 +19,7 @@ from gateway.access.key_usage import Limiter
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import LOCAL, Failure, Scope
-from gateway.breaker.permits import Rule, State
+from gateway.breaker.permits import BreakerState, Rule
 from gateway.breaker.prober import Prober
 from gateway.http.body_memory import Bodies
 from gateway.http.client_disconnect import Presences
@@ -187,11 +187,11 @@ class Runtime:
             log.info("reload: %s", line)
         return {"changed": changed, "needs_restart": restart}
 
-    def _on_breaker(self, provider: str, model: str, state: State | None) -> None:
+    def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
         if provider == LOCAL:
             self.prober.on_state(model, state)
-        if (provider, model, state) == (LOCAL, "", State.OPEN):
+        if (provider, model, state) == (LOCAL, "", BreakerState.OPEN):
             self.view.poll_soon()
 
     def _on_return(self) -> None:

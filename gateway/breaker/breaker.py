@@ -14,7 +14,7 @@ from typing import Any
 from gateway.breaker import ramp as ramps
 from gateway.breaker.failure_window import FailureWindow
 from gateway.breaker.outcome import LOCAL, Failure
-from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, Permit, Permits, Refused, Rule, State
+from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, BreakerState, Permit, Permits, Refused, Rule
 from gateway.breaker.probe_schedule import MAX_PACE_SECONDS, POSTPONE_SECONDS, Finding
 from gateway.breaker.ramp import Ramp
 from gateway.breaker.silence import SilenceDetector, StreamActivity
@@ -29,7 +29,7 @@ SHORT_WAIT_SECONDS = 1.0
 """When to try again where a running probe, or the next step of a ramp, decides."""
 
 Clock = Callable[[], float]
-OnState = Callable[[str, str, State | None], None]
+OnState = Callable[[str, str, BreakerState | None], None]
 """Called with provider, model (empty for the provider's own breaker) and the new state; None: it was removed."""
 
 
@@ -67,7 +67,7 @@ class Breaker:
             self._log_change(CLOSED, state, "a restart of the gateway")
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """The stored state."""
         return self._machine.state
 
@@ -83,7 +83,7 @@ class Breaker:
         self._rule = rule
         self._machine.set_rule(rule)
 
-    def _changed(self, before: State, after: State) -> None:
+    def _changed(self, before: BreakerState, after: BreakerState) -> None:
         """The state machine changed its state, or was reset in the same one."""
         self._permits.new_epoch()
         self._window.clear()
@@ -102,7 +102,7 @@ class Breaker:
             for cancel in tuple(self.cancel_when_down):
                 cancel()
 
-    def _log_change(self, before: State, after: State, reason: str) -> None:
+    def _log_change(self, before: BreakerState, after: BreakerState, reason: str) -> None:
         if self.is_retired:
             return
         level, detail = logging.INFO, ""

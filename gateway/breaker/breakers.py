@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway.breaker.breaker import Breaker, Clock, OnState
 from gateway.breaker.outcome import LOCAL, Failure, Ignore, Scope, Success, Verdict
-from gateway.breaker.permits import CLOSED, Permit, Refused, Rule, State
+from gateway.breaker.permits import CLOSED, BreakerState, Permit, Refused, Rule
 from gateway.breaker.silence import StreamActivity
 from gateway.breaker.state_machine import BreakerStore
 from inference.protocol import Priority
@@ -252,6 +252,6 @@ class Breakers:
         """The entries of all breakers in `/admin/breakers`, by name."""
         return [breaker.describe() for breaker in sorted(self._breakers.values(), key=lambda breaker: breaker.name)]
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, BreakerState]:
         """State by name."""
         return {breaker.name: breaker.state for breaker in self._breakers.values()}

@@ -15,7 +15,7 @@ ONE_EVENT_SECONDS = 1.0
 """Concurrent attempts that break within this time were broken by one event, which counts as one failure."""
 
 
-class State(IntEnum):
+class BreakerState(IntEnum):
     """A breaker's state; the number is the value of `gateway_breaker_state`."""
 
     CLOSED = 0
@@ -28,7 +28,7 @@ class State(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-CLOSED, HALF_OPEN, OPEN = State
+CLOSED, HALF_OPEN, OPEN = BreakerState
 """Module constants for the hot path: Python 3.11 is slow to look up a member of an enum."""
 
 

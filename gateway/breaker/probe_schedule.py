@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from gateway.breaker.outcome import Failure, Ignore, Observation, Reason, Scope, judge
-from gateway.breaker.permits import State
+from gateway.breaker.permits import BreakerState
 from gateway.errors import UpstreamError, UpstreamKind
 
 CONFIRM_SECONDS = 0.25
@@ -112,16 +112,16 @@ def hurried(watch: Watch) -> Watch:
     return replace(watch, probed_at=None) if watch.suspected_at is None else watch
 
 
-def due_at(watch: Watch, state: State) -> float | None:
+def due_at(watch: Watch, state: BreakerState) -> float | None:
     """When the next probe of this breaker is due; None when none is needed.
 
     A half-open breaker, or one whose open period was ended by a probe, waits for a user's request.
     """
-    if state is State.CLOSED:
+    if state is BreakerState.CLOSED:
         if watch.suspected_at is None:
             return None
         return (watch.suspected_at if watch.probed_at is None else watch.probed_at) + CONFIRM_SECONDS
-    if state is State.HALF_OPEN or watch.ended_early:
+    if state is BreakerState.HALF_OPEN or watch.ended_early:
         return None
     least = watch.opened_at + MIN_PACE_SECONDS * FALSE_RECOVERY_FACTOR**watch.false_recoveries
     if watch.probed_at is None:
@@ -131,14 +131,14 @@ def due_at(watch: Watch, state: State) -> float | None:
     return max(least, watch.probed_at + pace)
 
 
-def choose(watches: Mapping[str, Watch], states: Mapping[str, State]) -> Step | None:
+def choose(watches: Mapping[str, Watch], states: Mapping[str, BreakerState]) -> Step | None:
     """The probe that is due first; None when none is needed. Keys are models, empty for the service itself.
 
     While the service itself is in doubt its models are not probed: the answer would be about the service. Once it
     answers they are, even before a user's request: an open breaker of the model would refuse that request.
     """
     if (own := watches.get("")) is not None:
-        state = states.get("", State.CLOSED)
+        state = states.get("", BreakerState.CLOSED)
         if (at := due_at(own, state)) is not None:
             return Step("", _purpose(state), ProbeKind.READY, at)
     steps = [
@@ -149,8 +149,8 @@ def choose(watches: Mapping[str, Watch], states: Mapping[str, State]) -> Step | 
     return min(steps, key=lambda step: (step.at, step.model), default=None)
 
 
-def _purpose(state: State) -> Purpose:
-    return Purpose.CONFIRM if state is State.CLOSED else Purpose.RECOVER
+def _purpose(state: BreakerState) -> Purpose:
+    return Purpose.CONFIRM if state is BreakerState.CLOSED else Purpose.RECOVER
 
 
 def judge_probe(purpose: Purpose, kind: ProbeKind, answer: UpstreamError | Mapping[str, Any]) -> Finding:

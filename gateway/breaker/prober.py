@@ -15,7 +15,7 @@ from gateway.breaker import probe_schedule
 from gateway.breaker.breaker import PROBES, Breaker, Clock
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import LOCAL, Failure, Scope
-from gateway.breaker.permits import Permit, Refused, State
+from gateway.breaker.permits import BreakerState, Permit, Refused
 from gateway.breaker.probe_schedule import TIMEOUT_SECONDS, Finding, ProbeKind, Purpose, Step, Watch
 from gateway.errors import UpstreamError
 from inference.protocol import H_PROBE, ModelStatus
@@ -62,17 +62,17 @@ class Prober:
 
     def suspect(self) -> None:
         """The service itself failed a request: probes confirm or refute that it is down."""
-        if self._breakers.breaker(LOCAL).state is State.CLOSED:
+        if self._breakers.breaker(LOCAL).state is BreakerState.CLOSED:
             self._watches[""] = probe_schedule.suspected(self._watches.get("", Watch()), self._clock())
             self._changed.set()
 
-    def on_state(self, model: str, state: State | None) -> None:
+    def on_state(self, model: str, state: BreakerState | None) -> None:
         """A breaker of the service changed its state, or was removed (None)."""
-        if state is State.OPEN:
+        if state is BreakerState.OPEN:
             needs_memory = bool(model) and self._breakers.breaker(LOCAL, model).needs_memory
             watch = self._watches.get(model, Watch())
             self._watches[model] = probe_schedule.opened(watch, self._clock(), needs_memory)
-        elif state is not State.HALF_OPEN:
+        elif state is not BreakerState.HALF_OPEN:
             self._watches.pop(model, None)
         self._changed.set()
 
@@ -111,7 +111,7 @@ class Prober:
         breaker = self._breakers.breaker(LOCAL, step.model)
         expires = self._clock() + TIMEOUT_SECONDS[step.kind] + GRACE_SECONDS
         service = self._breakers.breaker(LOCAL)
-        outer = service.acquire(expires) if step.model and service.state is not State.CLOSED else None
+        outer = service.acquire(expires) if step.model and service.state is not BreakerState.CLOSED else None
         if isinstance(outer, Refused):
             self._note(step, Finding.UNKNOWN)  # a request of a user is the probe of the service
             return
@@ -136,7 +136,7 @@ class Prober:
     def _permit(self, breaker: Breaker, step: Step, expires: float) -> Permit | None:
         if step.purpose is Purpose.RECOVER:
             return breaker.acquire_recovery_probe(expires)
-        if breaker.state is not State.CLOSED:
+        if breaker.state is not BreakerState.CLOSED:
             return None
         permit = breaker.acquire(expires, forced=True)
         assert isinstance(permit, Permit), "a closed breaker does not refuse a forced attempt"

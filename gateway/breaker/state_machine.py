@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 import pybreaker
 
-from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, Rule, State
+from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, BreakerState, Rule
 
 _STATES = {
     pybreaker.STATE_CLOSED: CLOSED,
@@ -17,7 +17,7 @@ _STATES = {
     pybreaker.STATE_OPEN: OPEN,
 }
 
-OnChange = Callable[[State, State], None]
+OnChange = Callable[[BreakerState, BreakerState], None]
 """Called with the state before and after each transition."""
 
 
@@ -85,7 +85,7 @@ class StateMachine:
         _ = self.state
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """The stored state. A change that was made elsewhere is reported to `on_change` first."""
         state = _STATES[self._breaker.state.name]
         if self._listener.changes:
@@ -144,7 +144,7 @@ class _Listener(pybreaker.CircuitBreakerListener):
     """Collects the transitions of one machine: the states before and after each."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[State, State]] = []
+        self.changes: list[tuple[BreakerState, BreakerState]] = []
 
     def state_change(
         self,

@@ -10,7 +10,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.breaker.permits import State
+from gateway.breaker.permits import BreakerState
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from gateway.telemetry.gateway_metrics import CONTENT_TYPE
@@ -37,7 +37,7 @@ def router(runtime: Runtime) -> APIRouter:
     async def health(request: Request) -> Response:
         """200 `ok` or `degraded`, 503 while stopping; with a use key also the details."""
         reachable = runtime.view.reachable
-        opened = sorted(name for name, state in runtime.breakers.states().items() if state is not State.CLOSED)
+        opened = sorted(name for name, state in runtime.breakers.states().items() if state is not BreakerState.CLOSED)
         status = "draining" if runtime.is_draining else "degraded" if opened or reachable is False else "ok"
         code = 503 if runtime.is_draining else 200
         known = runtime.keys.identify(exchange_of(request.scope).head.headers)

@@ -14,7 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from gateway.breaker.permits import State
+from gateway.breaker.permits import BreakerState
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # halves the number of time series
 
@@ -91,7 +91,7 @@ class Telemetry:
             "gateway_client_disconnect_total", "Clients that left before the end of their answer", registry=registry
         )
 
-    def on_breaker(self, provider: str, model: str, state: State | None) -> None:
+    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         """Sets the state of a breaker; None removes a breaker that no longer exists."""
         if state is not None:
             self.breaker_state.labels(provider, model).set(int(state))

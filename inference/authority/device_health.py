@@ -35,7 +35,7 @@ USABLE = (DeviceState.HEALTHY, DeviceState.SUSPECT)
 """Models may be loaded onto a device in these states, and onto no other."""
 
 
-class Event(StrEnum):
+class HealthEvent(StrEnum):
     """What can happen to a device."""
 
     UNREADABLE = "unreadable"
@@ -79,8 +79,8 @@ class Effect(StrEnum):
     """it is back, and empty"""
 
 
-_S, _E, _F = DeviceState, Event, Effect
-TABLE: Mapping[tuple[DeviceState, Event], tuple[DeviceState, tuple[Effect, ...]]] = MappingProxyType(
+_S, _E, _F = DeviceState, HealthEvent, Effect
+TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect, ...]]] = MappingProxyType(
     {
         (_S.HEALTHY, _E.UNREADABLE): (_S.SUSPECT, ()),
         (_S.HEALTHY, _E.DOUBT): (_S.PROBING, (_F.PROBE,)),
@@ -201,7 +201,7 @@ def pause(ill_seconds: float) -> float:
     return min(LAST_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, ill_seconds / 10))
 
 
-def _of_reading(case: Case, seen: Read, now: float) -> Event | None:
+def _of_reading(case: Case, seen: Read, now: float) -> HealthEvent | None:
     if seen.sign in _NOT_THERE:
         return _E.DEAD
     if seen.sign is Sign.ILL:
@@ -216,7 +216,7 @@ def _of_reading(case: Case, seen: Read, now: float) -> Event | None:
     return _E.UNREADABLE
 
 
-def _of_trial(case: Case, trial: int, failure: str | None) -> Event | None:
+def _of_trial(case: Case, trial: int, failure: str | None) -> HealthEvent | None:
     if trial != case.trial:
         return None
     if failure is None:
@@ -224,13 +224,15 @@ def _of_trial(case: Case, trial: int, failure: str | None) -> Event | None:
     return _E.OUT_OF_REACH if case.sign is Sign.BEYOND and not case.asked else _E.FAILED
 
 
-def _of_time(case: Case, now: float, *, empty: bool) -> Event | None:
+def _of_time(case: Case, now: float, *, empty: bool) -> HealthEvent | None:
     if case.state is _S.DRAINING and empty:
         return _E.EMPTY
     return _E.OVERDUE if now >= case.due_at else None
 
 
-def _moved(case: Case, event: Event, note: str, now: float, drain_seconds: float) -> tuple[Case, tuple[Effect, ...]]:
+def _moved(
+    case: Case, event: HealthEvent, note: str, now: float, drain_seconds: float
+) -> tuple[Case, tuple[Effect, ...]]:
     state, effects = TABLE[case.state, event]
     effects = tuple(effect for effect in effects if _is_left_to_do(case, effect))
     after = replace(
@@ -257,7 +259,7 @@ def _is_left_to_do(case: Case, effect: Effect) -> bool:
     return case.emptied if effect is _F.WELCOME else True
 
 
-def _patience(case: Case, event: Event, now: float, drain_seconds: float) -> float:
+def _patience(case: Case, event: HealthEvent, now: float, drain_seconds: float) -> float:
     """How long the state that was just entered lasts by itself."""
     match case.state:
         case _S.HEALTHY:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference.authority.effects import Count, Effect, Log, NotifyModels
-from inference.authority.lifecycle.transitions import Event, advance
+from inference.authority.lifecycle.transitions import ModelEvent, advance
 from inference.authority.state import ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState
@@ -86,7 +86,7 @@ class Draft:
         return self.state.numbers
 
     # --- lifecycle ---------------------------------------------------------------------------------------------------
-    def advance(self, id: str, event: Event, *, quietly: bool = False) -> None:
+    def advance(self, id: str, event: ModelEvent, *, quietly: bool = False) -> None:
         """The one way a model changes its state. Raises IllegalTransition."""
         model = self.state.models[id]
         state = advance(model.state, event)

@@ -37,7 +37,7 @@ class Standing(StrEnum):
     """is refused"""
 
 
-class Event(StrEnum):
+class CrashKind(StrEnum):
     """How a worker's end meets one of its requests."""
 
     CRASHED = "crashed"
@@ -47,8 +47,8 @@ class Event(StrEnum):
     """alone, by an abort that said nothing"""
 
 
-_S, _E = Standing, Event
-TABLE: Mapping[tuple[Standing, Event], Standing] = {
+_S, _E = Standing, CrashKind
+TABLE: Mapping[tuple[Standing, CrashKind], Standing] = {
     (_S.INNOCENT, _E.CRASHED): _S.SUSPECT,
     (_S.INNOCENT, _E.CRASHED_ALONE): _S.SUSPECT,
     (_S.INNOCENT, _E.CRASHED_WORDLESS): _S.SUSPECT,
@@ -82,7 +82,7 @@ class Crash:
         return self.alone and self.cause is not ExitCause.OOM_COMPUTE
 
     @property
-    def event(self) -> Event:
+    def event(self) -> CrashKind:
         """What it is to the request."""
         if not self.is_telling:
             return _E.CRASHED

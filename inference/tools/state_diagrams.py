@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from inference.authority import device_health
-from inference.authority.lifecycle.transitions import TABLE, Event
+from inference.authority.lifecycle.transitions import TABLE, ModelEvent
 from inference.protocol import DeviceState, ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"
@@ -18,9 +18,9 @@ WARM_POOL = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
 def diagram() -> str:
     """The transition table as a Mermaid state diagram; the way every state has to `failed` is one sentence."""
     lines = [f"    [*] --> {ModelState.COLD}"]
-    lines += [f"    {at} --> {to}: {event}" for (at, event), to in TABLE.items() if event is not Event.FAIL]
+    lines += [f"    {at} --> {to}: {event}" for (at, event), to in TABLE.items() if event is not ModelEvent.FAIL]
     warm_pool = ", ".join(f"`{state}`" for state in WARM_POOL)
-    failing = [at for at, event in TABLE if event is Event.FAIL]
+    failing = [at for at, event in TABLE if event is ModelEvent.FAIL]
     rest = ", ".join(state for state in ModelState if state not in failing)
     return "\n".join(
         [
@@ -29,7 +29,7 @@ def diagram() -> str:
             *lines,
             "```",
             "",
-            f"`{Event.FAIL}` leads from every state but `{rest}` to `{ModelState.FAILED}`.",
+            f"`{ModelEvent.FAIL}` leads from every state but `{rest}` to `{ModelState.FAILED}`.",
             f"{warm_pool} belong to the warm pool, where a model holds no device memory.",
         ]
     )

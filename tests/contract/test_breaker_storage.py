@@ -11,7 +11,7 @@ import pytest
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import Failure, Scope, Success
-from gateway.breaker.permits import Refused, Rule, State
+from gateway.breaker.permits import BreakerState, Refused, Rule
 from gateway.breaker.state_machine import BreakerStore
 from headgate.shared.state import StateDir
 
@@ -171,7 +171,7 @@ async def test_open_period_goes_on_after_a_restart(name: str, world: World) -> N
     assert again.open_for("p", "m") == pytest.approx(18.0, abs=0.01)
     assert again.open_for("p", "long") == pytest.approx(78.0, abs=0.01)
     assert again.breaker("p", "m").describe()["source"] == "restart"
-    assert again.states() == {"p/m": State.OPEN, "p/long": State.OPEN}
+    assert again.states() == {"p/m": BreakerState.OPEN, "p/long": BreakerState.OPEN}
 
 
 @pytest.mark.parametrize("name", REOPEN)
@@ -181,7 +181,7 @@ async def test_half_open_breaker_admits_one_probe_after_a_restart(name: str, wor
     _open(breakers)
     world.pass_time(30.0)
     _lease(breakers).release()
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     again = _breakers(world, await REOPEN[name](world, store))
     clients = [again.acquire("p", "m", 1e9) for _ in range(9)]
     assert [client.is_probe for client in clients if isinstance(client, Lease)] == [True]

@@ -65,7 +65,7 @@ def _joined(frames: list[Frame], name: str) -> str:
 @given(ANSWERS, st.lists(st.integers(1, 200), max_size=30))
 def test_an_anthropic_answer_says_the_same_in_openais_dialect(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in anthropic_wire.stream(1, CALL, answer, 10))
-    state = anthropic_events.State(created=5)
+    state = anthropic_events.AnthropicStream(created=5)
     frames = _run(anthropic_events, state, raw, pieces)
     assert frames == _run(anthropic_events, state, raw, [])
     assert _joined(frames, "content") == answer.text
@@ -91,7 +91,7 @@ def test_an_anthropic_answer_says_the_same_in_openais_dialect(answer: Answer, pi
 @given(ANSWERS, st.lists(st.integers(1, 300), max_size=30))
 def test_an_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in openai_wire.chat_stream(1, CALL, answer, 10))
-    frames = _run(openai_events, openai_events.State(), raw, pieces)
+    frames = _run(openai_events, openai_events.OpenAIStream(), raw, pieces)
     relayed = b"".join(b"data: " + frame.payload + b"\n\n" for frame in frames if isinstance(frame, Data))
     assert relayed + b"data: [DONE]\n\n" == raw
     assert frames[-1] == Done()
@@ -101,8 +101,8 @@ def test_an_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[
 @given(ANSWERS, st.floats(0, 1), st.sampled_from(["anthropic", "openai"]))
 def test_a_stream_cut_anywhere_is_done_only_with_its_finish(answer: Answer, where: float, dialect: str) -> None:
     wire, module, state = {
-        "anthropic": (anthropic_wire.stream, anthropic_events, anthropic_events.State(created=5)),
-        "openai": (openai_wire.chat_stream, openai_events, openai_events.State()),
+        "anthropic": (anthropic_wire.stream, anthropic_events, anthropic_events.AnthropicStream(created=5)),
+        "openai": (openai_wire.chat_stream, openai_events, openai_events.OpenAIStream()),
     }[dialect]
     raw = b"".join(frame for _, frame in wire(1, CALL, answer, 10))  # type: ignore[operator]
     cut = raw[: int(len(raw) * where)]
@@ -153,9 +153,9 @@ EVENT = st.fixed_dictionaries(
 @given(st.lists(EVENT.map(lambda event: json.dumps(event).encode()) | st.binary(max_size=20), max_size=8))
 def test_junk_raises_nothing_but_upstream_errors(datas: list[bytes]) -> None:
     for module, state in (
-        (anthropic_events, anthropic_events.State(created=5)),
-        (anthropic_events, anthropic_events.State(created=5, id="x")),
-        (openai_events, openai_events.State()),
+        (anthropic_events, anthropic_events.AnthropicStream(created=5)),
+        (anthropic_events, anthropic_events.AnthropicStream(created=5, id="x")),
+        (openai_events, openai_events.OpenAIStream()),
     ):
         try:
             for data in datas:

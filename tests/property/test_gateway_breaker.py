@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.breaker.breaker import Breaker
 from gateway.breaker.outcome import Failure, Scope
-from gateway.breaker.permits import Permit, Refused, Rule, State
+from gateway.breaker.permits import BreakerState, Permit, Refused, Rule
 from gateway.breaker.probe_schedule import Finding
 from gateway.breaker.state_machine import MemoryStorage
 
@@ -28,7 +28,7 @@ class BreakerMachine(RuleBasedStateMachine):
     def start(self, failures: int, probes: int) -> None:
         self.now = 1000.0
         self.rule = Rule(failures=failures, open=30.0, probes=probes, window=60.0, failure_ratio=0.5, min_requests=8)
-        self.reported = State.CLOSED
+        self.reported = BreakerState.CLOSED
         self.breaker = Breaker(
             "p", "m", self.rule, lambda: self.now, lambda _p, _m, state: self._report(state), MemoryStorage()
         )
@@ -38,7 +38,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.confirmed: set[int] = set()
 
-    def _report(self, state: State | None) -> None:
+    def _report(self, state: BreakerState | None) -> None:
         assert state is not None
         self.reported = state
 
@@ -68,7 +68,7 @@ class BreakerMachine(RuleBasedStateMachine):
                     assert before["ramp"] is not None
                     assert len(self.attempts) + len(self.probes) >= before["ramp"]
             return
-        assert permit.is_probe is (self.breaker.state is not State.CLOSED)
+        assert permit.is_probe is (self.breaker.state is not BreakerState.CLOSED)
         if permit.is_probe:
             self._assert_only_probe()
         self.attempts.append(permit)
@@ -83,7 +83,7 @@ class BreakerMachine(RuleBasedStateMachine):
     def acquire_recovery_probe(self, seconds: float) -> None:
         permit = self.breaker.acquire_recovery_probe(self.now + seconds)
         if permit is not None:
-            assert self.breaker.state is State.OPEN
+            assert self.breaker.state is BreakerState.OPEN
             self._assert_only_probe()
             self.probes.append(permit)
 
@@ -124,9 +124,9 @@ class BreakerMachine(RuleBasedStateMachine):
             return
         self.in_a_row = 0 if ok else self.in_a_row + 1
         if ok:
-            assert state is State.CLOSED or before["state"] == "half-open"
+            assert state is BreakerState.CLOSED or before["state"] == "half-open"
         elif before["state"] == "half-open" or opens or self.in_a_row >= self.rule.failures:
-            assert state is State.OPEN
+            assert state is BreakerState.OPEN
             expected = pause if opens and pause is not None else max(pause or 0.0, self.rule.open)
             assert self.breaker.open_for == pytest.approx(expected)
 
@@ -145,7 +145,9 @@ class BreakerMachine(RuleBasedStateMachine):
             return
         assert not renewed.is_probe
         assert not self._seen()["probing"]
-        assert self.breaker.state is State.CLOSED or (self.rule.probes > 1 and self.breaker.state is State.HALF_OPEN)
+        assert self.breaker.state is BreakerState.CLOSED or (
+            self.rule.probes > 1 and self.breaker.state is BreakerState.HALF_OPEN
+        )
         self.attempts[index] = renewed
         self.confirmed.add(renewed.number)
         self.in_a_row = 0
@@ -165,7 +167,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.breaker.reset()
-        assert self.breaker.state is State.CLOSED
+        assert self.breaker.state is BreakerState.CLOSED
 
     @rule(state=st.sampled_from(["open", "closed", "half-open"]))
     def change_elsewhere(self, state: str) -> None:
@@ -195,7 +197,7 @@ class BreakerMachine(RuleBasedStateMachine):
             permit = self.breaker.acquire(self.now + ATTEMPT_SECONDS)
             assert isinstance(permit, Permit), "stuck"
             self.breaker.succeed(permit)
-        assert self.breaker.state is State.CLOSED
+        assert self.breaker.state is BreakerState.CLOSED
 
 
 TestBreaker = BreakerMachine.TestCase

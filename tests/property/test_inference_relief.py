@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from inference.authority.placement.stage import EVICTABLE, Standing
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settle
-from inference.authority.pressure.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
+from inference.authority.pressure.relief import (
+    Leave,
+    Limit,
+    PressureInput,
+    Rules,
+    Rung,
+    Tenant,
+    Watch,
+    Watches,
+    refusal,
+    step,
+)
 
 pytestmark = pytest.mark.unmeasured
 
@@ -19,7 +30,7 @@ TOTAL = 1000
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenes(draw: st.DrawFn) -> PressureInput:
     tenants = tuple(
         Tenant(
             f"m{number}",
@@ -35,7 +46,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         Use(device, TOTAL, sum(tenant.bytes.get(device, 0) for tenant in tenants), draw(st.integers(0, TOTAL)))
         for device in DEVICES[: draw(st.integers(0, 3))]
     )
-    return Scene(uses, tenants, draw(st.sets(st.sampled_from(DEVICES))))
+    return PressureInput(uses, tenants, draw(st.sets(st.sampled_from(DEVICES))))
 
 
 rules = st.builds(Rules, idle_seconds=st.floats(0, 300), eager=st.booleans(), enabled=st.booleans())
@@ -44,8 +55,10 @@ checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
 
 @given(checks, rules)
 @settings(max_examples=50)
-def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[Scene, bool]], said: Rules) -> None:
-    state: State = {}
+def test_only_the_idle_leave_and_everything_done_has_a_reason(
+    story: list[tuple[PressureInput, bool]], said: Rules
+) -> None:
+    state: Watches = {}
     for scene, regular in story:
         before = state
         state, actions = step(before, scene, said, regular=regular)
@@ -77,8 +90,10 @@ def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[
 
 @given(checks)
 @settings(max_examples=50)
-def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(story: list[tuple[Scene, bool]]) -> None:
-    state: State = {}
+def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(
+    story: list[tuple[PressureInput, bool]],
+) -> None:
+    state: Watches = {}
     for scene, regular in story:
         after, _ = step(state, scene, Rules(), regular=regular)
         for device, watch in after.items():
@@ -98,11 +113,11 @@ def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(story: 
 def test_a_full_plan_is_left_alone_however_others_vary_a_little(foreign: int, noise: list[int]) -> None:
     """One idle model that takes all that others leave, for hours: nothing happens to it."""
     model = Tenant("a", Standing.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
-    state, _ = step({}, Scene((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
-    state, actions = step(state, Scene((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
+    state, _ = step({}, PressureInput((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
+    state, actions = step(state, PressureInput((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
     for more in noise:
         use = Use("gpu-0", TOTAL, TOTAL - foreign, max(0, foreign - more))
-        state, actions = step(state, Scene((use,), (model,)), Rules())
+        state, actions = step(state, PressureInput((use,), (model,)), Rules())
         assert actions == ()
 
 

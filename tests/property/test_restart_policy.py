@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from headgate.cli.supervise.restart_policy import (
     Begin,
     Due,
-    Event,
     Exited,
     GiveUp,
     Phase,
     Policy,
+    ProcessEvent,
+    ProcessState,
     Spawn,
-    State,
     Stop,
     Wait,
     delay,
@@ -31,7 +31,7 @@ events = st.one_of(
 histories = st.lists(st.tuples(st.floats(0, 120), events), max_size=60)
 
 
-def _at(event: Event, now: float) -> Event:
+def _at(event: ProcessEvent, now: float) -> ProcessEvent:
     match event:
         case Exited(_, status):
             return Exited(now, status)
@@ -44,9 +44,9 @@ def _at(event: Event, now: float) -> Event:
 
 
 @given(histories)
-def test_never_two_processes_and_never_one_after_stop(history: list[tuple[float, Event]]) -> None:
+def test_never_two_processes_and_never_one_after_stop(history: list[tuple[float, ProcessEvent]]) -> None:
     """A process is started only where none runs, and after Stop only Begin starts one."""
-    state, now, running, wanted = State(), 0.0, False, False
+    state, now, running, wanted = ProcessState(), 0.0, False, False
     for passed, event in history:
         now += passed
         happened = _at(event, now)
@@ -77,7 +77,7 @@ def test_delays_double_from_the_first_to_the_cap(exits: int) -> None:
 @given(st.lists(st.sampled_from([0, 1, 70, -6, -9]), min_size=1, max_size=30))
 def test_quick_exits_wait_longer_and_a_healthy_run_starts_over(statuses: list[int]) -> None:
     """Exits in a row wait longer and longer; a run of ten seconds goes back to the first delay."""
-    state, _ = step(State(), Begin(0.0), POLICY)
+    state, _ = step(ProcessState(), Begin(0.0), POLICY)
     now, last = 0.0, 0.0
     for status in statuses:
         state, (wait,) = step(state, Exited(now, status), POLICY)
@@ -94,7 +94,7 @@ def test_quick_exits_wait_longer_and_a_healthy_run_starts_over(statuses: list[in
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_too_early_a_wake_up_starts_nothing(exited: float, woken: float) -> None:
     """Due before its time changes nothing, so that a stray timer cannot break the backoff."""
-    state, _ = step(State(), Begin(exited), POLICY)
+    state, _ = step(ProcessState(), Begin(exited), POLICY)
     waiting, (wait,) = step(state, Exited(exited, 1), POLICY)
     assert isinstance(wait, Wait)
     after, effects = step(waiting, Due(woken), POLICY)
@@ -106,7 +106,7 @@ def test_too_early_a_wake_up_starts_nothing(exited: float, woken: float) -> None
 
 def test_a_usage_error_is_not_tried_again_until_asked() -> None:
     """Exit status 2 gives up at once; Begin (a changed configuration) starts it again."""
-    running, _ = step(State(), Begin(1.0), POLICY)
+    running, _ = step(ProcessState(), Begin(1.0), POLICY)
     given_up, effects = step(running, Exited(2.0, 2), POLICY)
     assert effects == (GiveUp(2),)
     assert step(given_up, Due(99.0), POLICY) == (given_up, ())

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import Failure, Ignore, Observation, Reason, Scope, Success, Verdict, judge
-from gateway.breaker.permits import ONE_EVENT_SECONDS, Rule, State
+from gateway.breaker.permits import ONE_EVENT_SECONDS, BreakerState, Rule
 from gateway.breaker.silence import MIN_SAMPLES, SILENT_SECONDS
 from gateway.errors import UpstreamKind
 from gateway.providers.local import inference_snapshot
@@ -105,7 +105,7 @@ def test_attempts_at_replaced_provider_change_nothing(caplog: pytest.LogCaptureF
     now = breakers.acquire("openai", "gpt-test", 1e9, generation=breakers.generation)
     assert isinstance(now, Lease)
     now.settle(Failure(Scope.PAIR, 3600.0, opens=True))
-    assert (breakers.states()["openai/gpt-test"], failures) == (State.OPEN, ["openai"])
+    assert (breakers.states()["openai/gpt-test"], failures) == (BreakerState.OPEN, ["openai"])
 
 
 async def test_waiting_request_uses_replaced_provider_without_recording(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_crash_under_twenty_requests_is_one_failure() -> None:
         lease.settle(CRASH)
         clock.now += 0.01
     assert breakers.breaker("local", "demo").describe()["failures"] == 1
-    assert set(breakers.states().values()) == {State.CLOSED}
+    assert set(breakers.states().values()) == {BreakerState.CLOSED}
 
 
 def test_five_crashes_in_a_row_open_breaker() -> None:
@@ -213,7 +213,7 @@ def test_five_crashes_in_a_row_open_breaker() -> None:
     for _ in range(5):
         for lease in _leases(breakers, 3):
             lease.settle(CRASH)
-    assert breakers.breaker("local", "demo").state is State.OPEN
+    assert breakers.breaker("local", "demo").state is BreakerState.OPEN
 
 
 def test_later_break_is_another_event() -> None:
@@ -230,7 +230,7 @@ def test_concurrent_refusals_count_each() -> None:
     breakers = Breakers(Rule(), _Clock())
     for lease in _leases(breakers, 5):
         lease.settle(REFUSAL)
-    assert breakers.breaker("local", "demo").state is State.OPEN
+    assert breakers.breaker("local", "demo").state is BreakerState.OPEN
 
 
 NO_RESUME = CONFIG.replace("demo-mini]}", "demo-mini], resume: off}")
@@ -276,7 +276,7 @@ async def test_quick_restart_of_service_ends_open_period(tmp_path: Path, monkeyp
         refused = await gateway.client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 503
         await gateway.client.post("/v1/chat/completions", json=body)
-        assert gateway.runtime.breakers.breaker("local").state is State.OPEN
+        assert gateway.runtime.breakers.breaker("local").state is BreakerState.OPEN
         await inference.start(port)
 
         async def answered() -> bool:

@@ -21,7 +21,7 @@ from tests.rigs.fake_provider.strict import strictly
 
 
 def anthropic(stream: bytes) -> list[Frame]:
-    state = anthropic_events.State(created=1700000000)
+    state = anthropic_events.AnthropicStream(created=1700000000)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(stream):
         state, more = anthropic_events.step(state, frame)
@@ -30,7 +30,7 @@ def anthropic(stream: bytes) -> list[Frame]:
 
 
 def openai(stream: bytes, choices: int = 1) -> list[Frame]:
-    state = openai_events.State(choices)
+    state = openai_events.OpenAIStream(choices)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(stream):
         state, more = openai_events.step(state, frame)
@@ -289,7 +289,7 @@ END = b"data: [DONE]\n\n"
     ],
 )
 def test_kinds_of_chunks(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
-    _, frames = openai_events.step(openai_events.State(), SseSplitter().feed(chunk(*choices))[0])
+    _, frames = openai_events.step(openai_events.OpenAIStream(), SseSplitter().feed(chunk(*choices))[0])
     assert [frame.kind for frame in frames if isinstance(frame, Data)] == [kind]
 
 
@@ -371,7 +371,7 @@ def test_frames_after_the_end_are_ignored() -> None:
 
 
 def test_comment_in_an_anthropic_stream_is_relayed() -> None:
-    _, frames = anthropic_events.step(anthropic_events.State(1), SseFrame(b": hm\n\n"))
+    _, frames = anthropic_events.step(anthropic_events.AnthropicStream(1), SseFrame(b": hm\n\n"))
     assert frames == (Comment(b": hm\n\n"),)
 
 
@@ -383,13 +383,13 @@ def test_anthropic_stream_without_usage_is_complete() -> None:
 
 
 def test_stream_is_finished_before_it_is_complete() -> None:
-    claude = anthropic_events.State(1)
+    claude = anthropic_events.AnthropicStream(1)
     seen = []
     for frame in SseSplitter().feed(events(START, TEXT, finish("end_turn"), STOP)):
         claude, _ = anthropic_events.step(claude, frame)
         seen.append((anthropic_events.is_finished(claude), anthropic_events.is_complete(claude)))
     assert seen == [(False, False), (False, False), (True, False), (True, True)]
-    state = openai_events.State(1)
+    state = openai_events.OpenAIStream(1)
     seen = []
     for frame in SseSplitter().feed(chunk(part({"content": "A"})) + chunk(part({}, "stop")) + END):
         state, _ = openai_events.step(state, frame)
@@ -440,7 +440,7 @@ def test_choice_with_an_invalid_index_is_malformed() -> None:
     choice = {"index": ["x"], "delta": {"tool_calls": [piece(0, "a", "f")]}}
     raw = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
     with pytest.raises(UpstreamError, match="not a number"):
-        openai_events.step(openai_events.State(1), SseSplitter().feed(raw)[0])
+        openai_events.step(openai_events.OpenAIStream(1), SseSplitter().feed(raw)[0])
 
 
 def test_parallel_calls_of_google_are_separate_calls() -> None:
@@ -456,7 +456,7 @@ def test_parallel_calls_of_google_are_separate_calls() -> None:
     chunks[1]["choices"].append({"index": 1, "delta": {"content": "Me too."}, "finish_reason": "stop"})
     chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     raw = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-    state = openai_events.State(2)
+    state = openai_events.OpenAIStream(2)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(raw):
         state, more = openai_events.step(state, frame)

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.breaker.breakers import Breakers, Lease, Refused
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
-from gateway.breaker.permits import Permit, Rule, State
+from gateway.breaker.permits import BreakerState, Permit, Rule
 from gateway.breaker.probe_schedule import Finding
 from gateway.breaker.state_machine import BreakerStore
 from tests.rigs.breaker_rig import FakeActivity
@@ -53,9 +53,9 @@ def _fail(breakers: Breakers, count: int, verdict: Failure = PAIR, model: str = 
 
 def test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 4)
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
     _fail(breakers, 1)
-    assert breakers.states()["p/m"] is State.OPEN
+    assert breakers.states()["p/m"] is BreakerState.OPEN
     refused = breakers.acquire("p", "m", 1e9)
     assert refused == Refused("p/m", 30.0)
     clock.now += 29.9
@@ -65,7 +65,7 @@ def test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe(brea
     assert probe.is_probe
     assert all(isinstance(breakers.acquire("p", "m", 1e9), Refused) for _ in range(31))
     probe.settle(Success())
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
     assert not _lease(breakers).is_probe
 
 
@@ -73,7 +73,7 @@ def test_success_resets_failures_in_a_row(breakers: Breakers) -> None:
     _fail(breakers, 4)
     _lease(breakers).settle(Success())
     _fail(breakers, 4)
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
 
 
 def test_failed_probe_opens_breaker_for_whole_period(breakers: Breakers, clock: Clock) -> None:
@@ -87,7 +87,7 @@ def test_cancelled_probe_returns_its_permit(breakers: Breakers, clock: Clock) ->
     _fail(breakers, 5)
     clock.now += 30
     _lease(breakers).settle(LEFT)
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     assert _lease(breakers).is_probe
 
 
@@ -100,9 +100,9 @@ def test_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
     second = _lease(breakers)
     assert second.is_probe
     lost.settle(PAIR, "late")
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     second.settle(Success())
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
 
 
 def test_cancelled_attempts_and_late_results_change_nothing(breakers: Breakers, clock: Clock) -> None:
@@ -116,7 +116,7 @@ def test_cancelled_attempts_and_late_results_change_nothing(breakers: Breakers, 
     probe = _lease(breakers)
     old[5].settle(Success())
     old[6].settle(PAIR, "late")
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     probe.settle(Success())
     for lease in old[7:]:
         lease.settle(PAIR, "late")
@@ -126,14 +126,14 @@ def test_cancelled_attempts_and_late_results_change_nothing(breakers: Breakers, 
 def test_provider_breaker_covers_all_its_models(breakers: Breakers) -> None:
     _fail(breakers, 3, PROVIDER, "a")
     _fail(breakers, 2, PROVIDER, "b")
-    assert breakers.states() == {"p": State.OPEN, "p/a": State.CLOSED, "p/b": State.CLOSED}
+    assert breakers.states() == {"p": BreakerState.OPEN, "p/a": BreakerState.CLOSED, "p/b": BreakerState.CLOSED}
     assert breakers.acquire("p", "c", 1e9) == Refused("p", 30.0)
     assert breakers.open_for("p", "a") == 30.0
 
 
 def test_model_failure_does_not_count_for_provider(breakers: Breakers) -> None:
     _fail(breakers, 5, Failure(Scope.PAIR, reached=True))
-    assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN}
+    assert breakers.states() == {"p": BreakerState.CLOSED, "p/m": BreakerState.OPEN}
     _lease(breakers, "other").settle(Success())
 
 
@@ -143,14 +143,14 @@ def test_failure_without_reason_counts_in_both_scopes(
     for _ in range(5):
         _fail(breakers, 1, Failure(Scope.PROVIDER, pair_too=True))
         _lease(breakers, "other").settle(Success())
-    assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN, "p/other": State.CLOSED}
+    assert breakers.states() == {"p": BreakerState.CLOSED, "p/m": BreakerState.OPEN, "p/other": BreakerState.CLOSED}
 
 
 def test_any_answer_recovers_the_provider(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER)
     clock.now += 30
     _lease(breakers).settle(Failure(Scope.PAIR, reached=True), "refused, but it answered")
-    assert breakers.states()["p"] is State.CLOSED
+    assert breakers.states()["p"] is BreakerState.CLOSED
 
 
 def test_refused_second_permit_returns_the_first(breakers: Breakers, clock: Clock) -> None:
@@ -178,9 +178,9 @@ def test_share_of_failures_opens_breaker(breakers: Breakers, clock: Clock) -> No
     for index in range(20):
         clock.now += 1
         _lease(breakers).settle(Success() if index % 2 else PAIR, "flaky")
-    assert breakers.states()["p/m"] is State.CLOSED, "the twentieth result is a success"
+    assert breakers.states()["p/m"] is BreakerState.CLOSED, "the twentieth result is a success"
     _fail(breakers, 1)
-    assert breakers.states()["p/m"] is State.OPEN
+    assert breakers.states()["p/m"] is BreakerState.OPEN
 
 
 def test_old_results_leave_the_window(breakers: Breakers, clock: Clock) -> None:
@@ -190,7 +190,7 @@ def test_old_results_leave_the_window(breakers: Breakers, clock: Clock) -> None:
     clock.now += 61
     _fail(breakers, 1)
     assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 1}
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
 
 
 def test_429_opens_breaker_for_its_retry_after(breakers: Breakers, clock: Clock) -> None:
@@ -437,7 +437,7 @@ def test_restored_breaker_is_logged_and_probed_after_its_period(
     assert (entry["state"], entry["source"]) == ("open", "restart")
     clock.now += 18
     probe = _lease(again)
-    assert again.states()["p/m"] is State.HALF_OPEN
+    assert again.states()["p/m"] is BreakerState.HALF_OPEN
     probe.settle(PAIR, "still")
     assert again.open_for("p", "m") == 30.0
     assert caplog.messages[1] == (
@@ -450,9 +450,9 @@ def test_configured_number_of_probes_closes_breaker(clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     _lease(breakers).settle(Success())
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     _lease(breakers).settle(Success())
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
 
 
 def test_new_rule_applies_to_existing_breakers(breakers: Breakers) -> None:
@@ -517,7 +517,7 @@ def test_probe_closes_breaker_at_its_first_token(breakers: Breakers, clock: Cloc
     probe = _lease(breakers)
     assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
     probe.first_token()
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
     assert not _lease(breakers).is_probe
     probe.first_token()
     probe.settle(Success())
@@ -563,20 +563,20 @@ def test_first_token_is_one_of_two_needed_probe_successes(clock: Clock) -> None:
     clock.now += 30
     first = _lease(breakers)
     first.first_token()
-    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN
     second = _lease(breakers)
     assert second.is_probe
     first.settle(Success())
-    assert breakers.states()["p/m"] is State.HALF_OPEN, "one answer counts once"
+    assert breakers.states()["p/m"] is BreakerState.HALF_OPEN, "one answer counts once"
     second.first_token()
-    assert breakers.states()["p/m"] is State.CLOSED
+    assert breakers.states()["p/m"] is BreakerState.CLOSED
     third = Breakers(Rule(probes=2), clock)
     _fail(third, 5)
     clock.now += 30
     cut = _lease(third)
     cut.first_token()
     cut.settle(PAIR, "cut")
-    assert third.states()["p/m"] is State.OPEN
+    assert third.states()["p/m"] is BreakerState.OPEN
 
 
 def test_ordinary_attempt_counts_at_its_end(breakers: Breakers) -> None:
@@ -594,9 +594,9 @@ class Gauge:
     """The samples of `gateway_breaker_state`."""
 
     def __init__(self) -> None:
-        self.series: dict[tuple[str, str], State] = {}
+        self.series: dict[tuple[str, str], BreakerState] = {}
 
-    def __call__(self, provider: str, model: str, state: State | None) -> None:
+    def __call__(self, provider: str, model: str, state: BreakerState | None) -> None:
         if state is None:
             del self.series[provider, model]
         else:
@@ -621,7 +621,7 @@ def test_number_of_breakers_is_limited_and_open_ones_stay_longest(clock: Clock) 
     for index in range(50):
         _fail(breakers, 1, Failure(Scope.PAIR, reached=True), f"failing-{index}")
     assert len(breakers.states()) == 10
-    assert breakers.states()["p/open"] is State.OPEN
+    assert breakers.states()["p/open"] is BreakerState.OPEN
     assert "p/failing-49" in breakers.states()
     assert "p/failing-0" not in breakers.states()
     assert len(gauge.series) == 10
@@ -643,7 +643,7 @@ def test_breaker_with_running_attempt_is_not_removed(clock: Clock) -> None:
         _lease(breakers, f"more-{index}").release()
     running.settle(PAIR, "it failed")
     assert breakers.open_for("p", "running") == 30.0
-    assert gauge.series["p", "running"] is State.OPEN
+    assert gauge.series["p", "running"] is BreakerState.OPEN
     assert len(breakers.states()) <= 11
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End, Failure, Observation, Scope, judge
-from gateway.breaker.permits import Rule, State
+from gateway.breaker.permits import BreakerState, Rule
 from gateway.breaker.probe_schedule import Purpose, Step
 from gateway.breaker.prober import Prober
 from gateway.errors import UpstreamError, UpstreamKind
@@ -58,7 +58,7 @@ class Outage:
         )
         self._ask, self.prober.probe = self.prober.probe, self._watched  # type: ignore[method-assign]
 
-    def _moved(self, provider: str, model: str, state: State | None) -> None:
+    def _moved(self, provider: str, model: str, state: BreakerState | None) -> None:
         if provider == "local":
             self.prober.on_state(model, state)
 

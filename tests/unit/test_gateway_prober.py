@@ -10,7 +10,7 @@ import pytest
 
 from gateway.breaker.breakers import Breakers, Lease, Refused
 from gateway.breaker.outcome import Failure, Observation, Scope, Success, judge
-from gateway.breaker.permits import Rule, State
+from gateway.breaker.permits import BreakerState, Rule
 from gateway.breaker.probe_schedule import Finding, Purpose
 from gateway.breaker.prober import Prober
 from gateway.errors import UpstreamError, UpstreamKind
@@ -40,7 +40,7 @@ class World:
             self.breakers, lambda: self, lambda: self.models, clock, lambda *found: self.found.append(found)
         )
 
-    def _moved(self, provider: str, model: str, state: State | None) -> None:
+    def _moved(self, provider: str, model: str, state: BreakerState | None) -> None:
         if provider == "local":
             self.prober.on_state(model, state)
 
@@ -82,7 +82,7 @@ class World:
         lease.settle(verdict, "it failed")
         return True
 
-    def state(self, model: str = "") -> State:
+    def state(self, model: str = "") -> BreakerState:
         """The state of a breaker of the service."""
         return self.breakers.breaker("local", model).state
 
@@ -97,7 +97,7 @@ async def test_one_failure_and_four_probes_open_breaker_of_dead_service(world: W
     world.attempt()
     await world.work(1.0)
     assert [at for at, _, _ in world.requests] == [1000.25, 1000.5, 1000.75, 1001.0]
-    assert world.state() is State.OPEN
+    assert world.state() is BreakerState.OPEN
     entry = world.breakers.breaker("local").describe()
     assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: refused")
     assert world.found == [(Purpose.CONFIRM, Finding.BAD)] * 4
@@ -108,15 +108,15 @@ async def test_first_good_probe_ends_confirmation_and_keeps_failure_count(world:
         world.attempt()
         await world.work(5.0)
     assert len(world.requests) == 4
-    assert world.state() is State.CLOSED
+    assert world.state() is BreakerState.CLOSED
     world.attempt()
-    assert world.state() is State.OPEN
+    assert world.state() is BreakerState.OPEN
 
 
 async def test_clouds_are_never_probed(world: World) -> None:
     for _ in range(9):
         world.attempt(provider="cloud")
-    assert world.breakers.states()["cloud"] is State.OPEN
+    assert world.breakers.states()["cloud"] is BreakerState.OPEN
     await world.work(120.0)
     assert world.requests == []
 
@@ -132,7 +132,7 @@ async def test_recovered_service_is_used_by_next_request(world: World) -> None:
     await world.work(60.0)
     assert len(world.requests) == count, "the next request is the probe"
     assert world.attempt(Success())
-    assert world.state() is State.CLOSED
+    assert world.state() is BreakerState.CLOSED
     assert world.prober.next() is None
 
 
@@ -169,7 +169,7 @@ async def test_model_is_probed_by_one_token(world: World) -> None:
     world.answers["/v1/chat/completions"] = {"headgate": {"probe": "cold"}}
     await world.work(5.0)
     assert world.attempt(Success())
-    assert world.state("m") is State.CLOSED
+    assert world.state("m") is BreakerState.CLOSED
 
 
 async def test_embedding_model_is_probed_by_one_embedding(world: World) -> None:
@@ -203,7 +203,7 @@ async def test_failed_connection_of_model_probe_probes_the_service(world: World)
     for _ in range(5):
         world.attempt(failed)
     await world.work(2.0)
-    assert world.state() is State.OPEN
+    assert world.state() is BreakerState.OPEN
     assert [path for _, path, _ in world.requests][:2] == ["/v1/chat/completions", "/readyz"]
 
 
@@ -221,13 +221,13 @@ async def test_model_is_probed_after_service_recovered(world: World) -> None:
     world.answers = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
     for _ in range(5):
         world.attempt(broken)
-    assert (world.state(), world.state("m")) == (State.OPEN, State.OPEN)
+    assert (world.state(), world.state("m")) == (BreakerState.OPEN, BreakerState.OPEN)
     await world.work(10.0)
     world.answers["/readyz"] = {}
     await world.work(5.0)
     assert [path for _, path, _ in world.requests][-2:] == ["/readyz", "/v1/chat/completions"]
     assert world.attempt(Success())
-    assert (world.state(), world.state("m")) == (State.CLOSED, State.CLOSED)
+    assert (world.state(), world.state("m")) == (BreakerState.CLOSED, BreakerState.CLOSED)
 
 
 async def test_models_are_not_probed_while_a_request_probes_the_service(world: World) -> None:
@@ -238,7 +238,7 @@ async def test_models_are_not_probed_while_a_request_probes_the_service(world: W
             world.attempt(broken, model)
     world.breakers.reset("local/m")
     await world.work(0.5)
-    assert world.state() is State.OPEN
+    assert world.state() is BreakerState.OPEN
     user = world.breakers.acquire("local", "m", world.now + 300)
     assert isinstance(user, Lease)
     await world.work(3.0)

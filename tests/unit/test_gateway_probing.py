@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from gateway.breaker import probe_schedule
-from gateway.breaker.permits import State
+from gateway.breaker.permits import BreakerState
 from gateway.breaker.probe_schedule import Finding, ProbeKind, Purpose, Step, Watch
 from gateway.errors import UpstreamError
 from gateway.errors import UpstreamKind as Kind
 from inference.protocol import Code
 
-CLOSED, HALF, OPEN = State.CLOSED, State.HALF_OPEN, State.OPEN
+CLOSED, HALF, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 CONFIRM, RECOVER = Purpose.CONFIRM, Purpose.RECOVER
 GOOD, BAD, UNKNOWN = Finding.GOOD, Finding.BAD, Finding.UNKNOWN
 

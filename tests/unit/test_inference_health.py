@@ -17,7 +17,7 @@ from inference.authority.device_health import (
     Case,
     Doubted,
     Effect,
-    Event,
+    HealthEvent,
     Read,
     Seen,
     Tick,
@@ -193,7 +193,7 @@ def test_all_states_can_be_reached_and_left() -> None:
         reached = more
     assert reached == set(S)
     assert {at for at, _ in TABLE} == set(S)
-    assert {event for _, event in TABLE} == set(Event)
+    assert {event for _, event in TABLE} == set(HealthEvent)
 
 
 @pytest.mark.parametrize(

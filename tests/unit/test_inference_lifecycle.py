@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from inference.authority.lifecycle.transitions import TABLE, Backoff, Event, IllegalTransition, advance
+from inference.authority.lifecycle.transitions import TABLE, Backoff, IllegalTransition, ModelEvent, advance
 from inference.protocol import ModelState
 from inference.tools.state_diagrams import BEGIN, DOCUMENT, END, rewritten
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, Event)))
-def test_only_the_table_moves_a_model(state: ModelState, event: Event) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, ModelEvent)))
+def test_only_the_table_moves_a_model(state: ModelState, event: ModelEvent) -> None:
     if (state, event) in TABLE:
         assert advance(state, event) is TABLE[state, event]
     else:
@@ -23,16 +23,16 @@ def test_only_the_table_moves_a_model(state: ModelState, event: Event) -> None:
 def test_a_whole_life() -> None:
     state = ModelState.COLD
     for event, then in (
-        (Event.LOAD, ModelState.LOADING),
-        (Event.LOADED, ModelState.READY),
-        (Event.USED, ModelState.BUSY),
-        (Event.IDLE, ModelState.READY),
-        (Event.DRAIN, ModelState.DRAINING),
-        (Event.UNLOAD, ModelState.UNLOADING),
-        (Event.EXITED, ModelState.COLD),
-        (Event.LOAD, ModelState.LOADING),
-        (Event.FAIL, ModelState.FAILED),
-        (Event.RETRY, ModelState.COLD),
+        (ModelEvent.LOAD, ModelState.LOADING),
+        (ModelEvent.LOADED, ModelState.READY),
+        (ModelEvent.USED, ModelState.BUSY),
+        (ModelEvent.IDLE, ModelState.READY),
+        (ModelEvent.DRAIN, ModelState.DRAINING),
+        (ModelEvent.UNLOAD, ModelState.UNLOADING),
+        (ModelEvent.EXITED, ModelState.COLD),
+        (ModelEvent.LOAD, ModelState.LOADING),
+        (ModelEvent.FAIL, ModelState.FAILED),
+        (ModelEvent.RETRY, ModelState.COLD),
     ):
         state = advance(state, event)
         assert state is then

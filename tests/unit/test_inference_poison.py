@@ -11,8 +11,8 @@ from inference.authority.quarantine import (
     SUSPECT_SECONDS,
     TABLE,
     Crash,
+    CrashKind,
     Docket,
-    Event,
     Standing,
 )
 from inference.protocol import ExitCause
@@ -115,6 +115,6 @@ def test_case_can_be_cleared_manually() -> None:
 
 def test_table_is_complete_and_standings_do_not_improve() -> None:
     order = list(Standing)
-    assert set(TABLE) == {(standing, event) for standing in Standing for event in Event}
+    assert set(TABLE) == {(standing, event) for standing in Standing for event in CrashKind}
     for (before, _), after in TABLE.items():
         assert order.index(after) >= order.index(before)

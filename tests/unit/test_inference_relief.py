@@ -10,12 +10,12 @@ from inference.authority.pressure.relief import (
     Forget,
     Leave,
     Limit,
+    PressureInput,
     Relief,
     Rules,
     Rung,
-    Scene,
-    State,
     Tenant,
+    Watches,
     refusal,
     step,
 )
@@ -28,13 +28,13 @@ def idle(model: str, seconds: float, count: int = 100) -> Tenant:
     return Tenant(model, Standing.IDLE, {GPU: count}, seconds)
 
 
-def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> Scene:
+def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> PressureInput:
     ours = sum(tenant.bytes.get(GPU, 0) for tenant in tenants)
-    return Scene((Use(GPU, total, ours, foreign),), tenants, (GPU,) if wanted else ())
+    return PressureInput((Use(GPU, total, ours, foreign),), tenants, (GPU,) if wanted else ())
 
 
-def after(*scenes: Scene, rules: Rules = RULES) -> tuple[State, tuple[Relief, ...]]:
-    state: State = {}
+def after(*scenes: PressureInput, rules: Rules = RULES) -> tuple[Watches, tuple[Relief, ...]]:
+    state: Watches = {}
     actions: tuple[Relief, ...] = ()
     for one in scenes:
         state, actions = step(state, one, rules)
@@ -96,14 +96,14 @@ def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
     for order in ((GPU, "cpu"), ("cpu", GPU)):
         full = {GPU: 850, "cpu": 550}
         uses = tuple(Use(device, 1000, 100, full[device]) for device in order)
-        before = Scene(tuple(Use(device, 1000, 100, 0) for device in order), (tenant,))
-        _, actions = after(before, Scene(uses, (tenant,)))
+        before = PressureInput(tuple(Use(device, 1000, 100, 0) for device in order), (tenant,))
+        _, actions = after(before, PressureInput(uses, (tenant,)))
         assert leaving(actions) == {"a": False}
 
 
 def test_idle_model_on_another_device_stays() -> None:
     tenant = Tenant("a", Standing.IDLE, {"gpu-1": 100}, 500.0)
-    scenes = Scene((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
+    scenes = PressureInput((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
     assert after(scenes)[1] == ()
 
 
@@ -160,7 +160,7 @@ def test_irregular_check_warns_at_most() -> None:
 
 
 def test_ladder_rejects_models_with_extras_and_then_all_models() -> None:
-    state: State = {}
+    state: Watches = {}
     assert refusal(state, GPU, extras=True) is None
     refused = []
     for _ in range(5):
@@ -183,7 +183,7 @@ def test_only_running_models_of_the_device_get_limits() -> None:
 
 
 def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
-    _, actions = step({}, Scene((), (busy(limit=4),)), RULES)
+    _, actions = step({}, PressureInput((), (busy(limit=4),)), RULES)
     assert actions == (Limit("a", 16, "nothing is held back any more"),)
 
 

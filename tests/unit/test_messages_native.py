@@ -259,7 +259,7 @@ def test_effort_is_adapted_to_the_model() -> None:
 # --- answers ----------------------------------------------------------------------------------------------------------
 def frames_of(raw: bytes) -> list[Frame]:
     """The inner frames of an Anthropic provider for a request of the Messages API."""
-    state = anthropic_events.State(created=5, native=True)
+    state = anthropic_events.AnthropicStream(created=5, native=True)
     frames: list[Frame] = []
     for frame in SseSplitter().feed(raw):
         state, more = anthropic_events.step(state, frame)
@@ -345,7 +345,7 @@ def test_redacted_thinking_is_returned() -> None:
     writer = MessageEvents(Bounds())
     got = _events(writer.write(frames_of(raw)[:-1]) + writer.end())
     assert got[1]["content_block"] == hidden
-    plain = anthropic_events.State(created=5)
+    plain = anthropic_events.AnthropicStream(created=5)
     for frame in SseSplitter().feed(raw):
         plain, frames = anthropic_events.step(plain, frame)
         assert not any(b"thinking" in one.payload for one in frames if isinstance(one, Data))

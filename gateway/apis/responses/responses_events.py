@@ -18,10 +18,10 @@ from gateway.apis.responses.responses_output import (
     IN_PROGRESS,
     INCOMPLETE,
     Call,
-    Event,
     Item,
     Message,
     Reasoning,
+    ResponsesEvent,
 )
 from inference.protocol import CODES, Code
 
@@ -68,19 +68,19 @@ class Answer:
         self._unnamed: dict[int | None, _Unnamed] = {}
 
     # --- what the model says ------------------------------------------------------------------------------------------
-    def add(self, chunk: Mapping[str, Any]) -> list[Event]:
+    def add(self, chunk: Mapping[str, Any]) -> list[ResponsesEvent]:
         """The events that one chunk is; `begin` comes before the first one's."""
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         if isinstance(tier := chunk.get("service_tier"), str):
             self._tier = tier
-        events: list[Event] = []
+        events: list[ResponsesEvent] = []
         for choice in objects(chunk, "choices"):
             if choice.get("index", 0) == 0 and not self._astray:
                 events += self._add_choice(choice)
         return events
 
-    def begin(self, model: Any) -> list[Event]:
+    def begin(self, model: Any) -> list[ResponsesEvent]:
         """The first events; `model` is what the first chunk says, if it says one."""
         self._model = model if isinstance(model, str) and model else self._head.model
         fields = {"response": self.object(IN_PROGRESS)}
@@ -96,8 +96,8 @@ class Answer:
         """Whether a tier went on with a call that had ended, which no sequence of events can tell."""
         return self._astray
 
-    def _add_choice(self, choice: Mapping[str, Any]) -> list[Event]:
-        events: list[Event] = []
+    def _add_choice(self, choice: Mapping[str, Any]) -> list[ResponsesEvent]:
+        events: list[ResponsesEvent] = []
         delta = mapping(choice, "delta")
         thought, content = text(delta, "reasoning_content") or text(delta, "reasoning"), text(delta, "content")
         calls = objects(delta, "tool_calls")
@@ -116,24 +116,24 @@ class Answer:
             self._reason = reason
         return events
 
-    def _add_reasoning(self, text: str) -> list[Event]:
+    def _add_reasoning(self, text: str) -> list[ResponsesEvent]:
         if isinstance(item := self._open, Reasoning):
             return item.add(text)
         item = Reasoning(self._id("rs"), len(self._items), seals=self._head.seals)
         return [*self._turn_to(item), *item.add(text)]
 
-    def _add_text(self, text: str) -> list[Event]:
+    def _add_text(self, text: str) -> list[ResponsesEvent]:
         message, opened = self._message()
         logprobs, self._logprobs = self._logprobs, []
         return [*opened, *message.add_text(text, logprobs)]
 
-    def _message(self) -> tuple[Message, list[Event]]:
+    def _message(self) -> tuple[Message, list[ResponsesEvent]]:
         if isinstance(message := self._open, Message):
             return message, []
         message = Message(self._id("msg"), len(self._items))
         return message, self._turn_to(message)
 
-    def _add_call(self, call: Mapping[str, Any]) -> list[Event]:
+    def _add_call(self, call: Mapping[str, Any]) -> list[ResponsesEvent]:
         function = mapping(call, "function")
         arguments, name = text(function, "arguments"), text(function, "name")
         key, call_id = call.get("index"), text(call, "id")
@@ -165,7 +165,7 @@ class Answer:
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._head.id}{len(self._items):02d}"
 
-    def _turn_to(self, item: Item) -> list[Event]:
+    def _turn_to(self, item: Item) -> list[ResponsesEvent]:
         left = self._open
         if isinstance(left, Call) and not left.is_whole:
             self._left.append(left)
@@ -176,20 +176,20 @@ class Answer:
         self._open = item
         return [*closed, *item.opened()]
 
-    def _close_open(self, status: str) -> list[Event]:
+    def _close_open(self, status: str) -> list[ResponsesEvent]:
         item, self._open = self._open, None
         if item is None:
             return []
-        events: list[Event] = []
+        events: list[ResponsesEvent] = []
         if isinstance(item, Message):
             logprobs, self._logprobs = self._logprobs, []
             events = item.add_logprobs(logprobs)
         return [*events, *item.closed(status)]
 
     # --- how it ends --------------------------------------------------------------------------------------------------
-    def close(self, now: int) -> list[Event]:
+    def close(self, now: int) -> list[ResponsesEvent]:
         """The last events of a whole answer; `now` is in seconds since the epoch."""
-        events: list[Event] = []
+        events: list[ResponsesEvent] = []
         if not self._items and not self._cut_because:
             events = self._add_text("")  # an empty answer is an answer
         status = self._status
@@ -198,7 +198,7 @@ class Answer:
         events += self._close_open(status)
         return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
 
-    def fail(self, code: str, message: str) -> list[Event]:
+    def fail(self, code: str, message: str) -> list[ResponsesEvent]:
         """The last event of an answer that broke off; items that were not done stay so."""
         for item in self._items:
             item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
@@ -285,19 +285,19 @@ class Stream:
         if self._over:
             return b""
         error = {"type": _error_code(code), "code": str(code), "message": message, "param": None}
-        raised: Event = ("error", {"code": str(code), "message": message, "param": None, "error": error})
+        raised: ResponsesEvent = ("error", {"code": str(code), "message": message, "param": None, "error": error})
         begun, failed = self._begun(None), self.answer.fail(code, message)
         is_overflow = code == Code.CONTEXT_LENGTH_EXCEEDED
         return self._last([*begun, raised, *failed] if is_overflow else [*begun, *failed, raised])
 
-    def _begun(self, model: Any) -> list[Event]:
+    def _begun(self, model: Any) -> list[ResponsesEvent]:
         return [] if self.answer.has_begun else self.answer.begin(model)
 
-    def _last(self, events: Sequence[Event]) -> bytes:
+    def _last(self, events: Sequence[ResponsesEvent]) -> bytes:
         self._over = True
         return self._written(events)
 
-    def _written(self, events: Sequence[Event]) -> bytes:
+    def _written(self, events: Sequence[ResponsesEvent]) -> bytes:
         out: list[bytes] = []
         for kind, fields in events:
             data = dumps({"type": kind, "sequence_number": self._number, **fields})

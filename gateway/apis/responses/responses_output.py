@@ -14,7 +14,7 @@ import orjson
 
 from gateway.apis.responses.responses_items import seal
 
-Event = tuple[str, dict[str, Any]]
+ResponsesEvent = tuple[str, dict[str, Any]]
 Logprobs = Sequence[Mapping[str, Any]]
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
@@ -28,11 +28,11 @@ class Item(ABC):
         self.index = index
         self.status = IN_PROGRESS
 
-    def opened(self) -> list[Event]:
+    def opened(self) -> list[ResponsesEvent]:
         """The item is there, with nothing in it."""
         return [("response.output_item.added", {"output_index": self.index, "item": self.object()})]
 
-    def closed(self, status: str) -> list[Event]:
+    def closed(self, status: str) -> list[ResponsesEvent]:
         """Everything in it is done, and so is the item."""
         self.status = status
         return [*self._ended(), ("response.output_item.done", {"output_index": self.index, "item": self.object()})]
@@ -42,7 +42,7 @@ class Item(ABC):
         """The item as it stands in the output."""
 
     @abstractmethod
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[ResponsesEvent]:
         """What is in it is done."""
 
     def _at(self, content_index: int | None = None) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class Reasoning(Item):
         self._pieces: list[str] = []
         self._seals = seals
 
-    def opened(self) -> list[Event]:
+    def opened(self) -> list[ResponsesEvent]:
         """The item and its only part."""
         part = {"type": "reasoning_text", "text": ""}
         return [*super().opened(), ("response.content_part.added", {**self._at(0), "part": part})]
 
-    def add(self, text: str) -> list[Event]:
+    def add(self, text: str) -> list[ResponsesEvent]:
         """More of it."""
         self._pieces.append(text)
         return [("response.reasoning_text.delta", {**self._at(0), "delta": text})]
@@ -80,7 +80,7 @@ class Reasoning(Item):
         }
         return {**found, "encrypted_content": seal(text)} if self._seals and text else found
 
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[ResponsesEvent]:
         text = "".join(self._pieces)
         part = {"type": "reasoning_text", "text": text}
         return [
@@ -111,7 +111,7 @@ class Message(Item):
         super().__init__(id, index)
         self._parts: list[_Part] = []
 
-    def add_text(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+    def add_text(self, text: str, logprobs: Logprobs = ()) -> list[ResponsesEvent]:
         """More text; `logprobs` are its tokens'."""
         events = self._turn_to("output_text")
         part = self._parts[-1]
@@ -120,13 +120,13 @@ class Message(Item):
         fields = {**self._at(len(self._parts) - 1), "delta": text, "logprobs": _brief(logprobs)}
         return [*events, ("response.output_text.delta", fields)]
 
-    def add_refusal(self, text: str) -> list[Event]:
+    def add_refusal(self, text: str) -> list[ResponsesEvent]:
         """More of a refusal."""
         events = self._turn_to("refusal")
         self._parts[-1].pieces.append(text)
         return [*events, ("response.refusal.delta", {**self._at(len(self._parts) - 1), "delta": text})]
 
-    def add_logprobs(self, logprobs: Logprobs) -> list[Event]:
+    def add_logprobs(self, logprobs: Logprobs) -> list[ResponsesEvent]:
         """Tokens that made no character yet; they count to the text."""
         return self.add_text("", logprobs) if logprobs else []
 
@@ -135,7 +135,7 @@ class Message(Item):
         content = [part.object() for part in self._parts]
         return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
 
-    def _turn_to(self, kind: str) -> list[Event]:
+    def _turn_to(self, kind: str) -> list[ResponsesEvent]:
         if self._parts and self._parts[-1].kind == kind:
             return []
         ended = self._ended()
@@ -143,12 +143,12 @@ class Message(Item):
         place = self._at(len(self._parts) - 1)
         return [*ended, ("response.content_part.added", {**place, "part": self._parts[-1].object()})]
 
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[ResponsesEvent]:
         if not self._parts:
             return []
         place, whole = self._at(len(self._parts) - 1), self._parts[-1].object()
         if whole["type"] == "refusal":
-            done: Event = ("response.refusal.done", {**place, "refusal": whole["refusal"]})
+            done: ResponsesEvent = ("response.refusal.done", {**place, "refusal": whole["refusal"]})
         else:
             fields = {**place, "text": whole["text"], "logprobs": _brief(whole["logprobs"])}
             done = ("response.output_text.done", fields)
@@ -179,12 +179,12 @@ class Call(Item):
         """Whether a piece with this index (None where it has none) and id (empty for none) belongs to this call."""
         return key in (None, self.key) and call_id in ("", self.call_id)
 
-    def add(self, arguments: str) -> list[Event]:
+    def add(self, arguments: str) -> list[ResponsesEvent]:
         """More of the arguments."""
         self._pieces.append(arguments)
         return [("response.function_call_arguments.delta", {**self._at(), "delta": arguments})]
 
-    def closed(self, status: str) -> list[Event]:
+    def closed(self, status: str) -> list[ResponsesEvent]:
         """See `Item`. Some tiers write no arguments where there are none; clients read JSON."""
         nothing = status == COMPLETED and not self._pieces
         return [*(self.add("{}") if nothing else ()), *super().closed(status)]
@@ -201,7 +201,7 @@ class Call(Item):
         }
         return {**found, "namespace": self._namespace} if self._namespace else found
 
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[ResponsesEvent]:
         whole = {**self._at(), "arguments": "".join(self._pieces)}
         return [("response.function_call_arguments.done", whole)]
 

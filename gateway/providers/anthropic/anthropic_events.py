@@ -42,7 +42,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class AnthropicStream:
     """A stream so far. `created` is seconds since the epoch. `usage` holds the counts as last reported.
 
     `complete`: `message_stop` was seen, and nothing more needs to be read. `native`: the client uses the Messages API,
@@ -61,10 +61,10 @@ class State:
     native: bool = False
 
 
-Step = tuple[State, tuple[Frame, ...]]
+Step = tuple[AnthropicStream, tuple[Frame, ...]]
 
 
-def step(state: State, frame: SseFrame) -> Step:
+def step(state: AnthropicStream, frame: SseFrame) -> Step:
     """The chunks that `frame` adds; raises UpstreamError for an error event or a malformed stream."""
     if frame.is_comment:
         return state, (Comment(frame.raw),)
@@ -84,7 +84,7 @@ def step(state: State, frame: SseFrame) -> Step:
     return handler(state, event)
 
 
-def end(state: State) -> tuple[Frame, ...]:
+def end(state: AnthropicStream) -> tuple[Frame, ...]:
     """The last frames after the end of the bytes: usage if it was reported, and `Done`.
 
     Raises UpstreamError: READ if the stream was cut before its stop reason, EMPTY if it had no content.
@@ -99,12 +99,12 @@ def end(state: State) -> tuple[Frame, ...]:
     return Data(_chunk(state, usage=usage), DeltaKind.USAGE), Done()
 
 
-def is_complete(state: State) -> bool:
+def is_complete(state: AnthropicStream) -> bool:
     """Whether message_stop was seen."""
     return state.complete
 
 
-def is_finished(state: State) -> bool:
+def is_finished(state: AnthropicStream) -> bool:
     """Whether the stop reason was seen."""
     return state.finished
 
@@ -139,7 +139,7 @@ _TRANSLATED = frozenset((
 """Counts that `openai_usage` translates."""
 
 
-def _usage(state: State) -> dict[str, Any] | None:
+def _usage(state: AnthropicStream) -> dict[str, Any] | None:
     """The usage to report; for clients of the Messages API with the counts that OpenAI's API lacks."""
     counts = openai_usage(state.usage)
     if counts is None or state.usage is None or not state.native:
@@ -153,7 +153,7 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
-def _start(state: State, event: Mapping[str, Any]) -> Step:
+def _start(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     message = event.get("message")
     if not isinstance(message, Mapping) or not isinstance(message.get("id"), str):
         raise _malformed("message_start without a message")
@@ -166,7 +166,7 @@ def _start(state: State, event: Mapping[str, Any]) -> Step:
     return state, (Data(_chunk(state, {"role": "assistant", "content": ""}, usage=usage), DeltaKind.OTHER),)
 
 
-def _block_start(state: State, event: Mapping[str, Any]) -> Step:
+def _block_start(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     index, block = event.get("index"), event.get("content_block")
     if not isinstance(block, Mapping) or not isinstance(index, int):
         raise _malformed("content_block_start without a block")
@@ -188,7 +188,7 @@ def _block_start(state: State, event: Mapping[str, Any]) -> Step:
     return state, ()  # results of tools that run at the provider
 
 
-def _block_delta(state: State, event: Mapping[str, Any]) -> Step:
+def _block_delta(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     delta = event.get("delta")
     if not isinstance(delta, Mapping):
         raise _malformed("content_block_delta without a delta")
@@ -204,7 +204,7 @@ def _block_delta(state: State, event: Mapping[str, Any]) -> Step:
     return state, ()  # OpenAI's API has no citations
 
 
-def _thought(state: State, block: Mapping[str, Any]) -> Step:
+def _thought(state: AnthropicStream, block: Mapping[str, Any]) -> Step:
     """Redacted thinking, or the signature of visible thinking. Clients of the Messages API send them back."""
     if not state.native:
         return state, ()
@@ -212,7 +212,7 @@ def _thought(state: State, block: Mapping[str, Any]) -> Step:
     return state, (Data(_chunk(state, {"thinking_blocks": [block]}), DeltaKind.CONTENT),)
 
 
-def _arguments(state: State, index: Any, piece: Any) -> Step:
+def _arguments(state: AnthropicStream, index: Any, piece: Any) -> Step:
     if not isinstance(piece, str) or not isinstance(index, int):
         raise _malformed("input_json_delta without its text or index")
     tool = (state.tools or {}).get(index)
@@ -223,7 +223,7 @@ def _arguments(state: State, index: Any, piece: Any) -> Step:
     return state, (_call_piece(state, tool, piece),)
 
 
-def _block_stop(state: State, event: Mapping[str, Any]) -> Step:
+def _block_stop(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     """Emits the input of a call that was not streamed; OpenAI's arguments are never empty text."""
     index = event.get("index")
     tool = (state.tools or {}).get(index) if isinstance(index, int) else None
@@ -233,12 +233,12 @@ def _block_stop(state: State, event: Mapping[str, Any]) -> Step:
     return state, (_call_piece(state, tool, tool.input.decode()),)
 
 
-def _call_piece(state: State, tool: Tool, piece: str) -> Data:
+def _call_piece(state: AnthropicStream, tool: Tool, piece: str) -> Data:
     call = {"index": tool.position, "function": {"arguments": piece}}
     return Data(_chunk(state, {"tool_calls": [call]}), DeltaKind.CONTENT)
 
 
-def _message_delta(state: State, event: Mapping[str, Any]) -> Step:
+def _message_delta(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     state = replace(state, usage=_merged(state.usage or {}, event))
     delta = event.get("delta")
     reason = delta.get("stop_reason") if isinstance(delta, Mapping) else None
@@ -261,19 +261,19 @@ def _message_delta(state: State, event: Mapping[str, Any]) -> Step:
     return state, tuple(frames)
 
 
-def _stop(state: State, event: Mapping[str, Any]) -> Step:
+def _stop(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     return replace(state, complete=True), ()
 
 
-def _ping(state: State, event: Mapping[str, Any]) -> Step:
+def _ping(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     return state, (Comment(PING),)
 
 
-def _error(state: State, event: Mapping[str, Any]) -> Step:
+def _error(state: AnthropicStream, event: Mapping[str, Any]) -> Step:
     raise frame_error(error_in(event) or {}, secrets=state.secrets)
 
 
-_EVENTS: Mapping[str, Callable[[State, Mapping[str, Any]], Step]] = {
+_EVENTS: Mapping[str, Callable[[AnthropicStream, Mapping[str, Any]], Step]] = {
     "message_start": _start,
     "content_block_start": _block_start,
     "content_block_delta": _block_delta,
@@ -286,7 +286,7 @@ _EVENTS: Mapping[str, Callable[[State, Mapping[str, Any]], Step]] = {
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
-def _text_delta(state: State, field: str, text: Any) -> Step:
+def _text_delta(state: AnthropicStream, field: str, text: Any) -> Step:
     if not isinstance(text, str):
         raise _malformed(f"a {field} delta without text")
     if not text:
@@ -297,7 +297,7 @@ def _text_delta(state: State, field: str, text: Any) -> Step:
 
 
 def _chunk(
-    state: State,
+    state: AnthropicStream,
     delta: Mapping[str, Any] | None = None,
     finish: str | None = None,
     usage: Mapping[str, Any] | None = None,

@@ -57,7 +57,7 @@ class AnthropicProvider:
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
         native = isinstance(call.body, ChatRequest) and call.body.origin is not None
-        state = anthropic_events.State(created=int(time.time()), secrets=self._secrets, native=native)
+        state = anthropic_events.AnthropicStream(created=int(time.time()), secrets=self._secrets, native=native)
         return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:

@@ -21,7 +21,7 @@ _CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class OpenAIStream:
     """A stream so far. `choices` is the requested number; `opened` and `finished` are choice indices.
 
     `usage` is the last chunk with both choices and usage; it is not needed after a chunk with usage alone. `complete`:
@@ -40,10 +40,10 @@ class State:
     """The tool calls of each choice."""
 
 
-Step = tuple[State, tuple[Frame, ...]]
+Step = tuple[OpenAIStream, tuple[Frame, ...]]
 
 
-def step(state: State, frame: SseFrame) -> Step:
+def step(state: OpenAIStream, frame: SseFrame) -> Step:
     """The frames that `frame` adds; raises UpstreamError for an error frame or an invalid chunk."""
     if frame.is_comment:
         return state, (Comment(frame.raw),)
@@ -78,7 +78,7 @@ def _pieces(choice: Any) -> list[Any]:
     return pieces if isinstance(pieces, list) else []
 
 
-def _numbered(state: State, choices: list[Any]) -> tuple[State, bool]:
+def _numbered(state: OpenAIStream, choices: list[Any]) -> tuple[OpenAIStream, bool]:
     """Gives every call its index (see `openai_calls`); the second value is whether one changed."""
     calls, changed = dict(state.calls), False
     for choice in choices:
@@ -96,7 +96,7 @@ def _parsed(data: bytes) -> Any:
         raise _malformed("a chunk that is not JSON") from None
 
 
-def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
+def _read_choices(state: OpenAIStream, data: bytes, choices: list[Any]) -> Step:
     kind = DeltaKind.OTHER
     opened, finished, content = state.opened, state.finished, state.has_content
     for choice in choices:
@@ -131,7 +131,7 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     return isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS)
 
 
-def end(state: State) -> tuple[Frame, ...]:
+def end(state: OpenAIStream) -> tuple[Frame, ...]:
     """The last frames after the end of the bytes or `[DONE]`: a usage chunk if it is missing, and `Done`.
 
     Raises UpstreamError: READ if the stream was cut before its finish reason, EMPTY if it had no content. A choice that
@@ -147,12 +147,12 @@ def end(state: State) -> tuple[Frame, ...]:
     return Data(dumps({**state.usage, "choices": []}), DeltaKind.USAGE), Done()
 
 
-def is_complete(state: State) -> bool:
+def is_complete(state: OpenAIStream) -> bool:
     """Whether `[DONE]` was seen."""
     return state.complete
 
 
-def is_finished(state: State) -> bool:
+def is_finished(state: OpenAIStream) -> bool:
     """Whether every requested choice has its finish reason."""
     return state.finished >= state.opened and len(state.finished) >= state.choices
 

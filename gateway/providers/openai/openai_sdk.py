@@ -52,7 +52,7 @@ class OpenAIProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
-        state = openai_events.State(choices_of(call.body), self._secrets)
+        state = openai_events.OpenAIStream(choices_of(call.body), self._secrets)
         return SdkStream(lambda: self._send(call, stream=True), openai_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:

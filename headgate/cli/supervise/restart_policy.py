@@ -38,7 +38,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ProcessState:
     """One supervised process. `exits` counts exits since the last healthy run; `due_at` is set while waiting."""
 
     phase: Phase = Phase.STOPPED
@@ -74,7 +74,7 @@ class Stop:
     """The process shall not run any more. A later exit changes nothing."""
 
 
-Event = Begin | Exited | Due | Stop
+ProcessEvent = Begin | Exited | Due | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class GiveUp:
 Effect = Spawn | Wait | GiveUp
 
 
-def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Effect, ...]]:
+def step(state: ProcessState, event: ProcessEvent, policy: Policy) -> tuple[ProcessState, tuple[Effect, ...]]:
     """The next state and the effects. An event that does not fit the phase changes nothing."""
     match state.phase, event:
         case _, Stop():
-            return State(), ()
+            return ProcessState(), ()
         case ((Phase.STOPPED | Phase.GIVEN_UP), Begin(now)):
-            return State(Phase.RUNNING, started_at=now), (Spawn(),)
+            return ProcessState(Phase.RUNNING, started_at=now), (Spawn(),)
         case Phase.WAITING, Due(now) if state.due_at is not None and now >= state.due_at:
             return replace(state, phase=Phase.RUNNING, started_at=now, due_at=None), (Spawn(),)
         case Phase.RUNNING, Exited(now, status):

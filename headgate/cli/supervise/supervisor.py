@@ -29,7 +29,7 @@ class Child:
     argv: Sequence[str]
     environ: Mapping[str, str]
     drain_seconds: float
-    state: restart_policy.State = field(default_factory=restart_policy.State)
+    state: restart_policy.ProcessState = field(default_factory=restart_policy.ProcessState)
     was_ready: bool = False
     process: asyncio.subprocess.Process | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +75,7 @@ class Supervisor:
             self._send(child, signal.SIGHUP, group=False)
         self.begin()
 
-    def _feed(self, child: Child, event: restart_policy.Event) -> None:
+    def _feed(self, child: Child, event: restart_policy.ProcessEvent) -> None:
         child.state, effects = restart_policy.step(child.state, event, self._policy)
         for effect in effects:
             match effect:

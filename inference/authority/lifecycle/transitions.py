@@ -16,7 +16,7 @@ FIRST_BACKOFF_SECONDS = 1.0
 LAST_BACKOFF_SECONDS = 300.0
 
 
-class Event(StrEnum):
+class ModelEvent(StrEnum):
     """What can happen to a model."""
 
     LOAD = "load"
@@ -42,8 +42,8 @@ class Event(StrEnum):
     """the backoff is over"""
 
 
-_S, _E = ModelState, Event
-TABLE: Mapping[tuple[ModelState, Event], ModelState] = {
+_S, _E = ModelState, ModelEvent
+TABLE: Mapping[tuple[ModelState, ModelEvent], ModelState] = {
     (_S.COLD, _E.LOAD): _S.LOADING,
     (_S.LOADING, _E.LOADED): _S.READY,
     (_S.LOADING, _E.UNLOAD): _S.UNLOADING,
@@ -70,7 +70,7 @@ class IllegalTransition(Exception):  # noqa: N818 - the word of the field
     """The event does not belong to the state; nothing changed."""
 
 
-def advance(state: ModelState, event: Event) -> ModelState:
+def advance(state: ModelState, event: ModelEvent) -> ModelState:
     """The state after `event`; raises IllegalTransition."""
     try:
         return TABLE[state, event]

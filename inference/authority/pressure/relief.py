@@ -1,4 +1,4 @@
-"""Decides who leaves and who is slowed down when devices are full: `step(state, scene, rules)`; carries nothing out.
+"""Decides who leaves and who is slowed down when devices are full: `step(state, seen, rules)`; carries nothing out.
 
 Only idle and warm models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for
 room, or others took more since we last booked something. At EMERGENCY a ladder is climbed, a rung per regular check,
@@ -74,7 +74,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class PressureInput:
     """What a check sees. `wanted` names devices for whose memory somebody waits."""
 
     uses: Sequence[Use]
@@ -90,7 +90,7 @@ class Watch:
     rung: Rung = Rung.NONE
 
 
-State = Mapping[str, Watch]
+Watches = Mapping[str, Watch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +122,34 @@ class Forget:
 Relief = Leave | Limit | Forget
 
 
-def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> tuple[State, tuple[Relief, ...]]:
+def step(
+    state: Watches, seen: PressureInput, rules: Rules, *, regular: bool = True
+) -> tuple[Watches, tuple[Relief, ...]]:
     """The state after a check, and what has to be done. A check out of turn (not `regular`) climbs to WARN at most.
 
-    Devices that are not in the scene are forgotten.
+    Devices that are not seen are forgotten.
     """
     after: dict[str, Watch] = {}
     leaves: dict[str, Leave] = {}
     forgets: dict[str, Forget] = {}
-    for use in scene.uses:
+    for use in seen.uses:
         before = state.get(use.device, Watch())
         gauge = settle(before.gauge, use, rules.bounds)
         after[use.device] = watch = Watch(gauge, _climb(before.rung, gauge, rules, regular=regular))
         if not rules.enabled:
             continue
-        for leave in _leaves(use, gauge, scene, rules):
+        for leave in _leaves(use, gauge, seen, rules):
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
         if regular and gauge.level is Level.EMERGENCY and watch.rung >= Rung.FORGET:
-            held = [tenant for tenant in _answering(scene.tenants) if tenant.bytes.get(use.device)]
+            held = [tenant for tenant in _answering(seen.tenants) if tenant.bytes.get(use.device)]
             forgets |= {tenant.model: Forget(tenant.model, _full(use, gauge.level)) for tenant in held}
-    staying = [tenant for tenant in _answering(scene.tenants) if tenant.model not in leaves]
+    staying = [tenant for tenant in _answering(seen.tenants) if tenant.model not in leaves]
     forgetting = [forgets[tenant.model] for tenant in staying if tenant.model in forgets]
     return after, (*leaves.values(), *_limits(after, staying), *forgetting)
 
 
-def refusal(state: State, device: str, *, extras: bool) -> str | None:
+def refusal(state: Watches, device: str, *, extras: bool) -> str | None:
     """Why a load onto `device` is refused by the ladder, or None; `extras`: the model has a projector or adapters."""
     watch = state.get(device, Watch())
     if watch.rung >= Rung.NO_LOADS:
@@ -167,10 +169,10 @@ def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
     return rung
 
 
-def _leaves(use: Use, gauge: Gauge, scene: Scene, rules: Rules) -> Iterable[Leave]:
+def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterable[Leave]:
     """Who leaves the device, warm models first and then the longest idle; below CRITICAL only as many as are needed."""
     level = gauge.level
-    wanted = use.device in scene.wanted
+    wanted = use.device in seen.wanted
     if level is Level.LOW or (level < Level.CRITICAL and gauge.planned and not (wanted or rules.eager)):
         return
     why = _full(use, level)
@@ -181,7 +183,7 @@ def _leaves(use: Use, gauge: Gauge, scene: Scene, rules: Rules) -> Iterable[Leav
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
     }.get(level, 0.0)
     enough = use.total_bytes * (rules.bounds.of(level) - BAND) if level < Level.CRITICAL else -1.0
-    idle = [tenant for tenant in scene.tenants if tenant.standing in EVICTABLE and tenant.bytes.get(use.device)]
+    idle = [tenant for tenant in seen.tenants if tenant.standing in EVICTABLE and tenant.bytes.get(use.device)]
     used = use.used_bytes
     for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
         if tenant.idle_seconds < patience or used < enough:
@@ -191,7 +193,7 @@ def _leaves(use: Use, gauge: Gauge, scene: Scene, rules: Rules) -> Iterable[Leav
         yield Leave(tenant.model, offload, f"{why}; idle for {tenant.idle_seconds:.0f} s")
 
 
-def _limits(state: State, tenants: Iterable[Tenant]) -> Iterable[Limit]:
+def _limits(state: Watches, tenants: Iterable[Tenant]) -> Iterable[Limit]:
     for tenant in tenants:
         held = [device for device, count in tenant.bytes.items() if count and device in state]
         device = max(held, key=lambda name: state[name].rung, default=None)

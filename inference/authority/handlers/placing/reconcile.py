@@ -29,7 +29,7 @@ from inference.authority.handlers.running import (
 from inference.authority.handlers.running.model_files import FILES_SECONDS
 from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing
 from inference.authority.placement.turns import Decision, age_rank
 from inference.authority.retention import Mechanism
@@ -94,7 +94,7 @@ def _advance(draft: Draft, id: str) -> bool:
         if rest > 0:
             draft.wake_in(rest)
             return False
-        draft.advance(id, Event.RETRY)
+        draft.advance(id, ModelEvent.RETRY)
         model = draft.model(id)
     if model.state in (_S.READY, _S.BUSY):
         worker = draft.worker_of(id)

@@ -10,7 +10,7 @@ from inference.authority.events import Released, Wanted, Withdrawn
 from inference.authority.handlers.queueing import expectations
 from inference.authority.handlers.running import departure, device_care, keeping, tickets
 from inference.authority.lifecycle.departures import Reason
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
 from inference.authority.placement.plan import Result
 from inference.authority.state import Purpose, TicketRecord, TimerKind
@@ -129,7 +129,7 @@ def released(draft: Draft, event: Released) -> None:
     if worker.leases or worker.ending:
         return
     if model.state is _S.BUSY:
-        draft.advance(model.id, Event.IDLE, quietly=True)
+        draft.advance(model.id, ModelEvent.IDLE, quietly=True)
         if model.queue.waiters:
             tickets.serve(draft, model.id)
         elif model.spec.idle_timeout == 0 and not model.spec.pinned:
@@ -144,7 +144,7 @@ def idle_models_leave(draft: Draft) -> None:
         if model.queue.waiters:
             continue
         if model.state is _S.FAILED and draft.now >= model.retry_at:
-            draft.advance(model.id, Event.RETRY)
+            draft.advance(model.id, ModelEvent.RETRY)
         is_idle = model.state is _S.READY and not draft.state.in_flight(model) and not model.spec.pinned
         if is_idle and draft.now - model.last_used_at >= model.spec.idle_timeout:
             departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, model))

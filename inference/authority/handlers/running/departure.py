@@ -9,7 +9,7 @@ from inference.authority.effects import StopWorker
 from inference.authority.events import FilesRead
 from inference.authority.handlers.running import endings, model_files, tickets, warm_pool
 from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.state import TimerKind, WorkerRecord
 from inference.protocol import ModelState
 
@@ -40,7 +40,7 @@ def leave(
     else:
         draft.set_worker(worker.id, departure=departure)
         draft.info("%s leaves (%s)", id, why)
-        draft.advance(id, Event.DRAIN)
+        draft.advance(id, ModelEvent.DRAIN)
     if not draft.worker(worker.id).leases:
         unload(draft, id)
 
@@ -69,10 +69,10 @@ def stay(draft: Draft, id: str) -> None:
     draft.set_worker(worker.id, departure=None, leaves_free=0, has_waited=False, room_awaited=())
     draft.cancel(TimerKind.STOP, worker.id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)
-    draft.advance(id, Event.STAY)
+    draft.advance(id, ModelEvent.STAY)
     tickets.serve(draft, id)
     if not draft.worker(worker.id).leases:
-        draft.advance(id, Event.IDLE)
+        draft.advance(id, ModelEvent.IDLE)
 
 
 def unload(draft: Draft, id: str) -> None:

@@ -11,7 +11,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.questions import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
 from inference.devices.host import CPU
@@ -152,8 +152,8 @@ def _lose(draft: Draft, device: str, why: str) -> None:
         failure = loss(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
         worker = draft.set_worker(worker.id, failure=failure)
         draft.emit(LoseWorker(worker.id, what))
-        draft.advance(worker.model, Event.FAIL)
-        draft.advance(worker.model, Event.RETRY)
+        draft.advance(worker.model, ModelEvent.FAIL)
+        draft.advance(worker.model, ModelEvent.RETRY)
         draft.set_model(worker.model, failure=failure.message)
         endings.detach(draft, worker)
     for model in list(draft.state.models.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inference.authority.draft import Draft
 from inference.authority.effects import Publish, StopWorker
 from inference.authority.lifecycle.departures import Departure, Eviction
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.placement.ledger import Phase
 from inference.authority.state import CollectCommand, EvictCommand, WorkerRecord
 
@@ -18,7 +18,7 @@ def end(draft: Draft, model: str, departure: Departure | None) -> None:
     worker = draft.worker_of(model)
     assert worker is not None
     draft.set_worker(worker.id, departure=departure)
-    draft.advance(model, Event.UNLOAD)
+    draft.advance(model, ModelEvent.UNLOAD)
     draft.set(ledger=draft.state.ledger.leave(worker.holding))
     draft.emit(StopWorker(worker.id))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.effects import Fail, Grant
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState
@@ -49,7 +49,7 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
         model = draft.set_model(model.id, uses=model.uses + 1, last_used_at=draft.now)
     if model.state is ModelState.READY:
         draft.set_model(model.id, answered_at=draft.now)
-        draft.advance(model.id, Event.USED, quietly=True)
+        draft.advance(model.id, ModelEvent.USED, quietly=True)
     draft.emit(Grant(ticket.id, lease))
 
 

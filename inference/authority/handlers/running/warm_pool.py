@@ -29,7 +29,7 @@ from inference.authority.handlers.running import endings, keeping
 from inference.authority.handlers.running.memory_return import give_back
 from inference.authority.handlers.running.model_files import FILES_SECONDS
 from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.placement.ledger import LedgerError
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.retention import HOST, Mechanism, displaced
@@ -121,7 +121,7 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
         draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: most}, aside=True))
         draft.set_worker(worker.id, extra=extra)
     draft.set_worker(worker.id, saved=None)
-    draft.advance(worker.model, Event.OFFLOAD)
+    draft.advance(worker.model, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(worker.id, most, stays=True))
     draft.timer(TimerKind.OFFLOAD, worker.id, draft.now + draft.state.timing.save(most))
 
@@ -152,7 +152,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), after=leaving.id))
     draft.set(ledger=draft.state.ledger.leave(leaving.holding))
     draft.set_model(model.id, worker=id)
-    draft.advance(model.id, Event.OFFLOAD)
+    draft.advance(model.id, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(leaving.id, most, stays=False))
     draft.timer(TimerKind.OFFLOAD, id, draft.now + draft.state.timing.save(base))
     draft.timer(TimerKind.SAVE, leaving.id, draft.now + draft.state.timing.save(most))
@@ -168,13 +168,13 @@ def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
     model = draft.model(keeper.model)
     if leaving is None:
         draft.set_model(model.id, worker=None)
-        draft.advance(model.id, Event.UNLOAD)
-        draft.advance(model.id, Event.EXITED)
+        draft.advance(model.id, ModelEvent.UNLOAD)
+        draft.advance(model.id, ModelEvent.EXITED)
         return
     departure = leaving.departure or Departure(Reason.IDLE)
     draft.set_worker(leaving.id, departure=replace(departure, action=Action.UNLOAD))
     draft.set_model(model.id, worker=leaving.id)
-    draft.advance(model.id, Event.UNLOAD)
+    draft.advance(model.id, ModelEvent.UNLOAD)
 
 
 def context_freed(draft: Draft, event: ContextFreed) -> None:
@@ -232,7 +232,7 @@ def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved
     draft.cancel(TimerKind.OFFLOAD, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
     draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0)
-    draft.advance(worker.model, Event.OFFLOADED)
+    draft.advance(worker.model, ModelEvent.OFFLOADED)
     kept = Kept(how, device, draft.unix, size, saved.count_bytes, saved.sequences, saved.tokens)
     draft.set_model(worker.model, kept=kept)
     draft.info(
@@ -254,7 +254,7 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
     extra = f"{worker.model}#{draft.number()}"
     draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, aside=True))
     draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
-    draft.advance(worker.model, Event.OFFLOAD)
+    draft.advance(worker.model, ModelEvent.OFFLOAD)
     seconds = draft.state.timing.suspend(sum(held.values()))
     draft.emit(Suspend(worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
 
@@ -358,7 +358,7 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
         spec=model.effective,
         estimate=estimates.get(placement_key(placement.devices, placement.tensor_split), worker.estimate),
     )
-    draft.advance(id, Event.RESTORE)
+    draft.advance(id, ModelEvent.RESTORE)
     draft.info("restoring %s on %s (pid %s)", id, ", ".join(placement.devices), worker.pid)
     if worker.suspended is not None:
         assert worker.pid is not None

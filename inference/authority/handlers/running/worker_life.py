@@ -31,7 +31,7 @@ from inference.authority.handlers.running import (
     warm_pool,
 )
 from inference.authority.handlers.running.memory_return import give_back
-from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
@@ -47,7 +47,7 @@ from inference.workers.exit_cause import WorkerExit
 
 RETRY_REPLACED_SECONDS = 1.0
 """Until a load is worth another try whose files changed meanwhile."""
-_S, _E = ModelState, Event
+_S, _E = ModelState, ModelEvent
 _WAY_OUT = {
     _S.LOADING: (_E.UNLOAD, _E.EXITED),
     _S.READY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),

@@ -18,7 +18,7 @@ from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle
-from inference.authority.pressure.relief import SAYS, Leave, Limit, Relief, Scene, Tenant, Watch, step
+from inference.authority.pressure.relief import SAYS, Leave, Limit, PressureInput, Relief, Tenant, Watch, step
 from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
@@ -98,8 +98,8 @@ def check(draft: Draft, *, regular: bool) -> None:
     """Looks at the devices as they are in the ledger, and does what follows."""
     state = draft.state
     before, found = state.pressure.watches, uses(state, draft.now)
-    scene = Scene(found, _tenants(state, draft.now), _wanted(state, draft.now))
-    watches, actions = step(before, scene, rules_of(state.settings), regular=regular)
+    seen = PressureInput(found, _tenants(state, draft.now), _wanted(state, draft.now))
+    watches, actions = step(before, seen, rules_of(state.settings), regular=regular)
     draft.set(pressure=replace(state.pressure, watches=watches, asked=False))
     for use in found:
         _report(draft, use, before.get(use.device, Watch()), watches[use.device])
