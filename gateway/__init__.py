@@ -1,1 +1,1 @@
-"""The gateway service: OpenAI's and Anthropic's APIs in, one chain of tiers, honest answers out."""
+"""The gateway service: routes requests of OpenAI's and Anthropic's APIs along chains of tiers."""

@@ -85,7 +85,7 @@ class Stopping:
             log.warning("%s again: stopping at once", number.name)
             self._server.force_exit = True
             self._server.should_exit = True
-            self._runtime.presences.interrupt_all()
+            self._runtime.open_requests.interrupt_all()
             return
         self._runtime.is_draining = True
         self._task = asyncio.get_running_loop().create_task(self._stop(number), name="stopping")
@@ -93,11 +93,13 @@ class Stopping:
     async def _stop(self, number: signal.Signals) -> None:
         drain = _drain_seconds(self._runtime)
         self._server.config.timeout_graceful_shutdown = int(drain) + LAST_FRAMES_SECONDS  # a reload may have changed it
-        log.info("%s: shutting down; %d requests have %g s to finish", number.name, len(self._runtime.presences), drain)
+        log.info(
+            "%s: shutting down; %d requests have %g s to finish", number.name, len(self._runtime.open_requests), drain
+        )
         await asyncio.sleep(min(self._notice, drain))
         self._server.should_exit = True
         await asyncio.sleep(max(0.0, drain - self._notice))
-        if left := self._runtime.presences.interrupt_all():
+        if left := self._runtime.open_requests.interrupt_all():
             log.warning("%d requests did not finish within %g s and end with an error", left, drain)
 
     async def aclose(self) -> None:

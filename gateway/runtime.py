@@ -22,7 +22,7 @@ from gateway.breaker.outcome import LOCAL, Failure, Scope
 from gateway.breaker.permits import BreakerState, Rule
 from gateway.breaker.prober import Prober
 from gateway.http.body_memory import Bodies
-from gateway.http.client_disconnect import Presences
+from gateway.http.client_disconnect import OpenRequests
 from gateway.http.image_fetch import Images
 from gateway.providers import registry
 from gateway.providers.local.inference_events import Events
@@ -71,7 +71,7 @@ class Runtime:
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
         self.records = RecordStore()
-        self.presences = Presences()
+        self.open_requests = OpenRequests()
         self.admission = Admission(config.admission, self.telemetry)
         self.limiter = Limiter(self.telemetry)
         self.bodies = Bodies()

@@ -43,14 +43,14 @@ class _Model(BaseModel):
 
 def _http_url(value: str) -> str:
     if "@" in value:
-        raise ValueError("an address holds no name and no password; credentials have settings of their own")
+        raise ValueError("the address must not contain a user name or password; credentials have their own settings")
     try:
         parts = urlsplit(value)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable or re.search(r"\s", value):
-        raise ValueError("this is not an address; write for example http://127.0.0.1:8085")
+        raise ValueError("not a URL; write for example http://127.0.0.1:8085")
     if "?" in value or "#" in value:
         raise ValueError("the address must not contain `?` or `#`, because paths are appended to it")
     return value
@@ -58,13 +58,13 @@ def _http_url(value: str) -> str:
 
 def _some_time(value: float) -> float:
     if not 0 < value < math.inf:
-        raise ValueError("a duration above zero and not `never` is needed here, for example 30s")
+        raise ValueError("must be a duration above zero and not `never`, for example 30s")
     return value
 
 
 def _short(value: float) -> float:
     if not 0 <= value <= 1:
-        raise ValueError("between 0 and 1s; 0 sends every token alone")
+        raise ValueError("must be between 0 and 1s; 0 sends every token separately")
     return value
 
 
@@ -101,16 +101,14 @@ class ProviderSettings(_Model):
         if unset_name(value) is not None:
             return value
         if not (value := value.strip()).isascii() or not value.isprintable() or " " in value or not value:
-            raise ValueError(
-                "this is not an API key: it is empty or contains white space or characters outside of ASCII"
-            )
+            raise ValueError("not an API key: it is empty or contains white space or characters outside of ASCII")
         return value
 
     @field_validator("flavor")
     @classmethod
     def _of_openais_dialect(cls, value: Flavor | None, info: ValidationInfo) -> Flavor | None:
         if value is not None and info.data.get("kind") == "anthropic":
-            raise ValueError("a flavor is one of OpenAI's dialect; a provider of the kind `anthropic` has none")
+            raise ValueError("only providers of kind `openai` have a flavor")
         return value
 
 
@@ -185,9 +183,7 @@ class ImageSettings(_Model):
         hosts = tuple(host.lower() for host in value)
         for host in hosts:
             if not is_host_entry(host):
-                raise ValueError(
-                    f"{host!r} is no name of a host; write example.org, *.example.org, or either with :PORT"
-                )
+                raise ValueError(f"{host!r} is not a host name; write example.org, *.example.org, or either with :PORT")
         return hosts
 
 
@@ -313,8 +309,8 @@ def _line(lines: Mapping[Path_, int], at: Path_) -> int | None:
 def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: dict[Path_, str]) -> list[Problem]:
     """Writes GATEWAY_* values into `data`; returns what was wrong with them.
 
-    A name that looks like one of ours but is none is a problem. One that resembles nothing is left alone: container
-    orchestrators invent variables such as GATEWAY_SERVICE_HOST.
+    A name that is similar to a setting is a problem. Other unknown names are ignored, because container orchestrators
+    create variables such as GATEWAY_SERVICE_HOST.
     """
     problems = [
         Problem(INVALID_KEY, key=name)
@@ -330,14 +326,14 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
             within = next((one for one in known if one.startswith(f"{name.upper()}__")), None)
             near = difflib.get_close_matches(name, [*known, *KEY_VARIABLES], n=1, cutoff=0.85)
             if within is not None:
-                problems.append(Problem(f"a section; a variable sets one setting in it, such as {within}", key=name))
+                problems.append(Problem(f"this is a section; set one of its settings, for example {within}", key=name))
             elif near or "__" in name:
                 problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=name))
             continue
         try:
             _put(data, at, _value(environ[name]))
         except yaml.YAMLError:
-            problems.append(Problem("a value that YAML can read is needed", key=name))
+            problems.append(Problem("the value must be valid YAML", key=name))
         sources[at] = name
     return problems
 
@@ -390,18 +386,18 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
             elif provider not in known:
                 near = difflib.get_close_matches(provider, known, n=1)
                 advice = f"did you mean {near[0]!r}?" if near else f"known providers: {', '.join(known)}"
-                yield at, f"{entry!r}: no provider is called so; {advice}"
+                yield at, f"{entry!r}: unknown provider; {advice}"
             elif "*" in model and model != "*":
-                yield at, f"{entry!r}: `*` stands for the whole model name or not at all"
+                yield at, f"{entry!r}: `*` must be the whole model name"
         if settings.load_wait == 0:
             yield ("routes", route, "load_wait"), "0 would never let a cold model load; write for example 120s"
     names, hashes = [key.name for key in config.keys], [key.hash for key in config.keys]
     for index, key in enumerate(config.keys):
         if key.name in names[:index]:
-            yield ("keys", index, "name"), f"two keys are called {key.name!r}; names tell them apart in the log"
+            yield ("keys", index, "name"), f"two keys are named {key.name!r}; give each its own name"
         if key.hash in hashes[:index]:
             first = names[hashes.index(key.hash)]
-            yield ("keys", index, "hash"), f"this is the key of {first!r} as well; give each a key of its own"
+            yield ("keys", index, "hash"), f"the key {first!r} has the same hash; give each its own key"
     deadlines = config.deadlines
     if deadlines.connect > deadlines.total:
         yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"

@@ -1,1 +1,1 @@
-"""The public APIs of the gateway. Each translates to and from OpenAI's chat format; the seam is `public_api`."""
+"""The public APIs of the gateway. Each translates to and from OpenAI's chat format; `public_api` is their interface."""

@@ -1,7 +1,7 @@
-"""Decides which images a request may have fetched, from where and to which addresses; fetches and resolves nothing.
+"""Which image URLs the gateway may fetch for a request.
 
 A client that sends a URL chooses what this machine connects to. So images are fetched from listed hosts only, over
-https, from names and not from numeric addresses, and only where every address behind the name is public.
+https, from host names and not from numeric addresses, and only if every address of the name is public.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headgate.shared.bodies.openai_bodies import ImagePart
 from inference.protocol import Code
 
 MAX_IMAGES = 16
-"""Images fetched for one request."""
+"""Limit of fetched images per request."""
 HTTPS = 443
 ANY_HOST = "*"
 
@@ -33,8 +33,8 @@ _MAGIC: Sequence[tuple[re.Pattern[bytes], str]] = (
     (re.compile(rb"RIFF....WEBP", re.DOTALL), "image/webp"),
 )
 
-# What ipaddress counts as global in some version of Python and yet leads somewhere of one's own: the wire server of
-# Azure's machines, and IPv6 forms that carry an IPv4 address inside (RFC 4291, 6052, 8215, 3056, 4380).
+# Addresses that some versions of `ipaddress` call global but that may be internal: Azure's wire server, and IPv6 forms
+# that contain an IPv4 address (RFC 4291, 6052, 8215, 3056, 4380).
 _NOT_PUBLIC = tuple(
     map(
         ipaddress.ip_network,
@@ -46,7 +46,7 @@ _NOT_PUBLIC = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An image of message `message`, part `part`, that is an address."""
+    """An image URL in part `part` of message `message`."""
 
     message: int
     part: int
@@ -54,13 +54,13 @@ class Remote:
 
     @property
     def param(self) -> str:
-        """The field it stands in."""
+        """The field of the request with this URL."""
         return f"messages[{self.message}].content[{self.part}].image_url.url"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an image is fetched: `path` with its query."""
+    """The address of an image; `path` includes the query."""
 
     host: str
     port: int
@@ -76,7 +76,7 @@ def is_host_entry(entry: str) -> bool:
 
 
 def remote_images(body: ChatRequest) -> tuple[Remote, ...]:
-    """The images of a chat that are addresses; raises RequestError when there are too many."""
+    """The image URLs of a chat; raises RequestError when there are too many."""
     found = tuple(
         Remote(at, index, part.image_url.url)
         for at, message in enumerate(body.messages)
@@ -84,29 +84,29 @@ def remote_images(body: ChatRequest) -> tuple[Remote, ...]:
         if isinstance(part, ImagePart) and not part.image_url.url.startswith("data:")
     )
     if len(found) > MAX_IMAGES:
-        raise refusal(found[MAX_IMAGES], f"is one too many: at most {MAX_IMAGES} are fetched for a request")
+        raise refusal(found[MAX_IMAGES], f"exceeds the limit: at most {MAX_IMAGES} images are fetched for a request")
     return found
 
 
 def target_of(remote: Remote, hosts: Sequence[str]) -> Target:
     """Where `remote` is fetched; raises RequestError when `hosts` do not allow it."""
     if not hosts:
-        raise refusal(remote, "must be a data: URL; this gateway fetches nothing, so send the image itself as base64")
+        raise refusal(remote, "must be a data: URL; this gateway does not fetch images, so send the image as base64")
     try:
         parts = urlsplit(remote.url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or HTTPS
     except ValueError:
-        raise refusal(remote, "is no address") from None
+        raise refusal(remote, "is not a valid URL") from None
     plain = remote.url.isascii() and remote.url.isprintable() and " " not in remote.url and "\\" not in remote.url
     if not plain or parts.scheme != "https" or "@" in parts.netloc or not _HOST.fullmatch(host):
-        raise refusal(remote, "must be a data: URL or the plain https address of a host with a name")
+        raise refusal(remote, "must be a data: URL or an https URL with a host name and without a user name")
     if not any(_allows(entry, host, port) for entry in hosts):
         raise refusal(remote, "is on a host that this gateway does not fetch from (images.hosts); send it as base64")
     return Target(host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
 
 
 def is_public(address: str) -> bool:
-    """Whether `address` is one of the public internet: not this machine, its network, or a cloud's own services."""
+    """Whether `address` is on the public internet: not this machine, its network, or internal services of a cloud."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -117,17 +117,17 @@ def is_public(address: str) -> bool:
 
 
 def data_url(remote: Remote, content: bytes) -> str:
-    """`content` as a data: URL; raises RequestError when it is no image that models read."""
+    """`content` as a data: URL; raises RequestError if it is not an image of a supported format."""
     kind = next((kind for magic, kind in _MAGIC if magic.match(content)), None)
     if kind is None:
-        raise refusal(remote, "leads to something that is no PNG, JPEG, GIF or WebP")
+        raise refusal(remote, "is not a PNG, JPEG, GIF or WebP image")
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def inlined(body: ChatRequest, urls: Mapping[Remote, str]) -> ChatRequest:
-    """A copy of `body` with fetched images in place of their addresses.
+    """A copy of `body` with fetched images in place of their URLs.
 
-    Its origin stays: a provider that is sent the origin may fetch the same addresses itself.
+    Its origin is not changed: a provider that gets the origin may fetch the URLs itself.
     """
     messages = list(body.messages)
     for remote, url in urls.items():
@@ -142,7 +142,7 @@ def inlined(body: ChatRequest, urls: Mapping[Remote, str]) -> ChatRequest:
 
 
 def refusal(remote: Remote, problem: str) -> RequestError:
-    """The error about one image."""
+    """The error for one image."""
     return RequestError(Code.INVALID_REQUEST, f"`{remote.param}` {problem}", param=remote.param)
 
 

@@ -1,11 +1,10 @@
-"""The seam of the public APIs: a body in, one inner request; one inner stream in, the API's bytes out; serves nothing.
+"""The interface of a public API: it translates its requests to OpenAI's format, and OpenAI streams to its answers.
 
-Inside the gateway there is one dialect, OpenAI's: the chain, the tiers and resuming see nothing else. A public API is
-what translates at both ends. Contract (what `gateway.endpoints.serve` and `gateway.endpoints.answer_stream` rely on):
-- `Dialect.parse` raises RequestError and nothing else, naming the field as the caller wrote it.
-- A writer gets the frames of ONE OpenAI stream in order, from any provider, in groups as they came. It raises nothing,
-  does no I/O, and is called synchronously on the token path.
-- After the frames exactly one of `end` and `broke` is called; what `broke` returns is never the API's true end.
+Inside the gateway only OpenAI's format is used. Contract, on which `gateway.endpoints` relies:
+- `Dialect.parse` raises only RequestError, with the field name of the client's API.
+- A writer gets the frames of one OpenAI stream in order. It does not raise or do I/O, and is called synchronously for
+  each group of frames.
+- After the frames exactly one of `end` and `broke` is called. `broke` does not return the API's regular end mark.
 """
 
 from __future__ import annotations
@@ -19,55 +18,55 @@ from gateway.errors import GatewayError
 
 
 class Writer(Protocol):
-    """Writes one streamed answer; made for one request."""
+    """Writes the streamed answer of one request."""
 
     def write(self, frames: Sequence[Frame]) -> bytes:
-        """The bytes that `frames` (no Done among them) become; empty when the caller is not to see them."""
+        """The bytes for `frames` (without Done); empty if the client does not get them."""
         ...
 
     def end(self) -> bytes:
-        """The last bytes of a whole answer."""
+        """The last bytes of a complete answer."""
         ...
 
     def broke(self, code: str, message: str) -> bytes:
-        """The last bytes of an answer that broke off: an error that a client of this API can read."""
+        """The last bytes of an answer that broke off: an error in the format of this API."""
         ...
 
 
-class Asked(Protocol):
-    """One request as it was asked, and what its answer must look like."""
+class ApiRequest(Protocol):
+    """One request of a public API."""
 
     @property
     def request(self) -> InferenceRequest:
-        """The request in the inner dialect."""
+        """The request in OpenAI's format."""
         ...
 
     def writer(self) -> Writer:
-        """For a streamed answer."""
+        """A writer for a streamed answer."""
         ...
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        """The body for a whole answer, given as OpenAI's object (`chat.completion` or `text_completion`)."""
+        """The body of an answer without a stream, from OpenAI's object (`chat.completion` or `text_completion`)."""
         ...
 
 
 class Dialect(Protocol):
-    """One public path."""
+    """The API of one public path."""
 
     @property
     def path(self) -> str:
-        """The path that is posted to."""
+        """The path of POST requests."""
         ...
 
     @property
     def endpoint(self) -> Endpoint:
-        """What is asked of the tiers."""
+        """The endpoint of the providers."""
         ...
 
-    def parse(self, raw: bytes, owner: str) -> Asked:
-        """The request in `raw`; raises RequestError. What is kept of it is kept for `owner`, the asking key, alone."""
+    def parse(self, raw: bytes, owner: str) -> ApiRequest:
+        """The request in `raw`; raises RequestError. Stored data is available to `owner` (digest of the key) only."""
         ...
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """The body that tells `error` to clients of this API."""
+        """The body for `error` in the format of this API."""
         ...

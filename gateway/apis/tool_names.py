@@ -1,4 +1,4 @@
-"""Shortens names of tools to what every tier takes; one name stays one, and always the same. Knows no dialect."""
+"""Shortens tool names to a length that every tier accepts; a name is always shortened to the same one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 
 MAX_CHARS = 64
-"""OpenAI and Google take no longer names; Anthropic takes 128, and an agent's own may be longer still."""
+"""The limit of OpenAI and Google; Anthropic allows 128 characters, and agents send longer names."""
 
 _MARK_CHARS = 12
 
 
 def short_name(name: str) -> str:
-    """`name`, or its beginning and a mark that is made of all of it."""
+    """`name`, or its beginning and a hash of the whole name."""
     if len(name) <= MAX_CHARS:
         return name
     mark = sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:_MARK_CHARS]
@@ -22,7 +22,7 @@ def short_name(name: str) -> str:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
+    """Arguments as an object; a text that is not a JSON object is wrapped under the key `arguments`."""
     if not text.strip():
         return {}
     try:

@@ -12,7 +12,7 @@ from gateway.apis.openai.frames import Comment, Done, Frame
 from gateway.apis.public_api import Writer
 from gateway.breaker.outcome import End
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http.client_disconnect import Presence
+from gateway.http.client_disconnect import DisconnectWatch
 from gateway.http.http_exchange import Exchange, send_head
 from gateway.routing.resume_runner import Answer
 from gateway.routing.stream_reader import ExpiredError
@@ -30,7 +30,7 @@ _HEADERS = [
 async def relay(
     answer: Answer,
     send: Send,
-    presence: Presence,
+    watch: DisconnectWatch,
     telemetry: Telemetry,
     writer: Writer,
     exchange: Exchange,
@@ -73,7 +73,7 @@ async def relay(
             observe(frames[0])
         answer.attempt.succeed()
         answer.note_end()
-        presence.release()
+        watch.release()
         last = writer.write(frames[:-1]) + writer.end()
         if wire is not None and wire.is_free:
             wire.end(last)
@@ -81,21 +81,21 @@ async def relay(
             await send({"type": "http.response.body", "body": last})
     except asyncio.CancelledError as error:
         answer.attempt.settle_error(error)
-        if not presence.absorb():
+        if not watch.absorb():
             raise
-        if presence.reason is End.CLIENT_LEFT:
+        if watch.reason is End.CLIENT_LEFT:
             return str(End.CLIENT_LEFT)
         message = "the gateway is shutting down; repeat the request for the whole answer"
-        await _end_with(send, presence, writer.broke(Code.SHUTTING_DOWN, message))
+        await _end_with(send, watch, writer.broke(Code.SHUTTING_DOWN, message))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
         _, _, message = answer.attempt.settle_error(error)
         name = answer.attempt.candidate.name
-        await _end_with(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {message}"))
+        await _end_with(send, watch, writer.broke(_code_of(error), f"the answer of {name} broke off: {message}"))
         return "broken"
     except Exception as error:
         answer.attempt.settle_error(error)  # logs the traceback of this defect
-        await _end_with(send, presence, writer.broke(Code.INTERNAL_ERROR, "internal error of the gateway"))
+        await _end_with(send, watch, writer.broke(Code.INTERNAL_ERROR, "internal error of the gateway"))
         return "broken"
     finally:
         answer.forget_sink()
@@ -109,6 +109,6 @@ def _code_of(error: UpstreamError | ExpiredError) -> str:
     return error.code or Code.MODEL_FAILED
 
 
-async def _end_with(send: Send, presence: Presence, last: bytes) -> None:
-    presence.release()
+async def _end_with(send: Send, watch: DisconnectWatch, last: bytes) -> None:
+    watch.release()
     await send({"type": "http.response.body", "body": last})

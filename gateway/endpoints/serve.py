@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
-from gateway.apis.public_api import Asked, Dialect
+from gateway.apis.public_api import ApiRequest, Dialect
 from gateway.breaker.outcome import End
 from gateway.endpoints.answer_stream import relay
 from gateway.endpoints.route_lookup import find, known
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.body_memory import NOTHING, SMALL_BYTES, Room, length_of
-from gateway.http.client_disconnect import Presence
+from gateway.http.client_disconnect import DisconnectWatch
 from gateway.http.http_exchange import Exchange, body_at_hand, exchange_of, read_body, send_at_once, send_bytes
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner
@@ -105,11 +105,11 @@ class Generation:
             raw = await read_body(receive, exchange.head.headers, max_body)
         record.priority, record.retries = context.priority, context.retries
         try:
-            asked = self._dialect.parse(raw, key.digest.hex())
+            api_request = self._dialect.parse(raw, key.digest.hex())
         except RequestError as error:
             record.note_refused_body(raw, error)
             raise
-        request = asked.request
+        request = api_request.request
         built_on = request.size_bytes - len(raw)
         del raw
         if meter is not None:
@@ -121,27 +121,27 @@ class Generation:
         asyncio.get_running_loop().call_soon(
             runtime.records.add, record
         )  # later, so that freeing the oldest record delays no request
-        presence = runtime.presences.watch(receive, exchange.wire)
+        watch = runtime.open_requests.watch(receive, exchange.wire)
         if built_on <= SMALL_BYTES:
-            with presence:
-                await self._answer(asked, state, match, context, presence, exchange, record, send)
+            with watch:
+                await self._answer(api_request, state, match, context, watch, exchange, record, send)
         else:
-            with runtime.bodies.room(built_on, max_body), presence:
-                await self._answer(asked, state, match, context, presence, exchange, record, send)
+            with runtime.bodies.room(built_on, max_body), watch:
+                await self._answer(api_request, state, match, context, watch, exchange, record, send)
 
     async def _answer(
         self,
-        asked: Asked,
+        api_request: ApiRequest,
         state: GatewayState,
         match: RouteMatch,
         context: RequestContext,
-        presence: Presence,
+        watch: DisconnectWatch,
         exchange: Exchange,
         record: Record,
         send: Send,
     ) -> None:
         """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
-        runtime, request = self._runtime, asked.request
+        runtime, request = self._runtime, api_request.request
         queued = time.monotonic()
         try:
             place = runtime.admission.try_enter() or await runtime.admission.take(
@@ -155,17 +155,17 @@ class Generation:
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 runner = ChainRunner(
-                    state, request, match, context, record, exchange.began, waited, presence.cancel_reason
+                    state, request, match, context, record, exchange.began, waited, watch.cancel_reason
                 )
                 if request.stream:
-                    record.outcome = await self._stream(runner, asked, presence, exchange, record, send)
+                    record.outcome = await self._stream(runner, api_request, watch, exchange, record, send)
                     return
-                body, is_sent = await self._whole(runner, asked, presence, exchange, record)
+                body, is_sent = await self._whole(runner, api_request, watch, exchange, record)
             finally:
                 runtime.admission.leave(place)
                 if fetched is not None:
                     fetched.close()
-            presence.release()
+            watch.release()
             record.outcome = "success"
             if not is_sent:
                 await send_bytes(send, 200, body)
@@ -173,10 +173,10 @@ class Generation:
             record.error = without_quotes(error.message, request.body)
             raise
         except asyncio.CancelledError:
-            if not presence.absorb():
+            if not watch.absorb():
                 raise
-            record.outcome = str(presence.reason)
-            if presence.reason is End.SHUTTING_DOWN and not exchange.started:
+            record.outcome = str(watch.reason)
+            if watch.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(
                     Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0
                 ) from None
@@ -184,8 +184,8 @@ class Generation:
     async def _stream(
         self,
         runner: ChainRunner,
-        asked: Asked,
-        presence: Presence,
+        api_request: ApiRequest,
+        watch: DisconnectWatch,
         exchange: Exchange,
         record: Record,
         send: Send,
@@ -201,15 +201,15 @@ class Generation:
         except BaseException as error:
             await answer.attempt.abandon(error)
             raise
-        return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
+        return await relay(answer, send, watch, self._runtime.telemetry, api_request.writer(), exchange)
 
     async def _whole(
-        self, runner: ChainRunner, asked: Asked, presence: Presence, exchange: Exchange, record: Record
+        self, runner: ChainRunner, api_request: ApiRequest, watch: DisconnectWatch, exchange: Exchange, record: Record
     ) -> tuple[bytes, bool]:
         """The body of an answer that is one object, and whether it is sent already."""
         answer: Answer | None = None
         try:
-            if asked.request.endpoint.streams:
+            if api_request.request.endpoint.streams:
                 assembled, answer = await runner.whole()
             else:
                 body = await runner.unary()
@@ -217,10 +217,10 @@ class Generation:
             exchange.upstream_seconds = runner.upstream_seconds
         try:
             self._note(runner, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
-            if asked.request.endpoint.streams:
-                body = asked.whole(assembled)
+            if api_request.request.endpoint.streams:
+                body = api_request.whole(assembled)
             if is_sent := send_at_once(exchange, body):
-                presence.release()
+                watch.release()
         finally:
             if answer is not None:
                 await answer.conclude()

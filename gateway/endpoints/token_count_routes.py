@@ -97,7 +97,7 @@ class CountTokens:
             match = await find(runtime, request.model, exchange)
             state, record.route = runtime.gateway_state, match.route
             runtime.records.add(record)
-            presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
+            watch = held.enter_context(runtime.open_requests.watch(receive, exchange.wire))
             queued = time.monotonic()
             try:
                 async with runtime.admission.enter(context.priority, context.silence_seconds):
@@ -112,10 +112,10 @@ class CountTokens:
                 record.error = without_quotes(error.message, request.body)
                 raise
             except asyncio.CancelledError:
-                if not presence.absorb():
+                if not watch.absorb():
                     raise
-                record.outcome = str(presence.reason)
-                if presence.reason is End.CLIENT_LEFT:
+                record.outcome = str(watch.reason)
+                if watch.reason is End.CLIENT_LEFT:
                     return None
                 raise RefusedError(
                     Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0

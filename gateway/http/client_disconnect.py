@@ -10,44 +10,44 @@ from headgate.shared.asgi import Receive
 from headgate.shared.wire import Wire
 
 
-class Presences:
+class OpenRequests:
     """All requests that are being served."""
 
     def __init__(self) -> None:
-        self._all: set[Presence] = set()
+        self._all: set[DisconnectWatch] = set()
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def watch(self, receive: Receive, wire: Wire | None = None) -> Presence:
+    def watch(self, receive: Receive, wire: Wire | None = None) -> DisconnectWatch:
         """A context for the running task, after the body was read. Without a `wire` it calls `receive`."""
-        return Presence(receive, self._all, wire)
+        return DisconnectWatch(receive, self._all, wire)
 
     def interrupt_all(self) -> int:
         """Cancels every request; returns how many there were."""
-        for presence in tuple(self._all):
-            presence.interrupt(End.SHUTTING_DOWN)
+        for watch in tuple(self._all):
+            watch.interrupt(End.SHUTTING_DOWN)
         return len(self._all)
 
 
-class Presence:
+class DisconnectWatch:
     """While the context is open, a disconnect cancels the task. `reason` is why it was cancelled."""
 
-    def __init__(self, receive: Receive, presences: set[Presence], wire: Wire | None) -> None:
+    def __init__(self, receive: Receive, open_requests: set[DisconnectWatch], wire: Wire | None) -> None:
         self.reason: End | None = None
         self._receive = receive
         self._wire = wire
-        self._presences = presences
+        self._presences = open_requests
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Presence:
+    def __enter__(self) -> DisconnectWatch:
         self._task = asyncio.current_task()
         self._presences.add(self)
         if self._wire is not None:
             self._wire.on_disconnect(self._left)
         else:
-            self._listener = asyncio.create_task(self._listen(), name="presence")
+            self._listener = asyncio.create_task(self._listen(), name="disconnect-watch")
         return self
 
     def __exit__(

@@ -186,7 +186,9 @@ async def read_body(
 
 
 def _too_large(limit: int) -> RequestError:
-    return RequestError(Code.BODY_TOO_LARGE, f"the body is longer than the {limit} bytes that are allowed; send less")
+    return RequestError(
+        Code.BODY_TOO_LARGE, f"the body is longer than the limit of {limit} bytes (max_body); send less"
+    )
 
 
 def error_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""What became of each candidate of one request, for the explain record and for the error when none answers."""
+"""The outcome of each candidate of one request, for the explain record and the error when none answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CODES = frozenset(Code)
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutcome:
-    """What became of one candidate. `name` is short and bounded, `message` is for people.
+    """The outcome of one candidate. `name` is short and bounded, `message` is for people.
 
     `retry_in` is in seconds, None when unknown. `drop` is set when no attempt was made, with the `param` that the
     candidate does not support and the numbers in `details`. `upstream_error` is a 4xx that other candidates may not

@@ -121,12 +121,12 @@ class RouteMatch(NamedTuple):
 
 
 def find_route(
-    asked: str, routes: Sequence[str] | Mapping[str, object], aliases: Mapping[str, str]
+    requested: str, routes: Sequence[str] | Mapping[str, object], aliases: Mapping[str, str]
 ) -> RouteMatch | None:
-    """The route for the model `asked`: by its name, by the model it is an alias of, else `*`; None without any."""
-    if asked in routes and asked != "*":
-        return RouteMatch(asked, asked)
-    model = aliases.get(asked, asked)
+    """The route for the model `requested`: by its name, by the model it is an alias of, else `*`; None without any."""
+    if requested in routes and requested != "*":
+        return RouteMatch(requested, requested)
+    model = aliases.get(requested, requested)
     if model in routes and model != "*":
         return RouteMatch(model, model)
     return RouteMatch("*", model) if "*" in routes else None

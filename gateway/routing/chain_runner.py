@@ -38,8 +38,8 @@ from inference.protocol import H_DEVICE
 
 T = TypeVar("T")
 
-_SILENT = (Drop.SILENT, "keeps several waiting")
-_RECOVERING = (Drop.RECOVERING, "takes only some requests yet")
+_SILENT = (Drop.SILENT, "several attempts wait for its first byte")
+_RECOVERING = (Drop.RECOVERING, "recovering from a failure, with few requests at a time")
 
 
 class ChainRunner:
@@ -73,9 +73,9 @@ class ChainRunner:
         self.upstream_seconds = 0.0
         self.answered_by: Candidate | None = None
         self.device: str | None = None
-        """What computes the answer, where its provider reports it."""
+        """The device that computes the answer, if the provider reports it."""
 
-    # These three are no coroutines: each coroutine on the stack runs whenever the task wakes.
+    # These three are not coroutines, because each coroutine on the stack is resumed whenever the task wakes.
     def stream(self) -> Awaitable[Answer]:
         """A committed answer; raises GatewayError when no candidate began one.
 

@@ -16,7 +16,7 @@ MAX_CHARS = 2**18
 """For a longer request the whole message is withheld."""
 
 LEFT_OUT = "[...]"
-WITHHELD = "[words of an error about a long request are not kept]"
+WITHHELD = "[error message of a long request removed]"
 
 _STEP = QUOTE_CHARS // 2
 """Every quote of QUOTE_CHARS contains a piece of the message that starts at a multiple of this and is as long."""

@@ -33,7 +33,7 @@ def no_answer(
         param = next((outcome.param for outcome in outcomes if outcome.param is not None), None)
         return RequestError(
             Code.UNSUPPORTED_PARAMETER,
-            f"no model behind {request.model!r} can do what this request needs: {each}",
+            f"no model of {request.model!r} supports this request: {each}",
             param=param or _param_in_need(request),
         )
     long = [outcome for outcome in outcomes if _is_too_long(outcome)]

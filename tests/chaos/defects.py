@@ -31,8 +31,8 @@ def done_on_a_cut(service: str) -> None:
     from gateway.routing import resume_policy
     from inference.protocol import DONE
 
-    async def dishonest(send: Any, presence: Any, last: bytes) -> None:
-        presence.release()
+    async def dishonest(send: Any, watch: Any, last: bytes) -> None:
+        watch.release()
         await send({"type": "http.response.body", "body": DONE})
 
     answer_stream._end_with = dishonest

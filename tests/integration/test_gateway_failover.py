@@ -577,7 +577,7 @@ async def test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_
             await asyncio.wait({asking})
             await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
         await until("nothing is in flight", lambda: gateway.runtime.admission.in_flight == 0)
-        assert len(gateway.runtime.presences) == 0
+        assert len(gateway.runtime.open_requests) == 0
         for name in ("local", "local/demo"):
             assert ((await gateway.breaker(name))["state"], (await gateway.breaker(name))["failures"]) == ("closed", 0)
         metrics = (await gateway.client.get("/metrics")).text

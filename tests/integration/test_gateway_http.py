@@ -186,7 +186,7 @@ async def test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not(
         for answer in (told, untold):
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
             said = answer.json()["error"]["message"]
-            assert said == "the body is longer than the 100000 bytes that are allowed; send less"
+            assert said == "the body is longer than the limit of 100000 bytes (max_body); send less"
         assert (await gateway.chat()).status_code == 200
 
 

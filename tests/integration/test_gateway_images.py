@@ -126,7 +126,7 @@ async def test_an_image_is_fetched_once_and_the_tier_gets_it_whole(
         ("redirect", "answered 302"),
         ("missing", "answered 404"),
         ("page", "is text/plain, not an uncompressed image"),
-        ("lie", "no PNG, JPEG, GIF or WebP"),
+        ("lie", "not a PNG, JPEG, GIF or WebP"),
         ("packed", "not an uncompressed image"),
         ("huge", "larger than 100000 bytes (images.max_bytes)"),
         ("silent", "within 0.3 s (images.timeout)"),
@@ -197,7 +197,7 @@ async def test_as_shipped_nothing_is_fetched(tmp_path: Path, fake: FakeInference
         await gateway.look()
         answer = await _ask(gateway, mill.url("picture"))
         assert answer.status_code == 400
-        assert "this gateway fetches nothing" in answer.json()["error"]["message"]
+        assert "this gateway does not fetch images" in answer.json()["error"]["message"]
         for url in ("http://mill.example/a", "file:///etc/passwd", "ftp://x", "//mill.example/a", "/etc/passwd"):
             answer = await _ask(gateway, url)
             assert (answer.status_code, answer.json()["error"]["param"]) == (

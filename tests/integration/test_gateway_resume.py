@@ -214,7 +214,7 @@ async def test_client_that_leaves_during_a_resume_releases_everything(gateway: G
         await stream.aclose()
     async with asyncio.timeout(5):
         await fake.seen[1].closed.wait()
-    await until("nothing is left", lambda: not len(gateway.runtime.presences))
+    await until("nothing is left", lambda: not len(gateway.runtime.open_requests))
 
 
 async def test_comments_of_a_restarting_worker_reach_the_client(gateway: Gateway, fake: FakeInference) -> None:
@@ -300,7 +300,7 @@ async def test_record_has_a_client_that_left_during_a_resume(tmp_path: Path, fak
             (broke,) = await breaks_in(gateway, stream)
             assert broke["outcome"] == "running"
             await stream.aclose()
-        await until("nothing is left", lambda: not len(gateway.runtime.presences))
+        await until("nothing is left", lambda: not len(gateway.runtime.open_requests))
         (broke,) = await breaks_in(gateway, stream)
         assert broke["outcome"] == "cancelled"
 

@@ -185,7 +185,7 @@ def test_signature_belongs_to_the_reasoning_since_the_last_one() -> None:
         {"type": "thinking", "thinking": "", "signature": "s2"},
         {"type": "thinking", "thinking": "whole", "signature": "s3"},
     ]
-    with pytest.raises(ValueError, match="no object"):
+    with pytest.raises(ValueError, match="not an object"):
         _sum(_chunk({"thinking_blocks": ["x"]}))
 
 

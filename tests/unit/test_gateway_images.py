@@ -51,19 +51,19 @@ def test_listed_hosts_are_allowed(url: str, target: Target) -> None:
         ("https://notriver.example/", "images.hosts"),
         ("https://mill.example:8443/", "images.hosts"),
         ("https://weir.example/", "images.hosts"),
-        ("https://mill.example@evil.example/", "plain https"),
-        ("https://evil.example\\@mill.example/", "plain https"),
-        ("https://mill.example /", "plain https"),
-        ("https://mill.example\n/", "plain https"),
-        ("https://m\u0131ll.example/", "plain https"),
-        ("https://localhost/", "plain https"),
-        ("https://127.0.0.1/", "plain https"),
-        ("https://0x7f.1/", "plain https"),
-        ("https://2130706433/", "plain https"),
-        ("https://[::1]/", "plain https"),
-        ("https://mill.example:99999/", "no address"),
-        ("https://[mill.example/", "no address"),
-        ("https:///", "plain https"),
+        ("https://mill.example@evil.example/", "https URL with a host name"),
+        ("https://evil.example\\@mill.example/", "https URL with a host name"),
+        ("https://mill.example /", "https URL with a host name"),
+        ("https://mill.example\n/", "https URL with a host name"),
+        ("https://m\u0131ll.example/", "https URL with a host name"),
+        ("https://localhost/", "https URL with a host name"),
+        ("https://127.0.0.1/", "https URL with a host name"),
+        ("https://0x7f.1/", "https URL with a host name"),
+        ("https://2130706433/", "https URL with a host name"),
+        ("https://[::1]/", "https URL with a host name"),
+        ("https://mill.example:99999/", "not a valid URL"),
+        ("https://[mill.example/", "not a valid URL"),
+        ("https:///", "https URL with a host name"),
     ],
 )
 def test_other_addresses_are_rejected(url: str, message: str) -> None:
@@ -79,7 +79,7 @@ def test_ip_addresses_are_rejected_even_if_each_host_is_listed() -> None:
 
 
 def test_without_listed_hosts_all_addresses_are_rejected() -> None:
-    with pytest.raises(RequestError, match="must be a data: URL; this gateway fetches nothing"):
+    with pytest.raises(RequestError, match="must be a data: URL; this gateway does not fetch images"):
         _target("https://mill.example/", ())
 
 
@@ -138,5 +138,5 @@ def test_type_of_an_image_follows_from_its_first_bytes(content: bytes, kind: str
 
 
 def test_other_files_are_rejected() -> None:
-    with pytest.raises(RequestError, match="no PNG, JPEG, GIF or WebP"):
+    with pytest.raises(RequestError, match="not a PNG, JPEG, GIF or WebP"):
         core.data_url(Remote(0, 0, ""), b"<svg onload=...>")

@@ -86,20 +86,20 @@ def test_errors_have_line_and_advice(tmp_path: Path) -> None:
         ("routes:\n  a: {chain: [demo]}", "gateway.yaml:2: routes.a.chain.0: 'demo' is not PROVIDER/MODEL"),
         (
             "routes:\n  a: {chain: [opnai/x]}\nproviders: {openai: {kind: openai, api_key: k}}",
-            "gateway.yaml:2: routes.a.chain.0: 'opnai/x': no provider is called so; did you mean 'openai'?",
+            "gateway.yaml:2: routes.a.chain.0: 'opnai/x': unknown provider; did you mean 'openai'?",
         ),
         ("routes: {a: {chain: [cloud/x]}}", "known providers: local"),
-        ("routes: {a: {chain: [local/x*]}}", "`*` stands for the whole"),
+        ("routes: {a: {chain: [local/x*]}}", "`*` must be the whole model name"),
         ("routes: {a: {chain: [local/x], load_wait: 0}}", "never let a cold model load"),
         (
             "providers:\n  local: {kind: openai, api_key: k}",
             "gateway.yaml:2: providers.local: `local` is the inference",
         ),
         ("providers: {a/b: {kind: openai, api_key: k}}", "may hold letters"),
-        ("providers: {a: {kind: anthropic, api_key: k, flavor: openai}}", "of the kind `anthropic` has none"),
+        ("providers: {a: {kind: anthropic, api_key: k, flavor: openai}}", "only providers of kind `openai` have a flavor"),
         ("providers: {a: {kind: openai, api_key: k, flavor: azure}}", "'compatible'"),
-        ("inference: {url: localhost}", "this is not an address"),
-        ("inference: {url: 'http://a:b@localhost'}", "holds no name and no password"),
+        ("inference: {url: localhost}", "not a URL"),
+        ("inference: {url: 'http://a:b@localhost'}", "must not contain a user name or password"),
         ("inference: {url: 'http://localhost/v1?key=a'}", "must not contain `?` or `#`"),
         ("providers: {a: {kind: openai, api_key: k, base_url: 'https://h/v1#x'}}", "must not contain `?` or `#`"),
         ("deadlines: {first_token: never}", "not `never`"),
@@ -107,11 +107,11 @@ def test_errors_have_line_and_advice(tmp_path: Path) -> None:
         ("max_body: 10", "too small for any request"),
         (
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: a, hash: 'sha256:{'1' * 64}'}}]",
-            "two keys are called",
+            "two keys are named",
         ),
         (
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: b, hash: 'sha256:{'0' * 64}', scopes: [admin]}}]",
-            "keys.1.hash: this is the key of 'a' as well",
+            "keys.1.hash: the key 'a' has the same hash",
         ),
     ],
 )
@@ -130,8 +130,8 @@ def test_errors_in_variables_name_the_variable(tmp_path: Path) -> None:
     problems = _problems(tmp_path, "{}", environ)
     assert any(problem.startswith("GATEWAY_PORT: ") for problem in problems)
     assert "GATEWAY_BREAKER__FAILURS: unknown setting; did you mean GATEWAY_BREAKER__FAILURES?" in problems
-    assert "GATEWAY_ROUTES: a value that YAML can read is needed" in problems
-    section = "GATEWAY_BREAKER: a section; a variable sets one setting in it, such as GATEWAY_BREAKER__FAILURES"
+    assert "GATEWAY_ROUTES: the value must be valid YAML" in problems
+    section = "GATEWAY_BREAKER: this is a section; set one of its settings, for example GATEWAY_BREAKER__FAILURES"
     assert section in problems
     assert not any("SERVICE_HOST" in problem for problem in problems)
 

@@ -88,7 +88,7 @@ def test_max_tokens_of_an_agent_is_only_an_upper_bound() -> None:
 def test_counting_needs_no_max_tokens() -> None:
     raw = json.dumps({"model": "demo", "messages": [HI]}).encode()
     assert parse(raw, counting=True).max_tokens is None
-    with pytest.raises(RequestError, match="`max_tokens` is needed"):
+    with pytest.raises(RequestError, match="`max_tokens` is required"):
         parse(raw)
 
 

@@ -1,8 +1,7 @@
-"""Says in Anthropic's words how an inner answer ended, what it used and what it holds; knows no stream.
+"""Translates an answer, its stop reason and its usage from OpenAI's to Anthropic's format.
 
-What Anthropic alone knows and an inner choice cannot say travels beside it, put there by `core.anthropic_events` for
-requests that came in Anthropic's dialect: `thinking_blocks`, `native_finish_reason`, `stop_details`, and in the usage
-`native`.
+For clients of the Messages API, `gateway.providers.anthropic.anthropic_events` adds fields that OpenAI's format lacks:
+`thinking_blocks`, `native_finish_reason`, `stop_details`, and `native` in the usage.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from gateway.apis.lenient_json import mapping
 from gateway.apis.tool_names import arguments
 
 UNSIGNED = "headgate"
-"""The signature of thinking that Anthropic did not sign. Clients want one and send it back; it proves nothing, so such
-thinking is never shown to Anthropic."""
+"""The placeholder signature of thinking from other tiers. Clients require one and send it back; such thinking is not
+sent to Anthropic."""
 
 STOP_REASONS: Mapping[str, str] = {
     "stop": "end_turn",
@@ -26,7 +25,7 @@ STOP_REASONS: Mapping[str, str] = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-"""OpenAI's `finish_reason` as Anthropic's `stop_reason`; one that is not listed here is `end_turn`."""
+"""OpenAI's `finish_reason` as Anthropic's `stop_reason`; others become `end_turn`."""
 
 _NO_USAGE: Mapping[str, Any] = {
     "input_tokens": 0,
@@ -37,16 +36,16 @@ _NO_USAGE: Mapping[str, Any] = {
 
 
 def message_id(id: Any) -> str:
-    """An id in Anthropic's style; one that a tier of Anthropic's gave is its own again."""
+    """An id in Anthropic's style; the original id if the answer came from Anthropic."""
     own = str(id or "").removeprefix("chatcmpl-")
     return own if own.startswith("msg_") else f"msg_{own}"
 
 
 def anthropic_usage(usage: Any) -> dict[str, Any]:
-    """Anthropic's counts for OpenAI's usage object; zeros where a tier reports none.
+    """Anthropic's counts for OpenAI's usage object; zeros for missing counts.
 
-    Anthropic counts prompt tokens that were read from a cache, or written to one, beside `input_tokens`, and thoughts
-    within `output_tokens`: some tiers leave hidden ones out of their `completion_tokens`, but not of the total.
+    `input_tokens` excludes prompt tokens that were read from or written to a cache. `output_tokens` includes reasoning:
+    some tiers leave hidden reasoning out of `completion_tokens` but not of `total_tokens`.
     """
     if not isinstance(usage, Mapping):
         return dict(_NO_USAGE)
@@ -65,7 +64,7 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
 
 
 def whole_usage(usage: Any) -> dict[str, Any]:
-    """Anthropic's usage object, with the other fields of its own tier (`cache_creation`, `service_tier`)."""
+    """Anthropic's usage object, with further fields of an Anthropic tier (`cache_creation`, `service_tier`)."""
     native = mapping(usage, "native") if isinstance(usage, Mapping) else {}
     return {**native, **anthropic_usage(usage)}
 
@@ -77,7 +76,7 @@ def _count(holder: Any, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The ends of an answer that the client requested: one of these texts, or a number of tokens."""
+    """The limits of an answer in the request: stop sequences and `max_tokens`."""
 
     stops: Sequence[str] = ()
     max_tokens: int | None = None
@@ -88,17 +87,17 @@ def stop_of(
 ) -> dict[str, Any]:
     """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
 
-    Without a call nothing is to be used. A tier that met one of the stop sequences names it in `stop_reason`. An answer
-    that ended for its length before `max_tokens` had no more room.
+    `tool_use` needs a tool call. A tier that met a stop sequence names it in `stop_reason`. An answer that ended by
+    length before `max_tokens` filled the context.
     """
     reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
     sequence = choice.get("stop_reason")
     if reason == "tool_use" and not has_calls:
-        reason = "end_turn"  # a call that got no name is none
+        reason = "end_turn"  # a call without a name does not count
     if reason == "end_turn" and has_calls:
-        reason = "tool_use"  # a call that was demanded by name ends with `stop` at some providers
+        reason = "tool_use"  # some providers end a forced call with `stop`
     if reason == "end_turn" and refusal:
-        reason = "refusal"  # what a model declines by itself ends with `stop` in OpenAI's dialect
+        reason = "refusal"  # OpenAI's API ends a refusal by the model with `stop`
     if reason == "end_turn" and isinstance(sequence, str) and sequence in bounds.stops:
         reason = "stop_sequence"
     else:
@@ -118,12 +117,12 @@ def stop_of(
 
 
 def call_id(given: Any, answer: str, position: int) -> str:
-    """The id of a tool call; one is made of the answer's id where a tier gave none."""
+    """The id of a tool call; derived from the answer's id if the tier sent none."""
     return given if isinstance(given, str) and given else f"toolu_{answer.removeprefix('msg_')}_{position}"
 
 
 def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """The message for a `chat.completion` object. `names` are tools' own, where the tier knew them by others."""
+    """The message for a `chat.completion` object. `names`: original tool names by shortened ones."""
     id = message_id(answer.get("id"))
     choice = answer["choices"][0]
     message = choice["message"]
@@ -152,7 +151,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
 
 
 def _thoughts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The thinking, as Anthropic signed it or, from any other tier, as one block of text."""
+    """The thinking: Anthropic's signed blocks, or one block of text from another tier."""
     if signed := message.get("thinking_blocks"):
         return list(signed)
     text = message.get("reasoning_content") or message.get("reasoning")

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API in front of the inner dialect; the translation itself is `gateway.core.messages_*`."""
+"""Anthropic's Messages API; the other modules of this package translate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.errors import GatewayError
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     request: InferenceRequest
 
     @property
@@ -42,18 +42,18 @@ class _Asked:
 
 
 class MessagesDialect:
-    """`/v1/messages`; it keeps nothing between requests."""
+    """The API of `/v1/messages`."""
 
     path = "/v1/messages"
     endpoint = Endpoint.CHAT
 
     def __init__(self, leaves_out: Callable[[], bool]) -> None:
-        """`leaves_out` tells at any time whether tools that run at Anthropic are left out, not refused."""
+        """`leaves_out` returns whether tools that run at Anthropic are left out instead of rejected."""
         self._leaves_out = leaves_out
 
-    def parse(self, raw: bytes, owner: str) -> _Asked:
+    def parse(self, raw: bytes, owner: str) -> _Request:
         """See `gateway.apis.public_api.Dialect`."""
-        return _Asked(messages_request.parse(raw, leaves_out=self._leaves_out()))
+        return _Request(messages_request.parse(raw, leaves_out=self._leaves_out()))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """See `gateway.apis.public_api.Dialect`."""

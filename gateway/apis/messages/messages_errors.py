@@ -1,4 +1,4 @@
-"""Tells the gateway's errors in Anthropic's envelope; decides neither status nor message."""
+"""The gateway's errors in Anthropic's envelope."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from gateway.errors import GatewayError, PassedOnError
 from inference.protocol import CODES, Code
 
-# `error.type` (OpenAI's, Anthropic's) and `error.status` (Google's) beside the HTTP status they stand for; needed where
-# an error comes inside a stream that had opened with 200.
+# The HTTP status for `error.type` (OpenAI, Anthropic) and `error.status` (Google) of an error inside a stream, which
+# began with status 200.
 STATUS_OF_TYPE: Mapping[str, int] = {
     "invalid_request_error": 400,
     "authentication_error": 401,
@@ -54,12 +54,11 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's `error.type` by HTTP status. Another status below 500 is an `invalid_request_error`, another one from
-500 an `api_error`."""
+"""Anthropic's `error.type` by HTTP status. Others below 500 are `invalid_request_error`, the rest `api_error`."""
 
 _CODE_OF_PARAM: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
-"""Where Anthropic has a code of its own for what is refused, because its clients know what to do then: without threads
-they send the whole conversation."""
+"""Parameters whose rejection has a code of Anthropic's, which its clients handle: without threads they send the whole
+conversation."""
 
 _OWN_NAMES: Mapping[str, str] = {
     "chat_template_kwargs": "thinking",
@@ -70,7 +69,7 @@ _OWN_NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
 }
-"""The caller's own name for what a tier calls otherwise."""
+"""The client's name of a parameter, by the internal name."""
 
 _FIRST_WORD = re.compile(r"\w*")
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
@@ -92,22 +91,22 @@ ENVELOPE: Mapping[str, Any] = {
         "request_id": {"type": "string"},
     },
 }
-"""Every error on these paths, in JSON Schema."""
+"""The error envelope in JSON Schema."""
 
 
 def envelope(error: GatewayError) -> dict[str, Any]:
-    """The body for `error`. `request_id` is filled in where it is sent.
+    """The body for `error`, without `request_id`, which the exchange adds.
 
-    Anthropic's `error.details` hold what its envelope has no other place for: the code, the field to blame, numbers.
+    `error.details` has what Anthropic's envelope lacks: the code, the parameter and numbers.
     """
     code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
     code = _CODE_OF_PARAM.get(error.param, code)
     param = _own_name(error)
-    return {**_said(error.status, code, _worded(error, code), param, error.details), "request_id": None}
+    return {**_error_body(error.status, code, _worded(error, code), param, error.details), "request_id": None}
 
 
 def _worded(error: GatewayError, code: str) -> str:
-    """The message. An error about a too long prompt begins with Anthropic's text: agents then shorten it."""
+    """The message. An error about a prompt that is too long begins with Anthropic's text, so that agents shorten it."""
     if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
         return error.message
     prompt, context = error.details.get("prompt_tokens"), error.details.get("context_length")
@@ -117,7 +116,7 @@ def _worded(error: GatewayError, code: str) -> str:
 
 
 def _own_name(error: GatewayError) -> str | None:
-    """The parameter under the client's name. An error about one message counts for all: the tier got other messages."""
+    """The parameter under the client's name. Indices of messages are removed, because the tier got other messages."""
     param = error.param
     if param is None:
         return None
@@ -131,12 +130,12 @@ def _own_name(error: GatewayError) -> str | None:
 
 
 def frame_error(code: str, message: str) -> dict[str, Any]:
-    """The error inside a stream that had begun. `code` is one of ours or a tier's own word."""
+    """The error inside a stream. `code` is Headgate's or a provider's."""
     status = CODES[Code(code)].status if code in frozenset(Code) else STATUS_OF_TYPE.get(code, 500)
-    return _said(status, code, message)
+    return _error_body(status, code, message)
 
 
-def _said(
+def _error_body(
     status: int, code: str, message: str, param: str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     type = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")

@@ -1,7 +1,7 @@
-"""Turns the frames of one inner stream into Anthropic's events as they come; reads no socket or clock.
+"""Translates the frames of one OpenAI stream into Anthropic's events (pure).
 
-The order is Anthropic's: message_start, the blocks one after the other (each with its start, deltas and stop), then
-message_delta with the stop reason and the usage, then message_stop. Comments become pings, wherever they come.
+The order is message_start, the blocks one after the other (each with start, deltas and stop), message_delta with the
+stop reason and the usage, message_stop. Comments become pings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _event(name: str, payload: Mapping[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call that is being streamed: its block, which waits for its name, and its arguments so far."""
+    """A tool call that is being streamed. Its block begins when the name is known."""
 
     id: Any = None
     pieces: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Call:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the arguments are a whole, so that the block can end before the answer does."""
+        """Whether the arguments are complete JSON, so that the block can end before the answer."""
         try:
             orjson.loads("".join(self.pieces))
         except orjson.JSONDecodeError:
@@ -62,9 +62,7 @@ class _Call:
 
 
 class MessageEvents:
-    """One stream; see `gateway.apis.public_api.Writer` for the contract. `bounds` are the caller's, `names` tools' own
-    where the tier knew them by others.
-    """
+    """The writer of one stream; see `gateway.apis.public_api.Writer`. `names`: original tool names by short ones."""
 
     def __init__(self, bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self._bounds = bounds
@@ -73,14 +71,14 @@ class MessageEvents:
         self._model: Any = None
         self._blocks = 0
         self._open: tuple[str, int] | None = None
-        """The kind and index of the block that text goes to; calls have their own."""
+        """Kind and index of the open text or thinking block."""
         self._calls: dict[int, _Call] = {}
         self._refusal: list[str] = []
         self._finished: Mapping[str, Any] = {}
         self._usage: Any = None
 
     def write(self, frames: Sequence[Frame]) -> bytes:
-        """The events that `frames` become."""
+        """The events for `frames`."""
         out: list[bytes] = []
         for frame in frames:
             if isinstance(frame, Data):
@@ -90,7 +88,7 @@ class MessageEvents:
         return b"".join(out)
 
     def end(self) -> bytes:
-        """The end of a whole answer."""
+        """The last events of a complete answer."""
         out: list[bytes] = []
         self._start({}, out)
         self._close_all(out)
@@ -107,7 +105,7 @@ class MessageEvents:
         return b"".join(out)
 
     def broke(self, code: str, message: str) -> bytes:
-        """The end of an answer that broke off: an error event, and no message_stop."""
+        """The error event of an answer that broke off, without message_stop."""
         return b"event: error\ndata: %b\n\n" % dumps(frame_error(code, message))
 
     # --- one chunk ----------------------------------------------------------------------------------------------------
@@ -115,7 +113,7 @@ class MessageEvents:
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
         choices = objects(chunk, "choices")
-        if choices or chunk.get("id"):  # Azure's first chunk holds its rating of the prompt, and no id
+        if choices or chunk.get("id"):  # Azure's first chunk has a content rating and no id
             self._start(chunk, out)
         for choice in choices:
             self._delta(mapping(choice, "delta"), out)
@@ -159,7 +157,7 @@ class MessageEvents:
         out.append(_DELTA % (self._open[1], *delta, dumps(content_text)))
 
     def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
-        """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
+        """Ends a thinking block with its signature, or emits a redacted one."""
         if block.get("type") != "thinking":
             self._close(out)
             out.append(_event("content_block_stop", {"index": self._begin(block, out)}))
@@ -175,7 +173,7 @@ class MessageEvents:
         call, name, content_text = self._calls.get(position), text(function, "name"), text(function, "arguments")
         if call is None:
             call = self._calls[position] = _Call()
-        if call.index is None:  # some tiers tell the name in a later piece than the id
+        if call.index is None:  # some tiers send the name after the id
             call.id = piece.get("id") or call.id
             if not name:
                 call.pieces.append(content_text)
@@ -196,7 +194,7 @@ class MessageEvents:
         return index
 
     def _close(self, out: list[bytes], signature: str | None = None) -> None:
-        """Ends what is open before another block begins. A call waits while more of its arguments must come."""
+        """Ends the open blocks before another begins. A call with incomplete arguments stays open."""
         if self._open is not None:
             kind, index = self._open
             self._open = None

@@ -1,4 +1,4 @@
-"""Lists models as Anthropic's API does; decides nothing about which there are."""
+"""Lists of models in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 UNKNOWN_DATE = "1970-01-01T00:00:00Z"
-"""What Anthropic's API says of a model whose release date is unknown."""
+"""The value of Anthropic's API for an unknown release date."""
 
 
 def listing(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def listing(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def entry(model: Mapping[str, Any]) -> dict[str, Any]:
-    """One model; its context bounds prompt and answer, where it is known."""
+    """One model, with its context length if it is known."""
     context = (model.get("headgate") or {}).get("context_length") or None
     return {
         "type": "model",

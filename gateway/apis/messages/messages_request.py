@@ -123,7 +123,7 @@ def to_chat(body: CountedRequest) -> ChatRequest:
 
 
 def _check_together(body: CountedRequest) -> None:
-    """Rules between fields."""
+    """Validates rules between fields."""
     names: set[str] = set()
     for index, tool in enumerate(body.tools or ()):
         if tool.name in names:
@@ -146,11 +146,11 @@ def _check_together(body: CountedRequest) -> None:
 # --- the conversation -------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Turn:
-    """Neighboring messages of one role, which Anthropic reads as one turn."""
+    """Adjacent messages of one role, which form one turn."""
 
     role: str
     blocks: list[tuple[str, AnyBlock]] = field(default_factory=list)
-    """Each with its path in the body."""
+    """The blocks with their paths in the body."""
 
     def of(self, kind: type[Block]) -> list[tuple[str, Block]]:
         """The blocks of this type."""

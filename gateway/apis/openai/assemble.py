@@ -11,7 +11,7 @@ _SPOKEN = ("data", "transcript")
 _MORE = ("system_fingerprint", "service_tier", "moderation")
 _COPIED = frozenset(("id", "created", "model", *_MORE))
 _ONCE = ("stop_reason", "native_finish_reason", "stop_details")
-"""What a choice may say about its end beside the finish reason."""
+"""Further fields about the end of a choice."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 
 
@@ -28,13 +28,13 @@ class _Choice:
     extra: dict[str, Any] = field(default_factory=dict)
     once: dict[str, Any] = field(default_factory=dict)
     signed: int = 0
-    """How many pieces of the reasoning belong to blocks that have their signature."""
+    """How many pieces of the reasoning belong to signed blocks."""
 
 
 class Assembly:
-    """Collects the chunks of a chat or text completion, which it does not change.
+    """Collects the chunks of a chat or text completion.
 
-    An answer that is one text, as most are, is kept as that: what all chunks can say takes four times as long.
+    Answers with one text, the usual case, have a fast path: the general one takes four times as long.
     """
 
     _first: dict[str, Any] | None = None
@@ -43,10 +43,10 @@ class Assembly:
     _finish: Any = None
     _usage: dict[str, Any] | None = None
     _any: _Any | None = None
-    """Everything, as soon as the answer has more than text."""
+    """The general path, once the answer has more than one text."""
 
     def add(self, chunk: Any) -> None:
-        """One parsed chunk, in the order of the stream; raises ValueError for what is no chunk of one stream."""
+        """Adds one parsed chunk, in the order of the stream; raises ValueError for an invalid one."""
         if self._any is None:
             if self._adds_text(chunk):
                 return
@@ -56,7 +56,7 @@ class Assembly:
         self._any.add(chunk)
 
     def _adds_text(self, chunk: Any) -> bool:
-        """Whether `chunk` says nothing new about the answer, and of its one choice no more than a text and an end."""
+        """Adds `chunk` on the fast path; False if it has more than a text and a finish reason of one choice."""
         if not isinstance(chunk, dict) or any(name in chunk for name in _MORE):
             return False
         if self._first is None and (
@@ -98,7 +98,7 @@ class Assembly:
         return True
 
     def _summed(self, first: Mapping[str, Any]) -> dict[str, Any]:
-        """One chunk with all text so far."""
+        """One chunk with the whole text so far."""
         delta: dict[str, Any] = {"role": self._role}
         if self._texts:
             delta["content"] = "".join(self._texts)
@@ -132,12 +132,12 @@ class Assembly:
 
 
 class _Any:
-    """What all chunks can say."""
+    """The general path: chunks with any content."""
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
         self._untold = _COPIED
-        """What the head still lacks, or has empty: Azure's first chunk has a head of empty texts."""
+        """Head fields that are still missing or empty: Azure's first chunk has empty ones."""
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
@@ -148,7 +148,7 @@ class _Any:
         if self._object is None and (named := chunk.get("object")):
             self._object = _OBJECTS.get(str(named))
             if self._object is None:
-                raise ValueError(f"a chunk of an unknown kind {named!r}")
+                raise ValueError(f"a chunk of unknown type {named!r}")
         if not self._untold.isdisjoint(chunk):
             self._head |= {name: chunk[name] for name in self._untold if chunk.get(name) is not None}
             self._untold = frozenset(name for name in self._untold if not self._head.get(name))
@@ -156,7 +156,7 @@ class _Any:
             self._usage = usage
         for part in choices:
             if not isinstance(part, dict) or not isinstance(index := part.get("index", 0), int):
-                raise ValueError("a choice that is no object with an index")
+                raise ValueError("a choice that is not an object with an index")
             if (choice := self._choices.get(index)) is None:
                 choice = self._choices[index] = _Choice()
             self._add_choice(choice, part)
@@ -225,22 +225,22 @@ class _Any:
 
 
 def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
-    """One tool-call delta: the first of an index brings id and name, the arguments come in pieces."""
+    """Adds one tool-call delta: the first of an index has id and name, arguments come in pieces."""
     if not isinstance(call, dict) or not isinstance(index := call.get("index", len(tools)), int):
-        raise ValueError("a tool call that is no object with an index")
+        raise ValueError("a tool call that is not an object with an index")
     whole = tools.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     if call.get("id"):
         whole["id"] = call["id"]
     if call.get("type"):
         whole["type"] = call["type"]
     if call.get("extra_content"):
-        whole["extra_content"] = call["extra_content"]  # where Google's address puts what it wants back
+        whole["extra_content"] = call["extra_content"]  # Google's thought signature, which clients send back
     if isinstance(function := call.get("function"), dict):
         _append(whole["function"], function)
 
 
 def _add_audio(audio: dict[str, Any], piece: Mapping[str, Any]) -> None:
-    """A piece of sound, in base64, or of its transcript, or what names it."""
+    """Adds audio fields: pieces of base64 data or transcript, or an id."""
     for name, value in piece.items():
         if name in _SPOKEN and isinstance(value, str):
             audio.setdefault(name, []).append(value)
@@ -249,9 +249,9 @@ def _add_audio(audio: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _add_thought(choice: _Choice, block: Any) -> None:
-    """One block of thinking: the signature of what was thought since the last one, or one that is whole."""
+    """Adds one thinking block: a complete one, or the signature of the reasoning since the last block."""
     if not isinstance(block, dict):
-        raise ValueError("a block of thinking that is no object")
+        raise ValueError("a thinking block that is not an object")
     if block.get("type") == "thinking" and "thinking" not in block:
         pieces = choice.texts.get("reasoning_content", [])
         block = {"type": "thinking", "thinking": "".join(pieces[choice.signed :]), **block}
@@ -271,7 +271,7 @@ def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     if choice.audio:
         message["audio"] = {name: "".join(value) if name in _SPOKEN else value for name, value in choice.audio.items()}
     elif message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
-        message["content"] = ""  # an empty answer is an answer
+        message["content"] = ""  # an empty answer is valid
     if choice.tools:
         message["tool_calls"] = [choice.tools[at] for at in sorted(choice.tools)]
     if choice.function is not None:

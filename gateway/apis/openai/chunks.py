@@ -1,4 +1,4 @@
-"""Reads what a chunk of an OpenAI stream carries, as far as commit and honest endings need to know; adds up nothing."""
+"""Classifies the chunks of an OpenAI stream: content, finish, usage or other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CONTENT = re.compile(
 )
 
 _ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-"""How our own worker begins an answer."""
+"""The first choice of an answer of a worker."""
 
 
 def frame_of(payload: bytes) -> Data:
-    """The frame of an object's bytes, parsed as far as that is a chunk.
+    """The frame for the bytes of a JSON object, with the parsed chunk.
 
-    What most chunks are is seen in what was parsed, and that is handed on: searching takes as long as parsing.
+    Parsing takes no longer than searching the bytes, so most chunks are classified from the parsed object.
     """
     try:
         chunk = orjson.loads(payload)
@@ -49,14 +49,14 @@ def frame_of(payload: bytes) -> Data:
 
 
 def kind_of(payload: bytes) -> DeltaKind:
-    """What a chunk carries, from its bytes, whichever provider wrote it.
+    """The kind of a chunk of any provider, from its bytes.
 
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
     begin = payload.find(CHOICES)
     if begin < 0:
-        begin = 0  # not by `max`, which takes as long as the search
-    # counted several times as quickly as it is searched for
+        begin = 0  # `max` takes as long as the search
+    # `count` is several times as fast as a regular expression
     if payload.count(_FINISH_KEY, begin) != payload.count(_NO_FINISH, begin) and _FINISH.search(payload, begin):
         return FINISH
     if payload.startswith(_EMPTY, begin):

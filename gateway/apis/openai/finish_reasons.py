@@ -11,7 +11,7 @@ from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 
 def choices_of(body: AnyRequest) -> int:
-    """The number of choices that a body asks for: each of its prompts is answered `n` times."""
+    """The number of choices of an answer: `n` for each prompt."""
     if not isinstance(body, CompletionRequest):
         return (body.n or 1) if isinstance(body, ChatRequest) else 1
     prompt = body.prompt
@@ -29,11 +29,11 @@ class Finishes:
         self._finished: set[Any] = set()
 
     def note(self, payload: bytes) -> None:
-        """A chunk in which a choice finishes. It is parsed only where that may be another choice's."""
+        """Adds a chunk with a finish reason; it is parsed only if the answer has several choices."""
         if self._choices == 1:
             self._finished.add(0)
             return
-        with suppress(ValueError):  # what is no JSON finishes nothing
+        with suppress(ValueError):  # invalid JSON finishes no choice
             for choice in objects(loads(payload), "choices"):
                 if choice.get("finish_reason") is not None and isinstance(index := choice.get("index", 0), int):
                     self._finished.add(index)

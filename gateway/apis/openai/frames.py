@@ -1,4 +1,4 @@
-"""Names the endpoints and the frames of one OpenAI stream, as every provider yields them; decides nothing."""
+"""The endpoints, and the frames of one OpenAI stream, as every provider yields them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Endpoint(StrEnum):
 
     @functools.cached_property
     def streams(self) -> bool:
-        """Whether its answers come as a stream; the others come whole."""
+        """Whether answers of the endpoint can be streamed."""
         return self not in (Endpoint.EMBEDDINGS, Endpoint.RERANK)
 
 
@@ -27,7 +27,7 @@ CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
 
 
 class DeltaKind(StrEnum):
-    """What a data frame carries, as far as commit and honest endings need to know."""
+    """The kind of a data frame."""
 
     CONTENT = "content"
     """text, reasoning, refusal or tool-call delta: the answer has begun"""
@@ -44,8 +44,8 @@ CONTENT, FINISH, USAGE, OTHER = DeltaKind
 
 
 class Data(NamedTuple):
-    """One chunk: `payload` is the JSON bytes without `data: `; `kind` was read from it once, by the provider. `chunk`
-    is what the bytes say, where the provider has parsed them; it is not modified.
+    """One chunk: `payload` is the JSON bytes without `data: `. `chunk` is the parsed payload, None if not parsed;
+    treat it as immutable.
     """
 
     payload: bytes
@@ -55,7 +55,7 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """An SSE comment, whole with its blank line, as it may be forwarded."""
+    """An SSE comment with its blank line."""
 
     frame: bytes
 
@@ -69,9 +69,9 @@ Frame = Data | Comment | Done
 
 
 class Flavor(StrEnum):
-    """Whose idea of OpenAI's dialect an address speaks."""
+    """The variant of OpenAI's API that a provider implements."""
 
     OPENAI = "openai"
     GOOGLE = "google"
     COMPATIBLE = "compatible"
-    """any other service that says it is compatible"""
+    """any other OpenAI-compatible service"""

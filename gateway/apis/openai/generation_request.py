@@ -45,8 +45,7 @@ class InferenceRequest(NamedTuple):
     size_bytes: int
     is_plain: bool
     is_only_bounded: bool = False
-    """`max_tokens` is there because the API demands one. Its clients send more than some models hold, and accept as
-    much as there is room for."""
+    """The client's API requires `max_tokens`. Its clients often send more than a model allows, and accept less."""
 
     @property
     def prompt_param(self) -> str:
@@ -66,7 +65,7 @@ BODIES: Mapping[Endpoint, tuple[type[Body], Callable[[Mapping[str, Any]], AnyReq
     Endpoint.EMBEDDINGS: (EmbeddingRequest, partial(decode_embedding, path="/v1/embeddings")),
     Endpoint.RERANK: (RerankRequest, partial(decode_rerank, path="/v1/rerank")),
 }
-"""The type of a body, and what decodes it."""
+"""The decoder of each endpoint's body."""
 
 _NEEDS: Mapping[Endpoint, frozenset[str]] = {
     endpoint: frozenset() if endpoint.streams else frozenset({str(endpoint)}) for endpoint in Endpoint
@@ -116,7 +115,7 @@ def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceReq
 
 
 def needs_of(body: ChatRequest) -> frozenset[str]:
-    """The capabilities that a chat asks for."""
+    """The capabilities that a chat needs."""
     needs = _NOTHING
     if (body.tools and body.tool_choice != "none") or body.functions:
         needs |= {TOOLS}
@@ -133,14 +132,14 @@ def needs_of(body: ChatRequest) -> frozenset[str]:
 
 
 def _is_shaped(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether the answer has a shape that its second half alone does not have."""
+    """Whether the answer has a format (JSON, grammar) that a part of it does not have."""
     if isinstance(body, ChatRequest) and body.response_format is not None and body.response_format.type != "text":
         return True
     return any(getattr(body, name) is not None for name in SHAPES)
 
 
 def check_together(body: ChatRequest) -> None:
-    """Rules between the fields of a chat."""
+    """Validates rules between the fields of a chat."""
     _check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:
         refuse("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
@@ -162,10 +161,10 @@ def _check_completion(body: CompletionRequest) -> None:
         refuse("best_of", "`best_of` must be at least `n`")
 
 
-# Providers refuse empty lists, -1 and the names of llama.cpp and vLLM. These functions change a body that has just been
-# decoded: values that count as absent go, and each parameter has one name.
+# Providers reject empty lists, -1 and parameter names of llama.cpp and vLLM. These functions normalize a decoded body:
+# neutral values are removed, and each parameter has one name.
 def normalize_chat(body: ChatRequest) -> None:
-    """Gives a decoded chat the values and names that every provider reads."""
+    """Normalizes a decoded chat to values and names that every provider accepts."""
     _normalize(body)
     if body.max_tokens == -1:
         body.max_tokens = None
@@ -189,7 +188,7 @@ def normalize_chat(body: ChatRequest) -> None:
 
 
 def _normalize_completion(body: CompletionRequest) -> None:
-    """The same for a completion. Without a limit it ends after 16 tokens, so -1 is not an absence there."""
+    """The same for a completion. Its default limit is 16 tokens, so -1 is not neutral."""
     _normalize(body)
     if body.n_probs and body.logprobs is None:
         body.logprobs = body.n_probs
@@ -203,4 +202,4 @@ def _normalize(body: ChatRequest | CompletionRequest) -> None:
         body.stop = None
     if not body.dry_sequence_breakers:
         body.dry_sequence_breakers = None
-    body.skip_special_tokens = None  # only true is accepted, and it is always so
+    body.skip_special_tokens = None  # only true is accepted, which is the default

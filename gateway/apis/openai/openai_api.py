@@ -1,4 +1,4 @@
-"""OpenAI's own API, which is also the inner dialect: bytes are relayed as they came; translates nothing."""
+"""OpenAI's API, which is also the internal format: chunks are relayed as bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from inference.protocol import DONE, Code, error_body
 
 
 def _without_usage(frame: Data) -> bytes:
-    """The chunk without `usage`, which every tier is asked for: some write null into each chunk, some send counts."""
+    """The chunk without `usage`. The gateway requests usage from every tier, and some write it into each chunk."""
     payload = frame.payload
     if payload.find(b'"usage"') < 0:  # `in` is slow for bytes
         return payload
     try:
         chunk = loads(payload) if frame.chunk is None else frame.chunk
     except ValueError:
-        return payload  # it is no chunk, which the client finds out as well
+        return payload  # malformed, which the client will see
     return dumps({name: value for name, value in chunk.items() if name != "usage"})
 
 
 class OpenAIWriter:
-    """Relays payloads and comments; `usage` only to callers that asked for it."""
+    """Relays payloads and comments; `usage` only to clients that requested it."""
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -57,7 +57,7 @@ class OpenAIWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     request: InferenceRequest
 
     def writer(self) -> OpenAIWriter:
@@ -69,7 +69,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIDialect:
-    """`/v1/` and the endpoint's own name."""
+    """The API of `/v1/` followed by the endpoint's name."""
 
     endpoint: Endpoint
 
@@ -78,9 +78,9 @@ class OpenAIDialect:
         """See `gateway.apis.public_api.Dialect`."""
         return f"/v1/{self.endpoint}"
 
-    def parse(self, raw: bytes, owner: str) -> _Asked:
+    def parse(self, raw: bytes, owner: str) -> _Request:
         """See `gateway.apis.public_api.Dialect`."""
-        return _Asked(parse(self.endpoint, raw))
+        return _Request(parse(self.endpoint, raw))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """See `gateway.apis.public_api.Dialect`."""

@@ -1,6 +1,6 @@
-"""OpenAI's Responses API: gives ids and the clock to the pure translation and keeps answers for later; decides nothing.
+"""OpenAI's Responses API, with stored responses.
 
-What is kept stands in memory alone, for the key that asked alone, and reaches no log and no record.
+Stored responses are in memory only, available to the key that created them, and not part of logs or records.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from inference.protocol import Code
 PATH = "/v1/responses"
 
 KEPT_BYTES = 64 * 2**20
-"""What all kept answers together may take, with their conversations, as JSON."""
+"""Size limit of all stored answers and their conversations, as JSON."""
 
 KEPT_SECONDS = 3600.0
-"""How long an answer can be built on."""
+"""How long an answer is stored."""
 
 _NAMES = {
     "messages": "input",
@@ -38,7 +38,7 @@ _NAMES = {
     "verbosity": "text.verbosity",
     "logprobs": "include",
 }
-"""The caller's own name for what a tier calls otherwise."""
+"""The client's name of a parameter, by the internal name."""
 
 _FIRST_WORD = re.compile(r"^\w+")
 
@@ -50,21 +50,21 @@ class ResponsesDialect:
     endpoint = Endpoint.CHAT
 
     def __init__(self, store: Store, leaves_out: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
-        """`leaves_out` tells at any time whether tools that run at another provider are left out, not refused,
-        `most_bytes` how long a body may be, and so a conversation that a short one builds on.
+        """`leaves_out` returns whether tools that run at another provider are left out instead of rejected.
+        `most_bytes` returns the size limit of a body and the stored conversation that it continues.
         """
         self._store = store
         self._leaves_out = leaves_out
         self._most_bytes = most_bytes
 
-    def parse(self, raw: bytes, owner: str) -> _Asked:
+    def parse(self, raw: bytes, owner: str) -> _Request:
         """See `gateway.apis.public_api.Dialect`."""
         memory = _Memory(self._store, owner, len(raw), self._most_bytes())
-        asked = parse(raw, memory.earlier, memory.item, leaves_out=self._leaves_out())
-        return _Asked(asked, self._store, owner)
+        request = parse(raw, memory.earlier, memory.item, leaves_out=self._leaves_out())
+        return _Request(request, self._store, owner)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """OpenAI's envelope; the field to blame has the caller's name."""
+        """OpenAI's envelope, with the client's name of the parameter."""
         body = error.body()
         param = body["error"]["param"]
         if isinstance(param, str) and (match := _FIRST_WORD.match(param)) and match[0] in _NAMES:
@@ -73,7 +73,7 @@ class ResponsesDialect:
 
 
 class _Memory:
-    """What a request builds on of the conversations kept for its owner; with the body no longer than a body may be."""
+    """The stored conversations that one request refers to; their size and the body's are limited together."""
 
     def __init__(self, store: Store, owner: str, body_bytes: int, most_bytes: int) -> None:
         self._store = store
@@ -81,7 +81,7 @@ class _Memory:
         self._size = body_bytes
         self._most = most_bytes
         self._items: dict[str, dict[str, Any]] = {}
-        """By their ids, those of the conversations that were read for this request."""
+        """The items of the conversations that this request has read, by id."""
 
     def earlier(self, id: str) -> Earlier | None:
         """The conversation up to the answer `id`."""
@@ -105,22 +105,21 @@ class _Memory:
     def _grow(self, more_bytes: int, param: str) -> None:
         self._size += more_bytes
         if self._size > self._most:
-            message = (
-                f"the conversation has grown longer than the {self._most} bytes that a body may have; begin a new one"
-            )
+            message = f"the conversation is longer than the limit of {self._most} bytes (max_body); begin a new one"
             raise RequestError(Code.BODY_TOO_LARGE, message, param=param)
 
 
-class _Asked:
-    def __init__(self, asked: ResponsesRequest, store: Store, owner: str) -> None:
-        self._asked = asked
+class _Request:
+    def __init__(self, request: ResponsesRequest, store: Store, owner: str) -> None:
+        self._request = request
         self._store = store
         self._owner = owner
-        self.request: InferenceRequest = asked.request
+        self.request: InferenceRequest = request.request
 
     def head(self) -> Head:
-        asked = self._asked
-        return Head(secrets.token_hex(24), int(time.time()), asked.request.model, asked.echo, asked.names, asked.seals)
+        request = self._request
+        id, now = secrets.token_hex(24), int(time.time())
+        return Head(id, now, request.request.model, request.echo, request.names, request.seals)
 
     def writer(self) -> _Writer:
         return _Writer(self)
@@ -130,21 +129,21 @@ class _Asked:
         return self.keep(answered(self.head(), answer, now), now)
 
     def keep(self, answer: Answer, now: int) -> bytes:
-        """The Response as JSON; kept unless the caller did not want that."""
+        """The Response as JSON; stored unless the request has `store: false`."""
         response = answer.whole(now)
         body = dumps(response)
-        if self._asked.stored:
+        if self._request.stored:
             id, output = response["id"], response["output"]
-            items = [*listed(self._asked.items, id.removeprefix("resp_")), *output]
+            items = [*listed(self._request.items, id.removeprefix("resp_")), *output]
             ids = tuple(item["id"] for item in items)
             self._store.put(self._owner, id, body, dumps(items), time.monotonic(), ids=ids, outputs=len(output))
         return body
 
 
 class _Writer:
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-        self._stream = Stream(asked.head())
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+        self._stream = Stream(request.head())
 
     def write(self, frames: Sequence[Frame]) -> bytes:
         return self._stream.feed(frames)
@@ -153,7 +152,7 @@ class _Writer:
         now = int(time.time())
         last = self._stream.end(now)
         if self._stream.is_whole:
-            self._asked.keep(self._stream.answer, now)
+            self._request.keep(self._stream.answer, now)
         return last
 
     def broke(self, code: str, message: str) -> bytes:

@@ -1,8 +1,8 @@
-"""Writes the events of one Response from the chunks of one chat stream; it reads no clock and raises nothing.
+"""Translates the chunks of one chat stream into the events of one Response (pure; does not raise).
 
-`response.created` and `response.in_progress` come first, then the items one after another, each whole before the next
-(calls whose arguments a tier gives in turns end together), then exactly one of `response.completed`,
-`response.incomplete` and `response.failed`. Events are numbered from 0.
+`response.created` and `response.in_progress` come first, then the items one after the other (tool calls whose arguments
+are interleaved end together), then exactly one of `response.completed`, `response.incomplete` and `response.failed`.
+Events are numbered from 0.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gateway.apis.responses.responses_output import (
 from inference.protocol import CODES, Code
 
 _INCOMPLETE: Mapping[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Chat's finish reasons that leave a Response incomplete, and what it says of them."""
+"""Finish reasons of a chat that make a Response incomplete, with the API's reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of a Response before its first word. `id` is that of the Response without its `resp_`; the items'
-    are made of it. `created_at` is in seconds since the epoch; `model` the one that was asked for.
+    """The fields of a Response that are known before its content. `id` is without `resp_`; the ids of items are derived
+    from it. `created_at` is in seconds since the epoch; `model` is the requested one.
     """
 
     id: str
@@ -45,14 +45,14 @@ class Head:
 
 @dataclass(slots=True)
 class _Unnamed:
-    """What came of a call before its name did; some tiers tell it in a later piece than the id."""
+    """A call whose name has not arrived; some tiers send it after the id."""
 
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
 
 
 class Answer:
-    """One Response as it grows. `add` one chunk after the other, then `close`; `object` is the Response so far."""
+    """One Response while it is generated: `add` each chunk, then `close`; `object` is the Response so far."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -67,9 +67,9 @@ class Answer:
         self._astray = False
         self._unnamed: dict[int | None, _Unnamed] = {}
 
-    # --- what the model says ------------------------------------------------------------------------------------------
+    # --- content ------------------------------------------------------------------------------------------------------
     def add(self, chunk: Mapping[str, Any]) -> list[ResponsesEvent]:
-        """The events that one chunk is; `begin` comes before the first one's."""
+        """The events for one chunk; call `begin` before the first."""
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         if isinstance(tier := chunk.get("service_tier"), str):
@@ -81,7 +81,7 @@ class Answer:
         return events
 
     def begin(self, model: Any) -> list[ResponsesEvent]:
-        """The first events; `model` is what the first chunk says, if it says one."""
+        """The first events; `model` is the model of the first chunk, if it has one."""
         self._model = model if isinstance(model, str) and model else self._head.model
         fields = {"response": self.object(IN_PROGRESS)}
         return [("response.created", fields), ("response.in_progress", fields)]
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def is_astray(self) -> bool:
-        """Whether a tier went on with a call that had ended, which no sequence of events can tell."""
+        """Whether a tier continued a call that had ended, which events cannot express."""
         return self._astray
 
     def _add_choice(self, choice: Mapping[str, Any]) -> list[ResponsesEvent]:
@@ -186,12 +186,12 @@ class Answer:
             events = item.add_logprobs(logprobs)
         return [*events, *item.closed(status)]
 
-    # --- how it ends --------------------------------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------------------------------
     def close(self, now: int) -> list[ResponsesEvent]:
-        """The last events of a whole answer; `now` is in seconds since the epoch."""
+        """The last events of a complete answer; `now` is in seconds since the epoch."""
         events: list[ResponsesEvent] = []
         if not self._items and not self._cut_because:
-            events = self._add_text("")  # an empty answer is an answer
+            events = self._add_text("")  # an empty answer is valid
         status = self._status
         for call in self._left:
             events += call.closed(COMPLETED if call.is_whole else status)
@@ -199,14 +199,14 @@ class Answer:
         return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
 
     def fail(self, code: str, message: str) -> list[ResponsesEvent]:
-        """The last event of an answer that broke off; items that were not done stay so."""
+        """The last event of an answer that broke off; open items stay incomplete."""
         for item in self._items:
             item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
         error = {"code": _error_code(code), "message": message}
         return [("response.failed", {"response": {**self.object("failed"), "error": error}})]
 
     def whole(self, now: int) -> dict[str, Any]:
-        """The Response once `close` was called."""
+        """The Response after `close`."""
         return self.object(self._status, now)
 
     @property
@@ -223,7 +223,7 @@ class Answer:
         return INCOMPLETE if self._cut_because else COMPLETED
 
     def object(self, status: str, now: int | None = None) -> dict[str, Any]:
-        """The Response object, whose items are those so far."""
+        """The Response object with the items so far."""
         is_over = status in (COMPLETED, INCOMPLETE)
         found = {
             "id": f"resp_{self._head.id}",
@@ -242,9 +242,9 @@ class Answer:
 
 
 class Stream:
-    """The bytes of one streamed Response. `feed` frames as they come, then `end` or `broke`.
+    """The bytes of one streamed Response: `feed` frames, then `end` or `broke`.
 
-    `is_whole` is whether the answer came to its own end.
+    `is_whole`: the answer is complete.
     """
 
     def __init__(self, head: Head) -> None:
@@ -254,7 +254,7 @@ class Stream:
         self.is_whole = False
 
     def feed(self, frames: Sequence[Frame]) -> bytes:
-        """The bytes that `frames` are; comments go on as they are."""
+        """The bytes for `frames`; comments are relayed unchanged."""
         out: list[bytes] = []
         for frame in frames:
             if isinstance(frame, Comment):
@@ -265,22 +265,22 @@ class Stream:
                 begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk has no model
                 out.append(self._written([*begun, *self.answer.add(chunk)]))
                 if self.answer.is_astray:
-                    out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))
+                    out.append(self.broke(Code.MODEL_FAILED, "the tier continued a function call that had ended"))
         return b"".join(out)
 
     def end(self, now: int) -> bytes:
-        """The bytes that end a whole answer; `now` is in seconds since the epoch."""
+        """The last bytes of a complete answer; `now` is in seconds since the epoch."""
         if self._over:
             return b""
         self.is_whole = True
         return self._last([*self._begun(None), *self.answer.close(now)])
 
     def broke(self, code: str, message: str) -> bytes:
-        """The bytes that end an answer that broke off: `response.failed` for clients that follow the events, and an
-        `error` event, at which the official clients raise.
+        """The last bytes of an answer that broke off: `response.failed` for clients that process events, and an `error`
+        event, for which the official clients raise an exception.
 
-        For a prompt that is too long `error` comes first, as OpenAI sends it: LangChain recognises that error in the
-        exception of the official client, and not in `response.failed`.
+        For a prompt that is too long, `error` comes first, as from OpenAI: LangChain recognizes the exception of the
+        official client, but not `response.failed`.
         """
         if self._over:
             return b""
@@ -307,7 +307,7 @@ class Stream:
 
 
 def answered(head: Head, completion: Mapping[str, Any], now: int) -> Answer:
-    """The finished answer that a `chat.completion` object is."""
+    """The finished answer for a `chat.completion` object."""
     answer = Answer(head)
     answer.begin(completion.get("model"))
     choices = [{**choice, "delta": _numbered(choice["message"])} for choice in completion["choices"][:1]]
@@ -317,12 +317,12 @@ def answered(head: Head, completion: Mapping[str, Any], now: int) -> Answer:
 
 
 def _numbered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole message as one delta."""
+    """A complete message as one delta."""
     calls = message.get("tool_calls") or ()
     return {**message, "tool_calls": [{**call, "index": index} for index, call in enumerate(calls)]}
 
 
-# --- small things -----------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
     top = objects(token, "top_logprobs")
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in top]}
@@ -338,7 +338,7 @@ def _count(counts: Any, name: str) -> int:
 
 
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The Response's usage for chat's; None when no tier counted."""
+    """The Response's usage for the usage of a chat; None without counts."""
     if usage is None:
         return None
     given, made = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
@@ -356,8 +356,8 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _error_code(code: str) -> str:
-    """The API's own word for why a Response failed. It has no word for a prompt that is too long; agents look for the
-    code that is used everywhere else.
+    """The API's code for a failed Response. A prompt that is too long keeps Headgate's code, because the API has none
+    for it and agents look for this code.
     """
     if code == Code.CONTEXT_LENGTH_EXCEEDED:
         return str(code)

@@ -1,7 +1,7 @@
-"""Rewrites checked Responses input items as chat messages, in their order; loses no word a model is to read.
+"""Translates Responses input items into chat messages.
 
-What one turn of the assistant consists of (reasoning, a message, function calls) are items of their own in Responses
-and one message in chat. Reasoning that only another service can read stays with that service.
+Reasoning, message and function calls of one assistant turn are separate items in Responses and one message in a chat.
+Reasoning that is encrypted by another service is left out.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from headgate.shared.bodies.openai_bodies import (
 )
 
 SEALED = "headgate.1."
-"""Begins the `encrypted_content` of reasoning that was given here: the text itself, for clients that send nothing else
-of it back."""
+"""Prefix of the gateway's `encrypted_content`, which contains the reasoning as text for clients that send only this
+field back."""
 
 
 def seal(text: str) -> str:
-    """`text` as `encrypted_content`; for carrying, not for keeping a secret: the caller was given the text too."""
+    """`text` as `encrypted_content`. It is encoded, not encrypted: the client has the text too."""
     return SEALED + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
 def unseal(content: str) -> str:
-    """The reasoning in an `encrypted_content`; empty for one of another service."""
+    """The reasoning in an `encrypted_content`; empty if it is from another service."""
     if not content.startswith(SEALED):
         return ""
     try:
@@ -62,7 +62,7 @@ def unseal(content: str) -> str:
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """The one name of a function, in a namespace or not, as chat knows it."""
+    """The name of a function in the chat, with its namespace as a prefix."""
     if namespace:
         name = f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
     return short_name(name)
@@ -95,9 +95,9 @@ _ID_PREFIXES: Mapping[str, str] = {
 
 
 def listed(items: Iterable[Mapping[str, Any]], response: str) -> list[dict[str, Any]]:
-    """Input items as the API lists them: with an id, a type and a status, and with the content of messages in parts.
+    """Input items as the API lists them: with id, type and status, and with the content of messages in parts.
 
-    An item that has an id keeps it. Others get one that is made of `response`, the id of the Response without `resp_`.
+    Items without an id get one that is derived from `response`, the id of the Response without `resp_`.
     """
     return [_listed(item, f"{response}i{index:02d}") for index, item in enumerate(items)]
 
@@ -122,9 +122,9 @@ def _input_text(text: str) -> dict[str, Any]:
 
 
 def page(items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, oldest_first: bool) -> dict[str, Any]:
-    """The list object with at most `limit` of the listed `items`, those behind the id `after` where it is given.
+    """The list object with at most `limit` of `items`, after the item with the id `after` if given.
 
-    Raises KeyError when no item has that id.
+    Raises KeyError if no item has that id.
     """
     ordered = list(items) if oldest_first else list(reversed(items))
     if after is not None:
@@ -141,7 +141,7 @@ def page(items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, o
 
 
 def _with_outputs_shown(messages: Iterable[Message]) -> Iterator[Message]:
-    """`messages` with the images and files of outputs in a user message behind them: tool messages hold text only."""
+    """`messages` with images and files of outputs in a user message after them; tool messages contain text only."""
     names: dict[str, str] = {}
     shown: list[Part] = []
     for message in messages:
@@ -161,8 +161,8 @@ def _with_outputs_shown(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """`messages` behind the instructions. Leading system and developer messages become one system message, because
-    many models' templates take only one, and only at the beginning.
+    """The instructions and `messages`. Leading system and developer messages become one system message, because many
+    chat templates accept only one, at the beginning.
     """
     texts = [instructions] if instructions else []
     lead = 0
@@ -177,7 +177,7 @@ def with_instructions(instructions: str | None, messages: Sequence[Message]) -> 
 
 
 def _all_text(message: Message) -> str | None:
-    """A content as one text; None when it has parts of another kind."""
+    """The content as one text; None if it has other parts."""
     if isinstance(message.content, str):
         return message.content
     texts = [part.text for part in message.parts if isinstance(part, TextPart)]
@@ -185,9 +185,7 @@ def _all_text(message: Message) -> str | None:
 
 
 class _Turns:
-    """Messages so far. `turn` is the assistant's message that later items may still belong to, `callers` are the
-    messages with calls, by the ids of the calls.
-    """
+    """The messages so far. `turn` is the open assistant message; `callers` are the messages with calls, by call id."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -195,7 +193,7 @@ class _Turns:
         self.turn: Message | None = None
 
     def close(self) -> None:
-        """Ends the assistant's turn; reasoning alone is no message."""
+        """Ends the assistant's turn; a turn with reasoning only is dropped."""
         turn, self.turn = self.turn, None
         if turn is not None and (is_set(turn.content) or turn.tool_calls):
             if not is_set(turn.content):
@@ -204,7 +202,7 @@ class _Turns:
             self.callers |= {call.id: turn for call in turn.tool_calls or ()}
 
     def assistant(self, *taken: str) -> Message:
-        """The assistant's turn; a new one when this one has one of the fields `taken` already."""
+        """The open assistant message; a new one if it already has one of the fields `taken`."""
         if self.turn is None or any(is_set(getattr(self.turn, name)) for name in taken):
             self.close()
             self.turn = Message(role="assistant")
@@ -237,9 +235,9 @@ def _add_call(turns: _Turns, item: FunctionCallItem) -> None:
 
 
 def _add_output(turns: _Turns, item: FunctionOutputItem) -> None:
-    """Adds an output directly behind its call, as a chat requires, whatever came in between.
+    """Adds an output directly after its call, as a chat requires, also if other messages came in between.
 
-    An output without `call_id` answers no call of the model: Codex reports events that way. It becomes a user message.
+    An output without `call_id` is an event report of Codex and becomes a user message.
     """
     turns.close()
     messages = turns.messages
@@ -255,18 +253,18 @@ def _add_output(turns: _Turns, item: FunctionOutputItem) -> None:
 
 
 def _reported(item: FunctionOutputItem) -> str | list[Part]:
-    """An output without a call, under the name of its tool."""
+    """The content of an output without a call, with the name of its tool."""
     name = function_name(item.name, item.namespace) if item.name else "a tool"
     about, content = f"Output of {name}:", _content(item.output)
     return f"{about}\n\n{content}" if isinstance(content, str) else [TextPart(text=about), *content]
 
 
 _SOON = 64
-"""Messages that may stand between a call and its output; behind more, the output stays at its place."""
+"""Messages that may be between a call and its output; beyond that the output is not moved."""
 
 
 def _content(content: str | Sequence[ContentPart]) -> str | list[Part]:
-    """The content of a chat message: a text where it is one, else its parts."""
+    """The content of a chat message: a string, or its parts."""
     if isinstance(content, str):
         return content
     if not content:

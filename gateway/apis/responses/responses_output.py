@@ -1,7 +1,6 @@
-"""The output items of one Response while they grow, and the events each step of theirs is; decides no order of items.
+"""The output items of one Response while they are generated, and their events.
 
-An event is (type, fields); the writer of the stream numbers them. A step takes output of the model and returns the
-events that say so.
+An event is (type, fields); the writer of the stream numbers them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class Item(ABC):
-    """One output item: `index` is its place in the output, `object` what it is, `status` whether that is all."""
+    """One output item; `index` is its place in the output."""
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
@@ -29,21 +28,21 @@ class Item(ABC):
         self.status = IN_PROGRESS
 
     def opened(self) -> list[ResponsesEvent]:
-        """The item is there, with nothing in it."""
+        """The events that begin the empty item."""
         return [("response.output_item.added", {"output_index": self.index, "item": self.object()})]
 
     def closed(self, status: str) -> list[ResponsesEvent]:
-        """Everything in it is done, and so is the item."""
+        """The events that end the item and its parts."""
         self.status = status
         return [*self._ended(), ("response.output_item.done", {"output_index": self.index, "item": self.object()})]
 
     @abstractmethod
     def object(self) -> dict[str, Any]:
-        """The item as it stands in the output."""
+        """The item as JSON."""
 
     @abstractmethod
     def _ended(self) -> list[ResponsesEvent]:
-        """What is in it is done."""
+        """The events that end the parts of the item."""
 
     def _at(self, content_index: int | None = None) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self.id, "output_index": self.index}
@@ -51,7 +50,7 @@ class Item(ABC):
 
 
 class Reasoning(Item):
-    """What a model thought, word for word; open models have no other summary of it."""
+    """The reasoning of a model; its full text is also the summary."""
 
     def __init__(self, id: str, index: int, *, seals: bool) -> None:
         super().__init__(id, index)
@@ -59,7 +58,7 @@ class Reasoning(Item):
         self._seals = seals
 
     def opened(self) -> list[ResponsesEvent]:
-        """The item and its only part."""
+        """The events that begin the item and its only part."""
         part = {"type": "reasoning_text", "text": ""}
         return [*super().opened(), ("response.content_part.added", {**self._at(0), "part": part})]
 
@@ -105,14 +104,14 @@ class _Part:
 
 
 class Message(Item):
-    """A message of the model: parts of text and of refusal, each in one piece."""
+    """A message of the model, with text and refusal parts."""
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
         self._parts: list[_Part] = []
 
     def add_text(self, text: str, logprobs: Logprobs = ()) -> list[ResponsesEvent]:
-        """More text; `logprobs` are its tokens'."""
+        """Adds text with the log probabilities of its tokens."""
         events = self._turn_to("output_text")
         part = self._parts[-1]
         part.pieces.append(text)
@@ -121,13 +120,13 @@ class Message(Item):
         return [*events, ("response.output_text.delta", fields)]
 
     def add_refusal(self, text: str) -> list[ResponsesEvent]:
-        """More of a refusal."""
+        """Adds text of a refusal."""
         events = self._turn_to("refusal")
         self._parts[-1].pieces.append(text)
         return [*events, ("response.refusal.delta", {**self._at(len(self._parts) - 1), "delta": text})]
 
     def add_logprobs(self, logprobs: Logprobs) -> list[ResponsesEvent]:
-        """Tokens that made no character yet; they count to the text."""
+        """Adds log probabilities of tokens without a complete character."""
         return self.add_text("", logprobs) if logprobs else []
 
     def object(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Message(Item):
 
 
 class Call(Item):
-    """One function call. `key` is its index in chat; `name` and `namespace` are the function's own."""
+    """One function call. `key` is its index in the chat; `name` and `namespace` are those of the request."""
 
     def __init__(self, id: str, index: int, key: int, call_id: str, name: str, namespace: str) -> None:
         super().__init__(id, index)
@@ -168,7 +167,7 @@ class Call(Item):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are JSON by now: some tiers give those of several calls in turns."""
+        """Whether the arguments are complete JSON; some tiers interleave the arguments of several calls."""
         try:
             orjson.loads("".join(self._pieces))
         except orjson.JSONDecodeError:
@@ -176,16 +175,16 @@ class Call(Item):
         return True
 
     def is_meant(self, key: int | None, call_id: str) -> bool:
-        """Whether a piece with this index (None where it has none) and id (empty for none) belongs to this call."""
+        """Whether a piece with this index (None if missing) and id (empty if missing) belongs to this call."""
         return key in (None, self.key) and call_id in ("", self.call_id)
 
     def add(self, arguments: str) -> list[ResponsesEvent]:
-        """More of the arguments."""
+        """Adds a piece of the arguments."""
         self._pieces.append(arguments)
         return [("response.function_call_arguments.delta", {**self._at(), "delta": arguments})]
 
     def closed(self, status: str) -> list[ResponsesEvent]:
-        """See `Item`. Some tiers write no arguments where there are none; clients read JSON."""
+        """See `Item`. Empty arguments become `{}`, because clients parse JSON."""
         nothing = status == COMPLETED and not self._pieces
         return [*(self.add("{}") if nothing else ()), *super().closed(status)]
 
@@ -207,7 +206,7 @@ class Call(Item):
 
 
 def _brief(logprobs: Logprobs) -> list[dict[str, Any]]:
-    """Log probabilities as the events of a text have them: the bytes of tokens stand in its part alone."""
+    """Log probabilities for text events, without the bytes of tokens, which only the part has."""
     return [
         {
             "token": one["token"],

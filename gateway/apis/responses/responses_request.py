@@ -44,30 +44,30 @@ from inference.protocol import Code
 
 Item = Mapping[str, Any]
 Names = Mapping[str, tuple[str, str]]
-"""By a function's name in chat: its own name and its namespace."""
+"""Name and namespace of a function, by its name in the chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The conversation up to an answer given before: its items without instructions, and their size as JSON."""
+    """The conversation up to an earlier answer: its items without instructions, and their size as JSON."""
 
     items: tuple[Item, ...]
     size_bytes: int
 
 
 Recall = Callable[[str], Earlier | None]
-"""The conversation behind a `previous_response_id`; None when it is not there."""
+"""The conversation of a `previous_response_id`; None if it is not stored."""
 
 FindItem = Callable[[str], tuple[Item, int] | None]
-"""The item with this id and its size as JSON; None when no kept conversation holds it."""
+"""The item with this id and its size as JSON; None if no stored conversation contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """One Responses request. `echo` are the fields of the Response object that say what was asked.
+    """One Responses request. `echo` are the request fields that the Response object repeats.
 
-    `items` are those of the whole conversation without instructions, as a later request may build on them. `seals` is
-    whether reasoning is wanted in a form that clients send back.
+    `items` is the whole conversation without instructions, for later requests. `seals`: reasoning is returned as
+    `encrypted_content` as well.
     """
 
     request: InferenceRequest
@@ -82,7 +82,7 @@ class ResponsesRequest:
 def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool = False) -> ResponsesRequest:
     """The request in `raw`; raises RequestError that names the field and what to write instead.
 
-    `leaves_out`: tools that run at another provider are left out; `tools` of the Response object are the others.
+    `leaves_out`: tools that run at another provider are left out, also in `tools` of the Response object.
     """
     given = {name: value for name, value in parse_json(raw).items() if value is not None}
     if leaves_out and "tools" in given:
@@ -96,7 +96,7 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
     items = (*earlier.items, *own)
     conversation = messages_of(stored_items(items))
     if not conversation and not body.instructions:
-        refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
+        refuse("input", "`input` must not be empty; send a text or items")
     names, tools = _tools(body.tools or ())
     chat = ChatRequest(model=body.model, messages=with_instructions(body.instructions, conversation))
     if body.stream:
@@ -122,8 +122,8 @@ def _earlier(id: str | None, recall: Recall) -> Earlier:
     if found is None:
         raise RequestError(
             Code.PREVIOUS_RESPONSE_NOT_FOUND,
-            f"Previous response with id '{id[:80]}' not found: it was not stored, is of another key, or was forgotten "
-            "(they are kept in memory for a while); send the whole conversation as `input`",
+            f"Previous response with id '{id[:80]}' not found: it was not stored, belongs to another API "
+            "key, or has expired; send the whole conversation as `input`",
             param="previous_response_id",
         )
     return found
@@ -200,7 +200,7 @@ def _known_functions(wanted: Sequence[FunctionChoice], known: Mapping[str, Tool]
     names = [function_name(function.name, function.namespace) for function in wanted]
     for name in names:
         if name not in known:
-            refuse(path, f"`{path}` names {name[:80]!r}, which is no function in `tools`")
+            refuse(path, f"`{path}` names {name[:80]!r}, which is not a function in `tools`")
     return set(names)
 
 
@@ -227,14 +227,14 @@ def _set_sampling(chat: ChatRequest, body: ResponsesBody) -> None:
         chat.logprobs, chat.top_logprobs = True, top
 
 
-# --- what the Response object repeats ---------------------------------------------------------------------------------
+# --- fields that the Response object repeats --------------------------------------------------------------------------
 _REPEATED: Mapping[str, Any] = {
     "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
     "prompt_cache_retention": None, "safety_identifier": None, "temperature": None,
     "tool_choice": "auto", "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None,
 }  # fmt: skip
-"""Fields of the body that stand in the Response object too, with what counts when they are absent."""
+"""Fields of the body that the Response object repeats, with their defaults."""
 
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Keeps answers for later requests to build on, each for the key that asked, within bounds; writes nothing to disk.
+"""Stores responses in memory for later requests of the same key.
 
-Over the bound the key with the most bytes loses its oldest response, so that no key can displace those of others.
+Above the size limit the key with the most bytes loses its oldest response, so that no key displaces those of others.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 ITEM_BYTES = 256
-"""What an item takes beside its JSON, so that it can be found by its id."""
+"""Memory per item for the index by id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One answer: the Response, and the items of the conversation that it ended, both as JSON, because that is what
-    memory holds best; and until when it is kept, on the store's clock. The last `outputs` items are the answer's own.
+    """One answer: the Response and the items of its conversation, as JSON to save memory, and when it expires on the
+    store's clock. The last `outputs` items belong to the answer.
     """
 
     response: bytes
     items: bytes
     until: float
     ids: tuple[str, ...] = ()
-    """The ids of `items`, in their order."""
+    """The ids of `items`, in order."""
     outputs: int = 0
 
     @property
@@ -39,12 +39,12 @@ class Store:
         self._seconds = seconds
         self._owners: dict[str, OrderedDict[str, Kept]] = {}
         self._holders: dict[str, dict[str, str]] = {}
-        """By owner and item: the last answer whose conversation holds the item."""
+        """The last answer whose conversation contains an item, by owner and item id."""
         self._sizes: dict[str, int] = {}
 
     @property
     def size_bytes(self) -> int:
-        """What is kept, in bytes."""
+        """Size of all answers in bytes."""
         return sum(self._sizes.values())
 
     def put(
@@ -58,7 +58,7 @@ class Store:
         ids: tuple[str, ...] = (),
         outputs: int = 0,
     ) -> None:
-        """Keeps one answer; one that is larger than everything together may be is not kept."""
+        """Stores one answer; one that is larger than `limit_bytes` is not stored."""
         kept = Kept(response, items, now + self._seconds, ids, outputs)
         if kept.size_bytes > self._limit:
             return
@@ -71,29 +71,29 @@ class Store:
             self._drop(most, next(iter(self._owners[most])))
 
     def holding(self, owner: str, item: str, now: float) -> Kept | None:
-        """The last answer of `owner` whose conversation holds the item with the id `item`, while it is kept."""
+        """The last stored answer of `owner` whose conversation contains the item `item`."""
         id = self._holders.get(owner, {}).get(item)
         return None if id is None else self.get(owner, id, now)
 
     def get(self, owner: str, id: str, now: float) -> Kept | None:
-        """The answer `id` of `owner`, while it is kept."""
+        """The stored answer `id` of `owner`."""
         answers = self._owners.get(owner)
         kept = None if answers is None else answers.get(id)
         return kept if kept is not None and now < kept.until else None
 
     def delete(self, owner: str, id: str, now: float) -> bool:
-        """Forgets the answer; whether it was there."""
+        """Removes the answer; returns whether it existed."""
         kept = self.get(owner, id, now)
         if kept is None:
             return False
         self._drop(owner, id)
         lost = set(kept.ids) - self._holders.get(owner, {}).keys()
-        for other, earlier in self._owners.get(owner, {}).items():  # the last answer that holds an item wins
+        for other, earlier in self._owners.get(owner, {}).items():  # the last answer that contains an item counts
             self._holders[owner].update(dict.fromkeys(lost.intersection(earlier.ids), other))
         return True
 
     def _expire(self, now: float) -> None:
-        """Forgets what is over; every owner's answers stand in the order of their ends."""
+        """Removes expired answers; the answers of each owner are in order of expiry."""
         for owner, answers in list(self._owners.items()):
             while answers and answers[id := next(iter(answers))].until <= now:
                 self._drop(owner, id)

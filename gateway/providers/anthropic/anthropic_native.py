@@ -52,11 +52,11 @@ def _native(origin: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _config(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
-    asked = origin.get("output_config") or {}
+    options = origin.get("output_config") or {}
     config: dict[str, Any] = {}
-    if shape := asked.get("format") or origin.get("output_format"):
+    if shape := options.get("format") or origin.get("output_format"):
         config["format"] = shape
-    if asked.get("effort") and (effort := effort_for(asked["effort"], model)):
+    if options.get("effort") and (effort := effort_for(options["effort"], model)):
         config["effort"] = effort
     return config
 

@@ -177,8 +177,8 @@ class InferenceView:
             log.info("the inference service answers: %d models", len(self._models))
             self._on_return()
 
-    def _take(self, models: list[ModelStatus], now: float, asked: float, fresh: set[str] | None = None) -> None:
-        """Replaces the models by an answer to a request that was sent at `asked`.
+    def _take(self, models: list[ModelStatus], now: float, sent_at: float, fresh: set[str] | None = None) -> None:
+        """Replaces the models by an answer to a request that was sent at `sent_at`.
 
         A status that was received since then is newer and is kept. `fresh` are the ids that the answer is about; None
         means all.
@@ -187,7 +187,7 @@ class InferenceView:
         self._models, self._reported_at = {}, {}
         for model in models:
             is_news = fresh is None or model.id in fresh
-            newer = model.id in before and (reported[model.id] > asked or not is_news)
+            newer = model.id in before and (reported[model.id] > sent_at or not is_news)
             self._models[model.id] = before[model.id] if newer else model
             self._reported_at[model.id] = reported[model.id] if newer else now
         self._aliases = {alias: model.id for model in self._models.values() for alias in model.aliases}

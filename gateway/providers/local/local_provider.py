@@ -59,12 +59,12 @@ class LocalProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.provider.Provider`."""
-        asked, options = call.body, {"include_usage": True}
-        assert isinstance(asked, ChatRequest | CompletionRequest), "other endpoints have no stream"
-        given = asked.stream_options
-        if not (given is not None and given.include_usage) and asked.answer_so_far is None:
+        request, options = call.body, {"include_usage": True}
+        assert isinstance(request, ChatRequest | CompletionRequest), "other endpoints have no stream"
+        given = request.stream_options
+        if not (given is not None and given.include_usage) and request.answer_so_far is None:
             options[PROMPT_USAGE] = True
-        body = as_json(asked) | {"model": call.model, "stream": True, "stream_options": options}
+        body = as_json(request) | {"model": call.model, "stream": True, "stream_options": options}
         return LocalStream(self._ask, call, orjson.dumps(body))
 
     async def unary(self, call: Call) -> bytes:
@@ -146,13 +146,13 @@ class LocalProvider:
             answer.close()
 
 
-def _not_given(asked: str, status: int, answer: bytes) -> UpstreamError:
+def _not_given(request: str, status: int, answer: bytes) -> UpstreamError:
     """The error for a status other than 200, with the message of the error envelope if there is one."""
     with contextlib.suppress(ValueError):
         raw = orjson.loads(answer)
         if isinstance(raw, dict) and isinstance(raw.get("error"), dict):
             return upstream_error(UpstreamKind.STATUS, raw, status, None)
-    return UpstreamError(UpstreamKind.STATUS, asked, status=status)
+    return UpstreamError(UpstreamKind.STATUS, request, status=status)
 
 
 async def _refusal(answer: Answer) -> UpstreamError:

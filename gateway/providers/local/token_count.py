@@ -61,16 +61,16 @@ class Counter:
         bound of its tokens in `details["prompt_tokens"]`.
         """
         given = as_json(body)
-        asked = orjson.dumps(
+        question = orjson.dumps(
             {"model": model, **{name: given[name] for name in _COUNTED[endpoint] if name in given}},
             option=orjson.OPT_SORT_KEYS,
         )
-        key = await _digest(asked)
+        key = await _digest(question)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
         ask = self._ask
-        answer = await ask(PATH, asked, seconds)
+        answer = await ask(PATH, question, seconds)
         count = answer.get("count") if isinstance(answer, dict) else None
         if not isinstance(count, int):
             raise UpstreamError(UpstreamKind.MALFORMED, f"POST {PATH}: no count in the answer")
@@ -81,11 +81,11 @@ class Counter:
         return count
 
 
-async def _digest(asked: bytes) -> bytes:
-    if len(asked) > _LARGE_BYTES:
-        return await asyncio.to_thread(_digest_of, asked)
-    return _digest_of(asked)
+async def _digest(question: bytes) -> bytes:
+    if len(question) > _LARGE_BYTES:
+        return await asyncio.to_thread(_digest_of, question)
+    return _digest_of(question)
 
 
-def _digest_of(asked: bytes) -> bytes:
-    return blake2b(asked, digest_size=16).digest()
+def _digest_of(question: bytes) -> bytes:
+    return blake2b(question, digest_size=16).digest()

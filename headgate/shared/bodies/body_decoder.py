@@ -35,7 +35,7 @@ _STEP = re.compile(r"\.([A-Za-z_$][\w$]*)|\[(\d+)\]")
 
 
 class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An object that may hold fields which the gateway does not know; they are kept in `extra` and sent on."""
+    """An object that may have unknown fields; they are kept in `extra` and sent to the provider."""
 
     extra: dict[str, Any] | None = msgspec.field(default=None, name=EXTRA)
 
@@ -43,7 +43,7 @@ class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Body(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A request body: unknown fields are refused, and null counts as absent.
 
-    `has_extra` says that some object inside has an `extra` mapping.
+    `has_extra`: an object inside has an `extra` mapping.
     """
 
     has_extra: bool = msgspec.field(default=False, name="$has_extra")
@@ -108,7 +108,7 @@ def _not_sent(type_: type[Body], is_public: bool) -> frozenset[str]:
 
 
 def keep_extra(found: msgspec.Struct, given: Mapping[str, Any]) -> bool:
-    """Fills `extra` of `found` and of all objects in it from `given`; says whether there was anything to keep."""
+    """Fills `extra` of `found` and of all objects in it from `given`; returns whether a field was added."""
     names, is_extensible = _layout(type(found))
     is_kept = False
     if is_extensible and not names.issuperset(given):
@@ -136,7 +136,7 @@ def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
 
 
 def as_json(body: msgspec.Struct) -> dict[str, Any]:
-    """`body` as a new JSON object, as its API writes it; absent fields are left out."""
+    """`body` as a new JSON object in the format of its API; absent fields are left out."""
     if getattr(body, "origin", None) is not None:
         body = msgspec.structs.replace(body, origin=None)
     found: dict[str, Any] = msgspec.to_builtins(body)
@@ -215,7 +215,7 @@ def _check_refused(node: types.Type, value: Any, name: str, owner: str) -> None:
 def _refuse_missing(owner: str, name: str) -> NoReturn:
     if owner:
         refuse(f"{owner}.{name}", f"`{owner}` needs `{name}`")
-    refuse(name, f"`{name}` is needed and not there")
+    refuse(name, f"`{name}` is required but missing")
 
 
 @functools.cache
@@ -298,7 +298,7 @@ def _metadata(node: types.Type) -> Mapping[str, Any]:
 
 
 def _problem(node: types.Type, value: Any) -> str:
-    """What is wrong with `value`, in words that follow the parameter's name."""
+    """The problem of `value`, as the rest of a sentence that begins with the parameter's name."""
     metadata = _metadata(node)
     row: Parameter | None = metadata.get("parameter")
     if row is not None and (problem := row.problem(value)) is not None:
@@ -314,7 +314,7 @@ def _problem(node: types.Type, value: Any) -> str:
 
 
 def _bounds_problem(node: types.Type, value: Any) -> str:
-    """What is wrong with a `value` of the right JSON type."""
+    """The problem of a `value` that has the right JSON type."""
     match node:
         case types.LiteralType():
             return f"must be {_expected(node)}; it is {value[:60]!r}"
@@ -331,7 +331,7 @@ def _bounds_problem(node: types.Type, value: Any) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """JSON's own name for what `value` is."""
+    """The name of the JSON type of `value`."""
     names = {
         bool: "a boolean",
         str: "a string",
