@@ -166,7 +166,7 @@ async def _expect_next_tier_while_silent(rig: Gateway, cloud: FakeProvider) -> N
             assert answer.headers["x-headgate-model"] == "local/demo"
             record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
             assert [tried["name"] for tried in record["attempts"]] == ["local/demo"]
-            assert " keeps several waiting" in str(record)
+            assert " several attempts wait for its first byte" in str(record)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

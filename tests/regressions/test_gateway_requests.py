@@ -136,7 +136,7 @@ def test_invalid_url_is_reported_with_its_line(tmp_path: Path, url: str) -> None
         load(tmp_path, {})
     (problem,) = caught.value.problems
     assert problem.line == 2
-    assert "is not an address" in problem.message
+    assert "not a URL" in problem.message
 
 
 MANY = 200_000

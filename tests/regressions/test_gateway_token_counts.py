@@ -166,5 +166,5 @@ async def test_count_is_503_when_the_gateway_stops(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
         fake.count_hold = asyncio.Event()
         counting = await _counting(gateway, fake)
-        gateway.runtime.presences.interrupt_all()
+        gateway.runtime.open_requests.interrupt_all()
         assert await counting == 503
