@@ -49,9 +49,13 @@ def test_problem_does_not_repeat_a_value_that_may_be_a_key(tmp_path: Path, text:
     [
         ("breaker: {open: '${env:OPENAI_API_KEY}'}", "breaker.open", "'${env:OPENAI_API_KEY}' is not a duration"),
         ("max_body: 'x${env:OPENAI_API_KEY}'", "max_body", "'x${env:OPENAI_API_KEY}' is not a size"),
-        ("images: {hosts: [a.org, '${env:OPENAI_API_KEY}!']}", "images.hosts", "'${env:OPENAI_API_KEY}!' is not a host name"),
+        (
+            "images: {hosts: [a.org, '${env:OPENAI_API_KEY}!']}",
+            "images.hosts",
+            "'${env:OPENAI_API_KEY}!' is not a host",
+        ),
         ("routes: {a: {chain: ['${env:OPENAI_API_KEY}']}}", "routes.a.chain.0", "'${env:OPENAI_API_KEY}' is not PROV"),
-        ("routes: {a: {chain: ['${env:OPENAI_API_KEY}/b']}}", "routes.a.chain.0", "'${env:OPENAI_API_KEY}/b': unknown prov"),
+        ("routes: {a: {chain: ['${env:OPENAI_API_KEY}/b']}}", "routes.a.chain.0", "'${env:OPENAI_API_KEY}/b': unknown"),
     ],
 )
 def test_problem_quotes_the_variable_instead_of_its_value(tmp_path: Path, text: str, key: str, message: str) -> None:
