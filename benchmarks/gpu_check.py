@@ -30,8 +30,7 @@ from headgate.shared.state import StateDir
 from headgate.shared.units import MIB, format_bytes
 from inference import settings, worker_link
 from inference.demo import bundled_path
-from inference.devices.device import HIDDEN, Reading
-from inference.devices.device_pinning import grants_of
+from inference.devices.device import HIDDEN, Reading, grants_of
 from inference.devices.inventory import Inventory
 from inference.estimate.estimator import Estimator
 from inference.settings import InferenceConfig, ModelSpec

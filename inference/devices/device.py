@@ -6,12 +6,18 @@ which the ledger subtracts, because per-process figures are wrong in containers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from inference.devices.signs import Sign
 from inference.protocol import DeviceState
+from inference.worker_link import DeviceGrant
+
+CPU = "cpu"
+"""The id of the CPU."""
+_NUMBERED = re.compile(r"(\D+)0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Reading:
     rpc_endpoint: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     state: DeviceState = DeviceState.HEALTHY
-    """Set by `inference.health`, not by probes."""
+    """Set by the authority, not by probes."""
     note: str = ""
     verdict_seconds: float | None = None
     """Time until an unusable device is read or tried again."""
@@ -125,3 +131,38 @@ HIDDEN: Mapping[str, str] = {
     "GGML_VK_VISIBLE_DEVICES": "",
 }
 """The environment that hides all accelerators, which llama.cpp would otherwise initialize."""
+
+
+def environment_of(devices: Sequence[Reading]) -> Mapping[str, str]:
+    """The environment of a process that may use only these devices.
+
+    The values of each variable are joined in order, and llama.cpp numbers the devices in that order (`CUDA0`, `CUDA1`).
+    """
+    found: dict[str, list[str]] = {}
+    for device in devices:
+        for name, value in device.environment.items():
+            found.setdefault(name, []).append(value)
+    return {name: _joined(values) for name, values in found.items()}
+
+
+def _joined(values: list[str]) -> str:
+    if len(values) == 1 or not any(values):
+        return values[0]
+    if len(set(values)) == len(values):
+        return ",".join(values)
+    return ",".join(str(index) for index in range(len(values)))  # each value is index 0 of an already narrowed set
+
+
+def grants_of(devices: Sequence[Reading]) -> tuple[DeviceGrant, ...]:
+    """The devices as they appear in a process with this environment."""
+    kinds: dict[str | None, int] = {}
+    grants = []
+    for device in devices:
+        name = device.ggml_name
+        index = kinds.get(name, 0)
+        kinds[name] = index + 1
+        if name is not None and index and (match := _NUMBERED.fullmatch(name)):
+            name = f"{match[1]}{index}"
+        kind = "cpu" if device.id == CPU else "gpu"
+        grants.append(DeviceGrant(device.id, kind, name, device.rpc_endpoint))
+    return tuple(grants)

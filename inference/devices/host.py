@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.devices.compute_trial import trial
-from inference.devices.device import HIDDEN, Reading
+from inference.devices.device import CPU, HIDDEN, Reading
 
 _NO_LIMIT = 2**62
-CPU = "cpu"
 
 
 class CpuProbe:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference.devices.checkpoint.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
-from inference.devices.device import Probe, Reading
+from inference.devices.device import CPU, Probe, Reading
 from inference.devices.ggml_devices import GgmlProbe
-from inference.devices.host import CPU, CpuProbe
+from inference.devices.host import CpuProbe
 from inference.devices.simgpu.probe import KIND as SIMULATED
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment_settings import InferenceSettings

@@ -19,9 +19,7 @@ from typing import Any
 
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
-from inference.devices.device import HIDDEN, Reading
-from inference.devices.device_pinning import environment_of, grants_of
-from inference.devices.host import CPU
+from inference.devices.device import CPU, HIDDEN, Reading, environment_of, grants_of
 from inference.errors import ModelFailed
 from inference.estimate.header_formula import Parts
 from inference.estimate.layers import Sizes

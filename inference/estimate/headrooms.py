@@ -17,8 +17,7 @@ from typing import Any
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import format_bytes
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.estimate.headroom import Headroom, asked, eased, grown, proven
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import key_of

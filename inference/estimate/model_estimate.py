@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.estimate.header_formula import Parameters, Parts
 from inference.estimate.layers import Sizes
 from inference.settings import ModelSpec

@@ -15,7 +15,7 @@ from inference import settings
 from inference.app import Service
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
 from inference.authority.state import Timing
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.errors import MemoryLimitExceededError, QueueFull
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState

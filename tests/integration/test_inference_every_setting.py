@@ -22,8 +22,8 @@ from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.plan import Standing
-from inference.devices.device import Reading
-from inference.devices.host import CPU, CpuProbe
+from inference.devices.device import CPU, Reading
+from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
 from inference.errors import DeadlineExceeded, MemoryLimitExceededError, QueueFull

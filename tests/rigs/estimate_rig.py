@@ -10,9 +10,8 @@ from typing import Any
 
 from headgate.shared.state import StateDir
 from inference import worker_link
-from inference.devices.device import Reading
-from inference.devices.device_pinning import environment_of, grants_of
-from inference.devices.host import CPU, CpuProbe
+from inference.devices.device import CPU, Reading, environment_of, grants_of
+from inference.devices.host import CpuProbe
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment_settings import InferenceSettings
 from inference.estimate.estimator import Estimate, Estimator

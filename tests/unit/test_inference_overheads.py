@@ -11,8 +11,7 @@ import pytest
 from headgate.shared.state import StateDir
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.observed_overhead import Before
-from inference.devices.device import Reading
-from inference.devices.device_pinning import environment_of, grants_of
+from inference.devices.device import Reading, environment_of, grants_of
 from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MIB, MOST_BYTES, Overheads
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")

@@ -13,8 +13,7 @@ from inference import settings
 from inference.authority.handlers.queries import device_view
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Option, Placement, Policy, Request, Result, plan
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
 from inference.estimate.header_formula import Facts, Parameters, formula_on
 from inference.estimate.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES

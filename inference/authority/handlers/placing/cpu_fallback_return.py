@@ -16,7 +16,7 @@ from inference.authority.handlers.queries.questions import Subject, held_models,
 from inference.authority.handlers.running import oom_ladder
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing, plan
 from inference.authority.state import ModelRecord, MoveCommand, ReturnHome, State
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.errors import InferenceError
 from inference.protocol import ModelState
 from inference.settings import ModelSpec

@@ -15,8 +15,7 @@ from inference.authority.placement.fix import smaller
 from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
 from inference.authority.placement.turns import Decision, Scenery, Wish, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 

@@ -14,7 +14,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running.growth_watch import reclaim, serving
 from inference.authority.placement.repack import Piece, repack
 from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, Shift, State
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from inference.settings import ModelSpec

@@ -20,8 +20,7 @@ from inference.authority.lifecycle.departures import Reason
 from inference.authority.placement.plan import Refusal, plan
 from inference.authority.placement.reduction import REST_SECONDS
 from inference.authority.state import DefragmentCommand, ModelRecord, MoveCommand, Purpose, State, TicketRecord
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelNotFound
 from inference.protocol import ModelState, Priority
 from inference.settings import ModelSpec

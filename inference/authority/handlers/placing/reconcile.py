@@ -34,7 +34,7 @@ from inference.authority.placement.plan import Placement, Refusal, Result, Stand
 from inference.authority.placement.turns import Decision, age_rank
 from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, TimerKind
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 

@@ -11,8 +11,7 @@ from inference.authority.effects import ReadDevices
 from inference.authority.placement.ledger import Account, Balance
 from inference.authority.placement.stage import Policy
 from inference.authority.state import State
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState

@@ -12,9 +12,7 @@ from inference.authority.placement.plan import Held, Option, Placement, Refusal,
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
 from inference.authority.state import State, WorkerRecord
-from inference.devices.device import Reading
-from inference.devices.device_pinning import grants_of
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading, grants_of
 from inference.environment_settings import InferenceSettings
 from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
 from inference.estimate.layers import layers_of

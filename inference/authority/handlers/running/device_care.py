@@ -14,7 +14,7 @@ from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError
 from inference.protocol import DeviceState, ExitCause, ModelState

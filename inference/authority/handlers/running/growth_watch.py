@@ -12,7 +12,7 @@ from inference.authority.handlers.running import departure, model_files
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.pressure.growth import growth
 from inference.authority.state import Growth, State, WorkerRecord
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.protocol import ModelState
 
 _SERVING = (ModelState.READY, ModelState.BUSY)

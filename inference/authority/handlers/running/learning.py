@@ -6,7 +6,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import LearnOverhead
 from inference.authority.handlers.queries import device_view
 from inference.authority.state import Learning, WorkerRecord
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.protocol import DeviceState
 
 KNOWN_KINDS = frozenset({"sim"})

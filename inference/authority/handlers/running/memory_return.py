@@ -11,7 +11,7 @@ from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import endings
 from inference.authority.state import Return, TimerKind, WorkerRecord
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 
 FIRST_PAUSE_SECONDS = 0.02
 LAST_PAUSE_SECONDS = 0.25

@@ -22,8 +22,7 @@ from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.placement.plan import Refusal, Standing
 from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
 from inference.authority.state import ModelRecord, State, WorkerRecord
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.workers.exit_cause import WorkerExit

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from inference.authority.draft import Draft
 from inference.authority.effects import SetThreads
 from inference.authority.state import ModelRecord, State, TimerKind
-from inference.devices.host import CPU
+from inference.devices.device import CPU
 from inference.protocol import ModelState
 
 CALM_SECONDS = 1.0

@@ -34,8 +34,7 @@ from inference.authority.placement.ledger import LedgerError
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.retention import HOST, Mechanism, displaced
 from inference.authority.state import Kept, ModelRecord, SuspendedDevice, TimerKind, WorkerRecord, placement_key
-from inference.devices.device import HIDDEN
-from inference.devices.device_pinning import environment_of
+from inference.devices.device import HIDDEN, environment_of
 from inference.protocol import ModelState
 from inference.worker_link import Hold, Offloaded
 

@@ -38,7 +38,7 @@ from inference.authority.placement.plan import Placement
 from inference.authority.quarantine import MOST_IN_A_ROW, SUSPICIOUS, Crash
 from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, State, TimerKind, WorkerRecord, placement_key
-from inference.devices.device_pinning import environment_of
+from inference.devices.device import environment_of
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
 from inference.file_stamp import Fingerprint, changed
 from inference.protocol import ExitCause, ModelState

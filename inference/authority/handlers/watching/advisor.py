@@ -36,8 +36,7 @@ from inference.authority.pressure.advice import (
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.pressure.relief import Rung
 from inference.authority.state import ModelRecord, State
-from inference.devices.device import Reading
-from inference.devices.host import CPU
+from inference.devices.device import CPU, Reading
 
 LATELY_SECONDS = 600.0
 """How long a refusal, and how full a device was, are worth an alert."""
