@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.client import Client, Order
 from benchmarks.figures import Bar, Middle
 from benchmarks.models import SHAPES, path_of
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 from headgate.shared.state import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs.stack import Stack

@@ -33,7 +33,7 @@ from benchmarks import asking, departures, failover, gateway_peers, gateway_repo
 from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Paced, Results
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Door
 from benchmarks.upstream import Upstream
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 PARTS = ("alone", "crowds", "paced", "failover", "memory", "departures")

@@ -15,7 +15,7 @@ from benchmarks.gateway_peers import LITELLM, PORTKEY
 from benchmarks.gateway_samples import FIRST_TOKEN_SECONDS, STREAMED, WHOLE, Alone, Failed, Results
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import PACE_SECONDS
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 
 ADDED_P50_MS, ADDED_P99_MS, ADDED_TTFT_P99_MS = 0.6, 2.0, 2.0
 ADDED_OF_PASS_THROUGH = 1.0

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 
 WHOLE, STREAMED = "whole", "streamed"
 """Kinds of answers."""

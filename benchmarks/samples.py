@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.figures import limit_seconds
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 
 WORKER, CHAIN, LLAMA_SERVER, LLAMA_CPP_SERVER = "worker", "chain", "llama-server", "llama_cpp.server"
 MODELS = ("15m", "135m", "1b")

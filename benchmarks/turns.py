@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Bar, Middle
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 from headgate.shared.state import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs.stack import LOCAL_ROUTES, Stack, chat_body

@@ -14,10 +14,9 @@ from gateway.gateway_server import serve
 from gateway.runtime import Runtime, Source
 from headgate.shared import log as logs
 from headgate.shared import ports
-from headgate.shared.environ import load_environ
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.event_loop import new_event_loop
-from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir
+from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir, load_environ
 
 log = logging.getLogger("gateway")
 

@@ -21,10 +21,9 @@ from gateway.apis.image_policy import is_host_entry
 from gateway.apis.openai.frames import Flavor
 from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
-from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
+from headgate.shared.configfile import Bytes, Duration, Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.state import INVALID_KEY, fits_a_header
-from headgate.shared.units import Bytes, Duration
 from inference.protocol import Priority
 
 FILE = "gateway.yaml"

@@ -26,9 +26,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from headgate.shared.asgi import App, error_headers, request_id
-from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
-from headgate.shared.state import INFERENCE_TOKEN, StateDir
+from headgate.shared.state import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.wire import WiredHttp
 from inference import settings
 from inference.api.relay import Relay

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from headgate.shared.amounts import MIB, format_bytes, parse_bytes
+from headgate.shared.configfile import Duration
 from headgate.shared.errors import Problem
 from headgate.shared.state import INVALID_KEY, fits_a_header
-from headgate.shared.units import Duration
+from headgate.shared.units import MIB, format_bytes, parse_bytes
 from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared import configfile
+from headgate.shared.configfile import Bytes, Duration
 from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.units import Bytes, Duration
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
 from inference.environment_settings import InferenceSettings, KvType

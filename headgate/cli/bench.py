@@ -17,9 +17,8 @@ from headgate.cli import addresses
 from headgate.cli.client import Api, ApiError, from_envelope
 from headgate.cli.command import Command, Session, at_least_one
 from headgate.cli.talk import INTERRUPTED, SILENCE_SECONDS
-from headgate.shared.amounts import parse_duration
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.percentiles import percentile
+from headgate.shared.units import parse_duration
 from inference.protocol import H_POLICY, H_TIER, Tier
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "as", "with", "at", "be", "by", "not")
@@ -277,3 +276,14 @@ def _show(session: Session, figures: dict[str, Any]) -> None:
 
 
 COMMANDS = {"bench": Command(_arguments, run)}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The percentile `share` (0 to 1) of `values`, linearly interpolated; NaN when `values` is empty."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (ordered[above] - ordered[below]) * (place - below))

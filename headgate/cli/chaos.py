@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from headgate.cli import addresses
 from headgate.cli.command import Command, Session, zero_or_more
 from headgate.shared import ports
-from headgate.shared.amounts import format_duration, parse_bytes
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.units import format_duration, parse_bytes
 from inference.protocol import ModelStatus
 
 OUT_OF_MEMORY = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu\n"

@@ -11,8 +11,8 @@ from headgate.cli import addresses
 from headgate.cli.client import segment
 from headgate.cli.command import Command, Session, at_least_one, no_arguments
 from headgate.cli.terminal import facts
-from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
+from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
 
 LOAD_SECONDS = 600.0

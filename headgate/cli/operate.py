@@ -8,8 +8,8 @@ from typing import Any
 from headgate.cli import addresses
 from headgate.cli.client import segment
 from headgate.cli.command import Command, Session, list_or_act
-from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
+from headgate.shared.units import format_bytes, format_duration
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")

@@ -15,18 +15,29 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.state import SECRET_NAMES, packaged_defaults
+from headgate.shared.units import parse_bytes, parse_duration
 
 _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _UNSET = "\x00unset:"
 Path_ = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
+
+# Patterns for the JSON schemas, which editors use. The parsers decide.
+_DURATION_TEXT = Annotated[str, Field(pattern=r"^\s*(never|\d+(\.\d+)?\s*(ms|s|m|h|d)?)\s*$")]
+_SIZE_TEXT = Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*([KMGTkmgt]?[Ii]?[Bb])?\s*$")]
+
+Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | _DURATION_TEXT)]
+"""A pydantic field type: seconds, written as `30s`, `250ms`, `5m`, `never` or a number."""
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | _SIZE_TEXT)]
+"""A pydantic field type: bytes, written as `512MiB`, `2GiB` or a number."""
 
 
 MOST_BYTES = 4 * 10**6

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.errors import AlreadyRunningError, HeadgateError
+from headgate.shared.errors import AlreadyRunningError, ConfigError, HeadgateError, Problem
 from headgate.shared.state_files import (
     NotRegularError,
     check_regular,
@@ -236,3 +236,28 @@ def _holder(text: str) -> str:
         return ", ".join(f"{key} {value}" for key, value in description.items())
     except (ValueError, AttributeError):
         return "unknown process"
+
+
+def load_environ(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> dict[str, str]:
+    """`environ` (default: of this process) merged over `.env` in `directory` (default: the working directory).
+
+    A variable that is set, even to an empty value, overrides the file. Kubernetes' service links
+    (`INFERENCE_PORT=tcp://...` for a service called `inference`) are omitted. Raises ConfigError when `.env` cannot
+    be read.
+    """
+    given = os.environ if environ is None else environ
+    own = {name: value for name, value in given.items() if not _is_service_link(value)}
+    path = (directory or Path()) / ".env"
+    if not path.is_file():
+        return own
+    from dotenv import dotenv_values  # imported only when needed: `--help` stays fast
+
+    try:
+        values = dotenv_values(path, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(f"cannot be read: {error}", file=path)]) from error
+    return {name: value for name, value in values.items() if value is not None} | own
+
+
+def _is_service_link(value: str) -> bool:
+    return value.startswith(("tcp://", "udp://", "sctp://"))

@@ -1,21 +1,74 @@
-"""Pydantic field types for durations and byte sizes (`headgate.shared.amounts` parses them without pydantic)."""
+"""Parses and formats durations (`30s`, `never`) and byte sizes (`512MiB`)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+import re
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?\s*", re.IGNORECASE)
+_BYTES = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 
-from headgate.shared.amounts import GIB, MIB, format_bytes, format_duration, parse_bytes, parse_duration
+MIB = 2**20
+GIB = 2**30
 
-__all__ = ["GIB", "MIB", "Bytes", "Duration", "format_bytes", "format_duration", "parse_bytes", "parse_duration"]
 
-# Patterns for the JSON schemas, which editors use. The parsers decide.
-_DURATION_TEXT = Annotated[str, Field(pattern=r"^\s*(never|\d+(\.\d+)?\s*(ms|s|m|h|d)?)\s*$")]
-_SIZE_TEXT = Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*([KMGTkmgt]?[Ii]?[Bb])?\s*$")]
+def parse_duration(value: Any) -> float:
+    """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a number of seconds; `"never"` is infinity.
 
-Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | _DURATION_TEXT)]
-"""A pydantic field type: seconds, written as `30s`, `250ms`, `5m`, `never` or a number."""
+    Raises ValueError with an example for other text, negative values and NaN.
+    """
+    if isinstance(value, bool):
+        raise ValueError("true and false are not durations; write for example 30s, 250ms, 5m or never")
+    if isinstance(value, (int, float)):
+        if math.isnan(value) or value < 0:
+            raise ValueError(f"a duration cannot be {value}; write for example 30s, 250ms, 5m or never")
+        return float(value)
+    if isinstance(value, str):
+        if value.strip().lower() == "never":
+            return math.inf
+        if match := _DURATION.fullmatch(value):
+            return float(match[1]) * _SECONDS[match[2]]
+    raise ValueError(f"{value!r} is not a duration; write for example 30s, 250ms, 5m or never")
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | _SIZE_TEXT)]
-"""A pydantic field type: bytes, written as `512MiB`, `2GiB` or a number."""
+
+def parse_bytes(value: Any) -> int:
+    """Bytes in `"600MiB"`, `"1.5GB"` or a number of bytes. Raises ValueError with an example for other values."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are not sizes; write for example 512MiB or 2GiB")
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a size cannot be {value}; write for example 512MiB or 2GiB")
+        return int(value)
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        return int(float(match[1]) * _BYTES[(match[2] or "B").lower()])
+    raise ValueError(f"{value!r} is not a size; write for example 512MiB or 2GiB")
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes in binary units: `"512 B"`, `"1.5 MiB"`, `"12.0 GiB"`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` as `"never"`, `"250ms"`, `"42s"`, `"5m"` or `"2h 3m"`."""
+    if math.isinf(seconds):
+        return "never"
+    if seconds < 1 and seconds > 0:
+        return f"{seconds * 1000:.0f}ms"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole}s"
+    if whole < 7200:
+        return f"{whole // 60}m {whole % 60}s" if whole % 60 else f"{whole // 60}m"
+    return f"{whole // 3600}h {whole % 3600 // 60}m"

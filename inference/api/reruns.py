@@ -7,7 +7,7 @@ import hashlib
 
 import orjson
 
-from headgate.shared.amounts import format_duration
+from headgate.shared.units import format_duration
 from inference.authority.events import Acquitted, CrashReported
 from inference.authority.quarantine import Crash, Standing
 from inference.authority.shell import Authority

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import Bar
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 from tests.chaos.judge import End, Outcome, tally
 from tests.chaos.plan import LEAST_SHARE
 from tests.chaos.run import Results

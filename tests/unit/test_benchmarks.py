@@ -25,7 +25,7 @@ from benchmarks.samples import (
     Results,
     Sample,
 )
-from headgate.shared.percentiles import percentile
+from headgate.cli.bench import percentile
 
 
 @pytest.mark.parametrize(

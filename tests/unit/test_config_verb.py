@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from headgate.cli.config import FILES, GATEWAY, MASK, plain, render
 from headgate.cli.main import main
-from headgate.shared.units import Bytes, Duration
+from headgate.shared.configfile import Bytes, Duration
 from tests.rigs.processes import forget_own
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from headgate.shared.configfile import load, unset_name
+from headgate.shared.configfile import Duration, load, unset_name
 from headgate.shared.errors import ConfigError
-from headgate.shared.units import Duration
 
 
 class _Inner(BaseModel):
