@@ -46,7 +46,7 @@ ALLOWED: dict[str, int] = {
     "tests/integration": 596,
     "tests/promises": 7,
     "tests/property": 148,
-    "tests/regressions": 33,
+    "tests/regressions": 2,
     "tests/rigs": 78,
     "tests/rigs/fake_provider": 29,
     "tests/rigs/nvml_stub": 1,

@@ -1,4 +1,4 @@
-"""A suspended model whose device could not be used just then was dropped as if its configuration had changed."""
+"""Devices that fail for days or are probed while a model is suspended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 from inference.authority.lifecycle.departures import Reason
 from inference.devices.checkpoint.checkpoint_support import Trouble
 from inference.devices.device import Reading
+from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start, services
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 class Simulated(FakeAccelerator):
-    """A simulated GPU in whatever state, and another."""
+    """A simulated GPU in the given state, and a healthy one."""
 
     state = DeviceState.HEALTHY
 
@@ -36,7 +35,7 @@ class Simulated(FakeAccelerator):
 
 
 class Carrier:
-    """All goes well."""
+    """Every operation succeeds."""
 
     who = "the fake"
 
@@ -47,7 +46,8 @@ class Carrier:
         return None
 
 
-async def test_the_record_names_the_device_and_its_state(start: Start) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
+async def test_eviction_record_of_a_suspended_model_names_the_device_and_its_state(start: Start) -> None:
     accelerator = Simulated()
     service = await start({"a": {}}, accelerator=accelerator, carriers={"sim": Carrier()})
     model = service.authority.resolve("a")
@@ -62,7 +62,14 @@ async def test_the_record_names_the_device_and_its_state(start: Start) -> None:
             assert (kept["mechanism"], kept["original_device"]) == ("checkpoint", "gpu-0")
             accelerator.state = DeviceState.PROBING
     await service.authority.reached(lambda: len(service.authority.state.evictions) == 2)
-    told = {record.reason: record.explanation for record in service.authority.state.evictions}
-    assert told == {Reason.BY_HAND: (), Reason.DEVICE: ("gpu-0 is probing",)}, "in the order in which memory is back"
+    explained = {record.reason: record.explanation for record in service.authority.state.evictions}
+    assert explained == {Reason.BY_HAND: (), Reason.DEVICE: ("gpu-0 is probing",)}
     assert model.running is not None
     assert model.running.device.id == "gpu-1"
+
+
+def test_restart_delay_of_a_failing_device_stays_limited() -> None:
+    state = Reopening()
+    for _ in range(20_000):
+        state = state.failed(state.due_at)
+    assert state.failed(0.0).due_at == MOST_SECONDS

@@ -1,4 +1,4 @@
-"""A model that drained for another one stayed when that one gave up, although it had been told to go for good."""
+"""A model that drains for one reason and is then asked to leave for another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def draining(start: Start) -> tuple[Service, Model, Lease, Ticket]:
-    """`a` finishes an answer, because somebody waits for `b` and both do not fit."""
+    """`a` finishes an answer and drains for `b`, because both do not fit."""
     service: Service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
@@ -38,8 +38,8 @@ async def draining(start: Start) -> tuple[Service, Model, Lease, Ticket]:
     return service, model, lease, wish
 
 
-async def test_a_model_unloaded_by_hand_while_it_drains_is_unloaded(start: Start) -> None:
-    """The answer under way is finished, and the record says whose wish it was."""
+async def test_unload_by_command_applies_to_a_model_that_drains(start: Start) -> None:
+    """The running answer is finished, and the record has the reason of the command."""
     service, model, lease, wish = await draining(start)
     unloading = asyncio.create_task(service.authority.unload(model))
     await asyncio.sleep(0)
@@ -52,8 +52,8 @@ async def test_a_model_unloaded_by_hand_while_it_drains_is_unloaded(start: Start
 
 
 @pytest.mark.parametrize("change", ["changed", "removed"])
-async def test_a_reload_counts_while_a_model_drains(start: Start, tmp_path: Path, change: str) -> None:
-    """What was loaded with settings that are gone neither stays nor is kept warm."""
+async def test_reload_applies_to_a_model_that_drains(start: Start, tmp_path: Path, change: str) -> None:
+    """A model with replaced settings neither stays nor is kept warm."""
     service, model, lease, wish = await draining(start)
     rewrite(tmp_path, {"b": {}} if change == "removed" else {"a": {"context_length": 512}, "b": {}})
     service.authority.reload(settings.load(tmp_path, ENVIRON, {}))
@@ -64,7 +64,7 @@ async def test_a_reload_counts_while_a_model_drains(start: Start, tmp_path: Path
 
 
 async def waiting_for_the_pool(start: Start, reason: Reason = Reason.BY_HAND) -> tuple[Service, Model]:
-    """`a` has no answer under way and leaves, once `w`, which is warm and worth less, has made room in the pool."""
+    """`a` has no running answer and leaves once the warm model `w`, which has a lower value, has left the pool."""
     share = str(100 * MIB / CpuProbe().readings()[0].total_bytes)
     service: Service = await start(
         {"w": {}, "a": {}}, {"a": {"load_seconds": 0.5}}, accelerator=FakeAccelerator(), CPU_MEMORY_MAX_PERCENT=share
@@ -78,8 +78,7 @@ async def waiting_for_the_pool(start: Start, reason: Reason = Reason.BY_HAND) ->
     return service, model
 
 
-async def test_who_waits_for_the_pool_goes_at_once_when_told_to_go_for_good(start: Start) -> None:
-    """Nothing is under way that it could finish."""
+async def test_model_that_waits_for_the_pool_is_unloaded_at_once_when_its_settings_change(start: Start) -> None:
     service, model = await waiting_for_the_pool(start)
     assert (model.state, service.authority.resolve("w").state) == (S.DRAINING, S.UNLOADING)
     service.authority.leave(model, Reason.CHANGED)
@@ -87,8 +86,7 @@ async def test_who_waits_for_the_pool_goes_at_once_when_told_to_go_for_good(star
     await service.authority.reached(lambda: model.state is S.COLD and empty(service))
 
 
-async def test_who_stays_without_an_answer_under_way_is_idle(start: Start) -> None:
-    """It was called busy for ever; and its next answer was cut when the room it had waited for was there."""
+async def test_model_that_waits_for_the_pool_accepts_requests_and_finishes_them(start: Start) -> None:
     service, model = await waiting_for_the_pool(start, Reason.MEMORY_WANTED)
     authority = service.authority
     assert (model.state, authority.resolve("w").state) == (S.READY, S.UNLOADING)
@@ -103,8 +101,7 @@ async def test_who_stays_without_an_answer_under_way_is_idle(start: Start) -> No
     await model.becomes(S.WARM)
 
 
-def test_which_reason_weighs_more() -> None:
-    """For good beats for others' sake; what is unloaded for good is not kept after all."""
+def test_commands_overrule_other_reasons_and_unloading_overrules_offloading() -> None:
     by_hand = Departure(Reason.BY_HAND)
     kept_by_hand = Departure(Reason.BY_HAND, Action.OFFLOAD)
     wanted = Departure(Reason.MEMORY_WANTED, Action.OFFLOAD)

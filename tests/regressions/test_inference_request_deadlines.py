@@ -1,4 +1,4 @@
-"""The deadline header was once forgotten after the model was ready, and absurd numbers were a bare 500."""
+"""The deadline header and absurd numbers in requests to the inference service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.kill()
 
 
-def _opened(stack: Stack, body: dict[str, Any], **headers: str) -> Any:
+def _open(stack: Stack, body: dict[str, Any], **headers: str) -> Any:
     request = urllib.request.Request(
         stack.inference.url + "/v1/chat/completions",
         data=json.dumps(body).encode(),
@@ -36,7 +36,7 @@ def _opened(stack: Stack, body: dict[str, Any], **headers: str) -> Any:
 
 
 def _text_of(line: bytes) -> str:
-    """The content that a line of a stream adds; an ended stream is an error."""
+    """The text of a line of a stream; fails at the end of the stream."""
     assert line, "the stream ended without a text"
     if not line.startswith(b"data: "):
         return ""
@@ -44,9 +44,9 @@ def _text_of(line: bytes) -> str:
 
 
 def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | None, dict[str, Any]]:
-    """Status and error of a refusal; the status is None for one that came as a frame of an open stream."""
+    """Status and error of a refusal; the status is None for an error frame within a stream."""
     try:
-        with _opened(stack, body, **headers) as answer:
+        with _open(stack, body, **headers) as answer:
             frames = [frame for frame in answer.read().split(b"\n\n") if frame.startswith(b"data: ")]
         return None, json.loads(frames[-1].removeprefix(b"data: "))["error"]
     except urllib.error.HTTPError as error:
@@ -55,20 +55,20 @@ def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_waits_behind_others_is_told_when_the_deadline_is_over(stack: Stack, stream: bool) -> None:
+def test_deadline_ends_the_wait_for_a_slot_of_a_ready_model(stack: Stack, stream: bool) -> None:
     long = chat_body("Tell me a long story about a water mill.", logit_bias={"2": -100}, max_tokens=1500, stream=True)
-    with _opened(stack, long) as busy:
+    with _open(stack, long) as busy:
         while not _text_of(busy.readline()):
-            continue  # from its first text on the story has the only slot
+            continue  # the first text shows that the story has the only slot
         status, error = _refusal(stack, chat_body("Hello!", stream=stream), **{"x-headgate-deadline-ms": "200"})
-        assert busy.readline(), "the story ended too early to show anything"
+        assert busy.readline(), "the story ended too early"
     assert status in ((504, None) if stream else (504,))
     assert error["code"] == "deadline_exceeded"
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n", "top_k", "seed"])
 @pytest.mark.parametrize("value", [10**30, -(10**30), 1e300])
-def test_absurd_numbers_are_a_400_with_the_field(stack: Stack, field: str, value: float) -> None:
+def test_numbers_out_of_range_are_a_400_with_the_field(stack: Stack, field: str, value: float) -> None:
     status, error = _refusal(stack, chat_body("Hello!", **{field: value}))
     assert status == 400
     assert error["param"] in (field, None if isinstance(value, int) else field, "messages")
