@@ -25,10 +25,10 @@ from gateway.http.http_exchange import Exchange, body_at_hand, exchange_of, read
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
-from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
+from gateway.telemetry.quote_redaction import without_quotes
 from headgate.shared.asgi import ClientLeftError, Receive, Scope, Send
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 

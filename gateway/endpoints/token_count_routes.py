@@ -26,10 +26,10 @@ from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes
 from gateway.routing.chain import Candidate, Drop, Dropped, RouteMatch, expand
 from gateway.routing.explain_record import AttemptRecord, Record
-from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.refusal import no_answer
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.runtime import Runtime
+from gateway.telemetry.quote_redaction import without_quotes
 from headgate.shared.asgi import Receive, Scope, Send
 from inference.protocol import Code
 

@@ -17,9 +17,9 @@ from gateway.routing.budget import Budget, Due
 from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import AttemptRecord
-from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import RequestState
 from gateway.routing.stream_reader import ANSWERS, ExpiredError, StreamReader
+from gateway.telemetry.quote_redaction import without_quotes
 from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")

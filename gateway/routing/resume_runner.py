@@ -29,11 +29,11 @@ from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import BreakRecord
-from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import RequestState
 from gateway.routing.resume_policy import PartialAnswer
 from gateway.routing.splice import SentAnswer, Splice, resume_comment
 from gateway.routing.stream_reader import ExpiredError
+from gateway.telemetry.quote_redaction import without_quotes
 from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 log = logging.getLogger("gateway.routing.resume_runner")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.quote_redaction import LEFT_OUT, MAX_CHARS, QUOTE_CHARS, WITHHELD, without_quotes
+from gateway.telemetry.quote_redaction import LEFT_OUT, MAX_CHARS, QUOTE_CHARS, WITHHELD, without_quotes
 
 SECRET = "the mill by the river has a name"
 
