@@ -87,8 +87,3 @@ def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, 
             continue
         kept.append(warm.model)
     return frozenset(kept)
-
-
-def copy_seconds(count_bytes: int) -> float:
-    """How long saving or copying that much may take before it is given up."""
-    return LEAST_SECONDS + count_bytes / SLOWEST_COPY_BYTES_PER_SECOND

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.retention import HOST, Leaver, Warm, copy_seconds, displaced, kept_of
+from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
 
 GIB = 2**30
 NOW = 1000.0
@@ -73,12 +73,6 @@ def test_who_is_kept_leaves_room_for_the_newcomer(
     if not ledger.without([item.holding for item in items]).lacks(need):
         left = [item.warm.bytes for item in items if item.warm and item.model not in kept]
         assert all(size > spare - need_host * GIB for size in left), "somebody was dropped who had room"
-
-
-def test_a_copy_is_given_time_for_its_size() -> None:
-    """A small one some seconds, a large one what a slow disk needs."""
-    assert copy_seconds(0) == 15.0
-    assert copy_seconds(20_000_000_000) > 1000
 
 
 def test_nobody_is_kept_where_the_newcomer_does_not_fit() -> None:

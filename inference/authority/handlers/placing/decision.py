@@ -181,11 +181,6 @@ def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
     return replace(state, ledger=ledger, models={**state.models, id: asked})
 
 
-def is_deployed(state: State, model: ModelRecord) -> bool:
-    """Whether the model is on a device already, or on its way there."""
-    return model.worker is not None and model.state not in (ModelState.WARM, ModelState.UNLOADING)
-
-
 def needs_of(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:
     """The first of these devices that the model is not measured on."""
     known = state.estimates_of(model.effective)
