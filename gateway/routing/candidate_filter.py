@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
-from gateway.providers.local.candidate_facts import Facts
-from gateway.providers.local.model_speed import UNKNOWN, Speed, queue_seconds
+from gateway.providers.local.candidate_facts import UNKNOWN, Facts, Speed, queue_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.routing import prompt_length, ttft_prediction
 from gateway.routing.budget import Budget

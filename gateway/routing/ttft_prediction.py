@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.providers.local.model_speed import Speed
+from gateway.providers.local.candidate_facts import Speed
 from gateway.routing.budget import Budget
 from gateway.routing.chain import Candidate, Drop, Dropped
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.providers.local.candidate_facts import Facts
-from gateway.providers.local.failing_models import LikelyFailure
-from gateway.providers.local.model_speed import Speed
+from gateway.providers.local.candidate_facts import Facts, LikelyFailure, Speed
 from gateway.routing.chain import DEFERRING, Candidate, Requirements, select
 
 CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))

@@ -33,7 +33,7 @@ from inference.worker.dialects.families.plain import Plain
 from inference.worker.dialects.families.qwenxml import QwenXml
 from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
 from inference.worker.dialects.forms import Sequence as Then
-from inference.worker.dialects.jsontext import ValueEnd
+from inference.worker.dialects.reading import ValueEnd
 from inference.worker.dialects.thinking import BRACKETS, TAGS
 
 pytestmark = pytest.mark.unmeasured

@@ -10,8 +10,7 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
 from gateway.breaker.outcome import Ignore, Reason
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
-from gateway.providers.local.candidate_facts import Facts
-from gateway.providers.local.failing_models import LikelyFailure
+from gateway.providers.local.candidate_facts import Facts, LikelyFailure
 from gateway.routing.candidate_outcomes import CandidateOutcome
 from gateway.routing.chain import Candidate, Drop, Requirements, RouteMatch, expand, find_route, passes_on, select
 from gateway.routing.refusal import no_answer

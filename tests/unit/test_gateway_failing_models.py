@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.providers.local.failing_models import LikelyFailure, likely_failure
+from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 FAILED, READY = ModelState.FAILED, ModelState.READY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.providers.local.model_speed import UNKNOWN, Speed, queue_seconds
+from gateway.providers.local.candidate_facts import UNKNOWN, Speed, queue_seconds
 from gateway.routing.budget import Budget, Limits
 from gateway.routing.chain import Candidate, Drop
 from gateway.routing.ttft_prediction import Allowed, Prediction, deferral, too_slow

@@ -3,11 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.providers.local.failing_models import LikelyFailure
-from gateway.providers.local.model_speed import UNKNOWN, Speed
 from gateway.providers.provider_fields import ALL_TAKEN
+from inference.protocol import DeviceState, ModelState, ModelStatus
+
+
+class Speed(NamedTuple):
+    """Measurements of a model; None where none exist.
+
+    `load_seconds` is 0 for a loaded model. `queue_seconds` is the wait of a new request behind others after loading.
+    """
+
+    load_seconds: float | None = None
+    queue_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+
+    @property
+    def ready_in(self) -> float:
+        """Seconds until the model starts a new request, as far as known."""
+        return (self.load_seconds or 0.0) + (self.queue_seconds or 0.0)
+
+
+def queue_seconds(
+    reported_seconds: float | None,
+    outstanding: int,
+    parallel: int,
+    answer_seconds: float | None,
+    *,
+    first: bool = False,
+) -> float | None:
+    """The wait behind other requests: the last reported one, or a longer estimate from the gateway's own requests.
+
+    The service reports every few seconds; `outstanding` includes requests that were sent since. `first`: the request
+    has the highest priority and gets the next free place.
+    """
+    waits_for = outstanding - parallel + 1
+    if waits_for > 0 and answer_seconds is not None:
+        reported_seconds = max(reported_seconds or 0.0, waits_for * answer_seconds)
+    if first and reported_seconds is not None and answer_seconds is not None:
+        return min(reported_seconds, answer_seconds)
+    return reported_seconds
+
+
+UNKNOWN = Speed()
+"""Without measurements."""
+
+
+SHORT_REST_SECONDS = 2.0
+"""The inference service itself waits for a failed model that it loads again within this time."""
+
+_FAILED = ModelState.FAILED
+_UNUSABLE = (DeviceState.QUARANTINED, DeviceState.LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyFailure:
+    """Why a model would fail now. `retry_in`: seconds until that may be over, None if unknown."""
+
+    message: str
+    retry_in: float | None = None
+
+
+def likely_failure(status: ModelStatus, devices: Mapping[str, DeviceState], age: float) -> LikelyFailure | None:
+    """The likely failure of a model whose `status` was reported `age` seconds ago; None without a reason."""
+    if status.state is _FAILED:
+        rest = None if status.retry_after_seconds is None else max(0.0, status.retry_after_seconds - age)
+        if rest is not None and rest <= SHORT_REST_SECONDS:
+            return None
+        return LikelyFailure(f"the model failed: {status.reason or 'no reason given'}", rest)
+    unusable = [name for name in status.devices if devices.get(name) in _UNUSABLE]
+    if not unusable:
+        return None
+    return LikelyFailure(f"its device {', '.join(unusable)} is {devices[unusable[0]]}")
 
 
 class Facts(NamedTuple):

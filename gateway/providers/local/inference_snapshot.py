@@ -15,7 +15,7 @@ from typing import Any
 
 from gateway.breaker import probe_schedule
 from gateway.errors import UpstreamError
-from gateway.providers.local.failing_models import LikelyFailure, likely_failure
+from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 log = logging.getLogger("gateway.providers.local.inference_snapshot")
