@@ -271,9 +271,6 @@ def _plain(value: Any) -> Any:
 
 # --- streams ---------------------------------------------------------------------------------------------------------
 DONE = b"data: [DONE]\n\n"
-PROMPT_USAGE = "prompt_usage"
-"""The field of `stream_options` by which the first chunk of a chat carries the usage of the prompt, and the chunks
-between it and the last one have no `usage`. It is Headgate's own: callers of the gateway cannot set it."""
 PROGRESS_INTERVAL_SECONDS = 2.0
 """The inference service is never silent longer than this on a stream that makes progress."""
 

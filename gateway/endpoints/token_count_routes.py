@@ -216,7 +216,7 @@ class _Counting:
     async def _count(self, candidate: Candidate, seconds: float) -> int:
         gateway, request = self._gateway, self._request
         if candidate.is_local:
-            return await gateway.counter.count(candidate.model, request.endpoint, request.body, seconds)
+            return await gateway.counter.count(candidate.model, request.body, seconds)
         provider = gateway.registry.get(candidate.provider)
         if isinstance(provider, CountsTokens):
             connect = gateway.config.deadlines.connect

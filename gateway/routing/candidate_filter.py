@@ -175,7 +175,7 @@ class CandidateFilter:
             return None
         request = self._request
         try:
-            return await self._gateway.counter.count(candidate.model, request.endpoint, request.body, seconds)
+            return await self._gateway.counter.count(candidate.model, request.body, seconds)
         except UpstreamError as error:
             lower_bound = (error.details or {}).get("prompt_tokens")
             is_bound = error.code == Code.CONTEXT_LENGTH_EXCEEDED and isinstance(lower_bound, int)

@@ -17,26 +17,10 @@ from headgate.shared.bodies.body_decoder import HOP_FIELDS, json_schema
 from inference.api.routes.openapi_route import BODIES
 from inference.api.token_guard import OPEN_PATHS
 from inference.app import HOT_PATHS
-from inference.worker.api import generation_body, rerank_api, tokenize_api
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
-
-READ = {
-    "/v1/chat/completions": generation_body._CHAT,
-    "/v1/completions": generation_body._COMPLETION,
-    "/v1/embeddings": generation_body._EMBEDDING,
-    "/v1/rerank": rerank_api._FIELDS,
-    "/tokenize": tokenize_api._KNOWN,
-    "/detokenize": ("model", "tokens"),
-}
-"""What a worker reads of each body; everything else it refuses by name."""
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_the_service_describes_the_fields_that_workers_read(path: str) -> None:
-    assert set(BODIES[path]["properties"]) == set(READ[path])
 
 
 def test_every_hot_path_is_described() -> None:

@@ -324,7 +324,7 @@ BAD = [
     ("/v1/embeddings", {"input": "x"}, 400, "model"),
     ("/tokenize", {"content": 5}, 400, "content"),
     ("/tokenize", {"messages": []}, 400, "messages"),
-    ("/detokenize", {"tokens": [-1]}, 400, "tokens[0][0]"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
     ("/detokenize", {}, 400, "tokens"),
     ("/nowhere", {}, 404, None),
     ("/livez", {}, 405, None),

@@ -150,13 +150,13 @@ def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -
     broken = bytearray(tiny_projector.png())
     broken[45:60] = bytes(15)
     for part, says in (
-        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}, "fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/x.png"}}, "fetches nothing"),
         ({"type": "image_url", "image_url": {"url": url(kind="image/webp")}}, "PNG or JPEG"),
         (
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(broken).decode()}"}},
             "an image cannot be read",
         ),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "text and images only"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "text and images only"),
     ):
         status, said = worker.post(PATH, body("look", part))
         assert status == 400, said

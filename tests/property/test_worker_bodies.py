@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.shared.bodies.openai_bodies import SHAPES
 from inference.worker.api import generation_body
-from inference.worker.api.generation_fields import FORM_FIELDS
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
 
@@ -24,8 +24,8 @@ VALUES = st.recursive(
     max_leaves=20,
 )
 FIELDS = st.sampled_from(
-    sorted({*FORM_FIELDS, "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix",
-            "reasoning_effort", "echo", "ignore_eos", "continue_final_message"})
+    sorted({*SHAPES, "response_format", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+            "suffix", "reasoning_effort", "echo", "ignore_eos", "continue_final_message"})
 )  # fmt: skip
 
 

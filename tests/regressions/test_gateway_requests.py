@@ -24,11 +24,10 @@ from gateway.routing.attempt import Attempt
 from gateway.settings import load
 from headgate.shared.errors import ConfigError
 from inference.protocol import Code, ModelState, ModelStatus
-from inference.worker.prompt.template_messages import messages_of
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until
-from tests.rigs.typed_bodies import to_openai
+from tests.rigs.typed_bodies import template_messages, to_openai
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +41,7 @@ def test_message_of_an_sdk_answer_is_sent_without_its_extra_fields(flavor: Flavo
 
 
 def test_message_of_an_sdk_answer_is_accepted_by_local_models() -> None:
-    assert messages_of([ANSWER]) == ({"role": "assistant", "content": "Hi"},)
+    assert template_messages([ANSWER]) == ({"role": "assistant", "content": "Hi"},)
 
 
 NESTED = b"[]" * MAX_NESTING

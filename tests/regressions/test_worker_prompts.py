@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
-from inference.worker.prompt.template_messages import messages_of
 from inference.worker.worker_errors import BadRequestError
 from tests.integration.test_worker_tools import ADD, HERMES
 from tests.rigs import tiny_gguf
 from tests.rigs.chat_templates import chat_template
+from tests.rigs.typed_bodies import template_messages
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
 WALKS = HERMES.replace(
@@ -54,15 +54,15 @@ def test_reasoning_of_other_services_is_accepted_and_its_extra_fields_are_ignore
         "reasoning_details": [{"text": "Hm."}],
         "prefix": False,
     }
-    assert messages_of([answer]) == ({"role": "assistant", "content": "Hi", "reasoning_content": "Hm."},)
+    assert template_messages([answer]) == ({"role": "assistant", "content": "Hi", "reasoning_content": "Hm."},)
     both = {**answer, "reasoning_content": "Aha."}
-    assert messages_of([both])[0]["reasoning_content"] == "Aha."
+    assert template_messages([both])[0]["reasoning_content"] == "Aha."
 
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_unknown_field_in_a_message_of_the_client_is_refused(role: str) -> None:
     with pytest.raises(BadRequestError, match="unknown field 'reasoning'"):
-        messages_of([{"role": role, "content": "Hi", "reasoning": "Hm."}])
+        template_messages([{"role": role, "content": "Hi", "tool_call_id": "c", "reasoning": "Hm."}])
 
 
 @pytest.mark.parametrize("asks", [{"prefix": True}, {"partial": True}, {"tool_cals": []}], ids=str)
@@ -70,7 +70,7 @@ def test_unknown_field_that_requests_something_is_refused(asks: dict[str, object
     """For example a continuation of the answer, as two cloud APIs have it."""
     (name,) = asks
     with pytest.raises(BadRequestError, match=f"unknown field '{name}'") as caught:
-        messages_of([{"role": "assistant", "content": "He", **asks}])
+        template_messages([{"role": "assistant", "content": "He", **asks}])
     assert caught.value.param == f"messages[0].{name}"
 
 

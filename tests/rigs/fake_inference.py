@@ -16,7 +16,6 @@ from inference.protocol import (
     FULL_FOR,
     H_DEVICE,
     H_PROBE,
-    PROMPT_USAGE,
     Code,
     ModelState,
     ModelStatus,
@@ -271,7 +270,7 @@ class FakeInference:
         chat = seen.path.endswith("chat/completions")
         choices = range(_choices_of(seen.body))
         options = seen.body.get("stream_options") or {}
-        begin = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3} if options.get(PROMPT_USAGE) else None
+        begin = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3} if options.get("prompt_usage") else None
         if chat and (answer.words or answer.thoughts):
             for choice in choices:
                 await response.write(_chunk(seen.model, chat, role="assistant", index=choice, usage=begin))

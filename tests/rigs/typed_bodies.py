@@ -14,6 +14,8 @@ from gateway.providers import provider
 from gateway.providers.anthropic import anthropic_request
 from gateway.providers.openai import openai_request
 from headgate.shared.bodies.body_decoder import Body, as_json
+from headgate.shared.bodies.openai_bodies import ChatBody, decode_chat
+from inference.worker.prompt.template_messages import messages_of
 
 Json = Mapping[str, Any]
 _NEEDED: Mapping[Endpoint, Json] = {
@@ -68,3 +70,8 @@ def to_anthropic(body: Json | AnyRequest, model: str) -> dict[str, Any]:
 def unsupported_by_anthropic(body: Json | AnyRequest, model: str | None = None) -> Mapping[str, str]:
     """See `anthropic_request.unsupported_params`."""
     return anthropic_request.unsupported_params(chat(body), model)
+
+
+def template_messages(messages: list[Any]) -> tuple[Json, ...]:
+    """`messages` as a worker gives them to a chat template."""
+    return messages_of(decode_chat({"model": "m", "messages": messages}, ChatBody, "").messages)

@@ -33,16 +33,14 @@ async def test_only_what_makes_the_prompt_is_asked_and_only_once() -> None:
     service = Service()
     counter = Counter(service)
     body = {**BODY, "tools": [{"type": "function"}], "reasoning_effort": None, "temperature": 0.5}
-    count = await counter.count("demo", Endpoint.CHAT, decoded(body), 2.0)
+    count = await counter.count("demo", decoded(body), 2.0)
     assert service.asked == [
         ("/tokenize", {"model": "demo", "messages": body["messages"], "tools": [{"type": "function"}]}, 2.0)
     ]
-    assert await counter.count("demo", Endpoint.CHAT, decoded({**body, "temperature": 1.0}), 2.0) == count
+    assert await counter.count("demo", decoded({**body, "temperature": 1.0}), 2.0) == count
     assert len(service.asked) == 1
-    await counter.count("demo-mini", Endpoint.CHAT, decoded(body), 2.0)
-    await counter.count(
-        "demo", Endpoint.COMPLETIONS, decoded({"prompt": "the mill", "suffix": "."}, Endpoint.COMPLETIONS), 1.0
-    )
+    await counter.count("demo-mini", decoded(body), 2.0)
+    await counter.count("demo", decoded({"prompt": "the mill", "suffix": "."}, Endpoint.COMPLETIONS), 1.0)
     assert service.asked[-1][1] == {"model": "demo", "prompt": "the mill", "suffix": "."}
     assert len(service.asked) == 3
 
@@ -52,21 +50,21 @@ async def test_errors_are_passed_on_and_never_remembered() -> None:
     counter = Counter(service)
     service.answer = UpstreamError(UpstreamKind.TIMEOUT, "nothing for 2 s")
     with pytest.raises(UpstreamError, match="nothing for 2 s"):
-        await counter.count("demo", Endpoint.CHAT, decoded(BODY), 2.0)
+        await counter.count("demo", decoded(BODY), 2.0)
     for junk in ({}, [], {"count": "7"}):
         service.answer = junk
         with pytest.raises(UpstreamError, match="no count"):
-            await counter.count("demo", Endpoint.CHAT, decoded(BODY), 2.0)
+            await counter.count("demo", decoded(BODY), 2.0)
     service.answer = {"count": 5}
-    assert await counter.count("demo", Endpoint.CHAT, decoded(BODY), 2.0) == 5
+    assert await counter.count("demo", decoded(BODY), 2.0) == 5
 
 
 async def test_another_service_counts_anew() -> None:
     service, other = Service(), Service()
     counter = Counter(service)
-    await counter.count("demo", Endpoint.CHAT, decoded(BODY), 2.0)
+    await counter.count("demo", decoded(BODY), 2.0)
     counter.use(other)
-    await counter.count("demo", Endpoint.CHAT, decoded(BODY), 2.0)
+    await counter.count("demo", decoded(BODY), 2.0)
     assert (len(service.asked), len(other.asked)) == (1, 1)
 
 
@@ -74,10 +72,10 @@ async def test_what_was_not_asked_for_longest_is_forgotten() -> None:
     service = Service()
     counter = Counter(service)
     for number in range(REMEMBERED + 1):
-        await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": f"{number}"}, 1.0)
-        await counter.count("demo", Endpoint.COMPLETIONS, decoded({"prompt": "0"}, Endpoint.COMPLETIONS), 1.0)
+        await counter.count("demo", decoded({"prompt": f"{number}"}, Endpoint.COMPLETIONS), 1.0)
+        await counter.count("demo", decoded({"prompt": "0"}, Endpoint.COMPLETIONS), 1.0)
     assert len(service.asked) == REMEMBERED + 1
-    await counter.count("demo", Endpoint.COMPLETIONS, decoded({"prompt": "1"}, Endpoint.COMPLETIONS), 1.0)
+    await counter.count("demo", decoded({"prompt": "1"}, Endpoint.COMPLETIONS), 1.0)
     assert len(service.asked) == REMEMBERED + 2
 
 
@@ -85,7 +83,5 @@ async def test_a_large_prompt_is_remembered_like_a_small_one() -> None:
     service = Service()
     counter = Counter(service)
     for _ in range(2):
-        await counter.count(
-            "demo", Endpoint.COMPLETIONS, decoded({"prompt": "mill " * 2**18}, Endpoint.COMPLETIONS), 1.0
-        )
+        await counter.count("demo", decoded({"prompt": "mill " * 2**18}, Endpoint.COMPLETIONS), 1.0)
     assert len(service.asked) == 1

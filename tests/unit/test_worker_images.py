@@ -10,8 +10,7 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.api import generation_body
-from inference.worker.prompt.message_images import MAX_IMAGES, ImageParts
-from inference.worker.prompt.template_messages import messages_of
+from inference.worker.prompt.message_images import MAX_IMAGES
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 from tests.rigs import tiny_projector
@@ -24,17 +23,18 @@ def image(url: Any = URL) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
 
 
-def read(*content: Any) -> tuple[str, list[bytes]]:
+SEES = Facts("m", 100, 50, 8, ("chat", "vision"), image_marker="<M>")
+
+
+def read(*content: Any, facts: Facts = SEES) -> tuple[str, list[bytes]]:
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    found = ImageParts("<M>")
-    (message,) = messages_of([{"role": "user", "content": parts}], found)
-    return message["content"], found.found
+    request = generation_body.chat({"messages": [{"role": "user", "content": parts}]}, facts)
+    return request.messages[0]["content"], list(request.images)
 
 
 def test_a_marker_takes_the_place_of_an_image() -> None:
     """Texts are joined by newlines, an image to its neighbors without."""
     assert read("a", "b", image(), "c", image(), image()) == ("a\nb<M>c<M><M>", [PNG] * 3)
-    assert read({"type": "image_url", "image_url": URL}) == ("<M>", [PNG])
 
 
 def claimed(width: int, height: int) -> str:
@@ -45,11 +45,7 @@ def claimed(width: int, height: int) -> str:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        (None, "data:image/png"),
-        (7, "data:image/png"),
         ("https://example.com/x.png", "fetches nothing"),
-        ("http://169.254.169.254/", "fetches nothing"),
-        ("file:///etc/passwd", "fetches nothing"),
         ("data:image/png;base64", "fetches nothing"),
         ("data:image/webp;base64,AAAA", "PNG or JPEG in base64"),
         ("data:audio/wav;base64,AAAA", "PNG or JPEG in base64"),
@@ -67,16 +63,30 @@ def test_what_cannot_be_read_is_refused_by_name(url: Any, says: str) -> None:
     assert caught.value.param == "messages[0].content[1].image_url"
 
 
+@pytest.mark.parametrize("url", [None, 7, "http://169.254.169.254/", "file:///etc/passwd"])
+def test_what_is_no_address_of_an_image_is_refused_by_name(url: Any) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        read("look", image(url))
+    assert caught.value.param == "messages[0].content[1].image_url.url"
+
+
 def test_only_so_many_images() -> None:
     with pytest.raises(BadRequestError, match=f"at most {MAX_IMAGES} images"):
         read(*[image()] * (MAX_IMAGES + 1))
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])
-def test_other_media_are_refused_with_and_without_sight(kind: str) -> None:
-    for images, says in ((None, "reads text only"), (ImageParts("<M>"), "reads text and images only")):
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}},
+    ],
+    ids=lambda part: part["type"],
+)
+def test_other_media_are_refused_with_and_without_sight(part: dict[str, Any]) -> None:
+    for facts, says in ((Facts("m", 100, 50, 8, ("chat",)), "reads text only"), (SEES, "reads text and images only")):
         with pytest.raises(BadRequestError, match=says) as caught:
-            messages_of([{"role": "user", "content": [{"type": kind}]}], images)
+            read(part, facts=facts)
         assert caught.value.code is Code.UNSUPPORTED_PARAMETER
 
 

@@ -21,7 +21,9 @@ def chat(**fields: Any) -> GenerateRequest:
     return generation_body.chat({"messages": HELLO, **fields}, FACTS)
 
 
-CALLED = {"role": "assistant", "content": "Well:", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CALLED = {"role": "assistant", "content": "Well:", "tool_calls": [CALL]}
 
 WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": None}, "messages"),
@@ -32,10 +34,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     ({"messages": [*HELLO, {"role": "user", "content": "x", "mood": 1}]}, "messages[1].mood"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"temprature": 1}, "temprature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": []}, "temperature"),
@@ -75,7 +77,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_completion_tokens": "many"}, "max_completion_tokens"),
     ({"stop": 5}, "stop"),
-    ({"stop": [""]}, "stop"),
+    ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -222,7 +224,7 @@ def test_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
         ({"prompt": [1, 300]}, "prompt[1]"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [True]}, "prompt[0]"),
-        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
         ({"prompt": ["a", ""]}, "prompt[1]"),
         ({"prompt": [[1], []]}, "prompt[1]"),
         ({"prompt": ["a"] * 129}, "prompt"),

@@ -107,7 +107,7 @@ def test_first_output_is_the_score_and_extreme_values_do_not_overflow() -> None:
         ({"query": "q", "documents": []}, "documents"),
         ({"query": "q", "documents": "a"}, "documents"),
         ({"query": "q", "documents": ["a", 3]}, "documents[1]"),
-        ({"query": "q", "documents": [{"image": "x"}]}, "documents[0]"),
+        ({"query": "q", "documents": [{"image": "x"}]}, "documents[0].text"),
         ({"query": "q", "documents": ["a"] * (MAX_DOCUMENTS + 1)}, "documents"),
         ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
         ({"query": "q", "documents": ["a"], "return_documents": "yes"}, "return_documents"),

@@ -12,9 +12,10 @@ from typing import Any
 
 import aiohttp
 import orjson
+from msgspec.structs import replace
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, changed
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
@@ -22,9 +23,9 @@ from gateway.providers.local.local_stream import LocalStream, upstream_error
 from gateway.providers.provider import Call
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
 from headgate.shared.bodies.body_decoder import as_json
-from headgate.shared.bodies.openai_bodies import CompletionRequest
+from headgate.shared.bodies.openai_bodies import CompletionRequest, StreamOptions
 from headgate.shared.hop import Answer, BrokenError
-from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID, PROMPT_USAGE
+from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID
 
 MAX_ERROR_BYTES = 65536
 ERROR_BODY_SECONDS = 5.0
@@ -59,18 +60,19 @@ class LocalProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.provider.Provider`."""
-        request, options = call.body, {"include_usage": True}
-        assert isinstance(request, ChatRequest | CompletionRequest), "other endpoints have no stream"
-        given = request.stream_options
-        if not (given is not None and given.include_usage) and request.answer_so_far is None:
-            options[PROMPT_USAGE] = True
-        body = as_json(request) | {"model": call.model, "stream": True, "stream_options": options}
-        return LocalStream(self._ask, call, orjson.dumps(body))
+        asked = call.body
+        assert isinstance(asked, ChatRequest | CompletionRequest), "other endpoints have no stream"
+        options = StreamOptions(include_usage=True)
+        given = asked.stream_options
+        if not (given is not None and given.include_usage) and asked.answer_so_far is None:
+            options.prompt_usage = True
+        body = changed(asked, model=call.model, stream=True, stream_options=options)
+        return LocalStream(self._ask, call, orjson.dumps(as_json(body)))
 
     async def unary(self, call: Call) -> bytes:
         """See `gateway.providers.provider.Provider`."""
-        body = orjson.dumps(as_json(call.body) | {"model": call.model})
-        answer = await self._ask(call, body)
+        body = replace(call.body, model=call.model)
+        answer = await self._ask(call, orjson.dumps(as_json(body)))
         try:
             return await answer.whole()
         except BrokenError as error:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
-from gateway.apis.openai.frames import Endpoint
 from gateway.apis.schema.chat_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.bodies.body_decoder import as_json
+from headgate.shared.bodies.openai_bodies import TokenizeBody
 
 REMEMBERED = 1024
 """Entries of the cache (least recently used are removed)."""
@@ -31,13 +31,7 @@ Ask = Callable[[str, bytes, float], Awaitable[Any]]
 """Posts a JSON body to a path of the service and returns the JSON answer within a number of seconds; raises
 UpstreamError."""
 
-_COUNTED: Mapping[Endpoint, tuple[str, ...]] = {
-    Endpoint.CHAT: (
-        "messages", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
-        "chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt",
-    ),
-    Endpoint.COMPLETIONS: ("prompt", "suffix"),
-}  # fmt: skip
+_COUNTED = tuple(name for name in TokenizeBody.__struct_fields__ if name != "model")
 """The fields that make up a prompt."""
 
 
@@ -53,18 +47,15 @@ class Counter:
         self._ask = ask
         self._known.clear()
 
-    async def count(self, model: str, endpoint: Endpoint, body: AnyRequest, seconds: float) -> int:
+    async def count(self, model: str, body: AnyRequest, seconds: float) -> int:
         """Prompt tokens of a chat or completion `body` for the local `model`; the longest of several prompts counts.
 
         Raises UpstreamError after `seconds`, if the service is not reachable, or if it cannot count this body (images,
         tools for a model without tool calls). A text that is far too long raises `context_length_exceeded` with a lower
         bound of its tokens in `details["prompt_tokens"]`.
         """
-        given = as_json(body)
-        question = orjson.dumps(
-            {"model": model, **{name: given[name] for name in _COUNTED[endpoint] if name in given}},
-            option=orjson.OPT_SORT_KEYS,
-        )
+        fields: dict[str, Any] = {name: getattr(body, name, None) for name in _COUNTED}
+        question = orjson.dumps(as_json(TokenizeBody(model=model, **fields)))
         key = await _digest(question)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)

@@ -154,11 +154,19 @@ class ChosenFunction(Extensible, kw_only=True):
     name: Text
 
 
+class AllowedTools(Extensible, kw_only=True):
+    """The tools that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1)]
+
+
 class ChosenTool(Extensible, kw_only=True):
-    """The tool that must be called."""
+    """The tool that must be called, or the tools that may be."""
 
     type: str
     function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class AnswerSchema(Extensible, kw_only=True):
@@ -175,7 +183,7 @@ class ResponseFormat(Extensible, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None
-    schema: Object | None = None
+    schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Extensible, kw_only=True):
@@ -198,10 +206,10 @@ class StreamOptions(Extensible, kw_only=True):
     last one have no `usage`."""
 
 
-class AnswerSoFar(Struct, kw_only=True, omit_defaults=True):
+class AnswerSoFar(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The beginning of an answer that another attempt already sent to the client."""
 
-    content: str
+    content: str = ""
     reasoning_content: str | None = None
 
 
@@ -255,6 +263,8 @@ if TYPE_CHECKING:
         max_tokens: int | None = None
         n_probs: int | None = None
         dry_sequence_breakers: list[str] | None = None
+        repetition_penalty: float | None = None
+        cache_prompt: bool | None = None
         skip_special_tokens: bool | None = None
 
     class ChatParameterFields(ParameterFields, kw_only=True):
@@ -350,6 +360,38 @@ class RerankRequest(Body, kw_only=True):
     user: str | None = None
 
 
+class TokenizeBody(Body, kw_only=True):
+    """The body of `/tokenize`: the tokens of `messages` with what belongs to them, of a prompt, or of `content`."""
+
+    model: ModelName
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    prompt: Prompt | None = None
+    suffix: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenTool | None,
+        Meta(extra=expected("none, auto, required or an object")),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    function_call: Text | ChosenFunction | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: Object | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """The body of `/detokenize`."""
+
+    model: ModelName
+    tokens: list[TokenId]
+
+
 SHAPES = (
     "json_schema", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structured_outputs",
@@ -364,7 +406,23 @@ Chat = TypeVar("Chat", bound=ChatBody)
 def decode_chat(given: Mapping[str, Any], type_: type[Chat], path: str) -> Chat:
     """The chat request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
     body = decode(given, type_, path)
-    for index, (message, raw) in enumerate(zip(body.messages, given["messages"], strict=True)):
+    _complete(body, body.messages, given)
+    check_parameters(given, CHECKED)
+    return body
+
+
+def decode_tokenize(given: Mapping[str, Any]) -> TokenizeBody:
+    """The body of `/tokenize` in parsed JSON; raises InvalidBodyError."""
+    body = decode(given, TokenizeBody, "")
+    _complete(body, body.messages or (), given)
+    if body.prompt is not None:
+        _check_prompt(body.prompt, "prompt")
+    return body
+
+
+def _complete(body: Body, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
+    """Checks the messages of a chat, and keeps the fields of its objects that are not declared."""
+    for index, (message, raw) in enumerate(zip(messages, given.get("messages") or (), strict=True)):
         if len(raw) == 2 and type(message.content) is str and message.role != "tool":
             continue
         _check_message(message, f"messages[{index}]")
@@ -373,8 +431,6 @@ def decode_chat(given: Mapping[str, Any], type_: type[Chat], path: str) -> Chat:
     if any(name in given for name in _WITH_OBJECTS):
         rest = {name: given[name] for name in _WITH_OBJECTS if name in given}
         body.has_extra |= keep_extra(body, rest)
-    check_parameters(given, CHECKED)
-    return body
 
 
 _WITH_OBJECTS = (

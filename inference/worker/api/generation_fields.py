@@ -1,96 +1,96 @@
-"""Reads the fields of a generation body that become objects: sampling, stop strings, tools and the answer's format."""
+"""The sampling, stop strings, tools and the answer's format in a decoded body, checked against the model."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from headgate.shared.parameters import BY_NAME, SAMPLING_PARAMETERS, Sampling
+from headgate.shared.bodies import openai_bodies
+from headgate.shared.bodies.openai_bodies import (
+    ChatBody,
+    ChosenTool,
+    CompletionRequest,
+    ResponseFormat,
+    StructuredOutputs,
+    TokenizeBody,
+)
+from headgate.shared.parameters import SAMPLING_PARAMETERS, Sampling
 from inference.protocol import Code
-from inference.worker.api import body_fields
+from inference.worker.api.typed_body import refuse_extra, unknown_field
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Form, Grammar, Json, Literal, OneOf, Regex
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 
-MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_PATTERN_CHARS = 2**16
 MAX_GRAMMAR_CHARS = 2**18
-MAX_CHOICES = 4096
-
-TOOL_FIELDS = frozenset(["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"])
-"""The fields that `tools_of` reads."""
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 """Anthropic's limit; OpenAI's is 64."""
-_FUNCTION_FIELDS = frozenset(["name", "description", "parameters", "strict"])
 _SUPERSEDED = {"functions": "tools", "function_call": "tool_choice"}
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPE_KEYWORDS = frozenset(["type", "$ref", "enum", "const", "allOf", "anyOf", "oneOf"])
-_RESPONSE_FORMATS = {"text": None, "json_object": "schema", "json_schema": "json_schema"}
-"""The field that may stand beside each type. Clients of llama.cpp send a schema beside `json_object`."""
+_FUNCTION = '{} must be {{"type": "function", "function": {{"name": ...}}}}'
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
-def sampling_of(given: Mapping[str, Any], facts: Facts) -> Sampling:
+def sampling_of(given: ChatBody | CompletionRequest, facts: Facts) -> Sampling:
     """The sampling of a request. Defaults are the model file's recommendations, then those of the declarations."""
-    values = {
-        row.name: body_fields.parameter(given, row, facts.sampling_defaults.get(row.name, row.default))
-        for row in SAMPLING_PARAMETERS
-    }
-    values["repeat_penalty"] = body_fields.parameter(given, BY_NAME["repetition_penalty"], values["repeat_penalty"])
+    values: dict[str, Any] = {}
+    for row in SAMPLING_PARAMETERS:
+        value = getattr(given, row.name)
+        is_absent = value is None or value == [] or (row.minus_one and value == -1)
+        value = facts.sampling_defaults.get(row.name, row.default) if is_absent else value
+        values[row.name] = tuple(value) if row.kind == "strings" else value
+    if given.repetition_penalty is not None:
+        values["repeat_penalty"] = given.repetition_penalty
     values["top_k"] = min(int(values["top_k"]), facts.n_vocab)
-    return Sampling(**values, logit_bias=_biases(given, facts))
+    return Sampling(**values, logit_bias=_biases(given.logit_bias or {}, facts))
 
 
-def _biases(given: Mapping[str, Any], facts: Facts) -> tuple[tuple[int, float], ...]:
+def _biases(values: Mapping[str, Any], facts: Facts) -> tuple[tuple[int, float], ...]:
     found = []
-    values = body_fields.mapping(given, "logit_bias")
     if len(values) > MAX_BIASES:
         raise BadRequestError(f"logit_bias has {len(values)} entries; at most {MAX_BIASES} are allowed", "logit_bias")
-    for key in values:
+    for key, value in values.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < facts.n_vocab):
             raise BadRequestError(
                 f"logit_bias names {key[:40]!r}; token ids are from 0 to {facts.n_vocab - 1}",
                 "logit_bias",
             )
-        found.append((int(key), body_fields.number(values, key, 0.0, -100.0, 100.0, prefix="logit_bias.")))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100:
+            raise BadRequestError(f"logit_bias.{key} must be a number from -100 to 100", f"logit_bias.{key}")
+        found.append((int(key), float(value)))
     return tuple(found)
 
 
-def stops_of(value: Any) -> tuple[str, ...]:
-    """The stop strings in a `stop` field."""
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise BadRequestError(f"stop must be a string or a list of at most {MAX_STOPS} strings", "stop")
-    for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
-            raise BadRequestError(f"every stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
+def stops_of(stops: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings; raises BadRequestError for one that is too long."""
+    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise BadRequestError(f"every stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
     return tuple(stops)
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
-def tools_of(given: Mapping[str, Any], facts: Facts) -> tuple[tuple[Tool, ...], ToolChoice]:
+def tools_of(given: ChatBody | TokenizeBody, facts: Facts) -> tuple[tuple[Tool, ...], ToolChoice]:
     """The tools and the choice among them; without tools the mode is `none`.
 
     Raises BadRequestError, `unsupported_parameter` where the model itself cannot call tools.
     """
     for name, instead in _SUPERSEDED.items():
-        if given.get(name) not in (None, [], "none", "auto"):
+        if getattr(given, name) not in (None, [], "none", "auto"):
             raise BadRequestError(f"{name} is superseded; use {instead}", name, code=Code.UNSUPPORTED_PARAMETER)
-    tools = _tools(given.get("tools", []))
-    parallel = body_fields.boolean(given, "parallel_tool_calls", True)
-    tools, choice = _tool_choice(given.get("tool_choice"), tools, parallel)
+    tools = _tools(given.tools or ())
+    tools, choice = _tool_choice(given.tool_choice, tools, given.parallel_tool_calls is not False)
     if choice.mode != "none" and "tools" not in facts.capabilities:
         raise BadRequestError(
             f"model {facts.model_id!r} does not support tools; use another model, or remove tools from the request",
@@ -100,13 +100,11 @@ def tools_of(given: Mapping[str, Any], facts: Facts) -> tuple[tuple[Tool, ...], 
     return tools, choice
 
 
-def _tools(value: Any) -> tuple[Tool, ...]:
-    if not isinstance(value, list):
-        raise BadRequestError("tools must be a list", "tools")
-    if len(value) > MAX_TOOLS:
-        raise BadRequestError(f"tools has {len(value)} entries; at most {MAX_TOOLS} are allowed", "tools")
+def _tools(given: Sequence[openai_bodies.Tool]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise BadRequestError(f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed", "tools")
     found: dict[str, Tool] = {}
-    for index, item in enumerate(value):
+    for index, item in enumerate(given):
         tool = _tool(item, f"tools[{index}]")
         if tool.name in found:
             raise BadRequestError(f"two tools are named {tool.name!r}", f"tools[{index}].function.name")
@@ -114,118 +112,102 @@ def _tools(value: Any) -> tuple[Tool, ...]:
     return tuple(found.values())
 
 
-def _tool(item: Any, at: str) -> Tool:
-    function = _function(item, at)
-    at += ".function"
-    for field in function:
-        if field not in _FUNCTION_FIELDS:
-            raise BadRequestError(f"unknown field {field[:80]!r} in {at}", f"{at}.{field[:80]}")
-    name = function.get("name")
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        raise BadRequestError(f"{at}.name must be 1 to 128 letters, digits, underscores and dashes", f"{at}.name")
-    description = function.get("description")
-    if not isinstance(description, (str, type(None))):
-        raise BadRequestError(f"{at}.description must be a string", f"{at}.description")
-    parameters = function.get("parameters")
-    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
-        raise BadRequestError(f"{at}.parameters must be a JSON schema of an object", f"{at}.parameters")
-    return Tool(name, description or "", parameters, body_fields.boolean(function, "strict", False, prefix=f"{at}."))
-
-
-def _function(item: Any, at: str) -> Mapping[str, Any]:
-    """The inner object of `{"type": "function", "function": {...}}`."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    if kind == "custom":
+def _tool(item: openai_bodies.Tool, at: str) -> Tool:
+    if item.type == "custom":
         raise BadRequestError(
             "this model supports only tools of type function", f"{at}.type", code=Code.UNSUPPORTED_PARAMETER
         )
-    function = item.get("function") if isinstance(item, dict) else None
-    if kind != "function" or not isinstance(function, dict):
-        raise BadRequestError(f'{at} must be {{"type": "function", "function": {{"name": ...}}}}', at)
-    return function
+    function = item.function
+    if function is None:
+        raise BadRequestError(_FUNCTION.format(at), at)
+    at += ".function"
+    refuse_extra(function, at)
+    if not _TOOL_NAME.fullmatch(function.name):
+        raise BadRequestError(f"{at}.name must be 1 to 128 letters, digits, underscores and dashes", f"{at}.name")
+    if function.parameters is not None and function.parameters.get("type", "object") != "object":
+        raise BadRequestError(f"{at}.parameters must be a JSON schema of an object", f"{at}.parameters")
+    return Tool(function.name, function.description or "", function.parameters, bool(function.strict))
 
 
-def _tool_choice(value: Any, tools: tuple[Tool, ...], parallel: bool) -> tuple[tuple[Tool, ...], ToolChoice]:
-    if value in (None, "none", "auto"):
-        return tools, ToolChoice("none" if not tools or value == "none" else "auto", None, parallel)
+def _tool_choice(
+    choice: str | ChosenTool | None, tools: tuple[Tool, ...], parallel: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    if choice in (None, "none", "auto"):
+        return tools, ToolChoice("none" if not tools or choice == "none" else "auto", None, parallel)
     if not tools:
         raise BadRequestError("tool_choice needs tools", "tool_choice")
-    if value == "required":
+    if not isinstance(choice, ChosenTool):
         return tools, ToolChoice("required", None, parallel)
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        return _allowed_tools(value.get("allowed_tools"), tools, parallel)
-    if not isinstance(value, dict):
-        raise BadRequestError(
-            'tool_choice must be "none", "auto", "required" or name one tool as '
-            '{"type": "function", "function": {"name": ...}}',
-            "tool_choice",
-        )
-    return tools, ToolChoice("named", _declared_tool(value, tools, "tool_choice").name, parallel)
-
-
-def _allowed_tools(value: Any, tools: tuple[Tool, ...], parallel: bool) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Keeps only the allowed tools; the model does not see the others."""
+    if choice.type != "allowed_tools":
+        return tools, ToolChoice("named", _declared_tool(choice, tools, "tool_choice").name, parallel)
     at = "tool_choice.allowed_tools"
-    named = value.get("tools") if isinstance(value, dict) else None
-    if not isinstance(named, list) or not named or value.get("mode") not in ("auto", "required"):
+    allowed = choice.allowed_tools
+    if allowed is None:
         raise BadRequestError(f'{at} needs a mode, "auto" or "required", and a list of tools', at)
-    kept = [_declared_tool(item, tools, f"{at}.tools[{index}]") for index, item in enumerate(named)]
-    return tuple(tool for tool in tools if tool in kept), ToolChoice(value["mode"], None, parallel)
+    # The model does not see the others.
+    kept = [_declared_tool(item, tools, f"{at}.tools[{index}]") for index, item in enumerate(allowed.tools)]
+    return tuple(tool for tool in tools if tool in kept), ToolChoice(allowed.mode, None, parallel)
 
 
-def _declared_tool(item: Any, tools: tuple[Tool, ...], at: str) -> Tool:
-    name = _function(item, at).get("name")
+def _declared_tool(choice: ChosenTool, tools: tuple[Tool, ...], at: str) -> Tool:
+    if choice.type != "function" or choice.function is None:
+        raise BadRequestError(_FUNCTION.format(at), at)
     for tool in tools:
-        if tool.name == name:
+        if tool.name == choice.function.name:
             return tool
-    raise BadRequestError(f"{at} names {str(name)[:80]!r}, which is not in tools", f"{at}.function.name")
+    raise BadRequestError(f"{at} names {choice.function.name[:80]!r}, which is not in tools", f"{at}.function.name")
 
 
 # --- format of the answer --------------------------------------------------------------------------------------------
-def form_of(given: Mapping[str, Any]) -> tuple[Form | None, str]:
+def form_of(given: ChatBody | CompletionRequest) -> tuple[Form | None, str]:
     """The required form of the answer and the parameter that requires it; (None, "") where any text is allowed.
 
     Raises BadRequestError, also when two parameters require a form.
     """
-    required = {
-        name: form for name, read in _FORM_READERS.items() if name in given and (form := read(given[name], name))
-    }
-    if len(required) > 1:
-        first, second, *_ = required
-        raise BadRequestError(f"{first} and {second} both set the format of the answer; send one of them", second)
+    required: dict[str, Form] = {}
+    if isinstance(given, ChatBody) and given.response_format is not None:
+        _require(required, "response_format", _response_format(given.response_format))
+    if given.json_schema is not None:
+        _require(required, "json_schema", Json(given.json_schema, closed=True))
+    for name, read in _FORM_READERS.items():
+        if (value := getattr(given, name)) is not None:
+            _require(required, name, read(value, name))
+    if given.structured_outputs is not None:
+        _require(required, "structured_outputs", _structured(given.structured_outputs))
     for name, form in required.items():
         return form, name
     return None, ""
 
 
-def _response_format(value: Any, at: str) -> Form | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in _RESPONSE_FORMATS:
-        raise BadRequestError(f'{at}.type must be "text", "json_object" or "json_schema"', at)
-    for name in value:
-        if name not in ("type", _RESPONSE_FORMATS[kind]) and value[name] is not None:
-            raise BadRequestError(f"unknown field {name[:80]!r} in {at} of type {kind}", f"{at}.{name[:80]}")
-    if kind == "text":
+def _require(required: dict[str, Form], name: str, form: Form | None) -> None:
+    if form is not None:
+        for first in required:
+            raise BadRequestError(f"{first} and {name} both set the format of the answer; send one of them", name)
+        required[name] = form
+
+
+def _response_format(given: ResponseFormat) -> Form | None:
+    at = "response_format"
+    extra = dict(given.extra or {})
+    for name, kind in (("schema", "json_object"), ("json_schema", "json_schema")):
+        if given.type != kind and getattr(given, name) is not None:
+            extra[name] = True
+    for name, value in extra.items():
+        if value is not None:
+            unknown_field(name, at)
+    if given.type == "text":
         return None
-    if kind == "json_object":
-        schema = value.get("schema")
-        return Json(_OBJECT if schema is None else _object_schema(_schema(schema, f"{at}.schema")), closed=True)
+    if given.type == "json_object":
+        return Json(_OBJECT if given.schema is None else _object_schema(given.schema), closed=True)
     at += ".json_schema"
-    wrapped = value.get("json_schema")
-    if not isinstance(wrapped, dict):
+    wrapped = given.json_schema
+    if wrapped is None:
         raise BadRequestError(f"{at} must be an object with name and schema", at)
-    for name in wrapped:
-        if name not in ("name", "description", "schema", "strict"):
-            raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
+    refuse_extra(wrapped, at)
+    if wrapped.schema is None:
+        raise BadRequestError(f"{at}.schema must be a JSON schema", f"{at}.schema")
     # A schema that cannot be enforced is refused unless the request sets strict to false.
-    strict = body_fields.boolean(wrapped, "strict", True, prefix=f"{at}.")
-    return Json(_schema(wrapped.get("schema"), f"{at}.schema"), strict, closed=True)
-
-
-def _schema(value: Any, at: str) -> Mapping[str, Any] | bool:
-    if not isinstance(value, (dict, bool)):
-        raise BadRequestError(f"{at} must be a JSON schema", at)
-    return value
+    return Json(wrapped.schema, wrapped.strict is not False, closed=True)
 
 
 def _object_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
@@ -235,74 +217,55 @@ def _object_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
     return schema if schema is False or _TYPE_KEYWORDS & schema.keys() else {**_OBJECT, **schema}
 
 
-def _json(value: Any, at: str) -> Form:
-    return Json(_schema(value, at), closed=True)
-
-
-def _json_text(value: Any, at: str) -> Form:
+def _json_text(value: Mapping[str, Any] | bool | str, at: str) -> Form:
     """As in vLLM, a schema may also be sent as JSON text."""
+    schema: Any = value
     if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            raise BadRequestError(f"{at} must be a JSON schema", at) from None
-    return _json(value, at)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            schema = orjson.loads(value)
+    if not isinstance(schema, (dict, bool)):
+        raise BadRequestError(f"{at} must be a JSON schema", at)
+    return Json(schema, closed=True)
 
 
-def _limited_text(value: Any, at: str, most: int) -> str:
-    if not isinstance(value, str) or not value:
-        raise BadRequestError(f"{at} must be a string that is not empty", at)
+def _limited_text(value: str, at: str, most: int) -> str:
     if len(value) > most:
         raise BadRequestError(f"{at} has {len(value)} characters; at most {most} are allowed", at)
     return value
 
 
-def _regex(value: Any, at: str) -> Form:
+def _regex(value: str, at: str) -> Form:
     return Regex(_limited_text(value, at, MAX_PATTERN_CHARS))
 
 
-def _grammar(value: Any, at: str) -> Form:
+def _grammar(value: str, at: str) -> Form:
     return Grammar(_limited_text(value, at, MAX_GRAMMAR_CHARS))
 
 
-def _choice(value: Any, at: str) -> Form:
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_CHOICES:
-        raise BadRequestError(f"{at} must be a list of 1 to {MAX_CHOICES} strings", at)
+def _choice(value: Sequence[str], at: str) -> Form:
     return OneOf(
         tuple(Literal(_limited_text(item, f"{at}[{index}]", MAX_PATTERN_CHARS)) for index, item in enumerate(value))
     )
 
 
-def _any_object(value: Any, at: str) -> Form | None:
-    if not isinstance(value, bool):
-        raise BadRequestError(f"{at} must be true or false", at)
-    return Json(_OBJECT) if value else None
-
-
-def _structured(value: Any, at: str) -> Form | None:
+def _structured(given: StructuredOutputs) -> Form | None:
     """vLLM's object with one entry."""
-    entries = {} if not isinstance(value, dict) else {name: item for name, item in value.items() if item is not None}
-    if len(entries) != 1 or (kind := next(iter(entries))) not in _STRUCTURED:
-        raise BadRequestError(f"{at} must hold one of {', '.join(_STRUCTURED)}", at)
-    return _STRUCTURED[kind](entries[kind], f"{at}.{kind}")
+    entries = {name: value for name in _STRUCTURED if (value := getattr(given, name)) is not None}
+    if len(entries) != 1 or given.extra:
+        raise BadRequestError(f"structured_outputs must hold one of {', '.join(_STRUCTURED)}", "structured_outputs")
+    ((name, value),) = entries.items()
+    return _STRUCTURED[name](value, f"structured_outputs.{name}")
 
 
-Reader = Callable[[Any, str], Form | None]
-
-_STRUCTURED: Mapping[str, Reader] = {
+_STRUCTURED: Mapping[str, Callable[[Any, str], Form | None]] = {
     "json": _json_text,
-    "json_object": _any_object,
+    "json_object": lambda value, at: Json(_OBJECT) if value else None,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
 }
-_FORM_READERS: Mapping[str, Reader] = {
-    "response_format": _response_format,
-    "json_schema": _json,
+_FORM_READERS = {
     "regex": _regex,
     "grammar": _grammar,
-    "structured_outputs": _structured,
-    **{f"guided_{name}": reader for name, reader in _STRUCTURED.items() if name != "json_object"},
+    **{f"guided_{name}": read for name, read in _STRUCTURED.items() if name != "json_object"},
 }
-FORM_FIELDS = frozenset(_FORM_READERS)
-"""The fields that `form_of` reads."""

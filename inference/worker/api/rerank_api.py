@@ -7,13 +7,16 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
+from headgate.shared.bodies.body_decoder import decode
+from headgate.shared.bodies.openai_bodies import RerankRequest
 from inference.protocol import Code, context_overflow
-from inference.worker.api import body_fields
+from inference.worker.api.typed_body import typed
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 
@@ -22,7 +25,7 @@ MAX_TOKENS = 2**21
 """Limit of all pairs of a request together. Every document is combined with the query, so a small body can mean many
 tokens. This number takes 8 MiB, and tokenizing takes one to two seconds.
 """
-_FIELDS = ("model", "query", "documents", "top_n", "return_documents", "user")
+_read = partial(decode, type_=RerankRequest, path="")
 _PLACE = re.compile(r"(\{query\}|\{document\})")
 
 
@@ -75,7 +78,7 @@ class PairTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RerankRequest:
+class Ranking:
     """One token list per document, in order. `documents` are their texts if the response contains them."""
 
     inputs: Sequence[Sequence[int]]
@@ -99,19 +102,16 @@ class Reranker:
         self._template = None if template is None else _PLACE.split(template)
         self._split = split
 
-    def decode(self, body: Any) -> RerankRequest:
+    def decode(self, body: Any) -> Ranking:
         """The request in a body; raises BadRequestError with `param`."""
-        given = body_fields.known(body, _FIELDS)
-        query = given.get("query")
-        if not isinstance(query, str) or not query:
-            raise BadRequestError("query is required: a text to rank the documents by", "query")
-        documents = _documents(given.get("documents"))
-        top_n = body_fields.integer(given, "top_n", None, 1)
-        keeps = body_fields.boolean(given, "return_documents", False)
-        inputs = self._inputs(query, documents)
-        return RerankRequest(inputs, len(documents) if top_n is None else top_n, documents if keeps else None)
+        given = typed(body, _read, self._facts)
+        if (count := len(given.documents)) > MAX_DOCUMENTS:
+            raise BadRequestError(f"documents has {count} entries; at most {MAX_DOCUMENTS} are allowed", "documents")
+        documents = tuple(item if isinstance(item, str) else item.text for item in given.documents)
+        inputs = self._inputs(given.query, documents)
+        return Ranking(inputs, given.top_n or count, documents if given.return_documents else None)
 
-    def answer(self, request: RerankRequest, outputs: Sequence[np.ndarray]) -> bytes:
+    def answer(self, request: Ranking, outputs: Sequence[np.ndarray]) -> bytes:
         """The response: the `top_n` best documents, best first, those with the same score in their order.
 
         A score is from 0 to 1: the sigmoid of a head's single answer, or the first of two that add up to 1.
@@ -222,21 +222,6 @@ def _too_many(tokens: str, documents: int) -> BadRequestError:
         "so send fewer documents",
         "documents",
     )
-
-
-def _documents(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRequestError("documents must be a non-empty list of texts", "documents")
-    if len(value) > MAX_DOCUMENTS:
-        raise BadRequestError(f"documents has {len(value)} entries; at most {MAX_DOCUMENTS} are allowed", "documents")
-    return tuple(_document(item, f"documents[{index}]") for index, item in enumerate(value))
-
-
-def _document(item: Any, at: str) -> str:
-    text = item.get("text") if isinstance(item, dict) else item
-    if not isinstance(text, str):
-        raise BadRequestError(f'{at} must be a text, or an object such as {{"text": "..."}}', at)
-    return text
 
 
 def _score(values: np.ndarray) -> float:

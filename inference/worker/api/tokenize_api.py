@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
+from headgate.shared.bodies.body_decoder import decode
+from headgate.shared.bodies.openai_bodies import DetokenizeBody, Message, Prompt, TokenizeBody, decode_tokenize
 from inference.protocol import Code
-from inference.worker.api import body_fields, generation_body
-from inference.worker.api.generation_fields import TOOL_FIELDS, tools_of
+from inference.worker.api import generation_body
+from inference.worker.api.generation_fields import tools_of
+from inference.worker.api.typed_body import typed
 from inference.worker.prompt.message_images import ImageParts
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.prompt.template_messages import messages_of
@@ -19,20 +23,7 @@ from inference.worker.worker_requests import Facts
 MAX_TOKENIZED_CHARS = 2**20
 MAX_DETOKENIZED = 2**20
 
-_KNOWN = TOOL_FIELDS | {
-    "content",
-    "messages",
-    "prompt",
-    "suffix",
-    "add_special",
-    "parse_special",
-    "chat_template_kwargs",
-    "enable_thinking",
-    "reasoning_effort",
-    "continue_final_message",
-    "add_generation_prompt",
-    "model",
-}
+_read_detokenize = partial(decode, type_=DetokenizeBody, path="")
 
 
 class Counting:
@@ -45,28 +36,26 @@ class Counting:
 
     def tokens_of(self, body: Any) -> bytes:
         """`{"tokens", "count"}` of `messages` (with `tools`), of `prompt` or of `content`; raises BadRequestError."""
-        given = body_fields.known(body, _KNOWN)
-        if "messages" in given:
-            tokens = self._rendered(given)
-        elif "prompt" in given:
-            tokens = self._longest(given)
+        given = typed(body, decode_tokenize, self._facts)
+        if given.messages is not None:
+            tokens = self._rendered(given, given.messages)
+        elif given.prompt is not None:
+            tokens = self._longest(given.prompt, given.suffix)
         else:
             tokens = self._text(given)
         return orjson.dumps({"tokens": tokens, "count": len(tokens)})
 
     def text_of(self, body: Any) -> bytes:
         """`{"content"}` of `tokens`; raises BadRequestError."""
-        tokens = body.get("tokens") if isinstance(body, dict) else None
-        if not isinstance(tokens, list):
-            raise BadRequestError("tokens must be a list of token ids", "tokens")
+        tokens = typed(body, _read_detokenize, self._facts).tokens
         if len(tokens) > MAX_DETOKENIZED:
             raise BadRequestError(f"tokens has {len(tokens)} entries; at most {MAX_DETOKENIZED} are allowed", "tokens")
-        ids = generation_body.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
+        ids = generation_body.prompts_of(tokens, "tokens", self._facts, 1)[0] if tokens else ()
         return orjson.dumps({"content": self._detokenize(list(map(int, ids)))})
 
-    def _text(self, given: Mapping[str, Any]) -> list[int]:
-        content = given.get("content")
-        if not isinstance(content, str):
+    def _text(self, given: TokenizeBody) -> list[int]:
+        content = given.content
+        if content is None:
             raise BadRequestError("content must be a string (or send messages, or a prompt)", "content")
         if len(content) > MAX_TOKENIZED_CHARS:
             raise BadRequestError(
@@ -74,14 +63,12 @@ class Counting:
                 "content",
             )
         return self._prompts.text(
-            content,
-            add_special=body_fields.boolean(given, "add_special", False),
-            parse_special=body_fields.boolean(given, "parse_special", True),
+            content, add_special=bool(given.add_special), parse_special=given.parse_special is not False
         )
 
-    def _rendered(self, given: Mapping[str, Any]) -> list[int]:
+    def _rendered(self, given: TokenizeBody, decoded: Sequence[Message]) -> list[int]:
         images = ImageParts(self._facts.image_marker) if self._facts.image_marker else None
-        messages = messages_of(given["messages"], images)
+        messages = messages_of(decoded, images)
         if images is not None and images.found:
             raise BadRequestError(
                 "images cannot be counted here; the usage of an answer includes them",
@@ -94,8 +81,7 @@ class Counting:
             messages, generation_body.variables(given, self._facts), continues, tools=tools, choice=choice
         )
 
-    def _longest(self, given: Mapping[str, Any]) -> list[int]:
+    def _longest(self, prompt: Prompt, suffix: str | None) -> list[int]:
         """The tokens of the longest of several prompts."""
-        prompts = generation_body.prompts_of(given["prompt"], "prompt", self._facts, generation_body.MAX_SEQUENCES)
-        suffix = body_fields.text(given, "suffix") or None
-        return max((self._prompts.completion(prompt, suffix) for prompt in prompts), key=len)
+        prompts = generation_body.prompts_of(prompt, "prompt", self._facts, generation_body.MAX_SEQUENCES)
+        return max((self._prompts.completion(one, suffix or None) for one in prompts), key=len)

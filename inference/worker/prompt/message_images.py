@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
 
 from inference.protocol import Code
 from inference.worker.prompt.image_tokens import size_of
@@ -24,13 +23,9 @@ class ImageParts:
         self.marker = marker
         self.found: list[bytes] = []
 
-    def take(self, part: Any, at: str) -> str:
-        """The marker, once the image in an `image_url` part was taken; raises BadRequestError."""
-        image_url = part.get("image_url")
-        url = image_url.get("url") if isinstance(image_url, dict) else image_url
+    def take(self, url: str, at: str) -> str:
+        """The marker, once the image of an `image_url` part was taken; raises BadRequestError."""
         where = f"{at}.image_url"
-        if not isinstance(url, str):
-            raise BadRequestError(f'{where} must be {{"url": "data:image/png;base64,..."}}', where)
         if len(self.found) == MAX_IMAGES:
             raise BadRequestError(f"at most {MAX_IMAGES} images per request are allowed", where)
         head, comma, body = url.partition(",")

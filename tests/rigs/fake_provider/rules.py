@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.protocol import PROMPT_USAGE
 from tests.rigs.fake_provider import schemas
 
 
@@ -215,7 +214,7 @@ def _sampling(body: Mapping[str, Any]) -> None:
     if body.get("stream_options") is not None:
         if not body.get("stream"):
             raise RefusedError("'stream_options' is only allowed when 'stream' is enabled.", None, "stream_options")
-        known = {"include_usage", "include_obfuscation", PROMPT_USAGE}  # the last for the local provider's contract
+        known = {"include_usage", "include_obfuscation", "prompt_usage"}  # the last for the local provider's contract
         if unknown := set(body["stream_options"]) - known:
             raise RefusedError("Unknown parameter.", "unknown_parameter", f"stream_options.{unknown.pop()}")
 
