@@ -23,6 +23,7 @@ from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement, Standing
 from inference.authority.placement.reduction import Descent
+from inference.authority.placement.repack import Shift
 from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.relief import Watch
@@ -480,16 +481,6 @@ class CollectCommand:
     awaited: frozenset[str]
     records: tuple[Eviction, ...] = ()
     trimming: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """One move of a defragmentation, with the reason why it was refused."""
-
-    model: str
-    source: str
-    target: str
-    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decides which idle models change their device, so that free memory lies together on one; carries nothing out.
+"""Decides which idle models change their device, so that free memory lies together on one.
 
 One device is emptied as far as its idle models fit elsewhere: the one that then has the largest room, and of several
 such the one from which least has to be moved. A model on several devices stays. Nothing moves unless that room grows.
@@ -22,11 +22,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """`model` goes from one device to another."""
+    """`model` goes from one device to another; `reason` says why it was refused."""
 
     model: str
     source: str
     target: str
+    reason: str | None = None
 
 
 def repack(rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[Shift, ...]:

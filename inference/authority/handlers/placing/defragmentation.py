@@ -13,7 +13,7 @@ from inference.authority.handlers.placing import measuring, moving
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running.growth_watch import reclaim, serving
 from inference.authority.placement.repack import Piece, repack
-from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, Shift, State
+from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, State
 from inference.devices.device import CPU
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
@@ -56,8 +56,7 @@ def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
             for model in draft.state.models.values()
             if _is_movable(draft.state, model, rooms) and model.id not in command.unmeasurable
         ]
-        planned = tuple(Shift(item.model, item.source, item.target) for item in repack(rooms, pieces))
-        command = replace(command, planned=planned)
+        command = replace(command, planned=repack(rooms, pieces))
     assert command.planned is not None
     if not command.planned:
         draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
