@@ -26,7 +26,7 @@ from benchmarks.client import Client, Order
 from benchmarks.figures import Bar, Middle
 from benchmarks.models import SHAPES, path_of
 from headgate.cli.bench import percentile
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs.stack import Stack
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.figures import Bar
 from benchmarks.link_rate import COUNT_BYTES
 from benchmarks.models import SHAPES, path_of
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.units import MIB, format_bytes
 from inference import settings, worker_link
 from inference.demo import bundled_path

@@ -35,7 +35,7 @@ import openai
 from benchmarks import footprints
 from benchmarks.figures import Bar
 from benchmarks.footprints import Footprint, Look
-from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
+from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import Service, children_of, free_port, private_env

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.figures import Bar, Middle
 from headgate.cli.bench import percentile
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs.stack import LOCAL_ROUTES, Stack, chat_body
 

@@ -16,7 +16,7 @@ from headgate.shared import log as logs
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.event_loop import new_event_loop
-from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir, load_environ
+from headgate.shared.state_directory import GATEWAY_KEY, StateDir, config_dir, load_environ
 
 log = logging.getLogger("gateway")
 

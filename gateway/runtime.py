@@ -33,7 +33,7 @@ from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
-from headgate.shared.state import INFERENCE_TOKEN, StateDir
+from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 
 log = logging.getLogger("gateway.runtime")
 

@@ -23,7 +23,7 @@ from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
 from headgate.shared.configfile import Bytes, Duration, Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.state import INVALID_KEY, fits_a_header
+from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 from inference.protocol import Priority
 
 FILE = "gateway.yaml"

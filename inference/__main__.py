@@ -15,7 +15,7 @@ from typing import Any
 from headgate.shared import child_process, log, ports
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.event_loop import new_event_loop
-from headgate.shared.state import MachineLock, config_dir, load_environ
+from headgate.shared.state_directory import MachineLock, config_dir, load_environ
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from headgate.shared.asgi import App, error_headers, request_id
 from headgate.shared.errors import ConfigError, Exit
-from headgate.shared.state import INFERENCE_TOKEN, StateDir, load_environ
+from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.wire import WiredHttp
 from inference import settings
 from inference.api.relay import Relay

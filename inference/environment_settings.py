@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from headgate.shared.configfile import Duration
 from headgate.shared.errors import Problem
-from headgate.shared.state import INVALID_KEY, fits_a_header
+from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 from headgate.shared.units import MIB, format_bytes, parse_bytes
 from inference.protocol import Priority
 

@@ -12,7 +12,7 @@ from typing import Literal
 from gateway.access.rate_limits import NO_LIMITS, Limits
 from gateway.errors import RequestError
 from gateway.settings import KeySettings, LimitSettings
-from headgate.shared.state import GATEWAY_KEY, StateDir
+from headgate.shared.state_directory import GATEWAY_KEY, StateDir
 from inference.protocol import Code, Priority
 
 Scope = Literal["use", "admin"]

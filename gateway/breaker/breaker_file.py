@@ -22,7 +22,7 @@ from gateway.breaker.breakers import MAX_BREAKERS
 from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS
 from gateway.breaker.state_machine import BreakerStorage, BreakerStore, MemoryStorage
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import load_state_file, write_atomic
 
 log = logging.getLogger("gateway.breaker.breaker_file")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from headgate.cli.client import Api
 from headgate.cli.command import Session
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
-from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
+from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from headgate.shared.state_files import NotRegularError, check_regular, read_regular, write_atomic
 
 if TYPE_CHECKING:

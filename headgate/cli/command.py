@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.cli.terminal import Terminal
-from headgate.shared.state import StateDir, config_dir
+from headgate.shared.state_directory import StateDir, config_dir
 
 
 @dataclass(frozen=True)

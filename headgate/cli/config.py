@@ -14,7 +14,7 @@ from typing import Any
 
 from headgate.cli.command import Command, Session
 from headgate.shared.errors import ConfigError, Exit, Problem
-from headgate.shared.state import SECRET_NAMES
+from headgate.shared.state_directory import SECRET_NAMES
 from headgate.shared.state_files import write_atomic
 
 MASK = "********"

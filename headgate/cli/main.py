@@ -207,7 +207,7 @@ def _run(verb: Verb, words: list[str], terminal: Terminal) -> int:
         return int(end.code or 0)
 
     from headgate.cli.command import Session, is_text
-    from headgate.shared.state import load_environ
+    from headgate.shared.state_directory import load_environ
 
     for name, value in vars(args).items():
         values = value if isinstance(value, list) else [value]

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.state import SECRET_NAMES, packaged_defaults
+from headgate.shared.state_directory import SECRET_NAMES, packaged_defaults
 from headgate.shared.units import parse_bytes, parse_duration
 
 _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.simgpu.rpc_server import package
 from inference.workers.helper_client import HelperError, run_helper

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.device import CPU, HIDDEN, Reading, environment_of, grants_of
 from inference.errors import ModelFailed

@@ -10,7 +10,7 @@ import json
 import logging
 from typing import Any
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.device import Reading
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.workers.exit_cause import WorkerExit
 

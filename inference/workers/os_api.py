@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 
 _SHORT_PATH = 90
 """Longest directory for sockets, in bytes: the path of a Unix socket has at most 108 (104 on macOS)."""

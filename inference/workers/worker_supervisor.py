@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.os_api import anonymous_memory, socket_directory

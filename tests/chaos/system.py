@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from headgate.shared import child_process
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
 from tests.rigs import tiny_gguf

@@ -13,7 +13,7 @@ from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import Failure, Scope, Success
 from gateway.breaker.permits import BreakerState, Refused, Rule
 from gateway.breaker.state_machine import BreakerStore
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 
 PAIR = Failure(Scope.PAIR, reached=True)
 

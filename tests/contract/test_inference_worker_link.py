@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.protocol import ExitCause
 from inference.worker_link import DeviceGrant, Grant
 from inference.workers.hang_detection import HangTimeouts

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from tests.fuzz import EXAMPLES

@@ -18,7 +18,7 @@ import pytest
 import requests
 from hypothesis import HealthCheck, Phase, given, settings
 
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.protocol import Code
 from tests.fuzz import EXAMPLES
 from tests.fuzz.test_damaged_headers import CORPUS

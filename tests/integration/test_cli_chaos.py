@@ -18,7 +18,7 @@ import pytest
 from headgate.cli import chaos
 from headgate.cli.main import main
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.protocol import ModelState, ModelStatus
 from inference.workers.orphans import FAMILY_ENV

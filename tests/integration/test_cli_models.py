@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headgate.cli.main import main
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.processes import forget_own
 from tests.rigs.stack import Stack
 

@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.processes import wait_until
 from tests.rigs.stack import CALLING, Stack
 

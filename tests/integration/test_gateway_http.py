@@ -15,7 +15,7 @@ import pytest
 from gateway.errors import RequestError
 from gateway.http.connection_limits import BoundedHttp
 from gateway.http.http_exchange import read_body
-from headgate.shared.state import packaged_defaults
+from headgate.shared.state_directory import packaged_defaults
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import ADMIN, CONFIG, KEY, MESSAGES, Gateway

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.devices.device import CPU, Reading
 from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimator

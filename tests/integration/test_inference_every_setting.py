@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from headgate.shared.errors import ConfigError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.plan import Standing

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.authority.handlers.running.keeping import droppable
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState

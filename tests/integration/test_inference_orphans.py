@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.workers.orphans import FAMILY_ENV, end_orphans, start_ticks
 
 SLEEP = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimate, Estimator
 from tests.rigs import tiny_gguf

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import Exit
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.devices.accelerator_memory import NAME, Circumstances, OutOfReachError, Unreached
 from tests.rigs.processes import Service, inference_service
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.app import Service
 from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.handlers.running.oom_ladder import EASE_SECONDS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from tests.rigs.asgi import Answer, ask

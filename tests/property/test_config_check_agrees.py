@@ -16,7 +16,7 @@ from gateway.runtime import Runtime, Source
 from gateway.settings import GatewayConfig
 from headgate.cli.main import main
 from headgate.shared.errors import ConfigError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service, _reload
 from tests.rigs.authority_rig import COMMAND, FakeEstimator

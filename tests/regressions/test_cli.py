@@ -16,7 +16,7 @@ import pytest
 from headgate.cli.addresses import LOCK, Record
 from headgate.cli.main import main
 from headgate.shared.errors import AlreadyRunningError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.processes import Service
 from tests.rigs.stack import Stack, chat_body
 

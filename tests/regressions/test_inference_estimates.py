@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.authority.placement.plan import Refusal
 from inference.devices.host import CpuProbe
 from inference.environment_settings import InferenceSettings

@@ -14,7 +14,7 @@ import pytest
 
 from headgate.shared import hop, ports
 from headgate.shared.hop import BrokenError, Hop
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.stack import Stack, chat_body, until
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from headgate.shared import child_process
-from headgate.shared.state import INFERENCE_TOKEN
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference import helper
 from inference.devices.simgpu import rpc_server
 from inference.worker import service

@@ -17,7 +17,7 @@ import pytest
 from gateway.breaker.breaker_file import BreakerFile
 from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import MachineLock, StateDir
+from headgate.shared.state_directory import MachineLock, StateDir
 from headgate.shared.state_files import load_state_file, read_regular, write_atomic
 from inference.devices.accelerator_memory import Circumstances, Unreached
 from inference.devices.build_check import BuildCheck
@@ -264,7 +264,7 @@ _FULL = """
 import resource
 from pathlib import Path
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import write_atomic
 keys = StateDir(Path({root!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import worker_link
 from inference.devices.device import CPU, Reading, environment_of, grants_of
 from inference.devices.host import CpuProbe

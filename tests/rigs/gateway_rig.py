@@ -18,7 +18,7 @@ from gateway.gateway_server import QuietServer
 from gateway.http.connection_limits import BoundedHttp
 from gateway.runtime import Runtime, Source
 from headgate.shared import ports
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 
 KEY = "test-key"
 ADMIN = "test-admin"

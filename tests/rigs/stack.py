@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
+from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from tests.rigs.processes import Service, free_port, gateway_service, inference_service, private_env
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from gateway.access.authentication import Keys
 from headgate.cli.addresses import Record
 from headgate.cli.main import main
 from headgate.shared.errors import AlreadyRunningError
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own, free_port

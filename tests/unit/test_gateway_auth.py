@@ -11,7 +11,7 @@ from gateway.access.authentication import Keys
 from gateway.errors import RequestError
 from gateway.runtime import Runtime, Source
 from gateway.settings import KeySettings
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.protocol import Code, Priority
 
 

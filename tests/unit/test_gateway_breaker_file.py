@@ -13,7 +13,7 @@ from gateway.breaker.breaker_file import MAX_BYTES, NAME, BreakerFile
 from gateway.breaker.breakers import MAX_BREAKERS, Breakers, Lease
 from gateway.breaker.outcome import Failure, Scope
 from gateway.breaker.permits import Rule
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from tests.rigs.stack import until
 
 

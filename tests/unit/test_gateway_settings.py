@@ -11,7 +11,7 @@ import pytest
 from gateway.settings import GatewayConfig, changes, load
 from headgate.shared.configfile import unset_name
 from headgate.shared.errors import ConfigError
-from headgate.shared.state import packaged_defaults
+from headgate.shared.state_directory import packaged_defaults
 
 
 def _load(

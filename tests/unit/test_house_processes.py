@@ -12,7 +12,7 @@ import pytest
 
 from headgate.shared import child_process, ports
 from headgate.shared.errors import ConfigError, HeadgateError, PortInUseError
-from headgate.shared.state import load_environ
+from headgate.shared.state_directory import load_environ
 from tests.rigs.processes import free_port, is_alive, wait_until
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from headgate.machine import Build
 from headgate.shared.errors import Exit
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.devices.build_check import BrokenBuildError, BuildCheck
 from inference.workers.helper_client import HelperError
 

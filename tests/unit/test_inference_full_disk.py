@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter
 from inference.devices.device import Reading
 from inference.estimate.overheads import MIB, Overheads

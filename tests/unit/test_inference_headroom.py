@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.devices.device import Reading
 from inference.estimate.estimator import Estimate

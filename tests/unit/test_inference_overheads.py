@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared.state import StateDir
+from headgate.shared.state_directory import StateDir
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.devices.device import Reading, environment_of, grants_of

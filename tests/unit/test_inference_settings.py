@@ -11,7 +11,7 @@ import pytest
 
 from gateway.settings import GatewayConfig
 from headgate.shared.errors import ConfigError
-from headgate.shared.state import INVALID_KEY
+from headgate.shared.state_directory import INVALID_KEY
 from inference import environment_settings, settings
 from inference.protocol import Priority
 from tests.rigs import tiny_gguf

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
-from headgate.shared.state import MachineLock, StateDir, config_dir, lock_path, packaged_defaults
+from headgate.shared.state_directory import MachineLock, StateDir, config_dir, lock_path, packaged_defaults
 from headgate.shared.state_files import write_atomic
 
 
