@@ -1,7 +1,7 @@
-"""Asks over raw connections, at a rate that nobody's answers slow down or as fast as they come; knows no system.
+"""A load generator on raw connections: requests at a fixed rate, or as fast as answers come.
 
-Everything runs in the loop of the caller. An answer is timed from when it was due to be asked, not from when a busy
-connection let it: who is late is late for all that wait behind.
+Everything runs in the event loop of the caller. At a fixed rate, latency counts from the time at which the request was
+due, also if the connection was still busy then, so that a slow answer delays all later ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import httptools
 import orjson
 
 _CONTENT = re.compile(rb'"(?:content|text)":\s?"[^"]')
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def request(
     port: int, body: Mapping[str, Any], headers: Mapping[str, str], path: str = "/v1/chat/completions"
 ) -> bytes:
-    """The bytes of a POST to a port of loopback."""
+    """The bytes of a POST request to a port on loopback."""
     sent = orjson.dumps(body)
     lines = [f"POST {path} HTTP/1.1", f"host: 127.0.0.1:{port}", "content-type: application/json"]
     lines += [f"content-length: {len(sent)}", *(f"{name}: {value}" for name, value in headers.items())]
@@ -32,7 +32,7 @@ def request(
 
 @dataclass(slots=True)
 class Reply:
-    """One answer. Times are of `time.perf_counter`; `pieces` are those of content, filled where they were asked for."""
+    """One answer. Times are of `time.perf_counter`. `pieces`: times of the pieces of content, if they are recorded."""
 
     status: int = 0
     ended: float = 0.0
@@ -43,10 +43,10 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """One connection with one request at a time; also what its parser calls."""
+    """One connection with one request at a time. It is also the callback object of its HTTP parser."""
 
     def __init__(self, keeps_times: bool = False) -> None:
-        """`keeps_times` of every piece that came."""
+        """`keeps_times`: record the time of every piece of content."""
         self._keeps_times = keeps_times
         self._reply = Reply()
         self._on_reply: Callable[[Reply], None] | None = None
@@ -55,58 +55,54 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, port: int, keeps_times: bool = False) -> Connection:
-        """A new one to a port of loopback."""
+        """Connects to a port on loopback."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(keeps_times), "127.0.0.1", port)
         return connection
 
     def ask(self, request: bytes, on_reply: Callable[[Reply], None]) -> None:
-        """Sends a request; `on_reply` is called with its whole answer, or with a broken one."""
+        """Sends a request. `on_reply` gets the complete or the broken answer."""
         self._parser = httptools.HttpResponseParser(self)
         self._reply, self._on_reply = Reply(), on_reply
         self.transport.write(request)
 
     async def answer(self, request: bytes) -> Reply:
-        """The whole answer; raises TimeoutError."""
+        """Returns the complete answer. Raises TimeoutError."""
         came = asyncio.get_running_loop().create_future()
         self.ask(request, lambda reply: None if came.done() else came.set_result(reply))
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             reply: Reply = await came
         return reply
 
     async def begin(self, request: bytes) -> Reply:
-        """The answer once its first content is here; it goes on."""
+        """Returns when the first content has arrived; the answer continues. Raises TimeoutError."""
         began = asyncio.get_running_loop().create_future()
         self._on_first = lambda: None if began.done() else began.set_result(None)
         self.ask(request, lambda _: self._on_first())
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             await began
         return self._reply
 
     def forget(self) -> None:
-        """Leaves, whatever is still to come."""
+        """Aborts the connection without calling `on_reply`."""
         self._on_reply = None
         self.transport.abort()
 
     _on_first: Callable[[], None] = staticmethod(lambda: None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Connected."""
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         self._now = time.perf_counter()
         self._parser.feed_data(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """It is gone, and with it an answer that was not whole."""
         self._now = time.perf_counter()
         self._reply.broken = True
         self._end()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         reply = self._reply
         if not reply.first and _CONTENT.search(body):
             reply.first = self._now
@@ -117,7 +113,6 @@ class Connection(asyncio.Protocol):
             reply.text += body
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
         self._reply.status = self._parser.get_status_code()
         self._end()
 
@@ -129,18 +124,18 @@ class Connection(asyncio.Protocol):
 
 
 async def close(*connections: Connection) -> None:
-    """Breaks all of them off; nobody is told of answers that were not whole."""
+    """Aborts connections without reporting incomplete answers."""
     for connection in connections:
         connection.forget()
-    await asyncio.sleep(0)  # then the sockets are closed
+    await asyncio.sleep(0)  # the loop closes the sockets
 
 
 class FailedError(Exception):
-    """An answer was not what was asked for."""
+    """An answer has another status, is incomplete, or has no content."""
 
 
 def check(reply: Reply) -> Reply:
-    """The reply when it is whole and good; raises FailedError."""
+    """Returns a complete reply with status 200 and content. Raises FailedError."""
     if reply.status != 200 or reply.broken or not reply.first:
         raise FailedError(f"status {reply.status}{', broken off' if reply.broken else ''}: {reply.text[:300]!r}")
     return reply
@@ -148,14 +143,14 @@ def check(reply: Reply) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Seconds of every answer of a run, in their order: until its first content, and until its end."""
+    """Seconds of each answer of a run, in order: to its first content (`first`) and to its end (`whole`)."""
 
     first: list[float]
     whole: list[float]
 
 
 async def at_rate(port: int, request: bytes, per_second: float, seconds: float) -> Spans:
-    """Asks over one connection whenever it is due; raises FailedError."""
+    """Sends requests over one connection at a fixed rate. Raises FailedError."""
     connection = await Connection.open(port)
     spans = Spans([], [])
     try:
@@ -177,22 +172,22 @@ async def at_rate(port: int, request: bytes, per_second: float, seconds: float) 
 
 @dataclass(frozen=True, slots=True)
 class Rush:
-    """What many connections got that asked as soon as they were answered. `whole` is seconds of each answer."""
+    """Answers of many connections, each of which sends its next request at once. `whole`: seconds of each answer."""
 
     seconds: float
     whole: list[float]
 
     @property
     def per_second(self) -> float:
-        """Answers per second."""
         return len(self.whole) / self.seconds
 
 
 async def as_they_come(
     port: int, request: bytes, connections: int, seconds: float, most: int = 2**62, others: bytes | None = None
 ) -> Rush:
-    """Every connection asks again as soon as it is answered, until `seconds` are over or `most` were answered; every
-    second time for `others`, if there are any. Raises FailedError.
+    """Sends the next request on each connection as soon as it has its answer, for `seconds` or `most` requests.
+
+    Every second request is `others`, if given. Raises FailedError.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -228,7 +223,7 @@ async def as_they_come(
     try:
         for connection in opened:
             ask(connection)
-        async with asyncio.timeout(seconds + PATIENCE_SECONDS):
+        async with asyncio.timeout(seconds + TIMEOUT_SECONDS):
             await done
         return Rush(time.perf_counter() - begun, spans)
     finally:
@@ -236,7 +231,7 @@ async def as_they_come(
 
 
 async def streams(port: int, request: bytes, count: int, apart_seconds: float) -> list[list[float]]:
-    """Opens `count` streams, one after the other; returns the times of the pieces of each. Raises FailedError."""
+    """Opens `count` streams, `apart_seconds` apart. Returns the times of the pieces of each. Raises FailedError."""
     opened = [await Connection.open(port, keeps_times=True) for _ in range(count)]
     try:
         asked = []

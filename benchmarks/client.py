@@ -1,7 +1,7 @@
-"""The load generator, in a process of its own: sends bursts of streamed requests and says when each byte came.
+"""A load generator in its own process: sends bursts of streamed requests and records when each byte arrives.
 
-Orders come as JSON lines on stdin, one answer line per order goes to stdout. While a burst runs it only reads sockets
-and the clock; what the bytes mean is found out afterwards, so that the client stays small beside what it measures.
+It reads orders as JSON lines on stdin and writes one line per order to stdout. During a burst it only reads sockets and
+the clock. It parses the bytes afterwards, so that it uses little CPU time beside the measured system.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Piece = tuple[float, bytes]
-"""Seconds since the request was sent, and what arrived then."""
+"""Seconds since the request was sent, and the bytes that arrived then."""
 
 SILENCE_SECONDS = 600.0
 
@@ -35,9 +35,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one stream was: seconds of every piece of text after the request was sent, and how it ended.
+    """One stream: when each piece of text arrived (seconds after the request was sent), and its end.
 
-    `error` is empty when it ended as it should, with a finish reason and `[DONE]`.
+    `error` is empty if the stream ended with a finish reason and `[DONE]`.
     """
 
     times: Sequence[float]
@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """`seconds` from the first request to the last byte; `cpu_seconds` is what the client itself used of them."""
+    """`seconds`: from the first request to the last byte. `cpu_seconds`: CPU time of the client in this time."""
 
     seconds: float
     cpu_seconds: float
@@ -62,7 +62,7 @@ class Burst:
 
 
 class Client:
-    """The other process, from the side of who orders bursts; use as a context manager."""
+    """Starts the load generator and sends it orders. A context manager."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -70,13 +70,13 @@ class Client:
         )
 
     def burst(self, order: Order) -> Burst:
-        """Runs one and returns what was seen."""
+        """Runs one burst."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
         self._process.stdin.flush()
-        said = json.loads(self._process.stdout.readline())
-        return Burst(said["seconds"], said["cpu_seconds"], [Seen(**stream) for stream in said["streams"]])
+        burst = json.loads(self._process.stdout.readline())
+        return Burst(burst["seconds"], burst["cpu_seconds"], [Seen(**stream) for stream in burst["streams"]])
 
     def __enter__(self) -> Client:
         return self
@@ -88,7 +88,7 @@ class Client:
 
 
 def run(order: Order) -> Burst:
-    """Posts everything, reads everything, then looks at it."""
+    """Sends all requests, reads all answers, then parses them."""
     requests = [_request(order, body) for body in order.bodies]
     selector = selectors.DefaultSelector()
     pieces: list[list[Piece]] = [[] for _ in requests]
@@ -124,7 +124,7 @@ def run(order: Order) -> Burst:
 
 
 def read(pieces: Iterable[Piece]) -> Seen:
-    """What the bytes of one HTTP answer say."""
+    """Parses the bytes of one HTTP answer."""
     times: list[float] = []
     texts: list[str] = []
     usage: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def read(pieces: Iterable[Piece]) -> Seen:
 
 
 def _lines(pieces: Iterable[Piece]) -> Iterator[tuple[float, bytes]]:
-    """The status line and every line of the body, each with the time at which its end came."""
+    """The status line and every line of the body, each with the time at which its last byte arrived."""
     head, begun, pending, when = b"", False, b"", 0.0
     unchunk: Callable[[bytes], bytes] = bytes
     for when, data in pieces:
@@ -175,7 +175,7 @@ def _lines(pieces: Iterable[Piece]) -> Iterator[tuple[float, bytes]]:
 
 
 class Unchunk:
-    """Takes the chunk sizes out of a body that comes in pieces."""
+    """Removes the chunk sizes from a body that arrives in pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -228,7 +228,7 @@ def _cpu_seconds() -> float:
 
 
 def main() -> None:
-    """Obeys orders until stdin ends."""
+    """Runs orders until stdin ends."""
     for line in sys.stdin.buffer:
         print(json.dumps(asdict(run(Order(**json.loads(line))))), flush=True)
 

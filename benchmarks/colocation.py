@@ -1,11 +1,11 @@
-"""What a busy neighbor on the same device costs a model: seconds between its tokens alone, beside one, unshared.
+"""Measures what a busy model on the same device costs another one: time between tokens alone, beside it, and unshared.
 
     python -m benchmarks.colocation      MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1: 15m, three rounds
 
-One stream of one model is measured by a client of the inference service while another model of the same file answers
-two streams without a pause. Beside is how Headgate runs them: on the CPU the cores are divided among models in use.
-Unshared is the same with `threads` fixed to all cores for both, as two servers that know nothing of each other would
-be. Rounds ask for all of them in turn, beginning with another one each time.
+A client of the inference service measures one stream of one model while another model (the same file) answers two
+streams without a pause. "Beside" is Headgate's default: on the CPU the cores are divided among the models in use. In
+"unshared" both models have `threads` fixed to all cores, like two independent servers. Each round measures all
+situations and begins with another one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from tests.rigs.stack import Stack
 
 ANSWER_TOKENS = 64
 ANSWERS = 6
-"""Of the measured stream in each round, one after the other."""
+"""Answers of the measured stream in each round, one after the other."""
 NEIGHBOR_STREAMS = 2
 SIM = "sim:1x4GiB"
 RAW = Path("benchmarks/results/colocation.json")
 ALONE, BESIDE, UNSHARED = "alone", "beside", "unshared"
 MOST_TIMES_ALONE = 3.0
-"""Two models that share cores fairly take twice as long for a token each; the rest is for switching between them."""
+"""Two models that share the cores fairly take twice as long per token; the rest is for context switches."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds between tokens of the measured stream, by situation and round; and what the neighbor's rate was."""
+    """Seconds between tokens of the measured stream, by situation and round, and the rate of the other model."""
 
     model: str
     place: str
@@ -51,16 +51,16 @@ class Samples:
     neighbor_tokens_per_second: dict[str, list[float]] = field(default_factory=dict)
 
     def p99(self, situation: str) -> list[float]:
-        """Of each round."""
+        """The 99th percentile of each round."""
         return [percentile(gaps, 0.99) for gaps in self.gaps.get(situation, [])]
 
     def ratios(self, above: str, below: str) -> Middle:
-        """p99 of one situation over that of another, round by round."""
+        """Ratios of the p99 of two situations, round by round."""
         return Middle.of([a / b for a, b in zip(self.p99(above), self.p99(below), strict=True)])
 
 
 class Bench:
-    """An inference service with the same model twice; `threads` None leaves them to the service."""
+    """An inference service with the same model twice. `threads` None: the service chooses them."""
 
     def __init__(self, root: Path, model: Path, place: str, threads: int | None) -> None:
         entry = {"path": str(model), "context_length": 512, "parallel": 4, "idle_timeout": "never", "threads": threads}
@@ -80,7 +80,7 @@ class Bench:
         self._stack.kill()
 
     def order(self, model: str, streams: int, number: int) -> Order:
-        """Streams of fixed length, none of which begins as another."""
+        """Streams of fixed length with different beginnings."""
         token = self._stack.state.read_secret(INFERENCE_TOKEN)
         bodies = [
             {
@@ -93,7 +93,7 @@ class Bench:
         return Order(address, "/v1/completions", {"Authorization": f"Bearer {token}"}, bodies)
 
     def measure(self, number: int) -> list[float]:
-        """Seconds between tokens of several answers, one after the other."""
+        """Returns the seconds between tokens of several consecutive answers."""
         gaps: list[float] = []
         for answer in range(ANSWERS):
             for stream in self._client.burst(self.order("here", 1, number * 100 + answer)).streams:
@@ -104,7 +104,7 @@ class Bench:
 
     @contextmanager
     def neighbor(self, rates: list[float]) -> Iterator[None]:
-        """Keeps the other model busy; its tokens per second go to `rates`."""
+        """Keeps the other model busy. Appends its tokens per second to `rates`."""
         over = threading.Event()
         running = threading.Event()
 
@@ -128,7 +128,7 @@ class Bench:
 
 
 def run(model: str, place: str, rounds: int) -> Samples:
-    """All situations of one model in one place."""
+    """Measures all situations of one model in one place."""
     samples = Samples(model, place)
     situations = [ALONE, BESIDE] if place == "sim" else [ALONE, BESIDE, UNSHARED]
     with tempfile.TemporaryDirectory() as there:
@@ -136,7 +136,7 @@ def run(model: str, place: str, rounds: int) -> Samples:
             for situation in situations[number % len(situations) :] + situations[: number % len(situations)]:
                 threads = usable_cores() if situation == UNSHARED else None
                 with Bench(Path(there) / f"{number}-{situation}", path_of(SHAPES[model]), place, threads) as bench:
-                    bench.measure(0)  # not counted: what is allocated lazily is there afterwards
+                    bench.measure(0)  # warm-up, not counted
                     rates: list[float] = []
                     if situation == ALONE:
                         gaps = bench.measure(1)
@@ -149,7 +149,7 @@ def run(model: str, place: str, rounds: int) -> Samples:
 
 
 def tables(found: Sequence[Samples]) -> Iterator[str]:
-    """For people: medians over rounds with the least and the largest."""
+    """Tables of medians over rounds, with the smallest and the largest value."""
     for samples in found:
         yield f"\n{samples.model} on {samples.place}, ms between tokens of one stream: median [least .. most] of rounds"
         for situation, rounds in samples.gaps.items():
@@ -162,7 +162,7 @@ def tables(found: Sequence[Samples]) -> Iterator[str]:
 
 
 def bars(found: Sequence[Samples]) -> Iterator[Bar]:
-    """Beside a neighbor against alone, and with shares against without."""
+    """Bars: beside against alone, and shared against unshared cores."""
     for samples in found:
         where = f"{samples.model}-{samples.place}"
         beside = samples.ratios(BESIDE, ALONE).value
@@ -173,7 +173,7 @@ def bars(found: Sequence[Samples]) -> Iterator[Bar]:
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Runs what the environment asks for, prints tables and bars, keeps raw samples."""
+    """Runs the benchmark, prints tables and bars, and writes the raw samples."""
     quick = environ.get("QUICK") == "1"
     models = environ.get("MODELS", "15m" if quick else "15m,135m").split(",")
     places = environ.get("PLACES", "cpu,sim").split(",")

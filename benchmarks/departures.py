@@ -1,9 +1,9 @@
-"""How soon nothing computes any more for a client that left: through the whole chain, and in a call to a cloud.
+"""Measures how soon computing ends after a client has disconnected: at a worker and in a call to a cloud.
 
     python -m benchmarks.departures      DEPARTURES=100; QUICK=1: 20 of each kind
 
-A worker has stopped when its process takes no more processor time; that is read from outside, so that the chain cannot
-flatter itself. The cloud is the upstream of the gateway's benchmark, which sees its connection end.
+A worker has stopped when its process uses no more CPU time, as read from /proc. The cloud is the upstream of the
+gateway benchmark, which sees the end of its connection.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tests.rigs.stack import Stack
 TIMES, QUICK_TIMES = 100, 20
 MODEL, CLOUD = "demo", "cloud"
 ANSWER_TOKENS = 1800
-"""More than anybody waits for."""
+"""More tokens than a client reads before it disconnects."""
 STAY_SECONDS = (0.03, 0.15)
-"""How long clients stay: after the first token of a stream, after asking for a whole answer."""
+"""Range of the time before a client disconnects: after the first token of a stream, or after a request."""
 WATCH_SECONDS = 0.4
-"""How long the worker is watched after a departure."""
+"""Time in which the worker is observed after a disconnect."""
 LOOK_SECONDS = 0.001
 WINDOW_SECONDS = 0.01
 BUSY_SHARE = 0.3
-"""A worker that took more of a window computes. Its heartbeat takes a hundredth of the time, but up to a millisecond at
-once where caches are cold, so one look after the other would take it for an answer."""
+"""CPU share of a window above which a worker computes. Its heartbeat uses 1 %, but up to a millisecond at once with
+cold caches, so a single sample is not enough."""
 COMPUTED_SECONDS = 0.005
-"""A worker that took less until the client left was not at it, and its stopping would say nothing."""
+"""CPU time that the worker must have used before the disconnect for the sample to count."""
 REST_SECONDS = 0.05
 
 Gateway = tuple[Stack, Upstream]
@@ -69,7 +69,7 @@ async def running(root: Path) -> AsyncIterator[Gateway]:
 
 
 def asked(stack: Stack, model: str, kind: str) -> bytes:
-    """A request that nobody means to see answered to its end."""
+    """A request for a very long answer."""
     body: dict[str, Any] = {
         "model": model, "messages": [{"role": "user", "content": "Tell a story without an end."}],
         "max_tokens": ANSWER_TOKENS, "stream": kind == STREAMED, "temperature": 0,
@@ -80,7 +80,7 @@ def asked(stack: Stack, model: str, kind: str) -> bytes:
 
 
 async def leave(stack: Stack, model: str, kind: str) -> float:
-    """Asks, stays a while and leaves; returns when, on `time.perf_counter`."""
+    """Sends a request, waits a while and disconnects. Returns the time of it on `time.perf_counter`."""
     connection = await Connection.open(stack.front.port)
     if kind == STREAMED:
         await connection.begin(asked(stack, model, kind))
@@ -93,7 +93,7 @@ async def leave(stack: Stack, model: str, kind: str) -> float:
 
 
 async def local(stack: Stack, kind: str, times: int) -> Gone:
-    """Departures from answers of the worker."""
+    """Disconnects during answers of the worker."""
     pid = stack.worker_pid(MODEL)
     step = await step_seconds(stack)
     seconds = []
@@ -101,7 +101,7 @@ async def local(stack: Stack, kind: str, times: int) -> Gone:
         before = _cpu_seconds(pid)
         at = await leave(stack, MODEL, kind)
         if _cpu_seconds(pid) - before < COMPUTED_SECONDS:
-            raise SystemExit(f"the worker computed nothing for a client that wanted a {kind} answer")
+            raise SystemExit(f"the worker computed nothing for a client that requested a {kind} answer")
         stopped = await asyncio.to_thread(last_busy, watched(pid, at + WATCH_SECONDS))
         seconds.append(max(0.0, stopped - at))
         await asyncio.sleep(REST_SECONDS)
@@ -109,10 +109,10 @@ async def local(stack: Stack, kind: str, times: int) -> Gone:
 
 
 def last_busy(looks: Iterable[tuple[float, float]]) -> float:
-    """When a process was last seen to compute, 0 for never.
+    """Returns when a process last computed, 0 for never.
 
     Args:
-        looks: when each was and the processor time taken until then, seconds.
+        looks: time of each sample and the CPU time used until then, in seconds.
     """
     window: deque[tuple[float, float]] = deque()
     found = last = 0.0
@@ -130,23 +130,23 @@ def last_busy(looks: Iterable[tuple[float, float]]) -> float:
 
 
 def watched(pid: int, until: float) -> Iterator[tuple[float, float]]:
-    """Looks at a process, one after the other until then."""
+    """Samples a process until then: time and CPU time in seconds."""
     while (now := time.perf_counter()) < until:
         yield now, _cpu_seconds(pid)
         time.sleep(LOOK_SECONDS)
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of all threads, to the nanosecond (Linux)."""
+    """CPU time of all threads, to the nanosecond (Linux)."""
     used = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended
             used += int((task / "schedstat").read_text().split()[0])
     return used / 1e9
 
 
 async def step_seconds(stack: Stack) -> float:
-    """Between two tokens of one stream, median."""
+    """Median time between two tokens of one stream."""
     body = json.loads(asked(stack, MODEL, STREAMED).partition(b"\r\n\r\n")[2]) | {"max_tokens": 200}
     sent = request(stack.front.port, body, {"authorization": f"Bearer {stack.key}"})
     connection = await Connection.open(stack.front.port, keeps_times=True)
@@ -158,7 +158,7 @@ async def step_seconds(stack: Stack) -> float:
 
 
 async def cloud(stack: Stack, service: Upstream, kind: str, times: int) -> Gone:
-    """Departures from answers of the cloud."""
+    """Disconnects during answers of the cloud."""
     seconds = []
     for _ in range(times):
         left = asyncio.get_running_loop().create_future()
@@ -170,7 +170,7 @@ async def cloud(stack: Stack, service: Upstream, kind: str, times: int) -> Gone:
 
 
 async def measure(root: Path, times: int) -> list[Gone]:
-    """All kinds of departures."""
+    """Measures all kinds of disconnects."""
     async with running(root) as (stack, service):
         found = []
         for kind in (STREAMED, WHOLE):
@@ -179,7 +179,7 @@ async def measure(root: Path, times: int) -> list[Gone]:
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Departures alone."""
+    """Runs this part of the gateway benchmark alone."""
     quick = environ.get("QUICK", "") not in ("", "0")
     times = int(environ.get("DEPARTURES") or (QUICK_TIMES if quick else TIMES))
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root:

@@ -1,10 +1,10 @@
-"""Measures how far answers under load are from answers alone: logits, the likeliest token, whole texts.
+"""Measures how much answers under load differ from answers alone: logits, likeliest tokens, texts.
 
     python -m benchmarks.determinism MODEL.gguf [SEQUENCES]
 
-Attention and matrix products are summed in another order when a batch has another size, so logits differ in their last
-digits; a token differs where two of them are that close. Every prompt is answered alone in an empty context, and then
-with all the others at once. Random text as prompts, because an answer that a model is sure of hides the difference.
+The order of sums in attention and matrix products depends on the batch size, so the last digits of logits differ, and a
+token differs where two logits are that close. Every prompt is answered alone in an empty context, and then together
+with all others. Prompts are random text, because a model is less sure of its answers to them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 11
 
 
 class Bench:
-    """One context with a place for each of the sequences."""
+    """One context with a slot for each sequence."""
 
     def __init__(self, path: Path, sequences: int) -> None:
         grant = worker_link.Grant(
@@ -43,7 +43,7 @@ class Bench:
         self.context = llama.Context(self.model, llama.context_params(grant, pooling=None))
 
     def answers(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        """The tokens of every answer, all computed together, from an empty memory."""
+        """The tokens of all answers, computed in one batch from an empty cache."""
         self.context.forget_all()
         samplers = [
             ChainSampler(self.model, self.context, sampling, choice, ANSWER_TOKENS) for choice in range(len(prompts))
@@ -60,7 +60,7 @@ class Bench:
         return drawn
 
     def logits(self, prompts: list[list[int]], answers: list[list[int]]) -> np.ndarray:
-        """Logits (sequence, step, vocabulary) while the same tokens are given, whatever would have been drawn."""
+        """Logits (sequence, step, vocabulary) with given tokens."""
         self.context.forget_all()
         found = np.empty((len(prompts), ANSWER_TOKENS, self.model.n_vocab), np.float32)
         rows = [Row(slot, slot, 0, prompt, True) for slot, prompt in enumerate(prompts)]
@@ -76,7 +76,7 @@ class Bench:
 
 
 def common(left: list[int], right: list[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """Number of equal tokens before the first difference."""
     return next((at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other), len(left))
 
 

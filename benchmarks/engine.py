@@ -1,7 +1,7 @@
-"""`make bench-engine`: the worker and the whole chain beside llama-server, llama_cpp.server and llama.cpp's own loop.
+"""`make bench-engine`: the worker and the complete stack beside llama-server, llama_cpp.server and llama-batched-bench.
 
-Every round asks all systems the same prompts, in another order each time, so that what else the machine does hits all
-of them; ratios are taken within a round. Ends with one BAR line per promise; raw samples go to
+Every round sends the same prompts to all systems in random order, and ratios are taken within a round, so that other
+load of the machine affects all systems. The last lines are one BAR per target. Raw samples go to
 benchmarks/results/engine.json.
 
 Environment: MODELS (15m,135m,1b), STREAMS (1,8,32), QUICK=1 (at most five minutes), ROUNDS, HEADGATE_PEERS_DIR.
@@ -44,19 +44,17 @@ RESULTS = Path(__file__).parent / "results" / "engine.json"
 ROUNDS = {"15m": 12, "135m": 7, "1b": 3}
 QUICK_ROUNDS = {"15m": 4, "135m": 2, "1b": 1}
 SAMPLE_TOKENS = {"15m": 1536, "135m": 192, "1b": 192}
-"""Bursts follow each other until they have as many tokens: a sample of half a second says more of what else the host
-did than of who was asked.
-"""
+"""Minimum number of answer tokens in a sample. Samples of half a second are too noisy."""
 SERIAL_STREAMS = 8
-"""The most streams that llama_cpp.server is asked for at once: it answers one after the other."""
+"""Maximum number of streams for llama_cpp.server, which answers one after the other."""
 WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 32, 8
 PREFIX_ROUNDS, PREFIX_QUESTIONS, PREFIX_ANSWER_TOKENS = 3, 16, 8
 REST_SECONDS = 0.2
-"""Before every sample, for the threads of the one before to fall asleep."""
+"""Pause before every sample, so that the threads of the sample before are asleep."""
 
 
 class Prompts:
-    """Texts of words that are one token each; no two begin alike, so that nothing of one helps another."""
+    """Texts of words with one token each. Their beginnings differ, so that no prefix is reused."""
 
     def __init__(self, words: Sequence[str], seed: int) -> None:
         self._words = words
@@ -73,7 +71,7 @@ class Prompts:
 
 
 def body(prompt: str, tokens: int) -> dict[str, Any]:
-    """The same request for everybody: greedy, streamed, with usage."""
+    """The same request for all systems: greedy, streamed, with usage."""
     return {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -84,13 +82,13 @@ def body(prompt: str, tokens: int) -> dict[str, Any]:
 
 
 def checked(system: System, burst: Burst, tokens: int, prompt_tokens: int | None = None) -> Burst:
-    """The burst, when every stream is what was asked for; raises SystemExit otherwise."""
+    """Returns the burst if every stream has the requested length and prompt. Raises SystemExit otherwise."""
     for stream in burst.streams:
         wrong = stream.error
         if not wrong and stream.finish != "length":
             wrong = f"ended with {stream.finish}"
-        if not wrong and (said := stream.usage.get("completion_tokens", tokens)) != tokens:
-            wrong = f"{said} tokens instead of {tokens}"
+        if not wrong and (count := stream.usage.get("completion_tokens", tokens)) != tokens:
+            wrong = f"{count} tokens instead of {tokens}"
         if not wrong and prompt_tokens and stream.usage.get("prompt_tokens", prompt_tokens) != prompt_tokens:
             wrong = f"the prompt has {stream.usage['prompt_tokens']} tokens instead of {prompt_tokens}"
         if wrong:
@@ -99,12 +97,12 @@ def checked(system: System, burst: Burst, tokens: int, prompt_tokens: int | None
 
 
 def sample_prompts(model: str, streams: int) -> int:
-    """How many prompts make one sample."""
+    """Number of prompts in one sample."""
     return streams * max(1, math.ceil(SAMPLE_TOKENS[model] / (streams * ANSWER_TOKENS)))
 
 
 def measure(client: Client, system: System, model: str, number: int, prompts: Sequence[str], streams: int) -> Sample:
-    """One sample: so many `streams` of the prompts at once, until all were asked."""
+    """Measures one sample: all prompts, `streams` of them at a time."""
     time.sleep(REST_SECONDS)
     groups = [prompts[first : first + streams] for first in range(0, len(prompts), streams)]
     before = system.cpu_seconds()
@@ -129,17 +127,17 @@ def measure(client: Client, system: System, model: str, number: int, prompts: Se
 
 
 def bench_model(
-    name: str, rounds: int, streams: Sequence[int], who: Sequence[str], client: Client, found: Results, root: Path
+    name: str, rounds: int, streams: Sequence[int], names: Sequence[str], client: Client, found: Results, root: Path
 ) -> None:
-    """All loads of one model, in rounds; systems and the limit take turns."""
+    """Measures all loads of one model in rounds. Systems and the limit take turns."""
     path = models.path_of(models.SHAPES[name])
     prompts = Prompts(models.one_token_words(path), seed=MODELS.index(name))
     setting = Setting(path)
     built = peers.ensure()
     order = random.Random(MODELS.index(name))
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(system) for system in _systems(who, setting, root, built)]
-        for system in running:  # what is loaded or learned at the first requests is there before the first round
+        running = [stack.enter_context(system) for system in _systems(names, setting, root, built)]
+        for system in running:  # warm-up
             for count in sorted({1, min(8, *streams), min(8, max(streams))}):
                 asked = [body(prompts.text(WARM_UP_TOKENS), WARM_UP_ANSWER_TOKENS) for _ in range(count)]
                 checked(system, client.burst(system.order(asked)), WARM_UP_ANSWER_TOKENS)
@@ -156,7 +154,7 @@ def bench_model(
 
 
 def _systems(
-    who: Sequence[str], setting: Setting, root: Path, built: peers.Peers
+    names: Sequence[str], setting: Setting, root: Path, built: peers.Peers
 ) -> list[contextlib.AbstractContextManager[System]]:
     known = {
         WORKER: lambda: _without_ready(setting, root),
@@ -164,7 +162,7 @@ def _systems(
         LLAMA_SERVER: lambda: systems.llama_server(setting, root, built),
         LLAMA_CPP_SERVER: lambda: systems.llama_cpp_server(setting, root, built),
     }
-    return [known[name]() for name in who]
+    return [known[name]() for name in names]
 
 
 @contextlib.contextmanager
@@ -174,7 +172,7 @@ def _without_ready(setting: Setting, root: Path) -> Iterator[System]:
 
 
 def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
-    """Questions after a shared beginning, several because they are short, then the memory of the idle worker."""
+    """Measures questions with a shared prefix, and then the memory of the idle worker."""
     path = models.path_of(models.SHAPES[name])
     prompts = Prompts(models.one_token_words(path), seed=len(MODELS))
     setting = Setting(path, parallel=4, context=4096)
@@ -202,7 +200,7 @@ def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
 
 
 def ask_after(client: Client, system: System, question: str) -> Seen:
-    """One question with a long beginning."""
+    """Sends one question with a long prefix."""
     time.sleep(REST_SECONDS)
     burst = client.burst(system.order([body(question, PREFIX_ANSWER_TOKENS)]))
     (seen,) = checked(system, burst, PREFIX_ANSWER_TOKENS, PREFIX_TOKENS + QUESTION_TOKENS).streams
@@ -210,24 +208,24 @@ def ask_after(client: Client, system: System, question: str) -> Seen:
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Prints progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """The whole run."""
+    """Runs the benchmark."""
     quick = environ.get("QUICK", "") not in ("", "0")
     rounds = QUICK_ROUNDS if quick else ROUNDS
     names = (environ.get("MODELS") or ("15m,135m" if quick else ",".join(MODELS))).split(",")
     streams = [int(count) for count in (environ.get("STREAMS") or "1,8,32").split(",")]
-    who = (environ.get("SYSTEMS") or ",".join((WORKER, CHAIN, LLAMA_SERVER, LLAMA_CPP_SERVER))).split(",")
+    measured = (environ.get("SYSTEMS") or ",".join((WORKER, CHAIN, LLAMA_SERVER, LLAMA_CPP_SERVER))).split(",")
     found = Results()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end their processes
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root, Client() as client:
         for name in names:
             count = int(environ.get("ROUNDS") or rounds[name])
-            bench_model(name, count, streams, who, client, found, Path(root) / name)
-        if WORKER in who and LLAMA_SERVER in who:
+            bench_model(name, count, streams, measured, client, found, Path(root) / name)
+        if WORKER in measured and LLAMA_SERVER in measured:
             bench_prefix(names[0] if quick else names[min(1, len(names) - 1)], client, found, Path(root) / "prefix")
     report.show(found)
     return 0

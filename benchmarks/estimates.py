@@ -1,11 +1,10 @@
-"""How near predicted bytes are to allocated ones, and how long a refusal takes; changes nothing.
+"""Compares predicted with allocated bytes, and measures how long a refusal takes.
 
     python -m benchmarks.estimates      every combination; QUICK=1 for some of them (at most five minutes)
 
-Random-weight models of five families (dense, GQA, experts, sliding window, hybrid with states), loaded by real workers
-on the CPU and on simulated devices, whose own count is taken too: several contexts, KV types, layers on the
-accelerator, parallel sequences, and divisions over two devices. A refusal is timed at the service: cached, where the
-model was measured before, and uncached, where it has to be measured first.
+Real workers load random-weight models of five families (dense, GQA, experts, sliding window, hybrid) on the CPU and on
+simulated devices: several contexts, KV types, layers on the accelerator, parallel sequences, and splits over two
+devices. Refusals are timed at the service: cached (the model was measured before) and uncached.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RAW = Path("benchmarks/results/estimates.json")
 
 
 def cases() -> Iterator[Case]:
-    """Every combination."""
+    """All combinations."""
     contexts, kinds, layers = (2048, 8192, 32768), ("f16", "q8_0", "q4_0"), (0, 3, -1)
     for family, context, kv_type, gpu_layers, parallel in itertools.product(FAMILIES, contexts, kinds, layers, (1, 4)):
         form = Form(family, layers=8, width=512, feed=1536, heads_kv=4)
@@ -45,7 +44,7 @@ def cases() -> Iterator[Case]:
 
 
 async def sizes(wanted: list[Case], root: Path) -> dict[str, float]:
-    """The largest error of each case over what is allowed (1 % or 16 MiB)."""
+    """The largest error of each case, relative to the allowed one (1 % or 16 MiB)."""
     found = {}
     async with EstimateRig(root, [DEVICE_BYTES] * 2) as rig:
         for number, case in enumerate(wanted, 1):
@@ -57,7 +56,7 @@ async def sizes(wanted: list[Case], root: Path) -> dict[str, float]:
 
 
 def refusals(root: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each cached and of each uncached refusal, at the service's door."""
+    """Seconds of each cached and each uncached refusal, measured by a client."""
     entry = {"path": str(path(Form("dense"))), "context_length": 131072, "parallel": 1}
     stack = Stack(
         root, models=json.dumps({"models": {"large": entry}}), inference_env={"INFERENCE_DEVICES": "sim:2x80MiB"}
@@ -67,9 +66,9 @@ def refusals(root: Path, rounds: int) -> tuple[list[float], list[float]]:
         stack.inference.start(wait_for="/readyz")
         for number in range(rounds):
             began = time.perf_counter()
-            said = stack.ask("/memory/plan", {"model": "large", "context_length": 65536 + 256 * number}, direct=True)
+            plan = stack.ask("/memory/plan", {"model": "large", "context_length": 65536 + 256 * number}, direct=True)
             uncached.append(time.perf_counter() - began)
-            assert said["result"] == "CANT_ACCOMMODATE", said
+            assert plan["result"] == "CANT_ACCOMMODATE", plan
         _refused(stack)
         for _ in range(rounds * 5):
             began = time.perf_counter()
@@ -91,7 +90,7 @@ def _refused(stack: Stack) -> None:
 
 
 def main() -> int:
-    """Measures, prints and keeps the raw figures."""
+    """Runs the benchmark, prints the results and writes the raw figures."""
     quick = bool(os.environ.get("QUICK"))
     wanted = list(cases())
     if quick:

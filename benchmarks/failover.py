@@ -1,6 +1,6 @@
-"""What a request pays when its first tier refuses connections, answers 503 or says nothing; times nothing else.
+"""Measures the added latency if the first tier refuses connections, answers 503, or does not answer.
 
-The second tier is a cloud in OpenAI's dialect, and what is added is counted against a route that has nothing else.
+The second tier is a cloud with OpenAI's API. The reference is a route with that tier alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REFUSED, BUSY, SILENT = "refused", "503", "silent"
 _MODELS: Mapping[str, str] = {REFUSED: upstream.AT_ONCE, BUSY: upstream.BUSY, SILENT: upstream.SILENT}
 _SECOND = "second/" + upstream.AT_ONCE
 TO_OPEN = 5
-"""Failures in a row that open a breaker, as configured by default."""
+"""Consecutive failures that open a breaker (default configuration)."""
 
 
 def config(url: str) -> dict[str, Any]:
-    """A route for each way to fail, and one without a first tier."""
+    """A route for each kind of failure, and one without the first tier."""
     routes = {kind: {"chain": [f"local/{model}", _SECOND]} for kind, model in _MODELS.items()}
     return {
         "providers": {"second": {"kind": "openai", "api_key": "key", "base_url": f"{url}/v1"}},
@@ -37,7 +37,7 @@ def config(url: str) -> dict[str, Any]:
 
 
 async def measure(service: Upstream, root: Path, core: int, times: int) -> list[Failed]:
-    """Every way to fail, with the breaker closed and open."""
+    """Measures each kind of failure with a closed and an open breaker."""
     found = []
     for kind in _MODELS:
         url = f"http://127.0.0.1:{free_port()}" if kind == REFUSED else service.url
@@ -69,7 +69,7 @@ async def _fail(door: Door, kind: str, times: int) -> list[Failed]:
 
 
 async def _ask(connection: Connection, door: Door, route: str) -> float:
-    """Seconds of one answer."""
+    """Returns the seconds of one answer."""
     body = {"model": route, "messages": [{"role": "user", "content": "hello"}]}
     begun = time.perf_counter()
     reply = check(await connection.answer(request(door.port, body, door.headers)))
@@ -77,7 +77,7 @@ async def _ask(connection: Connection, door: Door, route: str) -> float:
 
 
 async def _reset(connection: Connection, door: Door, kind: str) -> None:
-    """Closes the first tier's breakers. One that nothing has failed at yet is unknown, and closed."""
+    """Closes the breakers of the first tier. A breaker without any failure does not exist yet."""
     headers = {"authorization": f"Bearer {gateways.ADMIN_KEY}"}
     for name in ("local", f"local/{_MODELS[kind]}"):
         path = f"/admin/breakers/{quote(name)}/reset"

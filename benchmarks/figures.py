@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks: medians with spread, the limit of a load, bars; measures nothing."""
+"""Arithmetic of the benchmarks: medians with spread, the limit of a load, bars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """A median with the least and the largest value it stands for."""
+    """A median with the smallest and the largest value."""
 
     value: float
     least: float
@@ -26,12 +26,12 @@ class Middle:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Middle:
-        """Of the values that are numbers; NaN when there are none."""
+        """The median of all values that are not NaN; NaN without values."""
         known = [value for value in values if not math.isnan(value)]
         return cls(median(known), min(known), max(known)) if known else cls(math.nan, math.nan, math.nan)
 
     def text(self, digits: int = 1, factor: float = 1.0) -> str:
-        """`median [least .. most]`, each times `factor`."""
+        """`median [smallest .. largest]`, each multiplied by `factor`."""
         shown = (f"{value * factor:.{digits}f}" for value in (self.value, self.least, self.most))
         return "{} [{} .. {}]".format(*shown)
 
@@ -39,26 +39,24 @@ class Middle:
 def limit_seconds(
     streams: int, prompt_tokens: int, answer_tokens: int, prefill_rate: float, decode_rate: float
 ) -> float:
-    """How long a load takes when nothing but llama.cpp's own batched loop works: rates in tokens per second, all
-    sequences together.
-    """
+    """Seconds of a load in llama.cpp's own batched loop; rates in tokens per second of all sequences together."""
     return streams * prompt_tokens / prefill_rate + streams * answer_tokens / decode_rate
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float], *, smaller_is_better: bool = False) -> list[float]:
-    """How much better we were in each round, 1 for equal; paired by round, because the machine changes between them."""
+    """Ratios of two systems by round, above 1 if the first is better. Paired, because the machine's speed varies."""
     pairs = zip(ours, theirs, strict=True)
     return [(their / our) if smaller_is_better else (our / their) for our, their in pairs]
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean for ratios; NaN of nothing."""
+    """The geometric mean; NaN without values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value held against a target; `op` is one of >=, >, <=, <. A value that is NaN is short of everything."""
+    """A value and its target. `op` is one of >=, >, <=, <. NaN never meets a target."""
 
     name: str
     value: float
@@ -68,7 +66,7 @@ class Bar:
 
     @property
     def reached(self) -> bool:
-        """Whether the value is where it should be."""
+        """Whether the value meets the target."""
         return _COMPARE[self.op](self.value, self.target)
 
     def line(self) -> str:

@@ -1,4 +1,4 @@
-"""What processes hold (memory, descriptors, threads), read from /proc, and whether it grew; starts and ends none."""
+"""Memory, descriptors and threads of processes, read from /proc, and their growth."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "inference": ("inference",),
     "gateway": ("gateway",),
 }
-"""A process is of the kind one of whose words stands in its command line; the first that fits."""
+"""Words in the command line that identify the kind of a process; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """One look at one process. `rss_bytes` counts shared pages too, `private_bytes` does not."""
+    """One sample of one process. `rss_bytes` includes shared pages, `private_bytes` does not."""
 
     pid: int
     kind: str
@@ -34,9 +34,9 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All processes at one moment, `at` seconds after the start; `tasks` of each service that tells them.
+    """All processes at one moment, `at` seconds after the start. `tasks`: asyncio tasks by service, if known.
 
-    `at_rest`: nothing is asked, and models are unloaded but for those that are pinned.
+    `at_rest`: there are no requests, and only pinned models are loaded.
     """
 
     at: float
@@ -46,7 +46,7 @@ class Look:
 
 
 def kind_of(words: Sequence[str]) -> str:
-    """Which part of Headgate a command line is; `other` for none."""
+    """The part of Headgate that a command line belongs to, or `other`."""
     for kind, names in KINDS.items():
         if any(name in words for name in names):
             return kind
@@ -54,24 +54,24 @@ def kind_of(words: Sequence[str]) -> str:
 
 
 def footprint(pid: int) -> Footprint | None:
-    """Of a living process; None when it is gone."""
+    """A sample of a process; None if it has ended."""
     here = Path(f"/proc/{pid}")
     try:
         words = (here / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-        said = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines() if ":" in line)
+        status = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines() if ":" in line)
         descriptors = sum(1 for _ in (here / "fd").iterdir())
-        rss, private = (int(said[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
+        rss, private = (int(status[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
     except (OSError, KeyError):  # a zombie has no memory
         return None
-    return Footprint(pid, kind_of(words), rss, private, descriptors, int(said["Threads"]))
+    return Footprint(pid, kind_of(words), rss, private, descriptors, int(status["Threads"]))
 
 
 MOST_POINTS = 400
-"""Of a long run every so-manieth look is taken: all pairs of them are compared."""
+"""Maximum number of samples for the slope, because all pairs are compared. Longer runs are thinned out."""
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Change per second, as the median of the slopes between all pairs (Theil-Sen): outliers do not tilt it."""
+    """Change per second: median of the slopes of all pairs (Theil-Sen), which is robust against outliers."""
     points = points[:: max(1, len(points) // MOST_POINTS)]
     found = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
@@ -83,7 +83,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def growth_percent(points: Sequence[tuple[float, float]]) -> float:
-    """How much the line through the points rises over their time, in percent of their median."""
+    """Rise of the regression line over the whole time, in percent of the median."""
     if len(points) < 3:
         return math.nan
     level = median(value for _, value in points)
@@ -91,21 +91,21 @@ def growth_percent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def spread_percent(points: Sequence[tuple[float, float]]) -> float:
-    """The largest value over the median, in percent beyond it."""
+    """The largest value, in percent above the median."""
     values = [value for _, value in points]
     level = median(values) if values else 0
     return 100 * (max(values) / level - 1) if level else math.nan
 
 
 def growth_count(values: Sequence[int]) -> int:
-    """By how many a count grew: from the most of the first third to the least of the last, or not at all (0)."""
+    """Growth of a count: from the maximum of the first third to the minimum of the last third, at least 0."""
     third = max(1, len(values) // 3)
     return max(0, min(values[-third:]) - max(values[:third])) if values else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lifeline:
-    """What one long-lived process held, over time and at rest. `name` tells it from others of its kind."""
+    """Resources of one long-lived process, over time and at rest. `name` is unique within its kind."""
 
     name: str
     rss: Sequence[tuple[float, float]]
@@ -115,7 +115,7 @@ class Lifeline:
 
 
 def lifelines(looks: Sequence[Look], since: float) -> Iterator[Lifeline]:
-    """Of every process that was there at each look from `since` on; counts are those at rest."""
+    """Histories of all processes that are in each sample from `since` on; counts are those at rest."""
     later = [look for look in looks if look.at >= since]
     by_pid = [{one.pid: one for one in look.processes} for look in later]
     always = set.intersection(*map(set, by_pid)) if by_pid else set[int]()
@@ -135,7 +135,7 @@ def lifelines(looks: Sequence[Look], since: float) -> Iterator[Lifeline]:
 
 
 def generations(looks: Sequence[Look], since: float, kind: str) -> list[tuple[float, float]]:
-    """When each process of a kind that came and went was last seen, and the most memory it held (RSS)."""
+    """Short-lived processes of a kind: time of the last sample and the largest memory (RSS)."""
     last: dict[int, tuple[float, float]] = {}
     for look in looks:
         for one in look.processes:

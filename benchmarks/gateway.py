@@ -1,8 +1,8 @@
-"""`make bench-gateway`: what the gateway costs, beside a bare hop, LiteLLM's proxy and Portkey's gateway.
+"""`make bench-gateway`: the cost of the gateway, beside a bare proxy, LiteLLM's proxy and Portkey's gateway.
 
-Upstream and generator share one core, in this process; whoever is measured has another. Every round asks all systems in
-a shuffled order, and ratios and differences are taken within a round. Ends with one BAR line per promise; raw samples
-go to benchmarks/results/gateway.json.
+Upstream and load generator share one core in this process; the measured system has the other core. Every round measures
+all systems in random order; ratios and differences are taken within a round. The last lines are one BAR per target. Raw
+samples go to benchmarks/results/gateway.json.
 
 Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,paced,failover,memory,departures),
 HEADGATE_PEERS_DIR.
@@ -40,14 +40,14 @@ PARTS = ("alone", "crowds", "paced", "failover", "memory", "departures")
 ALONE_PER_SECOND = 250.0
 CONNECTIONS, STREAMS = 32, 256
 REST_SECONDS = 0.2
-"""Before every sample, for what the one before left behind."""
+"""Pause before every sample, so that the sample before has no effect."""
 WARM_UP_REQUESTS = 200
 STREAMS_APART_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. `alone` and `crowd` are seconds per sample, `tokens` those of a paced stream."""
+    """Sizes of a run. `alone` and `crowd`: seconds per sample. `tokens`: tokens of a paced stream."""
 
     rounds: int = 7
     alone: float = 4.0
@@ -62,7 +62,7 @@ QUICK = Plan(rounds=3, alone=2.0, crowd=2.0, tokens=150, requests=20_000, failur
 
 
 class Bench:
-    """Everybody at one table: the upstream in this process, and who is asked."""
+    """The upstream in this process and the measured systems."""
 
     def __init__(self, plan: Plan, service: Upstream, found: Results) -> None:
         self.plan = plan
@@ -72,11 +72,11 @@ class Bench:
         self._random = random.Random(20261122)
 
     def shuffled(self, doors: list[Door]) -> list[Door]:
-        """Another order for every round."""
+        """A random order."""
         return self._random.sample(doors, len(doors))
 
     async def alone(self) -> None:
-        """One connection at a rate, whole answers and streams; the bare hop tells what this machine allows."""
+        """One connection at a fixed rate, whole answers and streams. The bare proxy shows what the machine allows."""
         for number in range(self.plan.rounds):
             say(f"one connection: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
@@ -86,12 +86,12 @@ class Bench:
                     self.found.alone.append(Alone(door.name, kind, number, spans.first, spans.whole))
 
     async def crowds(self) -> None:
-        """As many answers as there can be."""
+        """The throughput of many connections."""
         for number in range(self.plan.rounds):
             say(f"{CONNECTIONS} connections: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
-                who = [door for door in self.doors.values() if kind == WHOLE or door.name != gateway_peers.PORTKEY]
-                for door in self.shuffled(who):
+                doors = [door for door in self.doors.values() if kind == WHOLE or door.name != gateway_peers.PORTKEY]
+                for door in self.shuffled(doors):
                     await self._settle(door, kind, CONNECTIONS)
                     self.found.crowds.append(await self._crowd(door, kind, number))
         self.found.memory = {name: door.rss_bytes() for name, door in self.doors.items()}
@@ -117,9 +117,9 @@ class Bench:
                 self.found.paced.append(_paced(door.name, number, self.plan.tokens, pieces, share))
 
     async def memory(self) -> None:
-        """What many requests leave behind, whole answers and streams in turn."""
+        """The memory after many requests, whole answers and streams in turn."""
         door, tenth = self.doors[GATEWAY], self.plan.requests // 10
-        for number in range(11):  # the first tenth fills what is bounded: records, caches, the allocator's arenas
+        for number in range(11):  # the first tenth fills records, caches and the allocator's arenas
             say(f"memory: {number * tenth:,} of {self.plan.requests:,} requests")
             await asking.as_they_come(
                 door.port, chat(door, WHOLE), CONNECTIONS, 600.0, most=tenth, others=chat(door, STREAMED)
@@ -142,7 +142,7 @@ def _paced(name: str, number: int, tokens: int, pieces: list[list[float]], share
 
 
 def chat(door: Door, kind: str, model: str = upstream.AT_ONCE) -> bytes:
-    """The same question for everybody."""
+    """The same request for all systems."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [
@@ -158,7 +158,7 @@ def chat(door: Door, kind: str, model: str = upstream.AT_ONCE) -> bytes:
 
 
 async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
-    """Everything."""
+    """Runs all selected parts."""
     found = Results(load=[os.getloadavg()[0]])
     own, core = gateways.cores()
     if hasattr(os, "sched_setaffinity"):
@@ -171,7 +171,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
             say(f"starting {name}")
             bench.doors[name] = await asyncio.to_thread(stack.enter_context, start())
             if name == GATEWAY:
-                await asyncio.sleep(2.0)  # what it does after its start is over
+                await asyncio.sleep(2.0)  # the work after its start is done
                 found.held.idle_bytes = bench.doors[name].rss_bytes()
         gc.freeze()
         for part in PARTS:
@@ -185,7 +185,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
     if "departures" in parts:
         say("departures")
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {own, core})  # a worker computes on both
+            os.sched_setaffinity(0, {own, core})  # a worker uses both
         found.gone = await departures.measure(root / "departures", plan.departures)
     found.load.append(os.getloadavg()[0])
     found.write(RESULTS)
@@ -195,7 +195,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
 def _who(
     url: str, root: Path, core: int, found: Results, *, with_peers: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Door]]]:
-    """Who is measured, and how each starts."""
+    """The measured systems and how each starts."""
     found.versions = {GATEWAY: version("headgate"), "fastapi": version("fastapi"), "aiohttp": version("aiohttp")}
     starts: dict[str, Callable[[], AbstractContextManager[Door]]] = {
         GATEWAY: lambda: gateways.headgate(url, root, core),
@@ -213,17 +213,17 @@ def _who(
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Prints progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """The whole run."""
+    """Runs the benchmark."""
     plan = QUICK if environ.get("QUICK", "") not in ("", "0") else Plan()
     if rounds := environ.get("ROUNDS"):
         plan = Plan(**{**{name: getattr(plan, name) for name in Plan.__dataclass_fields__}, "rounds": int(rounds)})
     parts = tuple((environ.get("PARTS") or ",".join(PARTS)).split(","))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end their processes
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root, contextlib.suppress(KeyboardInterrupt):
         gateway_report.show(uvloop.run(run(plan, parts, Path(root))))
     return 0

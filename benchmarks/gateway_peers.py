@@ -1,4 +1,4 @@
-"""Gets the gateways that Headgate's is measured against, outside the repository; starts and measures nothing.
+"""Installs the gateways that Headgate is compared with, outside the repository.
 
 `python -m benchmarks.gateway_peers` installs LiteLLM's proxy from PyPI and Portkey's gateway from npm, each into a
 directory of its own below HEADGATE_PEERS_DIR (default: the user's cache). What is not there is not measured.
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LITELLM, PORTKEY = "litellm", "portkey"
-"""Portkey's gateway answers streamed requests with 500 on Node 20, and is asked for whole answers only."""
+"""Portkey's gateway answers streamed requests with 500 on Node 20, so only whole answers are measured."""
 
 _PORTKEY_PACKAGE = "@portkey-ai/gateway"
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One that is there: `argv` starts it, all but its own options."""
+    """An installed gateway. `argv` starts it; options follow."""
 
     name: str
     version: str
@@ -30,10 +30,10 @@ class Peer:
 
 
 def root() -> Path:
-    """The directory that they are in."""
-    said = os.environ.get("HEADGATE_PEERS_DIR")
+    """The directory of the installed gateways."""
+    chosen = os.environ.get("HEADGATE_PEERS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(said) if said else cache / "headgate-peers" / "gateways"
+    return Path(chosen) if chosen else cache / "headgate-peers" / "gateways"
 
 
 def litellm() -> Peer | None:
@@ -43,8 +43,8 @@ def litellm() -> Peer | None:
     if not command.exists():
         return None
     asked = [str(python), "-c", "from importlib.metadata import version; print(version('litellm'))"]
-    said = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    return Peer(LITELLM, said, (str(python), str(command)))
+    version = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return Peer(LITELLM, version, (str(python), str(command)))
 
 
 def portkey() -> Peer | None:
@@ -58,7 +58,7 @@ def portkey() -> Peer | None:
 
 
 def install() -> None:
-    """Installs what is absent; what the tools say goes to stderr. Raises CalledProcessError."""
+    """Installs missing gateways; the output of the tools goes to stderr. Raises CalledProcessError."""
     if litellm() is None:
         place = root() / LITELLM
         _run([sys.executable, "-m", "venv", str(place)])

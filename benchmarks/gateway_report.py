@@ -1,6 +1,6 @@
-"""Tables and bars from the samples of the gateway's benchmark; measures nothing.
+"""Tables and bars from the samples of the gateway benchmark.
 
-`python -m benchmarks.gateway_report FILE` shows the report of an earlier run again.
+`python -m benchmarks.gateway_report FILE` prints the report of an earlier run.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from headgate.cli.bench import percentile
 
 ADDED_P50_MS, ADDED_P99_MS, ADDED_TTFT_P99_MS = 0.6, 2.0, 2.0
 ADDED_OF_PASS_THROUGH = 1.0
-"""What is added against what a bare hop adds in the same round; ours, and the one that no machine's pace moves."""
+"""Added latency relative to the bare proxy in the same round. Independent of the machine's speed; our own target."""
 OF_PASS_THROUGH, OVER_LITELLM, OVER_PORTKEY = 0.65, 20.0, 3.0
 MOST_PACES = 10
 IDLE_MB, GROWTH_PERCENT = 120.0, 5.0
 FAILOVER_P50_MS = 10.0
-"""What a failed tier may cost beyond what it kept the request waiting; ours, nobody promised it."""
+"""Added latency of a failed tier, without the time it kept the request waiting; our own target."""
 SKIPPED_P50_MS = 2.0
-"""What a tier behind an open breaker may cost; ours."""
+"""Added latency of a tier with an open breaker; our own target."""
 GONE_MS = 100.0
 
 
 def tables(found: Results) -> Iterator[str]:
-    """For people: medians over rounds with the least and the largest."""
+    """Tables of medians over rounds, with the smallest and the largest value."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield f"{versions}; load average {' and '.join(f'{load:.1f}' for load in found.load)} at start and end"
     yield from _alone(found)
@@ -43,7 +43,7 @@ def tables(found: Results) -> Iterator[str]:
 
 
 def gone_lines(found: Results) -> Iterator[str]:
-    """One line per kind of departure."""
+    """One line per kind of disconnect."""
     for gone in found.gone:
         times = Middle.of(gone.seconds).text(1, 1e3)
         step = f"; a decode step takes {gone.step * 1e3:.1f} ms" if gone.step else ""
@@ -123,7 +123,7 @@ def _held(found: Results) -> Iterator[str]:
 
 
 def bars(found: Results) -> list[Bar]:
-    """Every promise that these samples can judge."""
+    """The bars that these samples allow."""
     return [
         *_bars_alone(found), *_bars_crowds(found), *_bars_paced(found), *_bars_failed(found), *_bars_held(found),
         *bars_gone(found),
@@ -145,7 +145,7 @@ def _bars_alone(found: Results) -> Iterator[Bar]:
 
 
 def _added(found: Results, system: str, kind: str, value: Callable[[Alone], float]) -> list[float]:
-    """What a hop adds to asking the upstream itself, round by round, in seconds."""
+    """Seconds that a hop adds to a direct request to the upstream, by round."""
     hop, direct = found.alone_of(system, kind), found.alone_of(DIRECT, kind)
     return [value(one) - value(bare) for one, bare in zip(hop, direct, strict=True)] if hop and direct else []
 
@@ -177,7 +177,7 @@ def _bars_failed(found: Results) -> Iterator[Bar]:
 
 
 def _waited(one: Failed) -> float:
-    """What the deadline lets a silent tier take, which is no cost of ours."""
+    """The deadline of a silent tier, which does not count as a cost of the gateway."""
     return FIRST_TOKEN_SECONDS if one.kind == "silent" and not one.is_open else 0.0
 
 
@@ -189,14 +189,14 @@ def _bars_held(found: Results) -> Iterator[Bar]:
 
 
 def bars_gone(found: Results) -> Iterator[Bar]:
-    """What departures cost: 100 ms beside one decode step."""
+    """Bars of disconnects: 100 ms and one decode step."""
     for gone in found.gone:
         name = "gone_" + gone.kind.replace(" ", "_").replace(",", "") + "_p99_beyond_step"
         yield Bar(name, _p99(gone.seconds) - gone.step * 1e3, "ms", "<=", GONE_MS)
 
 
 def _p99(seconds: Sequence[float]) -> float:
-    """In milliseconds."""
+    """Formats milliseconds."""
     return percentile(seconds, 0.99) * 1e3
 
 

@@ -1,4 +1,4 @@
-"""What a run of the gateway's benchmark saw, raw, and how one number per round is read from it; judges nothing."""
+"""The raw samples of a gateway benchmark, and one number per round from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WHOLE, STREAMED = "whole", "streamed"
 """Kinds of answers."""
 
 FIRST_TOKEN_SECONDS = 0.5
-"""`deadlines.first_token` of a gateway that fails over: how long a silent tier is waited for."""
+"""`deadlines.first_token` in the failover part: how long the gateway waits for a silent tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One connection in one round, asked at a rate: seconds to the first content and to the end of every answer."""
+    """One connection at a fixed rate in one round: seconds to the first content and to the end of every answer."""
 
     system: str
     kind: str
@@ -38,7 +38,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Many connections in one round, each asking as soon as it was answered. Shares are of one core."""
+    """Many connections in one round, each of which sends its next request at once. Shares are of one core."""
 
     system: str
     kind: str
@@ -58,7 +58,7 @@ class Crowd:
 
     @property
     def per_core_second(self) -> float:
-        """Answers per second of processor time that the system took."""
+        """Answers per second of CPU time of the system."""
         return self.per_second / self.system_share if self.system_share else float("nan")
 
 
@@ -78,9 +78,9 @@ class Paced:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answers by the second tier because the first did not: seconds of each, and of those without a first tier.
+    """Answers of the second tier after the first one failed: seconds of each, and of answers without a first tier.
 
-    `kind` is what the first tier does; with `is_open` its breaker is open and it is not asked.
+    `kind`: what the first tier does. `is_open`: its breaker is open, so it gets no request.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Failed:
 
 @dataclass(slots=True)
 class Held:
-    """What the gateway's process holds: idle after its start, and then after so many requests."""
+    """Memory of the gateway process: idle after its start, and after each number of requests."""
 
     idle_bytes: int = 0
     after: list[tuple[int, int]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Departures of clients: seconds until the upstream, or the worker, was rid of each. `step` is a decode step's."""
+    """Disconnects of clients: seconds until the upstream or the worker stopped. `step`: seconds of a decode step."""
 
     kind: str
     seconds: Sequence[float]
@@ -108,7 +108,7 @@ class Gone:
 
 @dataclass(slots=True)
 class Results:
-    """All raw samples of a run. `versions` names who was measured, `load` is the machine's own at start and end."""
+    """All raw samples of a run. `versions`: of the measured systems. `load`: of the machine at start and end."""
 
     versions: dict[str, str] = field(default_factory=dict)
     load: list[float] = field(default_factory=list)
@@ -121,39 +121,39 @@ class Results:
     gone: list[Gone] = field(default_factory=list)
 
     def alone_of(self, system: str, kind: str) -> list[Alone]:
-        """In the order of rounds."""
+        """Values in the order of rounds."""
         found = [one for one in self.alone if (one.system, one.kind) == (system, kind)]
         return sorted(found, key=lambda one: one.round)
 
     def crowds_of(self, system: str, kind: str) -> list[Crowd]:
-        """In the order of rounds."""
+        """Values in the order of rounds."""
         found = [one for one in self.crowds if (one.system, one.kind) == (system, kind)]
         return sorted(found, key=lambda one: one.round)
 
     def paced_of(self, system: str) -> list[Paced]:
-        """In the order of rounds."""
+        """Values in the order of rounds."""
         return sorted((one for one in self.paced if one.system == system), key=lambda one: one.round)
 
     def write(self, path: Path) -> None:
-        """As JSON, times to the microsecond."""
+        """Writes JSON, times to the microsecond."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_rounded(asdict(self))))
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What `write` wrote."""
-        said = json.loads(path.read_text())
-        held = Held(said["held"]["idle_bytes"], [(count, size) for count, size in said["held"]["after"]])
+        """Reads a file of `write`."""
+        raw = json.loads(path.read_text())
+        held = Held(raw["held"]["idle_bytes"], [(count, size) for count, size in raw["held"]["after"]])
         return cls(
-            said["versions"],
-            said["load"],
-            _each(said["alone"], Alone),
-            _each(said["crowds"], Crowd),
-            _each(said["paced"], Paced),
-            _each(said["failed"], Failed),
+            raw["versions"],
+            raw["load"],
+            _each(raw["alone"], Alone),
+            _each(raw["crowds"], Crowd),
+            _each(raw["paced"], Paced),
+            _each(raw["failed"], Failed),
             held,
-            said["memory"],
-            _each(said["gone"], Gone),
+            raw["memory"],
+            _each(raw["gone"], Gone),
         )
 
 

@@ -1,4 +1,4 @@
-"""Starts Headgate's gateway and its peers on a core of their own, in front of the same upstream; measures nothing."""
+"""Starts Headgate's gateway and its peers on one core, in front of the same upstream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG: Mapping[str, Any] = {"routes": {"*": {"chain": ["local/*"]}}}
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a system answers. `pid` is its topmost process, 0 for the upstream itself."""
+    """The address of a system. `pid`: its topmost process, 0 for the upstream."""
 
     name: str
     port: int
@@ -36,16 +36,16 @@ class Door:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far."""
+        """CPU seconds of its processes so far."""
         return sum(_ticks(pid) for pid in _all(self.pid)) / os.sysconf("SC_CLK_TCK")
 
     def rss_bytes(self) -> int:
-        """What its processes hold in memory."""
+        """Memory of its processes in bytes."""
         return sum(_rss(pid) for pid in _all(self.pid))
 
 
 def cores() -> tuple[int, int]:
-    """The core of upstream and generator, and that of the gateway; the same where there is only one."""
+    """The core of upstream and generator, and the core of the gateway; equal on a single core."""
     if not hasattr(os, "sched_getaffinity"):
         return 0, 0
     known = sorted(os.sched_getaffinity(0))
@@ -53,7 +53,7 @@ def cores() -> tuple[int, int]:
 
 
 def pinned(argv: Sequence[str], core: int) -> list[str]:
-    """`argv` on one core, with all threads and children, where the system can."""
+    """`argv` restricted to one core with all threads and children, where the system supports it."""
     taskset = shutil.which("taskset")
     return [taskset, "-c", str(core), *argv] if taskset else list(argv)
 
@@ -62,7 +62,7 @@ def pinned(argv: Sequence[str], core: int) -> list[str]:
 def headgate(
     url: str, root: Path, core: int, config: Mapping[str, Any] = CONFIG, name: str = GATEWAY
 ) -> Iterator[Door]:
-    """The gateway as `headgate gateway` runs it; `url` is the inference service's."""
+    """The gateway as `headgate gateway` runs it. `url`: of the inference service."""
     place = root / name
     (place / "config").mkdir(parents=True)
     (place / "config" / "gateway.yaml").write_text(json.dumps(config))
@@ -82,7 +82,7 @@ def headgate(
 
 @contextlib.contextmanager
 def pass_through(url: str, root: Path, core: int) -> Iterator[Door]:
-    """The bare hop."""
+    """The bare proxy."""
     port = free_port()
     place = root / PASS_THROUGH
     env = private_env(place, {"PYTHONPATH": str(REPOSITORY)})
@@ -93,7 +93,7 @@ def pass_through(url: str, root: Path, core: int) -> Iterator[Door]:
 
 @contextlib.contextmanager
 def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
-    """LiteLLM's proxy with one worker, one model, and nothing to log to."""
+    """LiteLLM's proxy with one worker and one model, without logging."""
     port = free_port()
     place = root / peer.name
     key = f"sk-{secrets.token_hex(32)}"
@@ -111,7 +111,7 @@ def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
 
 @contextlib.contextmanager
 def portkey(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
-    """Portkey's gateway; it learns from headers where to ask."""
+    """Portkey's gateway. Request headers name its upstream."""
     port = free_port()
     place = root / peer.name
     env = private_env(place, {"NODE_ENV": "production"})
@@ -147,7 +147,7 @@ def _ticks(pid: int) -> int:
 
 def _rss(pid: int) -> int:
     try:
-        said = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in said.splitlines() if line.startswith("VmRSS:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0)

@@ -1,13 +1,12 @@
-"""Holds predicted bytes and restores against what the driver of a real NVIDIA GPU shows; without one it says so.
+"""Compares predicted bytes and restores with the figures of an NVIDIA driver. Prints a notice without a GPU.
 
     python -m benchmarks.gpu_check     GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own; QUICK=1 leaves out the 1 B model
 
-A model is loaded by a real worker and answers once, so that pools and graphs are there too. The first model shows what
-a process costs the device beside its buffers; of every other one the error is what was observed, less what was
-predicted, less that. Then it is restored as the warm pool does it: a process that holds the file is told to load it,
-and the rate is that of the weights on the device until the model can answer. The link's own rate is measured by copies
-of the driver (`benchmarks.link_rate`). INFERENCE_DEVICES=sim:2x600MiB tries the same on simulated devices, which cost
-nothing beside and have no link.
+A real worker loads a model and answers once, so that pools and graphs are allocated. The first model shows the memory
+of a process without its buffers; the error of every other model is observed - predicted - that. Then the model is
+restored as by the warm pool: a process that already holds the file loads it. The restore rate is bytes of weights per
+second until the model can answer. `benchmarks.link_rate` measures the rate of the link by copies of the driver.
+INFERENCE_DEVICES=sim:2x600MiB runs the same on simulated devices, which have no such overhead and no link.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from inference.workers.helper_client import HelperError, run_helper
 from tests.rigs.worker_rig import WorkerRig
 
 MEASURED = ("cuda", "sim")
-"""Kinds of devices whose figures are exact to the byte for everybody together."""
+"""Kinds of devices that report the use of all processes to the byte."""
 SHARE, LEAST_BYTES = 0.01, 16 * MIB
-"""A prediction may be wrong by the larger of the two."""
+"""A prediction may be wrong by the larger of both."""
 SETTLE_SECONDS = 10.0
 LOAD_SECONDS = 300.0
 CHECKPOINT_SECONDS = 60.0
@@ -52,7 +51,7 @@ _SAME = ("gpu_layers", "context_length", "parallel", "kv_type", "batch", "ubatch
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model as it is loaded; lengths in tokens."""
+    """One model and its settings; lengths in tokens."""
 
     name: str
     path: Path
@@ -63,14 +62,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Unmeasured:
-    """There are no figures, and why."""
+    """The reason why there are no figures."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the driver's checkpoint of the worker took, seconds, and what the device still showed of it, bytes."""
+    """A checkpoint of the worker by the driver: seconds, and bytes that the device still showed."""
 
     suspend_seconds: float
     resume_seconds: float
@@ -88,7 +87,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A warm model that came back: seconds from its grant until it could answer, and bytes of weights on the device."""
+    """A restored model: seconds from its grant until it could answer, and bytes of weights on the device."""
 
     seconds: float
     weights_bytes: int
@@ -96,7 +95,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one load took of the device, and what was said before; bytes."""
+    """Bytes that one load used on the device, and the predicted ones."""
 
     name: str
     predicted_bytes: int
@@ -105,17 +104,17 @@ class Sample:
     restore: Restore | None = None
 
     def error_bytes(self, context_bytes: int) -> int:
-        """What the prediction missed when a process costs so much beside its buffers."""
+        """Error of the prediction in bytes, without the overhead of a process."""
         return self.observed_bytes - self.predicted_bytes - context_bytes
 
     def error(self, context_bytes: int) -> float:
-        """The error as a share of what is allowed."""
+        """The error relative to the allowed one."""
         allowed = max((self.predicted_bytes + context_bytes) * SHARE, LEAST_BYTES)
         return abs(self.error_bytes(context_bytes)) / allowed
 
 
 def cases(environ: Mapping[str, str]) -> list[Case]:
-    """The first is small: it shows what a process costs."""
+    """The cases. The first model is small: it shows the overhead of a process."""
     found = [Case("demo-mini", bundled_path("demo-mini"), 512, 1), Case("demo", bundled_path("demo"), 4096, 4)]
     names = ["135m"] if environ.get("QUICK") else ["135m", "1b"]
     for name in names:
@@ -150,7 +149,7 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
 
 
 def _restored(folder: Path, grant: worker_link.Grant, device: Reading) -> Restore:
-    """A process that has seen no device holds the file, then loads it, as the warm pool's does."""
+    """Restores as the warm pool does: a process without a device holds the file, then loads it."""
     with WorkerRig(folder, env=dict(HIDDEN)) as rig:
         rig.send(worker_link.Hold(grant.path))
         rig.expect(worker_link.Held, LOAD_SECONDS)
@@ -163,7 +162,7 @@ def _restored(folder: Path, grant: worker_link.Grant, device: Reading) -> Restor
 
 
 def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) -> Link | Unmeasured:
-    """What the driver's own copies of so many bytes reach on the device that `environment` shows to a process."""
+    """The rate of copies by the driver on the first device that `environment` makes visible."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.link_rate", str(count_bytes)],
@@ -172,14 +171,14 @@ def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) ->
             timeout=LINK_SECONDS,
             check=False,
         )
-        said = json.loads(done.stdout)
+        found = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         return Unmeasured(f"the process that copies gave no answer ({type(error).__name__})")
-    return Unmeasured(said["error"]) if "error" in said else Link(**said)
+    return Unmeasured(found["error"]) if "error" in found else Link(**found)
 
 
 async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint | Unmeasured:
-    """Suspends and resumes the worker, which has to answer afterwards."""
+    """Suspends and resumes the worker, and checks that it answers afterwards."""
     seconds: dict[str, float] = {}
     rest = 0
     for operation in ("suspend", "resume"):
@@ -210,7 +209,7 @@ def _grant(spec: ModelSpec, device: Reading) -> worker_link.Grant:
 
 
 async def _settled(inventory: Inventory, device: str) -> int:
-    """Bytes in use once two readings agree: a driver frees and allocates a little later than it says."""
+    """Bytes in use once two readings are equal, because a driver updates its figures late."""
     last = -1
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     while True:
@@ -224,7 +223,7 @@ async def _settled(inventory: Inventory, device: str) -> int:
 
 
 def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> Bar:
-    """Prints every load; the bar is the worst of them."""
+    """Prints every load. The bar is the worst of them."""
     first, *others = samples
     if isinstance(rate, Unmeasured):
         print(f"the link's own rate is not known: {rate.why}")
@@ -252,8 +251,8 @@ def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> 
 def _told_restore(done: Restore, rate: Link | None) -> str:
     reached = done.weights_bytes / done.seconds
     share = f", {reached / rate.pinned:.2f} of the link's own rate" if rate is not None else ""
-    said = f"{format_bytes(done.weights_bytes)} of weights in {done.seconds:.2f} s, {reached / 1e9:.2f} GB/s"
-    return f"warm restore: {said}{share}"
+    text = f"{format_bytes(done.weights_bytes)} of weights in {done.seconds:.2f} s, {reached / 1e9:.2f} GB/s"
+    return f"warm restore: {text}{share}"
 
 
 def _told(done: Checkpoint | Unmeasured, count_bytes: int) -> str:
@@ -269,7 +268,7 @@ def _told(done: Checkpoint | Unmeasured, count_bytes: int) -> str:
 async def check(
     config: InferenceConfig, wanted: Callable[[], Sequence[Case]]
 ) -> tuple[list[Sample], Link | Unmeasured | None] | None:
-    """The samples of the first device that can be measured, and its link; None where there is none."""
+    """The samples of the first measurable device and of its link; None without such a device."""
     inventory = Inventory.of(config.settings)
     await inventory.start()
     try:
@@ -284,7 +283,7 @@ async def check(
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Measures, prints and keeps the raw figures; status 0 also where there is nothing to measure."""
+    """Runs the check, prints it and writes the raw figures. Status 0 also without a GPU."""
     with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
         (Path(directory) / "models.yaml").write_text("models: {}\n")
         config = settings.load(Path(directory), environ, {})

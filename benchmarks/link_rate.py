@@ -1,8 +1,8 @@
-"""How fast bytes go between host and the first CUDA device of this process, by the driver's own copies; no more.
+"""Measures the rate of copies between the host and the first CUDA device of this process.
 
 `python -m benchmarks.link_rate [BYTES]` prints one line of JSON: bytes per second of `pinned` and `pageable` (to the
-device) and `back` (from it, into pinned memory), or an `error` in words. It runs in a process of its own because a
-context stays on the device for as long as its process lives. CUDA_VISIBLE_DEVICES says which device is the first.
+device) and `back` (from it, into pinned memory), or an `error`. It runs in its own process because a context stays on
+the device until its process ends. CUDA_VISIBLE_DEVICES selects the device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from statistics import median
 from inference.devices.checkpoint.cuda_driver import Driver, DriverError
 
 COUNT_BYTES = 256 * 2**20
-"""Large enough that a call's own cost is nothing, small enough for any device that runs a model."""
+"""Large enough that the cost of a call does not matter, and small enough for any device that runs a model."""
 PASSES = 5
 _PATTERN_BYTES = 4096
 
 
 def rates(count_bytes: int) -> dict[str, float]:
-    """Medians over PASSES copies after one that is not counted. Raises DriverError; also where bytes were not the same
-    when they came back.
-    """
+    """Medians over PASSES copies after a warm-up. Raises DriverError, also if the bytes differ after the copy back."""
     driver = Driver(checkpoints=False)
     device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
     driver.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
@@ -41,7 +39,7 @@ def rates(count_bytes: int) -> dict[str, float]:
     ctypes.memmove(pageable, pattern, count_bytes)
 
     def copied(name: str, *arguments: object) -> float:
-        """Seconds until the copy is done: one from pageable memory returns when the last part is on its way."""
+        """Seconds until the copy is done. A copy from pageable memory returns early, so this synchronizes."""
         seconds = driver.call(name, *arguments, count, context=context)
         return seconds + driver.call("cuCtxSynchronize", context=context)
 
@@ -61,7 +59,7 @@ def _rate(count_bytes: int, copy: Callable[[], float]) -> float:
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
-    """Status 0 in any case: what went wrong is said."""
+    """Prints the rates or the error; the status is 0 in both cases."""
     try:
         answer: dict[str, float | str] = dict(rates(int(argv[1]) if len(argv) > 1 else COUNT_BYTES))
     except DriverError as error:

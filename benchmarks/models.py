@@ -1,8 +1,8 @@
-"""Makes GGUF models of real shapes with random Q8_0 weights; they answer noise at the speed of the real ones.
+"""Writes GGUF models of real shapes with random Q8_0 weights. They have the speed of the real models.
 
-The vocabulary begins with the bundled demo model's, so that texts tokenize as they do there, and is filled up with made
-words. Input and output embeddings are one tensor, as in the models whose shapes these are. Rows of control tokens are
-zero: no greedy answer ends before its length, without a word in the request.
+The vocabulary begins with that of the bundled demo model, so that texts have the same tokens, and is filled up with
+artificial words. Input and output embeddings share one tensor, as in the models with these shapes. Rows of control
+tokens are zero, so that no greedy answer ends early.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_BYTES = 2 + BLOCK_WEIGHTS
 """A block of Q8_0: a scale (float16) and 32 weights (int8)."""
 
 POOL_BLOCKS = 262_147
-"""Random blocks that all tensors are cut from, one after the other: prime, so that rows of a tensor differ."""
+"""Number of random blocks that all tensors are cut from; a prime, so that rows of a tensor differ."""
 
 SPREAD = 40.0
 """Standard deviation of the int8 weights."""
@@ -36,7 +36,7 @@ SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a llama-architecture model, in the field's words."""
+    """Sizes of a model with the llama architecture."""
 
     name: str
     layers: int
@@ -54,10 +54,10 @@ class Shape:
         return self.width // self.heads * self.heads_kv
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape (rows, columns) and standard deviation of every matrix; norms have one dimension and are ones.
+        """Name, shape (rows, columns) and standard deviation of every matrix. Norms have one dimension and are ones.
 
-        Layers add about as much as they are given and embeddings little, so that an answer is no repetition of one
-        token; sums over a row stay near one, so that nothing overflows.
+        The output of a layer is about as large as its input and embeddings are small, so that an answer does not repeat
+        one token. Sums over a row stay near one, so that nothing overflows.
         """
         across, along = 1 / self.width**0.5, 1 / self.feed**0.5
         yield "token_embd.weight", (self.vocabulary, self.width), 0.05
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many weights there are."""
+        """Number of weights."""
         return sum(int(np.prod(size)) for _name, size, _deviation in self.tensors())
 
 
@@ -92,7 +92,7 @@ SHAPES = {
 
 
 def path_of(shape: Shape) -> Path:
-    """The model's file, written when it is absent."""
+    """The file of the model; writes it if it is missing."""
     path = CACHE / f"random-{shape.name}-q8_0.gguf"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def path_of(shape: Shape) -> Path:
 
 
 def one_token_words(path: Path) -> list[str]:
-    """Words of the vocabulary that are one token each after a blank, whatever stands beside them; in a fixed order."""
+    """Words that are one token after a space, independent of their neighbors; in a fixed order."""
     reader = gguf.GGUFReader(path)
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     merged = {merge.replace(" ", "") for merge in reader.fields["tokenizer.ggml.merges"].contents()}
@@ -116,7 +116,7 @@ def one_token_words(path: Path) -> list[str]:
 
 
 def write(shape: Shape, path: Path) -> None:
-    """Writes the model tensor by tensor, so that memory never holds more than the largest."""
+    """Writes the model tensor by tensor, so that memory holds one tensor at a time."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(f"random {shape.name}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
@@ -157,7 +157,7 @@ def write(shape: Shape, path: Path) -> None:
 
 
 class Blocks:
-    """Random Q8_0 blocks, handed out in turn; begins again when all were used."""
+    """Random Q8_0 blocks, used in a cycle."""
 
     def __init__(self, count: int = POOL_BLOCKS) -> None:
         rng = np.random.default_rng(SEED)
@@ -206,7 +206,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> list[int]:
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_chat_template(fields["tokenizer.chat_template"].contents())
-    # Half of a character is no text yet: the 256 bytes would make tokens that show nothing.
+    # Tokens of single bytes are excluded: part of a character has no text.
     return [number for number, kind in enumerate(types) if kind != gguf.TokenType.NORMAL or len(tokens[number]) == 1]
 
 

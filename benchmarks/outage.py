@@ -1,13 +1,12 @@
-"""A minute without the inference service and without a paid provider: how many users found out, how soon it was over.
+"""Measures an outage of the inference service and of a paid provider: affected requests and time to recover.
 
     python -m benchmarks.outage     OUTAGE=60 SITUATIONS=gone,silent; QUICK=1: twenty seconds
 
-The whole of Headgate with the bundled models, and the fake provider as a cloud, each in a process of its own; two of
-them run side by side. In one the local model is asked first and the cloud stands behind it, in the other it is the
-other way round. A request is sent every four seconds, whether or not the last one is answered. Then the first tier is
-killed (gone) or stopped (silent), and a minute later started or continued. A user request reached it when the gateway
-made an attempt there, as its record of the request tells; it is used again when it answers a user. Probes of the
-gateway's own are no attempts.
+Two complete stacks with the bundled models and the fake provider as a cloud run side by side. In one the local model is
+the first tier and the cloud the second, in the other it is the reverse. A request is sent every four seconds, also if
+the one before has no answer yet. Then the first tier is killed (gone) or stopped (silent), and a minute later started
+or continued. A request is affected if its explain record has an attempt at the first tier. The tier has recovered when
+it answers a request. Probes of the gateway do not count as attempts.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from tests.rigs.stack import MODELS, Stack, chat_body, fake_cloud
 PERIOD_SECONDS = 4.0
 OPEN_SECONDS = 30.0
 BEFORE_SECONDS = 10.0
-"""Of requests before the outage."""
+"""Requests before the outage."""
 AFTER_SECONDS = OPEN_SECONDS + 2 * PERIOD_SECONDS + 4.0
 MOST = {"local": 4, "paid": 6}
-"""User requests that may find out; the same for every kind of outage."""
+"""Maximum number of affected requests, for every kind of outage."""
 SOONEST = {"local": 10.0, "paid": OPEN_SECONDS + PERIOD_SECONDS}
 RAW = Path("benchmarks/results/outage.json")
 TIERS = {"local": "local/demo", "paid": "openai/gpt-test"}
-"""What is asked first in each situation."""
+"""The first tier of each situation."""
 _PROBES = re.compile(r"gateway_probes_total\{.*\} (\d+)")
 
 CONFIG = """
@@ -55,8 +54,8 @@ breaker: {{open: {open:g}s}}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: when it was sent and answered (seconds of the benchmark's clock), its status, who answered it, and
-    whether the first tier was asked.
+    """One request: when it was sent and answered (seconds of the benchmark's clock), its status, the tier that
+    answered, and whether there was an attempt at the first tier.
     """
 
     sent: float
@@ -79,23 +78,23 @@ class Situation:
 
     @property
     def meanwhile(self) -> list[Answer]:
-        """Those that were sent in the outage."""
+        """Requests that were sent during the outage."""
         return [answer for answer in self.answers if self.began <= answer.sent < self.back]
 
     @property
     def reached(self) -> int:
-        """User requests that met the outage."""
+        """Affected requests."""
         return sum(answer.reached for answer in self.meanwhile)
 
     @property
     def used_again(self) -> float:
-        """Seconds from the return to the next request that the first tier answered; NaN for never."""
+        """Seconds from the end of the outage to the next request that the first tier answered; NaN for never."""
         sent = [answer.sent for answer in self.answers if answer.by == TIERS[self.route] and answer.sent >= self.back]
         return min(sent, default=float("nan")) - self.back
 
 
 class Bench:
-    """A Headgate and a cloud, and a user who never waits."""
+    """A complete stack, a cloud, and a client that sends requests at a fixed rate."""
 
     def __init__(self, root: Path, route: str) -> None:
         self.route = route
@@ -104,7 +103,7 @@ class Bench:
         self.first = self.stack.inference if route == "local" else self.cloud
 
     async def run(self, situations: Sequence[Situation], outage_seconds: float) -> None:
-        """Every situation, one after the other; every process is ended."""
+        """Runs every situation, one after the other, and ends all processes."""
         try:
             await asyncio.to_thread(self.cloud.start)
             await asyncio.to_thread(self.stack.start)
@@ -114,7 +113,7 @@ class Bench:
                 for situation in situations:
                     await self._live(client, situation, outage_seconds)
         finally:
-            with contextlib.suppress(AssertionError, ProcessLookupError):  # it was not started, or is gone
+            with contextlib.suppress(AssertionError, ProcessLookupError):  # it was not started, or has ended
                 self.first.signal(signal.SIGCONT)
             self.stack.kill()
             self.cloud.kill()
@@ -141,7 +140,7 @@ class Bench:
         await user
 
     async def _user(self, client: httpx2.AsyncClient, situation: Situation, over: asyncio.Event) -> None:
-        """One request every PERIOD_SECONDS until it is over; those under way are awaited."""
+        """Sends a request every PERIOD_SECONDS until the end and waits for the running ones."""
         asking: list[asyncio.Task[None]] = []
         due = time.monotonic()
         while not over.is_set():
@@ -166,12 +165,12 @@ def _made(path: Path) -> Path:
 
 
 async def _probes(client: httpx2.AsyncClient) -> int:
-    """Probes of the gateway's own so far."""
+    """Number of probes by the gateway so far."""
     return sum(int(float(count)) for count in _PROBES.findall((await client.get("/metrics")).text))
 
 
 def tables(found: Sequence[Situation]) -> Iterator[str]:
-    """For people."""
+    """The table."""
     for one in found:
         slowest = max((answer.answered - answer.sent for answer in one.meanwhile), default=float("nan"))
         failed = sum(answer.status != 200 for answer in one.answers)
@@ -183,7 +182,7 @@ def tables(found: Sequence[Situation]) -> Iterator[str]:
 
 
 def bars(found: Sequence[Situation]) -> Iterator[Bar]:
-    """What is promised of an outage."""
+    """The bars of an outage."""
     for one in found:
         name = f"outage_{one.route}_{one.how}"
         yield Bar(f"{name}_user_requests", one.reached, "requests", "<=", MOST[one.route])
@@ -191,7 +190,7 @@ def bars(found: Sequence[Situation]) -> Iterator[Bar]:
 
 
 async def _run(hows: Sequence[str], seconds: float) -> list[Situation]:
-    """All situations; those of one route one after the other."""
+    """Runs all situations; those of one route one after the other."""
     with tempfile.TemporaryDirectory() as root:
         benches = [Bench(Path(root) / route, route) for route in TIERS]
         found = {bench.route: [Situation(how, bench.route) for how in hows] for bench in benches}
@@ -200,7 +199,7 @@ async def _run(hows: Sequence[str], seconds: float) -> list[Situation]:
 
 
 def main() -> int:
-    """Runs every situation; a bar that is short is told and fails nothing."""
+    """Runs the benchmark and prints the bars. A missed bar does not change the status."""
     quick = os.environ.get("QUICK") == "1"
     hows = os.environ.get("SITUATIONS", "gone,silent").split(",")
     seconds = float(os.environ.get("OUTAGE", "20" if quick else "60"))

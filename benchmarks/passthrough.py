@@ -1,4 +1,4 @@
-"""What a hop costs at least with FastAPI and aiohttp: passes on whatever it is asked, and knows nothing of it.
+"""A bare proxy with FastAPI and aiohttp that forwards every request: the lower bound for the cost of a hop.
 
 python -m benchmarks.passthrough UPSTREAM_URL PORT
 """

@@ -1,4 +1,4 @@
-"""Gets and builds what Headgate is measured against, outside the repository; measures nothing.
+"""Downloads and builds the programs that Headgate is compared with, outside the repository.
 
 llama-server and llama-batched-bench come from the llama.cpp sources inside the source package of the very
 llama-cpp-python that is installed, with the same options; `llama_cpp.server` is installed into an environment of its
@@ -31,14 +31,14 @@ OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
 )
-"""Nothing is fetched while it builds; the rest is as in the wheel."""
+"""Options of the wheel, and no downloads during the build."""
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Where the peers are."""
+    """Paths of the installed programs."""
 
     llama_server: Path
     batched_bench: Path
@@ -47,14 +47,14 @@ class Peers:
 
 
 def root() -> Path:
-    """The directory that everything is built in."""
-    said = os.environ.get("HEADGATE_PEERS_DIR")
+    """The build directory."""
+    chosen = os.environ.get("HEADGATE_PEERS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(said) if said else cache / "headgate-peers" / version(ENGINE)
+    return Path(chosen) if chosen else cache / "headgate-peers" / version(ENGINE)
 
 
 def ensure() -> Peers:
-    """The peers; builds what is absent, which takes some minutes."""
+    """Returns the programs and builds missing ones, which takes some minutes."""
     place = root()
     place.mkdir(parents=True, exist_ok=True)
     binaries = place / "build" / "bin"
@@ -94,14 +94,14 @@ def _pinned() -> str:
 
 
 def _wheel_options() -> str:
-    """What the installed wheel was compiled with: ours, and those that `.venv` remembers."""
+    """CMake options of the installed wheel: our own and those recorded in `.venv`."""
     stamp = Stamp.read(REPOSITORY / ".venv" / "headgate.json")
     used = stamp.rung or stamp.cmake_args if stamp else os.environ.get("CMAKE_ARGS", "")
     return f"{OUR_CMAKE_ARGS} {used}".strip()
 
 
 def _run(argv: Sequence[str], more: Mapping[str, str] | None = None) -> None:
-    """Runs a tool; what it says goes to a log beside what is built. Raises SystemExit that names the log."""
+    """Runs a tool and writes its output to a log in the build directory. Raises SystemExit with the name of the log."""
     log = root() / "build.log"
     print(f"{' '.join(argv[:6])} ... (log: {log})", file=sys.stderr, flush=True)
     with log.open("ab") as out:

@@ -1,10 +1,10 @@
-"""How long one decision of the planner takes, from models and ledger to placement or refusal; changes nothing.
+"""Measures the time of one decision of the planner, from models and ledger to placement or refusal.
 
     python -m benchmarks.planner      100 models on 8 devices and 1,000 on 64, random states; QUICK=1 for fewer of them
 
-Each state has devices of mixed sizes with foreign use, models idle, young, busy, loading, leaving and pinned, one to
-three times as much wanted as there is, now and then a memory limit or a limit on models, and a request for one device,
-for several, or for a whole one. Scene and costs are part of what is timed, garbage collection too.
+Each random state has devices of different sizes with foreign use; idle, young, busy, loading, leaving and pinned
+models; demand of one to three times the memory; sometimes a limit on memory or models; and a request for one device,
+several devices, or a whole device. The time includes preparing the planner's input and garbage collection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inference.estimate.layers import Layers, Sizes
 GIB, MIB = 2**30, 2**20
 NOW = 10_000.0
 BOUNDS = {(100, 8): 5.0, (1000, 64): 100.0}
-"""Most milliseconds of a decision by models and devices, at the 99th percentile."""
+"""Target for the 99th percentile of a decision in milliseconds, by numbers of models and devices."""
 STANDINGS = {
     Standing.IDLE: 12,
     Standing.YOUNG: 2,
@@ -43,7 +43,7 @@ RAW = Path("benchmarks/results/planner.json")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One question to the planner."""
+    """One input of the planner."""
 
     request: Request
     ledger: Ledger
@@ -99,7 +99,7 @@ def _policy(chance: random.Random, held: int) -> Policy:
 
 
 def measure(models: int, devices: int, count: int) -> tuple[list[float], Counter[str]]:
-    """Milliseconds of each decision, and how often each result came."""
+    """Milliseconds of each decision, and the frequency of each result."""
     times, results = [], Counter[str]()
     for state in states(models, devices, count):
         began = time.thread_time()
@@ -110,7 +110,7 @@ def measure(models: int, devices: int, count: int) -> tuple[list[float], Counter
 
 
 def main() -> int:
-    """Measures, prints and keeps the raw figures."""
+    """Runs the benchmark, prints the results and writes the raw figures."""
     quick = bool(os.environ.get("QUICK"))
     raw: dict[str, list[float]] = {}
     bars: list[Bar] = []

@@ -1,6 +1,6 @@
-"""Tables and bars from the samples of the engine's benchmark; measures nothing.
+"""Tables and bars from the samples of the engine benchmark.
 
-`python -m benchmarks.report FILE` shows the report of an earlier run again.
+`python -m benchmarks.report FILE` prints the report of an earlier run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMNS: tuple[tuple[str, str, int, float], ...] = (
 
 
 def tables(found: Results) -> Iterator[str]:
-    """For people: medians over rounds with the least and the largest."""
+    """Tables of medians over rounds, with the smallest and the largest value."""
     for model, streams in found.points:
         yield ""
         yield (
@@ -78,7 +78,7 @@ def tables(found: Results) -> Iterator[str]:
 
 
 def bars(found: Results) -> list[Bar]:
-    """Every promise that these samples can judge."""
+    """The bars that these samples allow."""
     made: list[Bar] = []
     rate: Callable[[Sample], float] = attrgetter("tokens_per_second")
     for model, streams in found.points:
@@ -126,7 +126,7 @@ def _prefix(found: Results) -> Iterator[Bar]:
 
 
 def _idle(found: Results) -> Iterator[Bar]:
-    """The model is what is booked for it: its weights, its cells and the buffers that llama.cpp computes in."""
+    """Memory of the idle worker without the booked bytes of its model: weights, KV cells and compute buffers."""
     if found.idle:
         beyond = found.idle["pss"] - sum(found.idle.get(kind, 0) for kind in ("weights", "kv", "compute"))
         yield Bar("idle_worker_pss_beyond_model", beyond / 1e6, "MB", "<", IDLE_MB)

@@ -1,11 +1,11 @@
-"""Proves that a greedy answer which broke off is the answer that would have come: byte for byte, at every token.
+"""Shows that a resumed greedy answer equals the uninterrupted one, byte for byte, for a cut at every token.
 
     python -m benchmarks.resume_proof        QUESTIONS=20 EVERY=1 MODELS=demo,demo-mini WAYS=cut,kill TOKENS=32
 
-A whole Headgate with the bundled models, a proxy between its two services. Each question is answered once in peace and
-then once for every EVERYth frame with text: there the connection is cut (`cut`), or the worker process is killed
-(`kill`), whose successor has to load the model first. Text, finish reason and token counts must be the same. A route
-with nothing but the one model, because another model's end of an answer is another one.
+A complete stack with the bundled models and a proxy between its two services. Each question is answered once without a
+fault, and then once for every EVERYth frame with text: there the connection is cut (`cut`), or the worker process is
+killed (`kill`), so that the model is loaded again. Text, finish reason and token counts must be equal. The route has
+one model only, because another model would continue with another text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.rigs.stack import Stack, chat_body
 QUESTIONS = (
     "Why is the sky blue?",
     "Tell me about a mill.",
-    "Who are you?",
+    "What is your name?",
     "What is a headgate?",
     "Hello!",
     "Count to ten.",
@@ -63,7 +63,7 @@ WAYS = ("cut", "kill")
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer as its client has it."""
+    """One answer as the client receives it."""
 
     text: str
     finish: str | None
@@ -75,7 +75,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Cut:
-    """One answer that broke off after `frame` frames with text."""
+    """One answer that was interrupted after `frame` frames with text."""
 
     model: str
     question: str
@@ -83,11 +83,11 @@ class Cut:
     frame: int
     same: bool
     seconds: float
-    said: str = ""
+    difference: str = ""
 
 
 class Proof:
-    """The running Headgate; use as a context. With an `interval` other than 0 a frame may hold several tokens."""
+    """The running stack, a context manager. With an `interval` above 0 a frame may hold several tokens."""
 
     def __init__(
         self, root: Path, models: tuple[str, ...] = ("demo",), tokens: int = 32, *, interval: str = "0"
@@ -112,7 +112,7 @@ class Proof:
         self._proxy.__exit__()
 
     def ask(self, model: str, question: str) -> Answered:
-        """The streamed answer; AssertionError for one that does not end in `[DONE]`."""
+        """Returns the streamed answer. Raises AssertionError without `[DONE]`."""
         body = chat_body(question, model, stream=True, stream_options={"include_usage": True}, max_tokens=self._tokens)
         request = urllib.request.Request(
             self._stack.base_url + "/chat/completions",
@@ -125,7 +125,7 @@ class Proof:
         return _read(lines)
 
     def cuts(self, model: str, question: str, way: str, every: int = 1, most: int | None = None) -> Iterator[Cut]:
-        """Breaks the answer off after each `every`th frame, up to the `most`th."""
+        """Interrupts the answer after each `every`th frame, up to the `most`th."""
         whole = self.ask(model, question)
         assert not whole.resumed
         for frame in range(1, min(whole.frames, most or whole.frames) + 1, every):
@@ -136,8 +136,8 @@ class Proof:
             assert found.resumed, "nothing was broken off"
             assert (self._stack.worker_pid(model) != pid) == (way == "kill")
             same = found == whole
-            said = "" if same else f"{found} instead of {whole}"
-            yield Cut(model, question, way, frame, same, time.monotonic() - began, said)
+            difference = "" if same else f"{found} instead of {whole}"
+            yield Cut(model, question, way, frame, same, time.monotonic() - began, difference)
 
 
 def _kill(pid: int) -> None:
@@ -176,7 +176,7 @@ def main() -> int:
                     print(f"{way} {model} {question!r}: {same} of {len(cuts)} the same, slowest {slowest:.2f} s")
                     for cut in cuts:
                         if not cut.same:
-                            print(f"  after {cut.frame} frames: {cut.said}")
+                            print(f"  after {cut.frame} frames: {cut.difference}")
                     sys.stdout.flush()
                     found += cuts
     print()

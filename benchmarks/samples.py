@@ -1,4 +1,4 @@
-"""What a run of the engine's benchmark saw, raw, and how one number per round is read from it; judges nothing."""
+"""The raw samples of an engine benchmark, and one number per round from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from headgate.cli.bench import percentile
 WORKER, CHAIN, LLAMA_SERVER, LLAMA_CPP_SERVER = "worker", "chain", "llama-server", "llama_cpp.server"
 MODELS = ("15m", "135m", "1b")
 PROMPT_TOKENS, ANSWER_TOKENS = 80, 64
-"""The load that every stream is."""
+"""Tokens of the prompt and of the answer of each stream."""
 PREFIX_TOKENS, QUESTION_TOKENS = 2000, 40
-"""A beginning that two prompts share, and what follows it in each."""
+"""Tokens of the prefix that two prompts share, and of the question after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One system under one load in one round; times in seconds. `ttft` has a value per stream, `gaps` one per two
-    pieces of text that followed one another; shares are of one core.
+    """One system under one load in one round; times in seconds. `ttft`: one value per stream. `gaps`: times between
+    consecutive pieces of text. Shares are of one core.
     """
 
     model: str
@@ -67,14 +67,14 @@ class Limit:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the answers over the time that these rates give for the load."""
+        """Answer tokens per second of the whole load at these rates."""
         seconds = limit_seconds(self.streams, PROMPT_TOKENS, ANSWER_TOKENS, self.prefill_rate, self.decode_rate)
         return self.streams * ANSWER_TOKENS / seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Two questions after one beginning: seconds to their first tokens, and prompt tokens computed for the second."""
+    """Two questions with one prefix: seconds to their first tokens, and tokens prefilled for the second."""
 
     model: str
     system: str
@@ -86,7 +86,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class Results:
-    """All raw samples of a run. `idle` is the idle worker's memory in bytes: pss, weights, kv, compute."""
+    """All raw samples of a run. `idle`: memory of the idle worker in bytes (pss, weights, kv, compute)."""
 
     samples: list[Sample] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
@@ -95,12 +95,12 @@ class Results:
 
     @property
     def points(self) -> list[tuple[str, int]]:
-        """Models and stream counts that were measured, small before large."""
+        """Measured models and stream counts, in ascending order."""
         found = {(sample.model, sample.streams) for sample in self.samples}
         return sorted(found, key=lambda point: (MODELS.index(point[0]), point[1]))
 
     def systems(self, model: str, streams: int) -> list[str]:
-        """Who was measured at a point, in the order of the first round."""
+        """Systems measured at a point, in the order of the first round."""
         found = (one.system for one in self.samples if (one.model, one.streams) == (model, streams))
         return list(dict.fromkeys(found))
 
@@ -114,17 +114,17 @@ class Results:
         return [one for one in self.limits if (one.model, one.streams) == (model, streams)]
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Writes JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What `write` wrote."""
-        said = json.loads(path.read_text())
+        """Reads a file of `write`."""
+        raw = json.loads(path.read_text())
         return cls(
-            [Sample(**one) for one in said["samples"]],
-            [Limit(**one) for one in said["limits"]],
-            [Prefix(**one) for one in said["prefixes"]],
-            said["idle"],
+            [Sample(**one) for one in raw["samples"]],
+            [Limit(**one) for one in raw["limits"]],
+            [Prefix(**one) for one in raw["prefixes"]],
+            raw["idle"],
         )

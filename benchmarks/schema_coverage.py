@@ -1,9 +1,9 @@
-"""`make bench-schema`: what of JSON Schema a constraint holds an answer to, by the public JSON-Schema-Test-Suite.
+"""`make bench-schema`: how much of JSON Schema constraints enforce, by the public JSON-Schema-Test-Suite.
 
-No model computes. Every schema of the suite is compiled under strict, refused ones are counted; every test instance is
-written as compact JSON, tokenized by the bundled model's vocabulary and walked through the masks. The suite comes from
-the source distribution of the `jsonschema` package, which is read and not installed. `--suite DIR` takes one that is
-already there; raw results go to benchmarks/results/schema.json.
+No model runs. Every schema of the suite is compiled with `strict`, and refused ones are counted. Every test instance is
+written as compact JSON, tokenized with the vocabulary of the bundled model, and checked against the masks token by
+token. The suite is read from the source distribution of the `jsonschema` package; `--suite DIR` uses a local copy. Raw
+results go to benchmarks/results/schema.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUITES = {
 }
 BARS_OF = ("2020-12", "draft 7")
 MOST_ORDERS = 120
-"""Orders of the keys of a valid instance that are tried: a constraint fixes the order, JSON does not."""
+"""Maximum number of key orders that are tried for a valid instance, because a constraint fixes the order."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Findings:
 
 
 class Walker:
-    """Walks texts through masks."""
+    """Checks texts against masks."""
 
     def __init__(self, model: llama.Model, findings: Findings) -> None:
         self._model = model
@@ -85,7 +85,7 @@ class Walker:
         self._findings = findings
 
     def accepts(self, constraint: Constraint, text: str) -> bool:
-        """Whether the masks allow `text`, token by token, and then the end."""
+        """Whether the masks allow each token of `text` and then the end."""
         mask = constraint.start()
         for token in self._model.tokenize(text):
             try:
@@ -105,7 +105,7 @@ class Walker:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures and reports."""
+    """Runs the benchmark and prints the report."""
     parser = argparse.ArgumentParser(prog="make bench-schema", description=__doc__)
     parser.add_argument("--suite", type=Path, help="the suite's tests/ directory, instead of fetching it")
     parser.add_argument("-v", "--verbose", action="store_true", help="name every instance that is judged otherwise")
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fetched(scratch: Path) -> Path:
-    """The suite's tests/, out of the package's source distribution."""
+    """The directory `tests` of the suite from the source distribution of the package."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "jsonschema"]
     subprocess.run([*download, "-d", scratch, "jsonschema"], check=True, stdout=sys.stderr)
     archive = next(scratch.glob("jsonschema-*.tar.gz"))
@@ -127,7 +127,7 @@ def fetched(scratch: Path) -> Path:
 
 
 def measure(tests: Path) -> Findings:
-    """Every schema and every instance."""
+    """Measures every schema with all its instances."""
     llama.start(LogTail(lambda text: None))
     model = opened()
     findings = Findings()
@@ -146,7 +146,7 @@ def measure(tests: Path) -> Findings:
 
 
 def in_dialect(schema: Any, directory: str) -> Any:
-    """Names the dialect, which the older suites leave to their directory."""
+    """Adds the JSON Schema version, which older suites express by their directory."""
     if directory != "draft7" or not isinstance(schema, dict) or "$schema" in schema:
         return schema
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
@@ -184,21 +184,21 @@ def judge(
     for test in case["tests"]:
         texts = spellings(test["data"])
         accepted = walker.accepts(constraint, next(texts))
-        said = f"{where}: {case['description']}: {test['description']}"
+        place = f"{where}: {case['description']}: {test['description']}"
         if accepted == test["valid"]:
             tally.agree += 1
         elif accepted:
             tally.lenient += 1
-            findings.lenient.append(said)
+            findings.lenient.append(place)
         elif any(walker.accepts(constraint, text) for text in itertools.islice(texts, MOST_ORDERS)):
             tally.spelled += 1
         else:
             tally.strict += 1
-            findings.strict.append(said)
+            findings.strict.append(place)
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """JSON texts of one value: as it stands, then whole floats as whole numbers, with keys in other orders."""
+    """JSON texts of one value: unchanged, with integral floats as integers, and with other orders of keys."""
     yield written(value)
     for other in reordered(whole(value)):
         yield written(other)
@@ -210,7 +210,7 @@ def written(value: Any) -> str:
 
 
 def whole(value: Any) -> Any:
-    """1.0 as 1."""
+    """Integral floats as integers (1.0 as 1)."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -228,7 +228,7 @@ def reordered(value: Any) -> Iterator[Any]:
 
 
 def kind_of(message: str) -> str:
-    """The keyword or the limit that a refusal names."""
+    """The keyword or limit in the message of a refusal."""
     text = message.split("cannot be enforced: ", 1)[-1].split(" (at ")[0]
     if text.startswith("$ref"):
         return "$ref out of the schema"
@@ -252,17 +252,17 @@ def report(findings: Findings, *, verbose: bool) -> None:
     print()
     for name, reasons in findings.reasons.items():
         print(f"refused, {name}: " + "; ".join(f"{reason} {count}" for reason, count in reasons.items()))
-    for word, said in (("too lenient", findings.lenient), ("too strict", findings.strict)):
-        for line in said if verbose or word == "too lenient" else ():
+    for word, places in (("too lenient", findings.lenient), ("too strict", findings.strict)):
+        for line in places if verbose or word == "too lenient" else ():
             print(f"{word}: {line}")
     print()
     for name in BARS_OF:
         total = totals[name]
         label = name.replace(" ", "")
-        told = total.agree + total.spelled + total.strict + total.lenient
+        decided = total.agree + total.spelled + total.strict + total.lenient
         bar(f"schema_{label}_too_lenient", total.lenient, "instances", "<=", 0)
         bar(f"schema_{label}_compiled", 100 * total.compiled / (total.compiled + total.refused), "percent", ">=", 50)
-        bar(f"schema_{label}_agree", 100 * (total.agree + total.spelled) / told, "percent", ">=", 98)
+        bar(f"schema_{label}_agree", 100 * (total.agree + total.spelled) / decided, "percent", ">=", 98)
     bar("schema_compile_p50", median(findings.compile_ms), "ms", "<=", 20)
     bar("schema_mask_p50", median(findings.mask_us), "us", "<=", 100)
     RESULTS.parent.mkdir(exist_ok=True)
@@ -270,7 +270,7 @@ def report(findings: Findings, *, verbose: bool) -> None:
 
 
 def bar(name: str, value: float, unit: str, op: str, target: float) -> None:
-    """One promise and whether it is kept."""
+    """One bar."""
     kept = value <= target if op == "<=" else value >= target
     print(f"BAR {name} {value:.4g} {unit} {op} {target:g} {'ok' if kept else 'short'}")
 

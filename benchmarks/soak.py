@@ -1,15 +1,14 @@
-"""A long run of the whole of Headgate under load that evicts, cancels and streams, and what its processes hold by then.
+"""A long run of the complete stack under load, which measures the growth of memory, descriptors, threads and tasks.
 
     python -m benchmarks.soak      MINUTES=20, HOURS=24; QUICK=1: four minutes
 
-Two simulated GPUs have room for some of five models, one of which is pinned. Users ask the gateway through the official
-client: streams that are read or left, whole answers, embeddings, in three priorities. Every half minute they pause, all
-models but the pinned one are unloaded, and everything is looked at in that state; in between, under load. The first
-fifth is warm-up. At the end one model is loaded, used and unloaded a hundred times.
+Two simulated GPUs have memory for some of five models; one model is pinned. Clients use the official SDK: streams that
+are read or aborted, whole answers, and embeddings, in three priorities. Every half minute the clients pause, all models
+but the pinned one are unloaded, and a sample is taken; further samples are taken under load. The first fifth is warm-
+up. At the end one model is loaded, used and unloaded a hundred times.
 
-Of every process that lives from the warm-up to the end: how much the line through its memory (RSS) rises, in percent of
-its median, and by how many its descriptors, threads and tasks grew at rest. Workers that come and go are judged from
-one to the next.
+For each process that runs from the warm-up to the end: the rise of its memory (RSS) in percent of the median, and the
+growth of descriptors, threads and tasks at rest. Consecutive workers of a model are compared with each other.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ USERS = 4
 PERIOD_SECONDS, LOOK_SECONDS = 30.0, 5.0
 WARM_UP_SHARE = 0.2
 CYCLES, CYCLED = 100, "tiny"
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 GROWTH_PERCENT, CYCLES_MB = 5.0, 100.0
 RAW = Path("benchmarks/results/soak.json")
 _COMMON: dict[str, Any] = {"parallel": 4, "memory_overhead": "16MiB", "min_residency": "500ms", "context_length": 512}
@@ -58,21 +57,21 @@ _TEXTS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "N
 
 @dataclass(slots=True)
 class Results:
-    """Raw: looks in order, how requests ended, and the memory of the inference service around the cycles."""
+    """Raw samples: all processes over time, ends of requests, memory of the inference service around the cycles."""
 
     seconds: float
     looks: list[Look] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     evictions: dict[str, int] = field(default_factory=dict)
-    """By reason; `by hand` are the unloads of the pauses."""
+    """Evictions by reason; `by hand` are the unloads in the pauses."""
     cycles: int = 0
     before_cycles_bytes: int = 0
     after_cycles_bytes: int = 0
 
 
 class Soak:
-    """`headgate up` in a directory of its own, and what is asked of it."""
+    """`headgate up` in its own directory, and the load."""
 
     def __init__(self, root: Path, results: Results) -> None:
         self._root, self._results = root, results
@@ -92,7 +91,7 @@ class Soak:
 
     async def __aenter__(self) -> Soak:
         self._up.start(wait_for="/readyz")
-        self._http = httpx2.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False)
+        self._http = httpx2.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False)
         self._began = time.monotonic()
         return self
 
@@ -102,12 +101,12 @@ class Soak:
 
     @property
     def at(self) -> float:
-        """Seconds since it runs."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     # --- load --------------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Periods of load and rest until the time is over, then the cycles."""
+        """Alternates load and rest until the time is over, then runs the cycles."""
         while self.at < self._results.seconds:
             end = min(self.at + PERIOD_SECONDS, self._results.seconds)
             async with self._client() as client, asyncio.TaskGroup() as users:
@@ -125,7 +124,7 @@ class Soak:
     async def _client(self) -> AsyncIterator[openai.AsyncOpenAI]:
         key = self._state.read_secret(GATEWAY_KEY)
         url = f"http://127.0.0.1:{self._ports[0]}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_SECONDS) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=TIMEOUT_SECONDS) as client:
             yield client
 
     async def _user(self, client: openai.AsyncOpenAI, end: float) -> None:
@@ -164,12 +163,12 @@ class Soak:
         return "streamed"
 
     async def _rest(self) -> None:
-        """Nothing is asked; all models but the pinned one leave; then a look."""
+        """Waits for the last request, unloads all models but the pinned one, and takes a sample."""
         for name in (*CHATS, VECTORS):
             if name != PINNED:
                 await self._inference("POST", f"/models/{name}/unload")
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while await self._is_in_use():  # noqa: ASYNC110 - it is another process
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while await self._is_in_use():  # noqa: ASYNC110 - the state is in another process
                 await asyncio.sleep(0.1)
         await self._look(at_rest=True)
 
@@ -189,7 +188,7 @@ class Soak:
             self._results.cycles += 1
         self._results.after_cycles_bytes = next(one for one in self._processes() if one.pid == own.pid).rss_bytes
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- samples -----------------------------------------------------------------------------------------------------
     async def _watch(self, end: float) -> None:
         while self.at + LOOK_SECONDS < end:
             await asyncio.sleep(LOOK_SECONDS)
@@ -228,7 +227,7 @@ def _models() -> dict[str, Any]:
 
 
 def tables(results: Results) -> Iterator[str]:
-    """For people."""
+    """The table."""
     rests = sum(look.at_rest for look in results.looks)
     yield f"{results.seconds / 60:.0f} minutes, {len(results.looks)} looks, {rests} of them at rest"
     yield f"requests: {results.ends}; evictions: {results.evictions}"
@@ -242,7 +241,7 @@ def tables(results: Results) -> Iterator[str]:
 
 
 def bars(results: Results) -> list[Bar]:
-    """Every promise that this run can judge."""
+    """The bars that this run allows."""
     since = WARM_UP_SHARE * results.seconds
     made = []
     for line in footprints.lifelines(results.looks, since):
@@ -265,12 +264,12 @@ def bars(results: Results) -> list[Bar]:
 
 
 def tell(line: str) -> None:
-    """Progress, to stderr."""
+    """Prints progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 async def measure(seconds: float) -> Results:
-    """The whole run."""
+    """Runs the load and returns the samples."""
     results = Results(seconds)
     with tempfile.TemporaryDirectory(prefix="hgs") as root:
         async with Soak(Path(root), results) as soak:
@@ -279,7 +278,7 @@ async def measure(seconds: float) -> Results:
 
 
 def main() -> int:
-    """Measures, prints a table and bars, keeps the samples in a file."""
+    """Runs the benchmark, prints a table and bars, and writes the samples."""
     minutes = 4.0 if os.environ.get("QUICK") else float(os.environ.get("MINUTES") or 20)
     hours = os.environ.get("HOURS")
     results = asyncio.run(measure(60 * (60 * float(hours) if hours else minutes)))

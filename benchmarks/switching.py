@@ -1,15 +1,17 @@
-"""How long a model takes to answer again: from its file, from the warm pool, and with what it had computed kept.
+"""Measures the time to the first token of a model that was not loaded: cold, cached, warm, and with a kept
+conversation.
 
     python -m benchmarks.switching      MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1: 135m, three rounds
 
-Places are the CPU, a simulated device whose models are kept by a checkpoint of their process (the default there), and
-one whose models are kept by their file (the default on real GPUs). All times are from a request to its first token,
-taken by one client of the inference service. Cold is a request for a model that is not loaded and whose file is in no
-page cache (it is dropped with posix_fadvise and mincore says so); its process is gone before, the device shows nothing
-of it, and another process takes it up. Cached is the same with the file in the page cache, which Headgate does not
-call warm. Warm is a request for a model that was offloaded, device bytes read meanwhile from the device itself. Kept is
-a conversation of 2,000 tokens that goes on after its model was offloaded, restore included, beside the time that
-computing it takes with the model ready. On the CPU llama-server is stopped and started for each request instead.
+Places: the CPU; a simulated device with warm models as checkpoints of their process (the default there); and one with
+warm models as files in memory (the default on real GPUs). All times are from a request to its first token, measured by
+one client of the inference service.
+
+Cold: the model is not loaded and its file is not in the page cache (posix_fadvise, checked with mincore). Its earlier
+process has ended and the device shows no use. Cached: the same with the file in the page cache. Warm: the model was
+offloaded; the use of the device is read meanwhile. Kept: a conversation of 2,000 tokens continues after its model was
+offloaded, including the restore, beside the time of its prefill with a loaded model. The peer on the CPU is a
+llama-server that is stopped and started for each request.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ CONVERSATION_TOKENS = 2000
 CONTEXT = 2560
 SIM = "sim:1x4GiB"
 PLACES = {"cpu": ("cpu", "off"), "sim": (SIM, "simulated"), "sim-resident": (SIM, "off")}
-"""INFERENCE_DEVICES and INFERENCE_WARM_CHECKPOINT."""
+"""Values of INFERENCE_DEVICES and INFERENCE_WARM_CHECKPOINT."""
 MECHANISMS = {"cpu": "standby", "sim": "checkpoint", "sim-resident": "resident"}
 WAIT_SECONDS = 600.0
 GONE_SECONDS = 10.0
@@ -55,7 +57,7 @@ WARM_RATIO, KEPT_RATIO = 0.35, 0.25
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds to the first token, one of each per round; `device_bytes` are what the device held while it was warm."""
+    """Seconds to the first token, one of each per round. `device_bytes`: use of the device by the warm model."""
 
     model: str
     place: str
@@ -70,7 +72,7 @@ class Samples:
 
 
 class Bench:
-    """One model in one place, behind an inference service of its own."""
+    """One model in one place with its own inference service."""
 
     def __init__(self, root: Path, model: Path, place: str) -> None:
         models = {
@@ -91,7 +93,7 @@ class Bench:
         self._stack.kill()
 
     def prompt(self, tokens: int) -> str:
-        """Words of one token each that no prompt before began with."""
+        """Words of one token each, with a new beginning."""
         return " " + " ".join(self._chance.choices(self._words, k=tokens))
 
     def ask(self, prompt: str) -> float:
@@ -102,16 +104,16 @@ class Bench:
         return time.monotonic() - began
 
     def load(self) -> None:
-        """Ready, and warmed up with one request."""
+        """Loads the model and sends one warm-up request."""
         self._post(f"/models/{MODEL_ID}/load", {})
         self.ask(self.prompt(8))
 
     def unload(self) -> None:
-        """Cold: its process is gone, and nothing of it is on the device or suspended."""
+        """Unloads the model. Checks that its process has ended and the device shows no use of it."""
         pid = self.pid
-        said = self._post(f"/models/{MODEL_ID}/unload", {})
-        if said["headgate"]["state"] != "cold" or Path(f"/proc/{pid}").exists():
-            raise SystemExit(f"the model is {said['headgate']['state']}, and its process {pid} may be there")
+        status = self._post(f"/models/{MODEL_ID}/unload", {})
+        if status["headgate"]["state"] != "cold" or Path(f"/proc/{pid}").exists():
+            raise SystemExit(f"the model is {status['headgate']['state']}, and its process {pid} may be there")
         deadline = time.monotonic() + GONE_SECONDS
         while any(self.device_bytes()):
             if time.monotonic() > deadline:
@@ -124,7 +126,7 @@ class Bench:
         return self._stack.worker_pid(MODEL_ID)
 
     def device_bytes(self) -> tuple[int, int]:
-        """What the simulated device says is in use, and suspended."""
+        """Used and suspended bytes of the simulated device."""
         if self._place == "cpu":
             return 0, 0
         with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
@@ -132,10 +134,10 @@ class Bench:
             return int(status["used_bytes"]), int(status["suspended_bytes"])
 
     def offload(self) -> int:
-        """Warm; returns what its device still holds then."""
-        said = self._post(f"/models/{MODEL_ID}/offload", {})
-        if said["headgate"]["state"] != "warm":
-            raise SystemExit(f"the model is {said['headgate']['state']} and not warm")
+        """Offloads the model. Returns the bytes that its device still holds."""
+        status = self._post(f"/models/{MODEL_ID}/offload", {})
+        if status["headgate"]["state"] != "warm":
+            raise SystemExit(f"the model is {status['headgate']['state']} and not warm")
         (kept,) = self._stack.ask("/memory/offloaded", direct=True)["offloaded"]
         if kept["mechanism"] != MECHANISMS[self._place]:
             raise SystemExit(f"the model is kept by {kept['mechanism']}, not {MECHANISMS[self._place]}")
@@ -146,7 +148,7 @@ class Bench:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Takes a file out of the page cache; raises SystemExit where that does not succeed."""
+    """Removes a file from the page cache. Raises SystemExit on failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -158,27 +160,27 @@ def drop_from_cache(path: Path) -> None:
 
 
 def read_into_cache(path: Path) -> None:
-    """Puts a file into the page cache."""
+    """Reads a file into the page cache."""
     with path.open("rb") as file:
         while file.read(2**24):
             pass
 
 
 def cached_pages(path: Path) -> int:
-    """How many pages of a file are in memory (mincore)."""
+    """Number of pages of a file in memory (mincore)."""
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=3) as memory:
         count = -(-len(memory) // mmap.PAGESIZE)
-        said = (ctypes.c_ubyte * count)()
+        pages = (ctypes.c_ubyte * count)()
         view = ctypes.c_char.from_buffer(memory)
-        if libc.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(len(memory)), said):
+        if libc.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(len(memory)), pages):
             raise OSError(ctypes.get_errno(), "mincore")
         del view
-        return sum(byte & 1 for byte in said)
+        return sum(byte & 1 for byte in pages)
 
 
 def measure(found: Samples, model: Path, rounds: int) -> None:
-    """All figures of one model in one place."""
+    """Measures one model in one place."""
     with tempfile.TemporaryDirectory(prefix="hgb") as root, Bench(Path(root), model, found.place) as bench:
         bench.load()
         for number in range(rounds):
@@ -234,7 +236,7 @@ def start_server(server: Path, model: Path) -> float:
                     with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
                         answer.read()
                     return time.monotonic() - began
-                except OSError:  # it does not listen yet, or says that it is loading
+                except OSError:  # it does not listen yet, or is loading
                     if process.poll() is not None:
                         raise SystemExit(f"llama-server ended with status {process.returncode}") from None
                     time.sleep(0.01)
@@ -244,7 +246,7 @@ def start_server(server: Path, model: Path) -> float:
 
 
 def tables(results: Sequence[Samples]) -> Iterator[str]:
-    """For people: medians over rounds with the least and the largest, in seconds."""
+    """Tables of medians over rounds in seconds, with the smallest and the largest value."""
     for found in results:
         yield ""
         rounds = f"{len(found.cold)} rounds, seconds to the first token: median [least .. most]"
@@ -264,7 +266,7 @@ def tables(results: Sequence[Samples]) -> Iterator[str]:
 
 
 def bars(results: Sequence[Samples]) -> list[Bar]:
-    """Every promise that these samples can judge; ratios of medians of paired rounds."""
+    """The bars that these samples allow, from ratios of paired rounds."""
     made = []
     for found in results:
         where = f"{found.model}_{found.place}"
@@ -282,12 +284,12 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def tell(line: str) -> None:
-    """Progress, to stderr."""
+    """Prints progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    """Measures, prints tables and bars, keeps the samples in a file."""
+    """Runs the benchmark, prints tables and bars, and writes the samples."""
     quick = bool(os.environ.get("QUICK"))
     names = os.environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
     places = os.environ.get("PLACES", ",".join(PLACES)).split(",")

@@ -1,4 +1,4 @@
-"""Starts what is measured, Headgate and its peers, all with the same model, threads, batch sizes and KV cells."""
+"""Starts the measured systems, all with the same model, threads, batch sizes and KV cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What everybody is started with: `context` tokens for each of `parallel` sequences."""
+    """Settings of all systems. `context`: tokens of each of `parallel` sequences."""
 
     model: Path
     parallel: int = 32
@@ -38,13 +38,13 @@ class Setting:
 
     @property
     def cells(self) -> int:
-        """KV cells in all."""
+        """Total number of KV cells."""
         return self.context * self.parallel
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Something that answers /v1/completions. `pid` is its topmost process."""
+    """A system that serves /v1/completions. `pid`: its topmost process."""
 
     name: str
     address: tuple[Any, ...]
@@ -57,14 +57,14 @@ class System:
         return Order(self.address, "/v1/completions", self.headers, named)
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far."""
+        """CPU seconds of its processes so far."""
         ticks = sum(_ticks(pid) for pid in (self.pid, *children_of(self.pid)))
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def worker(setting: Setting, root: Path) -> Iterator[tuple[System, worker_link.Ready]]:
-    """The worker alone on its Unix socket, started as the authority starts it."""
+    """A worker alone on its Unix socket, started as by the authority."""
     grant = worker_link.Grant(
         model_id=MODEL_ID,
         path=str(setting.model),
@@ -83,7 +83,7 @@ def worker(setting: Setting, root: Path) -> Iterator[tuple[System, worker_link.R
 
 @contextlib.contextmanager
 def chain(setting: Setting, root: Path) -> Iterator[System]:
-    """Gateway, inference service and worker, as `headgate up` starts them; the client talks to the gateway."""
+    """Gateway, inference service and worker, started as by `headgate up`. The client uses the gateway."""
     root = _made(root / CHAIN)
     config = _made(root / "config")
     model = {
@@ -110,7 +110,7 @@ def chain(setting: Setting, root: Path) -> Iterator[System]:
 
 @contextlib.contextmanager
 def llama_server(setting: Setting, root: Path, peers: Peers, *options: str) -> Iterator[System]:
-    """llama.cpp's own server; `options` after ours."""
+    """llama.cpp's server. `options` follow the default ones."""
     port = free_port()
     argv = [
         *(str(peers.llama_server), "--model", str(setting.model), "--host", "127.0.0.1", "--port", str(port)),
@@ -127,8 +127,8 @@ def llama_server(setting: Setting, root: Path, peers: Peers, *options: str) -> I
 
 @contextlib.contextmanager
 def llama_cpp_server(setting: Setting, root: Path, peers: Peers) -> Iterator[System]:
-    """The Python server of llama-cpp-python. It serves one request after the other; by its default a new request would
-    even break off the running one.
+    """The server of llama-cpp-python. It serves one request at a time. By default a new request would interrupt the
+    running one; this is switched off.
     """
     port = free_port()
     argv = [
@@ -154,8 +154,8 @@ def batched_bench(
         *("-npp", str(prompt_tokens), "-ntg", str(answer_tokens), "-npl", ",".join(map(str, streams))),
         *("--output-format", "jsonl"),
     ]
-    said = subprocess.run(argv, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    output = subprocess.run(argv, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {row["pl"]: (row["speed_pp"], row["speed_tg"]) for row in rows}
 
 
@@ -176,7 +176,7 @@ def _running(service: Service, answers: str) -> Iterator[Service]:
 
 
 def _ask_once(url: str, headers: Mapping[str, str]) -> None:
-    """The first answer, which loads what is loaded lazily."""
+    """Sends a first request, so that lazy initialization is done."""
     body = {"model": MODEL_ID, "prompt": "hello", "max_tokens": 2, "temperature": 0}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}

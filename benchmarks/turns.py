@@ -1,13 +1,13 @@
-"""Two real models with memory for one of them, and clients of both that never pause: who fails, who waits, how long.
+"""Measures requests for two models with memory for one of them, under load without a pause: failures and waits.
 
     python -m benchmarks.turns      SWAPS=50 PLACES=cpu,sim KEPT=no,yes; QUICK=1: ten swaps, on the CPU
 
-The whole of Headgate answers, with the two bundled models and a memory limit that either of them fills. Three clients
-of each model ask as soon as they are answered: two read streams, one waits for the whole answer, and they differ in
-length and priority. A swap is a model that is ready again after it had to leave, read from the service's own events.
-With KEPT=yes models that leave may stay warm. A wait is from the request to its first token, or to the whole answer
-where nothing is streamed; an absence is from the moment a model takes nothing new until it is ready again. Who is
-served in turn waits one absence at most, and then for its place among those who were served with it.
+A complete stack with the two bundled models and a memory limit that allows one of them. Each model has three clients
+that send the next request at once: two read streams, one reads whole answers, with different lengths and priorities. A
+swap is a model that becomes ready again after it was unloaded, as reported by the events of the service. With KEPT=yes
+unloaded models may stay warm. A wait is the time from a request to its first token, or to the whole answer without
+streaming. An absence is the time from the moment a model takes no new requests until it is ready again. With fair turns
+a request waits for at most one absence and the requests served before it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tests.rigs.stack import LOCAL_ROUTES, Stack, chat_body
 
 MODELS = ("demo", "demo-mini")
 LIMIT_GB = "0.1"
-"""The two need some 79 and 70 MiB, the 64 of each process included."""
+"""The models need about 79 and 70 MiB, including 64 MiB for each process."""
 CLIENTS = ((True, 32, "normal"), (True, 8, "high"), (False, 4, "low"))
-"""Of each model: whether it reads a stream, tokens of an answer, priority."""
-PATIENCE_SECONDS = 300.0
+"""The clients of each model: streaming, tokens of an answer, priority."""
+TIMEOUT_SECONDS = 300.0
 MOST_SECONDS = 1800.0
-"""For all swaps of a situation; beyond that they are counted as they are."""
+"""Maximum time of one situation."""
 MOST_ABSENCES = 1.5
-"""A wait is one absence of the model, and half of another for those who are answered before in the same turn."""
+"""Target for a wait in absences: one, and half of another for requests that are answered before in the same turn."""
 RAW = Path("benchmarks/results/turns.json")
 _THERE = ("ready", "busy")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request; seconds of the benchmark's clock and from the request on. `error` is empty for a whole answer."""
+    """One request; seconds of the benchmark's clock and since the request. `error` is empty for a complete answer."""
 
     model: str
     streams: bool
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Samples:
-    """One situation: requests, and when each model was there or not (time, model, state)."""
+    """One situation: requests and state changes (time, model, state)."""
 
     place: str
     kept: bool
@@ -69,27 +69,27 @@ class Samples:
 
     @property
     def name(self) -> str:
-        """As its bars have it."""
+        """The name in the bars."""
         return f"{self.place}_{'warm' if self.kept else 'cold'}"
 
     @property
     def failed(self) -> list[Answer]:
-        """Requests that had no whole answer."""
+        """Requests without a complete answer."""
         return [answer for answer in self.answers if answer.error]
 
     @property
     def waits(self) -> list[float]:
-        """Seconds to the first token of those that had one."""
+        """Seconds to the first token of all requests that got one."""
         return [answer.wait_seconds for answer in self.answers if not answer.error]
 
     @property
     def absences(self) -> list[float]:
-        """Seconds from a model's last use in a turn until it was there again; one per swap."""
+        """Seconds from a model's last use in a turn until it was ready again; one per swap."""
         return [there - gone for model in MODELS for gone, there in _absences(self.states, model)]
 
     @property
     def longest_silence_seconds(self) -> float:
-        """The longest time in which nobody at all was answered."""
+        """The longest time without any answer."""
         ends = sorted(answer.began + answer.seconds for answer in self.answers)
         return max((later - sooner for sooner, later in itertools.pairwise(ends)), default=float("nan"))
 
@@ -109,7 +109,7 @@ def _absences(states: Sequence[tuple[float, str, str]], model: str) -> Iterator[
 
 
 class Bench:
-    """A Headgate, its clients, and somebody who listens to its events."""
+    """A complete stack, its clients, and a reader of its events."""
 
     def __init__(self, root: Path, samples: Samples) -> None:
         entry = {"context_length": 512, "parallel": 2, "min_residency": 1, "warm": samples.kept}
@@ -117,7 +117,7 @@ class Bench:
         env = {
             "INFERENCE_MEMORY_LIMIT_GB": LIMIT_GB,
             "INFERENCE_DEVICES": "sim:600MiB" if samples.place == "sim" else "cpu",
-            "INFERENCE_WARM_CHECKPOINT": "off",  # what GPUs do by default
+            "INFERENCE_WARM_CHECKPOINT": "off",  # the default of GPUs
         }
         routes = LOCAL_ROUTES.replace(", local/demo-mini", "")
         self._stack = Stack(root, json.dumps({"models": models}), routes, env)
@@ -126,7 +126,7 @@ class Bench:
         self._began = 0.0
 
     def run(self, swaps: int) -> None:
-        """Until so many swaps were seen, or until MOST_SECONDS are over; clients end with their running request."""
+        """Runs until the number of swaps or MOST_SECONDS is reached. Clients finish their running requests."""
         self._stack.start()
         self._began = time.monotonic()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -143,7 +143,7 @@ class Bench:
             self._samples.seconds = self._now()
             self._over.set()
             for client in clients:
-                client.join(PATIENCE_SECONDS)
+                client.join(TIMEOUT_SECONDS)
         finally:
             self._over.set()
             self._stack.kill()
@@ -152,10 +152,10 @@ class Bench:
         return time.monotonic() - self._began
 
     def _listen(self) -> None:
-        """What state every model is in, and since when; ends with the service."""
+        """Records the state changes of all models until the service ends."""
         port = self._stack.inference.port
         token = self._stack.state.read_secret(INFERENCE_TOKEN)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
         try:
             connection.request("GET", "/events", headers={"Authorization": f"Bearer {token}"})
             for line in connection.getresponse():
@@ -164,7 +164,7 @@ class Bench:
                     for model in data.get("models", [data["model"]] if "model" in data else []):
                         self._samples.states.append((self._now(), model["id"], model["headgate"]["state"]))
         except (OSError, http.client.HTTPException):
-            return  # the service was ended
+            return  # the service has ended
 
     def _ask_again(self, model: str, number: int, streams: bool, tokens: int, priority: str) -> None:
         for turn in itertools.count():
@@ -176,7 +176,7 @@ class Bench:
     def _ask(self, model: str, body: Mapping[str, Any], priority: str) -> Answer:
         began = self._now()
         first: float | None = None
-        connection = http.client.HTTPConnection("127.0.0.1", self._stack.front.port, timeout=PATIENCE_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self._stack.front.port, timeout=TIMEOUT_SECONDS)
         headers = {
             "Authorization": f"Bearer {self._stack.key}",
             "Content-Type": "application/json",
@@ -204,7 +204,7 @@ class Bench:
 
 
 def tables(found: Sequence[Samples]) -> Iterator[str]:
-    """For people."""
+    """The tables."""
     for samples in found:
         waits, absences = samples.waits, samples.absences
         yield ""
@@ -217,12 +217,12 @@ def tables(found: Sequence[Samples]) -> Iterator[str]:
             f"longest {max(waits, default=float('nan')):.2f}"
         )
         yield f"  absence of a model, s: {Middle.of(absences).text(2)}"
-        yield f"  longest time in which nobody was answered: {samples.longest_silence_seconds:.2f} s"
+        yield f"  longest time without an answer: {samples.longest_silence_seconds:.2f} s"
         yield from (f"  failed: {answer.model}, {answer.error}" for answer in samples.failed[:5])
 
 
 def bars(found: Sequence[Samples], swaps: int) -> Iterator[Bar]:
-    """Swaps without a failed request, and nobody overtaken for longer than a model is away."""
+    """Bars: no failed request, and no wait that is longer than an absence."""
     for samples in found:
         longest = max(samples.absences, default=float("nan"))
         yield Bar(f"turns_swaps_{samples.name}", len(samples.absences), "swaps", ">=", swaps)
@@ -234,7 +234,7 @@ def bars(found: Sequence[Samples], swaps: int) -> Iterator[Bar]:
 
 
 def measure(place: str, kept: bool, swaps: int) -> Samples:
-    """One situation."""
+    """Runs one situation."""
     samples = Samples(place, kept)
     with tempfile.TemporaryDirectory(prefix="hgt") as root:
         Bench(Path(root), samples).run(swaps)
@@ -242,11 +242,11 @@ def measure(place: str, kept: bool, swaps: int) -> Samples:
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Runs what the environment asks for, prints tables and bars, keeps raw samples."""
+    """Runs the benchmark, prints tables and bars, and writes the raw samples."""
     quick = environ.get("QUICK") == "1"
     swaps = int(environ.get("SWAPS", "10" if quick else "50"))
     places = environ.get("PLACES", "cpu" if quick else "cpu,sim").split(",")
-    kept = [said == "yes" for said in environ.get("KEPT", "no,yes").split(",")]
+    kept = [value == "yes" for value in environ.get("KEPT", "no,yes").split(",")]
     found = []
     for place, keep in itertools.product(places, kept):
         found.append(measure(place, keep, swaps))

@@ -1,9 +1,8 @@
-"""A model service that computes nothing: answers at once, at a pace, badly or never, as it is asked; measures nothing.
+"""A mock model service: it answers at once, at a pace, with an error, or not at all, depending on the model name.
 
-It speaks the wire of the inference service (chunks as a worker writes them, /v1/models, /events, /readyz) and, to
-whoever does not ask for a stream, OpenAI's. Where text may wait so long that nobody can be reading it, it comes as a
-worker would send it: the first token, then the others with the end. Raw protocols, because it shares its core with who
-asks.
+Streams are those of the inference service (chunks as a worker writes them; also /v1/models, /events, /readyz); whole
+answers are OpenAI's. A stream without a pace arrives as a worker would send it with a long `stream_interval`: the first
+token, then all others with the end. It uses raw asyncio protocols, because it shares its core with the load generator.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import orjson
 from inference.protocol import DONE, H_STREAM_INTERVAL, Code, ModelState, ModelStatus, error_body
 
 AT_ONCE, PACED, ENDLESS, BUSY, SILENT = "bench", "bench-paced", "bench-endless", "bench-busy", "bench-silent"
-"""Models: an answer at once, one at a pace, one that goes on until the client leaves, a 503, no answer at all."""
+"""Models: an immediate answer, a paced one, an endless one, a 503, and no answer."""
 
 PACE_SECONDS = 0.02
-"""Between two tokens of a paced stream: 50 tokens per second."""
+"""Time between two tokens of a paced stream: 50 tokens per second."""
 PHASES = 20
-"""Paced streams take turns within a pace, as sequences of different workers would."""
+"""Paced streams are spread over this many points within a pace."""
 ANSWER_TOKENS = 8
 _WORD = "water "
 _INTERVAL = re.compile(H_STREAM_INTERVAL.encode() + rb": (\d+)\r\n")
@@ -34,9 +33,9 @@ _USAGE = {"prompt_tokens": 12, "completion_tokens": ANSWER_TOKENS, "total_tokens
 
 
 def _chunk(delta: bytes, finish: bytes = b"null") -> bytes:
-    """A chunk as the worker writes it when usage was asked for, in a chunk of HTTP."""
-    said = b'%b,"choices":[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}],"usage":null}\n\n'
-    return _framed(said % (_BEGIN, delta, finish))
+    """A chunk as the worker writes it for a request with usage, as a chunk of HTTP."""
+    chunk = b'%b,"choices":[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}],"usage":null}\n\n'
+    return _framed(chunk % (_BEGIN, delta, finish))
 
 
 def _framed(data: bytes) -> bytes:
@@ -61,8 +60,12 @@ UNREAD_MILLISECONDS = 100
 
 
 def _json(status: bytes, body: object) -> bytes:
-    said = body if isinstance(body, bytes) else orjson.dumps(body)
-    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(said), said)
+    content = body if isinstance(body, bytes) else orjson.dumps(body)
+    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        status,
+        len(content),
+        content,
+    )
 
 
 _WHOLE = _json(
@@ -103,10 +106,11 @@ BEAT_SECONDS = 5.0
 
 
 class Upstream:
-    """The service on a port of loopback; use as an async context. `on_left` is told when a stream's reader left."""
+    """The service on a port of loopback, an async context manager. `on_left` is called when a stream's client
+    leaves."""
 
     def __init__(self, tokens: int = 250) -> None:
-        """`tokens` are those of a paced answer."""
+        """`tokens`: of a paced answer."""
         self.tokens = tokens
         self.port = 0
         self.on_left: Callable[[], None] = lambda: None
@@ -133,32 +137,32 @@ class Upstream:
         self._server.close()
         for connection in tuple(self.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)  # then the sockets are closed
+        await asyncio.sleep(0)  # the loop closes the sockets
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The URL of the service."""
         return f"http://127.0.0.1:{self.port}"
 
     def join(self, connection: _Connection) -> int:
-        """Gives a paced stream its turn; returns which."""
+        """Adds a paced stream and returns its place."""
         self._joined += 1
         phase = self._joined % PHASES
         self._phases[phase].add(connection)
         return phase
 
     def leave(self, connection: _Connection, phase: int) -> None:
-        """The stream is over."""
+        """Removes a stream."""
         self._phases[phase].discard(connection)
 
     def _tick(self) -> None:
         now = self._loop.time()
-        while self._next <= now:  # late is late: what should have been said meanwhile is said now
+        while self._next <= now:  # after a delay all missed tokens are sent now
             for connection in tuple(self._phases[self._number % PHASES]):
                 connection.say_more()
             self._number += 1
             self._next += PACE_SECONDS / PHASES
-        # half a tick more: uvloop counts whole milliseconds, and what is due in less it asks for again and again
+        # half a tick more: uvloop counts whole milliseconds and would wake up repeatedly before the time
         self._ticker = self._loop.call_at(self._next + PACE_SECONDS / PHASES / 2, self._tick)
 
     def _beat(self) -> None:
@@ -168,7 +172,7 @@ class Upstream:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; also what its parser calls."""
+    """One connection. It is also the callback object of its HTTP parser."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -180,19 +184,16 @@ class _Connection(asyncio.Protocol):
         self._left = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody asks."""
         self.transport = transport
         self.write = transport.write
         self._upstream.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         if (interval := _INTERVAL.search(data)) is not None:
             self._unread = int(interval[1]) >= UNREAD_MILLISECONDS
         self._parser.feed_data(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """They left."""
         self._upstream.connections.discard(self)
         self._upstream.listening.discard(self)
         if self._phase is not None:
@@ -200,15 +201,12 @@ class _Connection(asyncio.Protocol):
             self._upstream.on_left()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request line."""
         self._url += url
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
         url, self._url = self._url, b""
         body, self._body = b"".join(self._body), []
         unread, self._unread = self._unread, False
@@ -231,7 +229,7 @@ class _Connection(asyncio.Protocol):
             self._phase = self._upstream.join(self)
 
     def say_more(self) -> None:
-        """It is this stream's turn."""
+        """Sends the next token of this stream."""
         self._left -= 1
         if self._left > 0:
             self.write(TOKEN)

@@ -25,7 +25,6 @@ SUFFIXES = (".py", ".md", ".yaml", ".toml", "")
 DATA = ("inference/demo/", "tests/unit/golden/", "LICENSE")
 
 ALLOWED: dict[str, int] = {
-    "benchmarks": 113,
     "headgate/shared": 2,
     "inference": 20,
     "inference/api": 8,
