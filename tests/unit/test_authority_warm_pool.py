@@ -1,0 +1,272 @@
+"""The warm pool: what a model holds while it is warm, what leaves it, and what follows from each failure on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference.authority import events
+from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.views.figures import offloaded
+from inference.errors import InvalidRequestError
+from inference.protocol import ExitCause, ModelState
+from tests.rigs.authority_world import configuration
+from tests.rigs.step_world import StepWorld, begin
+
+S = ModelState
+GPU = ("gpu-0",)
+
+
+def offload(world: StepWorld, name: str = "a") -> int:
+    command = world.command(events.Offload(name))
+    world.live(5)
+    return command
+
+
+def kept(world: StepWorld) -> list[dict[str, Any]]:
+    return offloaded(world.state, world.now)
+
+
+def process(world: StepWorld, name: str = "a") -> str:
+    worker = world.model(name).worker
+    assert worker is not None
+    return worker
+
+
+def test_model_of_the_cpu_keeps_its_process_and_is_restored() -> None:
+    world = begin({"a": {"idle_timeout": 0}})
+    lease = world.leased("a")
+    pid, before = world.state.workers[process(world)].pid, world.booked("cpu")
+    world.finish(lease)
+    world.live(2)
+    assert world.model("a").state is S.WARM
+    (found,) = kept(world)
+    assert (found["mechanism"], found["original_device"]) == ("standby", "cpu")
+    assert found["bytes"] == world.state.ledger.balance("cpu").ours_bytes
+    record = world.state.evictions[-1]
+    assert (record.action, record.reason) == (Action.OFFLOAD, Reason.IDLE)
+    world.leased("a")
+    assert (world.model("a").state, world.state.workers[process(world)].pid) == (S.BUSY, pid)
+    assert world.booked("cpu") == before
+    assert (world.state.restorations, world.model("a").loads, kept(world)) == (1, 1, [])
+
+
+def test_model_of_an_accelerator_leaves_it_and_is_kept_by_another_process() -> None:
+    world = begin({"a": {}}, gpus=GPU)
+    world.used("a")
+    first, before = process(world), world.booked("gpu-0")
+    offload(world)
+    assert world.model("a").state is S.WARM
+    assert world.booked("gpu-0") == 0
+    keeper = process(world)
+    assert keeper != first
+    assert first not in world.alive
+    (found,) = kept(world)
+    assert (found["mechanism"], found["original_device"]) == ("resident", "gpu-0")
+    assert found["bytes"] == world.state.ledger.balance("cpu").ours_bytes
+    world.used("a")
+    assert process(world) == keeper
+    assert (world.booked("gpu-0"), world.booked("cpu")) == (before, 0)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("gpus", "step"), [((), events.ContextFreed), (GPU, events.ContextFreed), (GPU, events.FileHeld)]
+)
+def test_failed_offload_books_every_byte_back(gpus: tuple[str, ...], how: str, step: type) -> None:
+    world = begin({"a": {}}, gpus=gpus)
+    world.used("a")
+    world.command(events.Offload("a"))
+    world.arrive(step)
+    if how == "dies" and world.model("a").worker in world.alive:
+        world.end(process(world), ExitCause.KILLED)
+    world.later = [event for event in world.later if not isinstance(event, step)]
+    world.live(60)
+    assert world.model("a").state in (S.WARM, S.FAILED, S.COLD)
+    assert gpus == () or world.booked("gpu-0") == 0
+    world.live(60)
+    world.used("a")
+    world.command(events.Unload("a"))
+    world.live(5)
+    assert not world.state.ledger.holdings
+
+
+@pytest.mark.parametrize("gpus", [(), GPU])
+def test_worker_that_dies_while_it_is_restored_is_loaded_from_its_file(gpus: tuple[str, ...]) -> None:
+    world = begin({"a": {}}, gpus=gpus)
+    world.used("a")
+    offload(world)
+    world.want("a")
+    world.arrive(events.Loaded)
+    assert world.model("a").state is S.RESTORING
+    world.end(process(world), ExitCause.KILLED)
+    world.live(60)
+    world.used("a")
+    assert world.model("a").loads == 2
+
+
+@pytest.mark.parametrize("gpus", [(), GPU])
+def test_warm_model_whose_process_is_killed_is_cold(gpus: tuple[str, ...]) -> None:
+    world = begin({"a": {}}, gpus=gpus)
+    world.used("a")
+    offload(world)
+    world.end(process(world), ExitCause.KILLED)
+    world.live(5)
+    assert not world.state.ledger.holdings
+    assert kept(world) == []
+    world.used("a")
+    assert world.model("a").loads == 2
+
+
+def test_evicted_models_are_kept_where_there_is_room() -> None:
+    world = begin({"a": {}, "b": {}}, {"a": 500, "b": 500}, gpus=GPU)
+    for _ in range(2):
+        world.used("b", "a")
+        world.live(5)
+        assert (world.model("b").state, world.model("a").state) == (S.WARM, S.READY)
+    assert world.state.restorations == 2
+    assert {record.action for record in world.state.evictions} == {Action.OFFLOAD}
+
+
+def test_warm_models_leave_before_a_loaded_one() -> None:
+    world = begin({"a": {}, "b": {}, "c": {}}, dict.fromkeys("abc", 300), cpu_memory_max_percent=0.16)
+    world.used("a")
+    offload(world)
+    world.used("b")
+    assert world.model("a").state is S.WARM
+    world.used("c")
+    assert [world.model(name).state for name in "abc"] == [S.COLD, S.READY, S.READY]
+
+
+def test_without_offload_no_model_is_kept_and_the_command_is_refused() -> None:
+    world = begin({"a": {}}, enable_cpu_offload=False)
+    world.used("a")
+    error = world.errors[offload(world)]
+    assert isinstance(error, InvalidRequestError)
+    assert "INFERENCE_ENABLE_CPU_OFFLOAD" in error.message
+    assert world.model("a").state is S.READY
+    world.send(events.DepartureWanted("a", str(Reason.IDLE), Action.OFFLOAD))
+    world.live(2)
+    assert world.model("a").state is S.COLD
+    assert world.state.evictions[-1].action is Action.UNLOAD
+
+
+def test_warm_model_is_dropped_when_its_file_changes() -> None:
+    world = begin({"a": {}})
+    world.used("a")
+    offload(world)
+    world.versions["a"] += 1
+    world.used("a")
+    world.live(5)
+    assert (world.model("a").loads, world.state.restorations) == (2, 0)
+
+
+# --- limits that are lowered ----------------------------------------------------------------------------------------
+def change(world: StepWorld, models: dict[str, dict[str, Any]], **settings: Any) -> None:
+    found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
+    world.send(events.SettingsChanged(configuration(found, **settings)))
+
+
+def test_idle_model_leaves_at_once_for_a_lowered_limit_and_a_busy_one_after_its_request() -> None:
+    models: dict[str, dict[str, Any]] = {"a": {"pinned": True}, "b": {}, "c": {}}
+    world = begin(models, enable_cpu_offload=False)
+    world.used("a", "b")
+    lease = world.leased("c")
+    change(world, models, enable_cpu_offload=False, memory_limit_gb=0.45)
+    world.live(2)
+    assert [world.model(name).state for name in "abc"] == [S.READY, S.COLD, S.BUSY]
+    record = world.state.evictions[-1]
+    assert (record.reason, record.action) == (Reason.LOWERED, Action.UNLOAD)
+    assert "more than INFERENCE_MEMORY_LIMIT_GB from now on" in record.explanation[0]
+    change(world, models, enable_cpu_offload=False, memory_limit_gb=0.05)
+    assert world.model("c").state is S.DRAINING
+    ticket = world.want("c")
+    world.finish(lease)
+    world.live(2)
+    assert ticket in world.errors
+    assert not world.state.ledger.holdings
+
+
+@pytest.mark.parametrize(
+    "lower", [{"gpu_memory_max_percent": 0.25}, {"gpu_memory_limit_mb": 250}, {"max_models_per_device": 1}]
+)
+def test_cheaper_model_leaves_for_a_lowered_limit(lower: dict[str, Any]) -> None:
+    models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
+    world = begin(models, {"a": 150, "b": 200}, gpus=GPU)
+    for name in models:
+        ticket = world.want(name)
+        world.live(1, events.Loaded)
+        world.arrive()
+        world.finish(world.grants[ticket])
+    change(world, models, **lower)
+    world.live(5)
+    assert [world.model(name).state for name in "ab"] == [S.WARM, S.READY]
+    assert world.state.ledger.excess("gpu-0") == 0
+
+
+def test_models_do_not_stay_in_host_memory_whose_limit_is_lowered() -> None:
+    models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
+    world = begin(models)
+    world.used("a", "b")
+    world.send(events.DepartureWanted("a", str(Reason.PRESSURE), Action.OFFLOAD))
+    assert world.model("a").state is S.OFFLOADING
+    change(world, models, cpu_memory_max_percent=0.01)
+    world.live(5)
+    assert [world.model(name).state for name in "ab"] == [S.COLD, S.COLD]
+    assert world.state.ledger.excess("cpu") == 0
+
+
+def test_warm_models_that_are_worth_least_leave_for_a_lowered_limit() -> None:
+    models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
+    world = begin(models)
+    for name, seconds in (("a", 1.0), ("b", 20.0)):
+        ticket = world.want(name)
+        world.live(seconds, events.Loaded)
+        world.arrive()
+        world.finish(world.grants[ticket])
+        offload(world, name)
+    held = world.state.ledger.balance("cpu").ours_bytes
+    change(world, models, cpu_memory_max_percent=held * 0.75 / world.readings()[-1].total_bytes)
+    world.live(5)
+    assert [world.model(name).state for name in "ab"] == [S.COLD, S.WARM]
+    assert world.state.ledger.excess("cpu") == 0
+
+
+def test_warm_model_counts_for_the_memory_limit_once_it_is_loaded() -> None:
+    world = begin({"a": {}, "b": {}}, memory_limit_gb=0.3)
+    world.used("a", "b")
+    for leaver, other in (("b", "a"), ("a", "b")):
+        world.used(other)
+        world.live(2)
+        assert (world.model(leaver).state, world.model(other).state) == (S.WARM, S.READY)
+    assert [world.model(name).loads for name in "ab"] == [1, 1]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_draining_model_whose_settings_changed_leaves_for_good(is_removed: bool) -> None:
+    world = begin({"a": {}, "b": {}}, memory_limit_gb=0.3)
+    lease = world.leased("a")
+    wish = world.want("b")
+    world.live(30)
+    assert world.model("a").state is S.DRAINING
+    models = {"b": {}} if is_removed else {"a": {"context_length": 512}, "b": {}}
+    change(world, models, memory_limit_gb=0.3)
+    world.give_up(wish)
+    world.finish(lease)
+    world.live(5)
+    assert not world.state.ledger.holdings
+    assert ("a" in world.state.models) != is_removed
+
+
+def test_model_on_the_cpu_by_its_oom_policy_is_loaded_on_the_accelerator_after_the_policy_changed() -> None:
+    world = begin({"a": {"oom_policy": "cpu"}}, gpus=GPU)
+    world.foreign_mib("gpu-0", 1000)
+    world.used("a")
+    assert world.state.workers[process(world)].placement.devices == ("cpu",)
+    offload(world)
+    world.foreign_mib("gpu-0", 0)
+    change(world, {"a": {"oom_policy": "fail_fast"}})
+    world.live(5)
+    world.used("a")
+    assert world.state.workers[process(world)].placement.devices == ("gpu-0",)
