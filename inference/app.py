@@ -44,8 +44,7 @@ from inference.authority.shell import Authority
 from inference.authority.state import Timing
 from inference.authority.views.dumps import Dumps
 from inference.authority.views.event_bus import Bus
-from inference.authority.views.gauges import gauges
-from inference.authority.views.inference_metrics import Metrics
+from inference.authority.views.inference_metrics import Metrics, gauges
 from inference.devices.accelerator_memory import Circumstances, Unreached
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory

@@ -19,7 +19,7 @@ from inference.authority.handlers.running.oom_ladder import EASE_SECONDS
 from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.reduction import REST_SECONDS
-from inference.authority.views.gauges import cooldown_seconds
+from inference.authority.views.inference_metrics import cooldown_seconds
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.estimate.headroom import HALF_LIFE_SECONDS
 from inference.estimate.headrooms import Headrooms

@@ -15,8 +15,7 @@ from inference.authority.lifecycle.departures import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.state import ModelRecord, State
-from inference.authority.views.gauges import bytes_by_kind
-from inference.authority.views.inference_metrics import Metrics
+from inference.authority.views.inference_metrics import Metrics, bytes_by_kind
 from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.workers.os_api import private_bytes

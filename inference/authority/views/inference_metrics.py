@@ -1,4 +1,5 @@
-"""The Prometheus metrics of the inference service: names and labels; counts what it is told and decides nothing."""
+"""The Prometheus metrics of the inference service: counters, histograms, and the gauges that each scrape reads from the
+state."""
 
 from __future__ import annotations
 
@@ -7,13 +8,19 @@ from collections.abc import Callable, Collection, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+from inference.authority.handlers.queries import device_view, pressure_view
+from inference.authority.state import ModelRecord, State
+from inference.protocol import DeviceState, ModelState, Priority
+
 _RESTORE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
+_COOLDOWN = "Time until a model is tried again after a failure, or as it is configured after memory ran out"
+ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
 
 
 class Metrics:
-    """One registry per service. Gauges are read from the authority when somebody scrapes (`gauges`)."""
+    """One registry per service. `gauges` gives the gauges of a scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -63,7 +70,7 @@ class Metrics:
         yield from self.gauges()
 
     def total(self, counter: Counter, **labels: Collection[str]) -> int:
-        """What a counter says, summed over those of its series whose labels are among the ones given."""
+        """The sum of a counter over the series whose labels are among the given ones."""
         return int(
             sum(
                 sample.value
@@ -77,3 +84,81 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
+
+
+def gauges(state: State, now: float) -> Iterator[GaugeMetricFamily]:
+    """Every gauge of this moment."""
+    yield from _devices(state, now)
+    yield from _models(state, now)
+    yield from _workers(state)
+
+
+def numbered(states: type[ModelState] | type[DeviceState]) -> str:
+    """The numbers that stand for states: `0 cold, 1 loading, ...`, in the order of their declaration."""
+    return ", ".join(f"{number} {state}" for number, state in enumerate(states))
+
+
+def _devices(state: State, now: float) -> Iterator[GaugeMetricFamily]:
+    account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
+    used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
+    health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
+    level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
+    for device, (use, rank) in pressure_view.levels(state, now).items():
+        balance = state.ledger.balance(device)
+        for name in ACCOUNTS:
+            account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
+        used.add_metric([device], use.share)
+        level.add_metric([device], rank)
+        if (reading := device_view.reading(state, device, now)) is not None:
+            health.add_metric([device], list(DeviceState).index(reading.state))
+    yield from (account, used, health, level)
+
+
+def _models(state: State, now: float) -> Iterator[GaugeMetricFamily]:
+    states = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
+    refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
+    queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
+    rest = GaugeMetricFamily("inference_recovery_cooldown_seconds", _COOLDOWN, labels=["model"])
+    for model in state.models.values():
+        states.add_metric([model.id], list(ModelState).index(model.state))
+        refs.add_metric([model.id], state.in_flight(model))
+        for priority in Priority:
+            queued.add_metric([model.id, str(priority)], model.queue.count(priority))
+        rest.add_metric([model.id], cooldown_seconds(model, now))
+    yield from (states, refs, queued, rest)
+
+
+def cooldown_seconds(model: ModelRecord, now: float) -> float:
+    """Until the model is tried again after a failure, or with its configured sizes or devices after a shortage."""
+    backoff = model.retry_at - now if model.state is ModelState.FAILED else 0.0
+    return max(0.0, backoff, model.descent.rest(now), model.sheltered_until - now)
+
+
+def _workers(state: State) -> Iterator[GaugeMetricFamily]:
+    size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
+    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of KV caches", labels=["model", "tier"])
+    sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
+    for model in state.models.values():
+        kinds = bytes_by_kind(state, model)
+        for kind, count in kinds.items():
+            size.add_metric([model.id, kind], count)
+        if "kv" in kinds:
+            kv.add_metric([model.id, "hot"], kinds["kv"])
+        if model.kept is not None:
+            kv.add_metric([model.id, "warm"], model.kept.saved_bytes)
+        worker = state.worker_of(model)
+        if worker is not None and (beat := worker.beat) is not None:
+            sequences.add_metric([model.id, "active"], beat.active)
+            sequences.add_metric([model.id, "queued"], beat.queued)
+    yield from (size, kv, sequences)
+
+
+def bytes_by_kind(state: State, model: ModelRecord) -> dict[str, int]:
+    """What the worker of a model that can answer allocated: weights, kv, compute, other."""
+    worker = state.worker_of(model)
+    if worker is None or worker.ready is None or model.state is ModelState.WARM:
+        return {}
+    kinds: dict[str, int] = {}
+    for buffer in worker.ready.buffers:
+        kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.bytes
+    return kinds
