@@ -102,7 +102,7 @@ class Service:
         self.metrics = Metrics()
         self.crashes = CrashStore(state)
         self.build_check = BuildCheck(state)
-        patience = HangTimeouts(
+        hang_timeouts = HangTimeouts(
             start_seconds=said.worker_start_seconds,
             load_seconds=said.load_timeout_seconds,
             silence_seconds=said.worker_silence_seconds,
@@ -114,7 +114,7 @@ class Service:
             inventory=inventory or Inventory.of(said, socket_directory(state)),
             estimator=estimator or Estimator(state, seconds=said.estimate_timeout_seconds),
             supervisor=supervisor
-            or Supervisor(state, patience, command=command, build_is_trusted=lambda: self.build_check.is_trusted),
+            or Supervisor(state, hang_timeouts, command=command, build_is_trusted=lambda: self.build_check.is_trusted),
             crashes=self.crashes,
             bus=Bus(),
             metrics=self.metrics,

@@ -174,8 +174,8 @@ class Relay:
         return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
 
     async def _count(self, model: str, wish: Wish, path: str, body: bytes, out: Response) -> None:
-        patience = self._authority.state.settings.estimate_timeout_seconds
-        seconds = patience if wish.deadline_seconds is None else min(patience, wish.deadline_seconds)
+        limit = self._authority.state.settings.estimate_timeout_seconds
+        seconds = limit if wish.deadline_seconds is None else min(limit, wish.deadline_seconds)
         status, answer = await self._vocabulary.ask(self._authority.model(model).spec, path, body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
@@ -325,7 +325,7 @@ class Relay:
         )
         if cause not in SUSPICIOUS:
             return told
-        crash = Crash(cause, exit.message, alone=lease.alone, wordless=exit.silent_abort)
+        crash = Crash(cause, exit.message, alone=lease.alone, unexplained=exit.silent_abort)
         return CrashedError(crash, told, relayed=relayed)
 
 

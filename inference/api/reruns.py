@@ -8,7 +8,7 @@ import hashlib
 import orjson
 
 from headgate.shared.units import format_duration
-from inference.authority.events import Acquitted, CrashReported
+from inference.authority.events import CrashReported, RequestAnswered
 from inference.authority.quarantine import Crash, Standing
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, PoisonRequest
@@ -62,11 +62,11 @@ class Rerun:
 
     async def admit(self, model: str) -> None:
         """Looks whether the request may run, and how; raises PoisonRequest."""
-        if not self._authority.model(model).docket.cases:
+        if not self._authority.model(model).quarantine.cases:
             self.alone = False
             return
         key = await self._get_key()
-        standing = self._authority.model(model).docket.standing(key, self._authority.now)
+        standing = self._authority.model(model).quarantine.standing(key, self._authority.now)
         if standing is Standing.CONVICTED:
             raise self._refusal(model, key)
         self.alone = standing is not Standing.INNOCENT
@@ -80,16 +80,16 @@ class Rerun:
         self.crashes += 1
         key = await self._get_key()
         self._authority.dispatch(CrashReported(model, key, crash))
-        docket = self._authority.model(model).docket
-        if docket.standing(key, self._authority.now) is Standing.CONVICTED and not error.relayed:
+        quarantine = self._authority.model(model).quarantine
+        if quarantine.standing(key, self._authority.now) is Standing.CONVICTED and not error.relayed:
             raise self._refusal(model, key)
         self.alone = True
         is_vain = crash.alone and not crash.is_telling
-        return not (error.relayed or is_vain or docket.doubted) and self.crashes < MOST_RUNS
+        return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MOST_RUNS
 
     def answered(self, model: str) -> None:
         """The worker answered, and lives: acquitted."""
-        self._authority.dispatch(Acquitted(model, self._key or "", self.crashes))
+        self._authority.dispatch(RequestAnswered(model, self._key or "", self.crashes))
 
     async def _get_key(self) -> str:
         if self._key is None:
@@ -100,10 +100,10 @@ class Rerun:
         return self._key
 
     def _refusal(self, model: str, key: str) -> InferenceError:
-        case = self._authority.model(model).docket.cases[key]
+        case = self._authority.model(model).quarantine.cases[key]
         left = case.until - self._authority.now
         return PoisonRequest(
-            f"this request ended the worker of {model!r} while nothing else ran ({case.said}); it is not tried "
+            f"this request ended the worker of {model!r} while nothing else ran ({case.message}); it is not tried "
             f"again for {format_duration(left)}, or until `headgate quarantine clear {key}`",
             details={"key": key, "cause": str(case.cause), "crashes": case.crashes, "seconds_left": round(left, 1)},
         )

@@ -1,12 +1,10 @@
-"""Decides which state of a device follows from what is seen of it, and what has to be done; never touches a device.
+"""The state machine of a device's health: `step(health, seen, now, drain_seconds)` returns the new state and effects.
 
-The table is the whole machine: what is seen becomes one of its events, and an event that does not belong to a state
-changes nothing. `step` adds what only time and memory of this incident decide: when to look again, how long to wait,
-and that the models of a device are given up once and a restart is asked for once, however often it is seen to be lost.
+TABLE has the transitions; an event without a transition changes nothing. `step` adds the times: when to read again and
+how long to wait. The effects that give up the models of a device and request a restart happen once per incident.
 
-A device that is not usable is looked at again and again, for ever: after a tenth of the time that the trouble has
-lasted, but not sooner than FIRST_LOOK_SECONDS and not later than LAST_LOOK_SECONDS. A reading alone never makes it
-healthy again: something has to be computed on it.
+An unusable device is read again after a tenth of the time since the trouble began, within FIRST_LOOK_SECONDS and
+LAST_LOOK_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
 """
 
 from __future__ import annotations
@@ -23,60 +21,60 @@ from inference.protocol import DeviceState
 FIRST_LOOK_SECONDS = 1.0
 LAST_LOOK_SECONDS = 10.0
 DOUBT_SECONDS = 10.0
-"""A device that cannot be read is believed so long; then a trial decides."""
+"""How long an unreadable device stays usable; then a trial decides."""
 AGAIN_SECONDS = 60.0
-"""After that trial was passed, so long until the next one, while it still cannot be read."""
+"""Time between trials of a device that passes them but stays unreadable."""
 TRIAL_SECONDS = 90.0
-"""A trial that says nothing for so long has failed; whoever runs it has a shorter deadline."""
+"""A trial without a result after this time has failed; the trial itself has a shorter deadline."""
 STOP_SECONDS = 10.0
-"""Beyond the time to drain, in which workers end that were told to."""
+"""Time for workers to end, in addition to the drain time."""
 
 USABLE = (DeviceState.HEALTHY, DeviceState.SUSPECT)
-"""Models may be loaded onto a device in these states, and onto no other."""
+"""Models may be loaded only onto devices in these states."""
 
 
 class HealthEvent(StrEnum):
-    """What can happen to a device."""
+    """Events of a device."""
 
     UNREADABLE = "unreadable"
-    """it cannot be read now"""
+    """unreadable"""
     DOUBT = "doubt"
-    """it was doubted: a worker ended with its loss, no process can reach it, or an operator asks"""
+    """a worker ended with the loss of the device, no process can reach it, or an operator requested a trial"""
     CLEARED = "cleared"
-    """it can be read again, and is fine"""
+    """readable again, without problems"""
     ILL = "ill"
-    """it still computes, and has to be emptied"""
+    """still computes, but has to be emptied"""
     DEAD = "dead"
-    """nothing computes on it, or it is not there"""
+    """does not compute, or is missing"""
     EMPTY = "empty"
-    """no model is on it any more"""
+    """no model is left on it"""
     OVERDUE = "overdue"
-    """what it waited for did not come in time"""
+    """the time of the state is over"""
     PROMISING = "promising"
-    """another look found nothing that speaks against a trial"""
+    """a new reading allows a trial"""
     PASSED = "passed"
     COMPUTES = "computes"
-    """a trial was passed, and it still cannot be read"""
+    """a trial passed, but the device is unreadable"""
     FAILED = "failed"
     OUT_OF_REACH = "out of reach"
-    """a trial failed, and only a restart of the service can help"""
+    """a trial failed, and only a restart of the service helps"""
 
 
 class Effect(StrEnum):
-    """What has to be done."""
+    """What the caller has to do."""
 
     LOSE = "lose"
-    """every model on it goes cold at once, and nothing is booked on it any more"""
+    """all its models become cold at once, and its bookings are removed"""
     DRAIN = "drain"
-    """every model on it leaves; what runs may finish"""
+    """all its models leave after their running requests"""
     PROBE = "probe"
-    """run a trial, and tell how it ended"""
+    """run a trial and report its result"""
     LOOK = "look"
-    """read the devices anew"""
+    """read the devices again"""
     RESTART = "restart"
-    """end the service, so that whoever started it starts it again"""
+    """end the service, so that its supervisor restarts it"""
     WELCOME = "welcome"
-    """it is back, and empty"""
+    """the empty device is usable again"""
 
 
 _S, _E, _F = DeviceState, HealthEvent, Effect
@@ -109,13 +107,13 @@ TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect,
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What is known of one device. Times are seconds of one monotonic clock.
+class DeviceHealth:
+    """The health of one device. Times are monotonic seconds.
 
-    `sign` is the newest reading's and `note` says why the device is not healthy; `ill_since` is when it stopped to be.
-    `due_at` is when time alone changes something. `emptied` says that no model can be on it, `asked` that a restart
-    was asked for; both end with the incident. `trial` is the number of the newest trial: what an older one says late
-    does not count. `looking` says that a look was asked for and no reading came since.
+    `sign` is that of the newest reading, `note` the reason why the device is not healthy. `ill_since`: start of the
+    incident. `due_at`: when the state changes without an event. `emptied`: no model is left on the device.
+    `restart_requested`: the effect RESTART was returned. Both last until the end of the incident. `trial` is the number
+    of the newest trial; results of older ones do not count. `reading_requested`: no reading has come since the request.
     """
 
     state: DeviceState = DeviceState.HEALTHY
@@ -124,9 +122,9 @@ class Case:
     ill_since: float = math.inf
     due_at: float = math.inf
     emptied: bool = False
-    asked: bool = False
+    restart_requested: bool = False
     trial: int = 0
-    looking: bool = False
+    reading_requested: bool = False
 
     @property
     def usable(self) -> bool:
@@ -134,7 +132,7 @@ class Case:
         return self.state in USABLE
 
     def seconds_to_verdict(self, now: float) -> float | None:
-        """When it may be usable again at the earliest: until the next look, or 0 while a trial runs; None if it is."""
+        """Seconds until the device may be usable (the next reading; 0 while a trial runs); None if it is usable."""
         if self.usable:
             return None
         return 0.0 if self.state is _S.PROBING else max(0.0, self.due_at - now)
@@ -142,7 +140,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A fresh reading."""
+    """A new reading."""
 
     sign: Sign
     note: str = ""
@@ -150,14 +148,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """A worker ended with the loss of the device, or an operator asks; `note` says which."""
+    """A reason for a trial, in `note`: a worker ended with the loss of the device, or an operator requested it."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """How trial number `trial` ended: None when it was passed, else a sentence."""
+    """The result of trial number `trial`: `failure` is None if it passed."""
 
     trial: int
     failure: str | None
@@ -165,7 +163,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; `empty` says whether nothing is booked on the device."""
+    """Time passed. `empty`: nothing is booked on the device."""
 
     empty: bool
 
@@ -176,92 +174,94 @@ _NO_READING = (Sign.UNSURE, Sign.BEYOND)
 _NOT_THERE = (Sign.DEAD, Sign.GONE)
 
 
-def step(case: Case, seen: Seen, now: float, drain_seconds: float) -> tuple[Case, tuple[Effect, ...]]:
-    """The case after what was seen at `now`, and what to do; models that drain have `drain_seconds`."""
+def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> tuple[DeviceHealth, tuple[Effect, ...]]:
+    """The health after `seen` at `now`, and the effects. `drain_seconds`: time for models to drain."""
     match seen:
         case Read():
-            event = _of_reading(case, seen, now)
-            case = replace(case, sign=seen.sign, looking=False)
+            event = _of_reading(health, seen, now)
+            health = replace(health, sign=seen.sign, reading_requested=False)
             note = seen.note
         case Doubted(note):
-            event = _E.DOUBT if case.usable else _E.PROMISING
+            event = _E.DOUBT if health.usable else _E.PROMISING
         case Tried(trial, failure):
-            event, note = _of_trial(case, trial, failure), failure or case.note
+            event, note = _of_trial(health, trial, failure), failure or health.note
         case _:
-            if case.state in _AWAY and now >= case.due_at:
-                return replace(case, due_at=now + pause(now - case.ill_since), looking=True), (_F.LOOK,)
-            event, note = _of_time(case, now, empty=seen.empty), case.note
-    if event is None or (case.state, event) not in TABLE:
-        return case, ()
-    return _moved(case, event, note, now, drain_seconds)
+            if health.state in _AWAY and now >= health.due_at:
+                return replace(health, due_at=now + pause(now - health.ill_since), reading_requested=True), (_F.LOOK,)
+            event, note = _of_time(health, now, empty=seen.empty), health.note
+    if event is None or (health.state, event) not in TABLE:
+        return health, ()
+    return _moved(health, event, note, now, drain_seconds)
 
 
 def pause(ill_seconds: float) -> float:
-    """Seconds until the next look at a device that has been ill for so long."""
+    """Seconds until the next reading of a device that has been ill for `ill_seconds`."""
     return min(LAST_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, ill_seconds / 10))
 
 
-def _of_reading(case: Case, seen: Read, now: float) -> HealthEvent | None:
+def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | None:
     if seen.sign in _NOT_THERE:
         return _E.DEAD
     if seen.sign is Sign.ILL:
         return _E.ILL
-    if case.state in _AWAY:
-        returned = seen.sign is Sign.FINE and case.sign is not Sign.FINE
-        return _E.PROMISING if returned or case.looking else None
+    if health.state in _AWAY:
+        returned = seen.sign is Sign.FINE and health.sign is not Sign.FINE
+        return _E.PROMISING if returned or health.reading_requested else None
     if seen.sign is Sign.FINE:
         return _E.CLEARED
-    if seen.sign is Sign.BEYOND and case.sign is not Sign.BEYOND:
+    if seen.sign is Sign.BEYOND and health.sign is not Sign.BEYOND:
         return _E.DOUBT
     return _E.UNREADABLE
 
 
-def _of_trial(case: Case, trial: int, failure: str | None) -> HealthEvent | None:
-    if trial != case.trial:
+def _of_trial(health: DeviceHealth, trial: int, failure: str | None) -> HealthEvent | None:
+    if trial != health.trial:
         return None
     if failure is None:
-        return _E.COMPUTES if case.sign in _NO_READING else _E.PASSED
-    return _E.OUT_OF_REACH if case.sign is Sign.BEYOND and not case.asked else _E.FAILED
+        return _E.COMPUTES if health.sign in _NO_READING else _E.PASSED
+    return _E.OUT_OF_REACH if health.sign is Sign.BEYOND and not health.restart_requested else _E.FAILED
 
 
-def _of_time(case: Case, now: float, *, empty: bool) -> HealthEvent | None:
-    if case.state is _S.DRAINING and empty:
+def _of_time(health: DeviceHealth, now: float, *, empty: bool) -> HealthEvent | None:
+    if health.state is _S.DRAINING and empty:
         return _E.EMPTY
-    return _E.OVERDUE if now >= case.due_at else None
+    return _E.OVERDUE if now >= health.due_at else None
 
 
 def _moved(
-    case: Case, event: HealthEvent, note: str, now: float, drain_seconds: float
-) -> tuple[Case, tuple[Effect, ...]]:
-    state, effects = TABLE[case.state, event]
-    effects = tuple(effect for effect in effects if _is_left_to_do(case, effect))
+    health: DeviceHealth, event: HealthEvent, note: str, now: float, drain_seconds: float
+) -> tuple[DeviceHealth, tuple[Effect, ...]]:
+    state, effects = TABLE[health.state, event]
+    effects = tuple(effect for effect in effects if _is_left_to_do(health, effect))
     after = replace(
-        case,
+        health,
         state=state,
-        note=note or case.note,
-        ill_since=min(case.ill_since, now),
-        trial=case.trial + (_F.PROBE in effects),
-        asked=case.asked or _F.RESTART in effects,
-        emptied=case.emptied or event is _E.EMPTY or _F.LOSE in effects,
-        looking=False,
+        note=note or health.note,
+        ill_since=min(health.ill_since, now),
+        trial=health.trial + (_F.PROBE in effects),
+        restart_requested=health.restart_requested or _F.RESTART in effects,
+        emptied=health.emptied or event is _E.EMPTY or _F.LOSE in effects,
+        reading_requested=False,
     )
     if state in USABLE:
-        after = replace(after, emptied=False, asked=False, ill_since=math.inf if state is _S.HEALTHY else now)
+        after = replace(
+            after, emptied=False, restart_requested=False, ill_since=math.inf if state is _S.HEALTHY else now
+        )
     if state is _S.HEALTHY:
         after = replace(after, note="")
-    return replace(after, due_at=now + _patience(after, event, now, drain_seconds)), effects
+    return replace(after, due_at=now + _state_seconds(after, event, now, drain_seconds)), effects
 
 
-def _is_left_to_do(case: Case, effect: Effect) -> bool:
-    """What empties a device is done once; who was never away is not welcomed."""
+def _is_left_to_do(health: DeviceHealth, effect: Effect) -> bool:
+    """Whether an effect is still due: a device is emptied once, and WELCOME needs an emptied device."""
     if effect in (_F.LOSE, _F.DRAIN):
-        return not case.emptied
-    return case.emptied if effect is _F.WELCOME else True
+        return not health.emptied
+    return health.emptied if effect is _F.WELCOME else True
 
 
-def _patience(case: Case, event: HealthEvent, now: float, drain_seconds: float) -> float:
-    """How long the state that was just entered lasts by itself."""
-    match case.state:
+def _state_seconds(health: DeviceHealth, event: HealthEvent, now: float, drain_seconds: float) -> float:
+    """How long the new state lasts without an event."""
+    match health.state:
         case _S.HEALTHY:
             return math.inf
         case _S.SUSPECT:
@@ -271,4 +271,4 @@ def _patience(case: Case, event: HealthEvent, now: float, drain_seconds: float) 
         case _S.PROBING:
             return TRIAL_SECONDS
         case _:
-            return pause(now - case.ill_since)
+            return pause(now - health.ill_since)

@@ -133,7 +133,7 @@ class CrashReported:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquitted:
+class RequestAnswered:
     """The request `key` was answered; `crashes` is how many workers ended under it before."""
 
     model: str
@@ -408,8 +408,8 @@ class Ended:
 
 Event = (
     DevicesFound | Tick | Observed | DevicesRead | PressureChecked | DeviceNoticed | TrialEnded | ProbesRenewed
-    | SuspensionTested | Wanted | Withdrawn | Released | CrashReported | Acquitted | CaseCleared | Spawned | SpawnFailed
-    | Progressed | Loaded | FileHeld | ContextFreed | SuspendEnded | ResumeEnded | Exited | BuildChecked
+    | SuspensionTested | Wanted | Withdrawn | Released | CrashReported | RequestAnswered | CaseCleared | Spawned
+    | SpawnFailed | Progressed | Loaded | FileHeld | ContextFreed | SuspendEnded | ResumeEnded | Exited | BuildChecked
     | WorkersMeasured | Trimmed | Estimated | FilesRead | FilesSeen | ShortageLearned | HeadroomChanged
     | SettingsChanged | Commanded | Abandoned | DepartureWanted | Quiesced | Ended
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Decides which requests are suspected, and which convicted, of ending their worker; never runs or refuses one itself.
+"""Which requests of a model are suspected of ending its worker, and which are rejected.
 
-After an abort nobody knows which of the requests in flight it was, so all are suspects, and run alone. Who completes is
-acquitted. Who ends a worker that computed nothing else is convicted; an abort without a word may have been a signal
-from outside, so it takes two of those; and memory that ran out convicts nobody, because it depends on others. A model
-that ends under one request after the other and completes none is at fault itself: then nobody is convicted until it has
-completed one.
+After an abort all requests in flight become suspects and run alone. A suspect that completes is cleared. A request that
+ends a worker while it runs alone is convicted and rejected; an abort without a message may be a signal from outside, so
+two of them are needed. Out-of-memory errors convict no request, because they depend on other requests. When several
+requests in a row are convicted and none completes, the model is at fault, and no request is convicted until one
+completes.
 """
 
 from __future__ import annotations
@@ -16,137 +16,136 @@ from enum import StrEnum
 from inference.protocol import ExitCause
 
 SUSPICIOUS = frozenset({ExitCause.ASSERT, ExitCause.OOM_COMPUTE})
-"""How a worker ends by what it computes. A kill is somebody else's doing, a lost device the device's."""
+"""Exit causes that a request may be responsible for. A kill comes from outside, a lost device from the device."""
 SUSPECT_SECONDS = 900.0
 CONVICTED_SECONDS = 3600.0
 MOST_CASES = 256
-"""Per model; of more, the oldest is forgotten."""
+"""Limit per model; the oldest cases are removed."""
 MOST_IN_A_ROW = 3
-"""So many requests are convicted without one completed between them; one more, and the model is at fault."""
+"""After this many convictions without a completed request the model is assumed to be at fault."""
 
 
 class Standing(StrEnum):
-    """What is held of a request."""
+    """The status of a request."""
 
     INNOCENT = "innocent"
     SUSPECT = "suspect"
     """was in flight when the worker ended; runs alone"""
     ACCUSED = "accused"
-    """was alone once when the worker ended without a word; runs alone"""
+    """ran alone once when the worker ended without a message; runs alone again"""
     CONVICTED = "convicted"
-    """is refused"""
+    """is rejected"""
 
 
 class CrashKind(StrEnum):
-    """How a worker's end meets one of its requests."""
+    """What a worker's end means for one of its requests."""
 
     CRASHED = "crashed"
-    """it computed for others too, or lacked memory"""
+    """other requests were running, or memory ran out"""
     CRASHED_ALONE = "crashed_alone"
-    CRASHED_WORDLESS = "crashed_wordless"
-    """alone, by an abort that said nothing"""
+    CRASHED_UNEXPLAINED = "crashed_unexplained"
+    """alone, by an abort that message nothing"""
 
 
 _S, _E = Standing, CrashKind
 TABLE: Mapping[tuple[Standing, CrashKind], Standing] = {
     (_S.INNOCENT, _E.CRASHED): _S.SUSPECT,
     (_S.INNOCENT, _E.CRASHED_ALONE): _S.SUSPECT,
-    (_S.INNOCENT, _E.CRASHED_WORDLESS): _S.SUSPECT,
+    (_S.INNOCENT, _E.CRASHED_UNEXPLAINED): _S.SUSPECT,
     (_S.SUSPECT, _E.CRASHED): _S.SUSPECT,
     (_S.SUSPECT, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.SUSPECT, _E.CRASHED_WORDLESS): _S.ACCUSED,
+    (_S.SUSPECT, _E.CRASHED_UNEXPLAINED): _S.ACCUSED,
     (_S.ACCUSED, _E.CRASHED): _S.ACCUSED,
     (_S.ACCUSED, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.ACCUSED, _E.CRASHED_WORDLESS): _S.CONVICTED,
+    (_S.ACCUSED, _E.CRASHED_UNEXPLAINED): _S.CONVICTED,
     (_S.CONVICTED, _E.CRASHED): _S.CONVICTED,
     (_S.CONVICTED, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.CONVICTED, _E.CRASHED_WORDLESS): _S.CONVICTED,
+    (_S.CONVICTED, _E.CRASHED_UNEXPLAINED): _S.CONVICTED,
 }
-"""An answer, the end of its time and an operator make everybody innocent. An innocent that crashes alone was nobody's
-suspect when it was sent: it is looked at once more.
-"""
+"""An answer, the expiry of a case or an operator clears a request. A request without a case that crashes alone first
+becomes a suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """One end of a worker as a request met it: `said` is the exit's sentence."""
+    """The end of a worker, seen from one of its requests. `message` is that of the exit."""
 
     cause: ExitCause
-    said: str
+    message: str
     alone: bool
-    wordless: bool = False
+    unexplained: bool = False
 
     @property
     def is_telling(self) -> bool:
-        """Whether it says anything of this one request."""
+        """Whether it is evidence against this request."""
         return self.alone and self.cause is not ExitCause.OOM_COMPUTE
 
     @property
     def event(self) -> CrashKind:
-        """What it is to the request."""
+        """What it means for the request."""
         if not self.is_telling:
             return _E.CRASHED
-        return _E.CRASHED_WORDLESS if self.wordless else _E.CRASHED_ALONE
+        return _E.CRASHED_UNEXPLAINED if self.unexplained else _E.CRASHED_ALONE
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is held against one request, and until when; times are seconds of one monotonic clock."""
+    """The evidence against one request, and when it expires; times are monotonic seconds."""
 
     standing: Standing
     since: float
     until: float
     crashes: int = 1
     cause: ExitCause = ExitCause.ASSERT
-    said: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Docket:
-    """All cases of one model by the requests' keys, oldest first; `row` are those convicted since an answer."""
+class Quarantine:
+    """The cases of one model by request key, oldest first. `in_a_row`: requests convicted since the last answer."""
 
     cases: Mapping[str, Case] = field(default_factory=dict)
-    row: tuple[str, ...] = ()
+    in_a_row: tuple[str, ...] = ()
     doubted: bool = False
-    """The model is at fault, as far as is known: nobody is convicted."""
+    """The model is assumed to be at fault: no request is convicted."""
 
     def standing(self, key: str, now: float) -> Standing:
-        """What is held of a request."""
+        """The status of a request."""
         case = self.cases.get(key)
         return case.standing if case is not None and now < case.until else _S.INNOCENT
 
-    def crashed(self, key: str, crash: Crash, now: float) -> Docket:
-        """The worker ended under this request."""
+    def crashed(self, key: str, crash: Crash, now: float) -> Quarantine:
+        """The worker ended while this request was in flight."""
         old = self.cases.get(key) if self.standing(key, now) is not _S.INNOCENT else None
         before = old.standing if old is not None else _S.INNOCENT
         standing = TABLE[before, crash.event]
-        docket = self
+        quarantine = self
         if standing is _S.CONVICTED and before is not _S.CONVICTED:
-            if self.doubted or len(self.row) >= MOST_IN_A_ROW:
-                docket, standing = self._doubt(), before
+            if self.doubted or len(self.in_a_row) >= MOST_IN_A_ROW:
+                quarantine, standing = self._doubt(), before
             else:
-                docket = replace(self, row=(*self.row, key))
+                quarantine = replace(self, in_a_row=(*self.in_a_row, key))
         case = Case(
             standing,
             old.since if old is not None else now,
             now + (CONVICTED_SECONDS if standing is _S.CONVICTED else SUSPECT_SECONDS),
             1 + (old.crashes if old is not None else 0),
             crash.cause,
-            crash.said,
+            crash.message,
         )
-        others = {name: kept for name, kept in docket.cases.items() if name != key and now < kept.until}
+        others = {name: kept for name, kept in quarantine.cases.items() if name != key and now < kept.until}
         surplus = max(0, len(others) + 1 - MOST_CASES)
         kept = dict([*others.items()][surplus:])
-        return replace(docket, cases=kept | {key: case})
+        return replace(quarantine, cases=kept | {key: case})
 
-    def answered(self, key: str) -> Docket:
-        """The worker answered this request, and lives."""
-        return replace(self.forget(key), row=(), doubted=False)
+    def answered(self, key: str) -> Quarantine:
+        """The worker answered this request and is alive."""
+        return replace(self.forget(key), in_a_row=(), doubted=False)
 
-    def forget(self, key: str) -> Docket:
+    def forget(self, key: str) -> Quarantine:
         """Without this case."""
         return replace(self, cases={name: case for name, case in self.cases.items() if name != key})
 
-    def _doubt(self) -> Docket:
-        freed = {name: case for name, case in self.cases.items() if name not in self.row}
-        return Docket(freed, (), doubted=True)
+    def _doubt(self) -> Quarantine:
+        freed = {name: case for name, case in self.cases.items() if name not in self.in_a_row}
+        return Quarantine(freed, (), doubted=True)

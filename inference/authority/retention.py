@@ -1,9 +1,8 @@
-"""Decides which models stay warm in host memory, and which are dropped when it is wanted; never moves a byte.
+"""Which models stay in the warm pool, and which are dropped when host memory is needed.
 
-The pool has no account of its own: what it holds is booked on the host's account like everything else of ours, so that
-INFERENCE_CPU_MEMORY_MAX_PERCENT bounds loaded and warm models together. INFERENCE_MEMORY_LIMIT_GB bounds loaded ones
-alone. A warm model is worth its bytes x the seconds that it saves x recency of use, the measure by which loaded models
-are evicted; the least worthy is dropped first.
+The pool is booked on the account of the host, so that INFERENCE_CPU_MEMORY_MAX_PERCENT limits loaded and warm models
+together. INFERENCE_MEMORY_LIMIT_GB limits loaded ones only. The worth of a warm model is bytes x seconds saved x recency
+of use, the measure of all evictions; the model with the lowest worth is dropped first.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from inference.authority.placement.ledger import Ledger, LedgerError
 from inference.authority.placement.victims import cheapest
 
 HOST = "cpu"
-"""The account on which warm models are booked."""
+"""The account of warm models."""
 SLOWEST_COPY_BYTES_PER_SECOND = 20e6
-"""A disk that reads a model's file slower than this is not waited for."""
+"""The slowest disk that is worth waiting for, in bytes per second."""
 LEAST_SECONDS = 15.0
 
 
@@ -26,16 +25,16 @@ class Mechanism(StrEnum):
     """How a model is kept."""
 
     STANDBY = "standby"
-    """on the CPU: its own process, without context"""
+    """on the CPU: its process stays, without the context"""
     RESIDENT = "resident"
-    """of an accelerator: its file in the memory of a fresh process that has seen no device"""
+    """on an accelerator: a new process without a device has the file in memory"""
     CHECKPOINT = "checkpoint"
-    """of a simulated device, or (experimental) an NVIDIA GPU: its own process, whose device memory is in host memory"""
+    """on a simulated device or (experimental) an NVIDIA GPU: its process is suspended, its device memory in host memory"""
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """A model that is warm or could be. `saves_seconds`: how much sooner it is ready than from its file."""
+    """A model that is or could be in the warm pool. `saves_seconds`: the time saved compared with a load."""
 
     model: str
     bytes: int
@@ -43,14 +42,14 @@ class Warm:
     last_used_at: float
 
     def worth(self, now: float) -> float:
-        """What dropping it costs; comparable with others' only."""
+        """The cost of dropping it, without a unit."""
         idle_seconds = max(0.0, now - self.last_used_at)
         return self.bytes * max(self.saves_seconds, 0.01) / (1.0 + idle_seconds / 60.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaver:
-    """A loaded model that leaves for another one. `warm` None: it may not be kept."""
+    """A loaded model that leaves for another one. `warm` is None if it cannot be kept."""
 
     model: str
     holding: str
@@ -58,9 +57,9 @@ class Leaver:
 
 
 def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: float) -> tuple[str, ...] | None:
-    """The least worthy of `kept` that give back `missing_bytes` for `newcomer`.
+    """The models of `kept` with the lowest worth that release `missing_bytes` for `newcomer`.
 
-    None when all of them would not suffice, or are worth more than it.
+    None if all of them do not suffice, or if they are worth more than `newcomer`.
     """
     costs = [warm.worth(now) for warm in kept]
     chosen = cheapest(costs, [[warm.bytes] for warm in kept], [missing_bytes])
@@ -70,14 +69,14 @@ def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: flo
 
 
 def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, now: float) -> frozenset[str]:
-    """Those of `leavers` that can be kept and leave room for `need` all the same; the worthiest are tried first.
+    """The models of `leavers` that can be kept beside `need`; models with the highest worth are tried first.
 
-    Nobody who is warm already is dropped for them: memory is short here.
+    No warm model is dropped for them, because memory is short.
     """
     after = ledger.without([leaver.holding for leaver in leavers])
     try:
         after = after.reserve("newcomer", "newcomer", need)
-    except LedgerError:  # somebody else has to leave as well: then there is nothing to give away
+    except LedgerError:  # other models have to leave as well, so there is no memory to keep models
         return frozenset()
     kept = []
     for warm in sorted((item.warm for item in leavers if item.warm), key=lambda item: item.worth(now), reverse=True):

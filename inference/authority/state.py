@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from inference.authority.device_health import Case
+from inference.authority.device_health import DeviceHealth
 from inference.authority.lifecycle.departures import Departure, Eviction
 from inference.authority.lifecycle.retry_after import Pace
 from inference.authority.lifecycle.transitions import Backoff
@@ -27,7 +27,7 @@ from inference.authority.placement.repack import Shift
 from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.relief import Watch
-from inference.authority.quarantine import Docket
+from inference.authority.quarantine import Quarantine
 from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
 from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
 from inference.devices.device import Reading
@@ -166,7 +166,7 @@ class TicketRecord:
     id: int
     model: str
     waiter: Waiter
-    patience: float
+    wait_seconds: float
     counts: bool = True
     purpose: Purpose = Purpose.CLIENT
 
@@ -260,7 +260,7 @@ class ModelRecord:
     backoff: Backoff = field(default_factory=Backoff)
     retry_at: float = 0.0
     failure: str | None = None
-    docket: Docket = field(default_factory=Docket)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     divisions: int = 0
     """ways to divide it over devices that were measured since the last decision"""
     cleaning: bool = False
@@ -349,7 +349,7 @@ class Devices:
     """
 
     measured: tuple[Reading, ...] = ()
-    cases: Mapping[str, Case] = field(default_factory=dict)
+    health: Mapping[str, DeviceHealth] = field(default_factory=dict)
     fed: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
     begun: int = 0
     done: int = 0

@@ -250,7 +250,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     events.Withdrawn: request_events.withdrawn,
     events.Released: request_events.released,
     events.CrashReported: poison_cases.crashed,
-    events.Acquitted: poison_cases.answered,
+    events.RequestAnswered: poison_cases.answered,
     events.CaseCleared: poison_cases.cleared,
     events.Spawned: worker_life.spawned,
     events.SpawnFailed: worker_life.spawn_failed,

@@ -1,10 +1,8 @@
-"""Decides how much more than estimated a model is given on a device where memory ran out; forgets it by and by.
+"""Learned head-room: bytes beyond the estimate for a model that ran out of memory on a device. It decays over time.
 
-Two kinds, because they cost differently. After a load that was refused although the estimate allowed it, nobody was
-hurt: the room is asked for as far as the empty device can give it, so that refusals never shut a model out. So it is
-after one death while computing, which may have been somebody else's doing. After a second one the room is asked for
-whatever the device has, because requests die with the worker: a model that does not fit with it is refused with
-numbers.
+After a failed load, and after a first failure while computing (which foreign use may have caused), the head-room is
+limited to the size of the empty device, so that the model can still be loaded. After a second failure while computing
+it is not limited, because requests fail with the worker: a model that does not fit with it is refused with numbers.
 """
 
 from __future__ import annotations
@@ -12,22 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 LEAST_BYTES = 2**20
-"""What is below this is forgotten."""
+"""Smaller head-room is dropped."""
 FIRST_SHARE = 16
-"""The first time a sixteenth of what the model needs there; twice as much each time after that."""
+"""The first head-room is a sixteenth of the need on the device; it doubles each time."""
 MOST_SHARE = 4
-"""And never more than a quarter of it, for each kind."""
+"""The limit of each kind is a quarter of the need."""
 ENOUGH_GOOD = 3
-"""So many workers in a row that ended in good order halve it."""
+"""This many workers in a row that ended normally halve it."""
 HALF_LIFE_SECONDS = 3600.0
-"""And so does every hour without another shortage: what was short once may have been somebody else's use."""
+"""Each such time without a shortage halves it, because foreign use may have caused the shortage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """Bytes of one model on one device beyond its estimate. `good` counts ends in good order since the last change,
-    which was at `at` (seconds).
-    """
+    """The head-room of one model on one device. `good`: normal ends since the last change at time `at` (seconds)."""
 
     load_bytes: int = 0
     compute_bytes: int = 0
@@ -46,7 +42,7 @@ class Headroom:
 
 
 def grown(room: Headroom, need_bytes: int, now: float, *, computing: bool) -> Headroom:
-    """After one more shortage of a model whose estimate there is `need_bytes`: while computing, or while loading."""
+    """The head-room after one more shortage, while computing or loading. `need_bytes` is the estimate."""
     before = eased(room, now)
     if computing:
         return replace(before, compute_bytes=_more(before.compute_bytes, need_bytes), good=0, at=now)
@@ -63,13 +59,13 @@ def _more(bytes_before: int, need_bytes: int) -> int:
 
 
 def eased(room: Headroom, now: float) -> Headroom:
-    """What is left of it at `now`; a clock that was set back changes nothing."""
+    """The head-room at `now`, after decay; a clock that was set back changes nothing."""
     halvings = int(max(0.0, now - room.at) / HALF_LIFE_SECONDS)
     return _halved(room, halvings, room.at + halvings * HALF_LIFE_SECONDS) if halvings else room
 
 
 def proven(room: Headroom, now: float) -> Headroom:
-    """After one more worker that ended in good order."""
+    """The head-room after one more worker that ended normally."""
     before = eased(room, now)
     if before.good + 1 < ENOUGH_GOOD:
         return replace(before, good=before.good + 1)
@@ -86,7 +82,7 @@ def _rest(count: int, times: int) -> int:
 
 
 def asked(room: Headroom, need_bytes: int, capacity_bytes: int) -> int:
-    """What is added to an estimate of `need_bytes` on a device where all models together may have `capacity_bytes`."""
+    """The bytes to add to an estimate of `need_bytes` on a device with `capacity_bytes` for all models."""
     insists = room.compute_bytes if room.compute_bytes > _first(need_bytes) else 0
     spare = max(0, capacity_bytes - need_bytes - insists)
     return insists + min(room.total_bytes - insists, spare)

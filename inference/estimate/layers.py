@@ -1,9 +1,9 @@
-"""Decides how a model's bytes divide over devices, layer by layer, and follow its settings; never looks at a ledger.
+"""The bytes of a model by layer: how they divide over devices and depend on settings.
 
 llama.cpp puts the last `gpu_layers` of the repeating layers plus the head (output norm and matrix, which counts as one
-layer) on accelerators, in order, and the rest with the token embeddings in host memory; the cache of a layer lies where
-the layer does (`llama_model::load_tensors`, `llama_kv_cache`). What is measured once for one placement is so known for
-others: exactly for weights, within a few percent for compute buffers. Where it is uncertain it errs on the large side.
+layer) on accelerators, in order, and the rest with the token embeddings in host memory; the cache of a layer is where
+the layer is (`llama_model::load_tensors`, `llama_kv_cache`). So one measurement gives the sizes of other placements:
+exactly for weights, within a few percent for compute buffers. Uncertain values are rounded up.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from inference.estimate.header_formula import KV_BYTES_PER_VALUE, Parameters, Pa
 
 HOST = "cpu"
 COPIES = 4
-"""Of the inputs of a step that llama.cpp keeps on every device when several share a whole model, so that they work at
-the same time (`GGML_SCHED_MAX_COPIES`)."""
+"""Copies of the inputs of a step on every device when several share a model (`GGML_SCHED_MAX_COPIES`)."""
 SURE = 1.03
-"""What shrinks with a setting is taken to stay this much larger: not all of it is exactly proportional."""
+"""Safety factor for sizes that shrink with a setting, because they are not exactly proportional."""
 
 
 class Sizes(NamedTuple):
-    """What one repeating layer takes, bytes. `grows`: whether its cache follows the context (a sliding window's and a
-    recurrent state do not).
+    """Bytes of one repeating layer. `grows`: its cache grows with the context (not for sliding windows and recurrent
+    states).
     """
 
     weights_bytes: int
@@ -39,8 +38,8 @@ class Sizes(NamedTuple):
 class Layers:
     """A model as measured with `parameters`.
 
-    `head_bytes` are the weights of the output, `input_bytes` what always stays in host memory, `compute_bytes` the
-    compute buffer of each device that computes layers and `host_compute_bytes` the host's when it computes none.
+    `head_bytes`: weights of the output. `input_bytes`: the part that is always in host memory. `compute_bytes`: compute
+    buffer of each device with layers. `host_compute_bytes`: that of a host without layers.
     """
 
     parameters: Parameters
@@ -52,18 +51,18 @@ class Layers:
 
     @property
     def places(self) -> int:
-        """How many layers can be put somewhere: the repeating ones and the head."""
+        """The number of layers to place: the repeating ones and the head."""
         return len(self.sizes) + 1
 
     @property
     def offloaded(self) -> int:
-        """How many of `places` belong on accelerators."""
+        """The number of `places` on accelerators."""
         wanted = self.parameters.gpu_layers
         return self.places if wanted < 0 else min(wanted, self.places)
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
-        """Bytes of the first 0, 1, 2, ... places of those that belong on accelerators, in order."""
+        """Bytes of the first 0, 1, 2, ... places on accelerators, in order."""
         return tuple(accumulate(self._every[self.places - self.offloaded :], initial=0))
 
     @cached_property
@@ -73,7 +72,7 @@ class Layers:
     def need(self, counts: Mapping[str, int], overhead: Mapping[str, int]) -> dict[str, int]:
         """Bytes per device with `counts` places on each accelerator, in order, and the rest in host memory.
 
-        `overhead` is what each device needs beside buffers; the sum of `counts` is `offloaded`, or 0.
+        `overhead` is the need of each device beyond buffers; the sum of `counts` is `offloaded`, or 0.
         """
         need = {}
         at = 0
@@ -86,24 +85,24 @@ class Layers:
         return need
 
     def host_bytes(self, placed: int) -> int:
-        """Bytes in host memory while `placed` places, the last ones, are on one accelerator."""
+        """Bytes in host memory while the last `placed` places are on one accelerator."""
         here = sum(self._every[: self.places - placed])
         compute = self.host_compute_bytes if placed == self.places else max(self.host_compute_bytes, self.compute_bytes)
         return self.input_bytes + here + compute
 
     @property
     def mask_bytes(self) -> int:
-        """The attention mask of a step, the largest of its inputs: f16, tokens of a step by cells of a sequence."""
+        """The attention mask of a step, its largest input: f16, tokens of a step x cells of a sequence."""
         context = self.parameters.context_length
         return min(self.compute_bytes, context * min(self.parameters.ubatch, context) * 2)
 
     @property
     def copies_bytes(self) -> int:
-        """More on each device, and on the host, when several accelerators share the model."""
+        """Additional bytes on each device and the host when several accelerators share the model."""
         return (COPIES - 1) * self.mask_bytes if self.offloaded == self.places else 0
 
     def changed(self, **settings: int | str) -> Layers:
-        """As it would be with smaller settings: `context_length`, `parallel`, `kv_type`, `gpu_layers`."""
+        """The layers with smaller settings: `context_length`, `parallel`, `kv_type`, `gpu_layers`."""
         was = self.parameters
         now = replace(was, **settings)  # type: ignore[arg-type]
         cells = now.context_length * now.parallel / (was.context_length * was.parallel)
@@ -132,10 +131,10 @@ class _Shrunken(dict[Sizes, Sizes]):
 def layers_of(
     parameters: Parameters, exact: Mapping[str, Parts], accelerator: str | None, measured: Sequence[Sizes]
 ) -> Layers | None:
-    """The layers of a model whose `exact` bytes on one device are known; None when they cannot be told apart.
+    """The layers of a model with the `exact` bytes on one device; None if they cannot be separated.
 
-    `measured` are the sizes per layer as far as the header and the log tell them; its caches are scaled to the exact
-    sum, and what its weights leave over belongs to the head and to the embeddings.
+    `measured` are the sizes per layer from the header and the log. Caches are scaled to the exact sum; the rest of the
+    weights is the head and the embeddings.
     """
     here = exact.get(accelerator or HOST)
     host = exact.get(HOST, Parts(0, 0, 0))

@@ -122,7 +122,7 @@ async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it
     assert authority.status(free).devices == ("gpu-1",)
     status = authority.status(bound)
     assert (status.fits, status.reason) == (
-        False, "no device can hold it: every accelerator is excluded or lost; gpu-0 is lost (it fell off the bus)"
+        False, "no device is available: every accelerator is excluded or lost; gpu-0 is lost (it fell off the bus)"
     )  # fmt: skip
     assert 1 <= (status.retry_after_seconds or 0) <= 10
     gpus.signs["gpu-0"] = (Sign.FINE, "")

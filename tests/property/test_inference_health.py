@@ -10,7 +10,7 @@ from inference.authority.device_health import (
     LAST_LOOK_SECONDS,
     STOP_SECONDS,
     TRIAL_SECONDS,
-    Case,
+    DeviceHealth,
     Doubted,
     Effect,
     Read,
@@ -38,7 +38,7 @@ class World:
     """A device with its history; models may be on it as long as it is usable."""
 
     def __init__(self) -> None:
-        self.case, self.now = Case(), 0.0
+        self.case, self.now = DeviceHealth(), 0.0
         self.losses_of_incident = self.restarts_of_incident = 0
 
     def sees(self, what: Seen) -> tuple[Effect, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Docket, Standing
+from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Quarantine, Standing
 from inference.protocol import ExitCause
 
 KEYS = st.sampled_from("abcdef")
@@ -17,25 +17,25 @@ STEPS = st.lists(st.tuples(KEYS, st.one_of(st.none(), CRASHES), st.floats(0, SUS
 
 @given(STEPS)
 def test_a_conviction_needs_evidence_of_that_very_request(steps: list[tuple[str, Crash | None, float]]) -> None:
-    docket, now = Docket(), 0.0
+    quarantine, now = Quarantine(), 0.0
     telling: dict[str, int] = {}
     for key, crash, seconds in steps:
         now += seconds
-        before = docket
+        before = quarantine
         if crash is None:
-            docket = docket.answered(key)
+            quarantine = quarantine.answered(key)
             telling.pop(key, None)
-            assert docket.standing(key, now) is Standing.INNOCENT
+            assert quarantine.standing(key, now) is Standing.INNOCENT
         else:
-            docket = docket.crashed(key, crash, now)
+            quarantine = quarantine.crashed(key, crash, now)
             telling[key] = telling.get(key, 0) + crash.is_telling
-            assert docket.standing(key, now) is not Standing.INNOCENT
+            assert quarantine.standing(key, now) is not Standing.INNOCENT
         for other in "abcdef":
-            standing = docket.standing(other, now)
+            standing = quarantine.standing(other, now)
             if standing in (Standing.CONVICTED, Standing.ACCUSED):
                 assert telling[other] > 0
-            if other != key and not docket.doubted:
+            if other != key and not quarantine.doubted:
                 assert standing is before.standing(other, now), "nobody pays for another"
-        assert len(docket.row) <= MOST_IN_A_ROW
-        assert len(docket.cases) <= len("abcdef")
-        assert not (docket.doubted and docket.row)
+        assert len(quarantine.in_a_row) <= MOST_IN_A_ROW
+        assert len(quarantine.cases) <= len("abcdef")
+        assert not (quarantine.doubted and quarantine.in_a_row)

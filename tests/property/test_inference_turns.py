@@ -21,9 +21,9 @@ from inference.authority.placement.turns import (
     MOST_SWAP_SECONDS,
     Claim,
     Decision,
+    Demand,
+    Occupancy,
     Resident,
-    Scenery,
-    Wish,
     age_rank,
     decide,
     turn_ends_at,
@@ -160,9 +160,9 @@ class World:
             for item in self.models.values()
             if item.state != "cold"
         ]  # fmt: skip
-        wish = Wish(model.waiting[0], model.load_seconds)
+        demand = Demand(model.waiting[0], model.load_seconds)
         request = Request(model.name, (Option("gpu", {"gpu": model.size}),))
-        decision = decide(request, wish, Scenery(self.ledger, tuple(held), residents, Policy(self.now)), ahead)
+        decision = decide(request, demand, Occupancy(self.ledger, tuple(held), residents, Policy(self.now)), ahead)
         if isinstance(decision.outcome, Refusal):
             assert decision.outcome.waits_for, "everybody fits alone, so every refusal is a wait"
             young = [
@@ -174,7 +174,7 @@ class World:
         elif decision.outcome.result is Result.FULL:
             model.called = min(model.called, self.now)
             for name in decision.outcome.evict:
-                self.evict(self.models[name], wish, residents)
+                self.evict(self.models[name], demand, residents)
         else:
             model.called = math.inf
             self.ledger = self.ledger.reserve(model.name, model.name, decision.outcome.need)
@@ -183,10 +183,10 @@ class World:
             self.at(model.load_seconds, "loaded", model)
         return decision.claim
 
-    def evict(self, victim: Simulated, wish: Wish, residents: Mapping[str, Resident]) -> None:
+    def evict(self, victim: Simulated, demand: Demand, residents: Mapping[str, Resident]) -> None:
         assert victim.state == "ready"
         if victim.standing(self.now) is not Standing.IDLE:
-            assert turn_ends_at(residents[victim.name], wish) <= self.now
+            assert turn_ends_at(residents[victim.name], demand) <= self.now
             assert self.now - victim.ready_at >= victim.min_residency
         victim.state = "draining"
         if not victim.in_flight:
@@ -242,7 +242,7 @@ def test_a_waiting_model_takes_the_room_it_was_promised_and_a_smaller_one_only_w
 
     def ask(name: str, count: int, ahead: list[Claim]) -> Decision:
         request = Request(name, (Option("gpu", {"gpu": count}),))
-        return decide(request, Wish(0.0, 1.0), Scenery(ledger, tuple(held), {}, Policy(0.0)), ahead)
+        return decide(request, Demand(0.0, 1.0), Occupancy(ledger, tuple(held), {}, Policy(0.0)), ahead)
 
     first = ask("b", 80, [])
     assert isinstance(first.outcome, Refusal)
@@ -265,7 +265,7 @@ def test_a_claim_is_on_the_room_that_will_be_there_first() -> None:
     request = Request("b", (Option("gpu", {"gpu": 65}),))
 
     def at(now: float, models: list[Held]) -> Decision:
-        return decide(request, Wish(0.0, 1.0), Scenery(ledger, tuple(models), residents, Policy(now)), [])
+        return decide(request, Demand(0.0, 1.0), Occupancy(ledger, tuple(models), residents, Policy(now)), [])
 
     waiting = at(24.0, held)
     assert waiting.claim is not None
@@ -283,26 +283,26 @@ def test_a_load_that_nobody_waits_for_is_given_up_for_one_that_needs_its_room_an
     for name, device in (("a", "x"), ("b", "y"), ("c", "y")):
         ledger = ledger.reserve(name, name, {device: 50})
     held = tuple(Held(name, name, Standing.LOADING, ledger.holdings[name].bytes, 0.0) for name in "abc")
-    scenery = Scenery(ledger, held, {}, Policy(0.0), frozenset("ab"))
+    occupancy = Occupancy(ledger, held, {}, Policy(0.0), frozenset("ab"))
     request = Request("d", (Option("y", {"y": 40}),))
-    decision = decide(request, Wish(0.0, 1.0), scenery, [])
+    decision = decide(request, Demand(0.0, 1.0), occupancy, [])
     assert isinstance(decision.outcome, Refusal)
     assert decision.give_up == ("b",)
     assert decision.again_at is None
-    assert decide(request, Wish(0.0, 1.0), replace(scenery, abandoned=frozenset()), []).give_up == ()
+    assert decide(request, Demand(0.0, 1.0), replace(occupancy, abandoned=frozenset()), []).give_up == ()
 
 
 def test_another_device_is_taken_where_the_first_one_is_promised() -> None:
     ledger = Ledger().open(Account("x", 100, 100)).open(Account("y", 200, 200))
     request = Request("s", (Option("x", {"x": 60}), Option("y", {"y": 70})))
-    scenery = Scenery(ledger, (), {}, Policy(0.0))
-    alone = decide(request, Wish(0.0, 1.0), scenery, []).outcome
-    beside = decide(request, Wish(0.0, 1.0), scenery, [Claim("b", {"x": 50})]).outcome
+    occupancy = Occupancy(ledger, (), {}, Policy(0.0))
+    alone = decide(request, Demand(0.0, 1.0), occupancy, []).outcome
+    beside = decide(request, Demand(0.0, 1.0), occupancy, [Claim("b", {"x": 50})]).outcome
     assert isinstance(alone, Placement)
     assert isinstance(beside, Placement)
     assert (alone.device, beside.device) == ("x", "y")
     both = [Claim("b", {"x": 50}), Claim("c", {"y": 140})]
-    nowhere = decide(request, Wish(0.0, 1.0), scenery, both).outcome
+    nowhere = decide(request, Demand(0.0, 1.0), occupancy, both).outcome
     assert isinstance(nowhere, Refusal)
     assert nowhere.waits_for == ("b", "c")
 
@@ -314,7 +314,7 @@ def test_bytes_that_come_or_go_are_waited_for_and_what_can_never_fit_is_not() ->
     def ask(count: int, books: Ledger) -> Placement | Refusal:
         held = (Held("a", "a", Standing.FIXED, {"gpu": 40}, 0.0),)
         request = Request("b", (Option("gpu", {"gpu": count}),))
-        return decide(request, Wish(0.0, 1.0), Scenery(books, held, {}, Policy(0.0)), []).outcome
+        return decide(request, Demand(0.0, 1.0), Occupancy(books, held, {}, Policy(0.0)), []).outcome
 
     waiting = ask(50, ledger)
     assert isinstance(waiting, Refusal)
@@ -329,7 +329,7 @@ def test_bytes_that_come_or_go_are_waited_for_and_what_can_never_fit_is_not() ->
 
 def test_a_turn_lasts_as_long_as_a_swap_but_slow_loads_do_not_stretch_it_for_ever() -> None:
     def ends(min_residency: float, load_seconds: float, since: float = 0.0) -> float:
-        return turn_ends_at(Resident(100.0, min_residency, load_seconds), Wish(since, load_seconds))
+        return turn_ends_at(Resident(100.0, min_residency, load_seconds), Demand(since, load_seconds))
 
     assert ends(5, 1) == 105
     assert ends(5, 8) == 116

@@ -301,7 +301,7 @@ async def test_only_computed_answers_clear_crash_records_and_backoff(
         body = {"model": "a", "messages": [{"role": "user", "content": "Hello!"}]}
         for path, more, status in (("/tokenize", {}, 200), (CHAT, {"max_tokens": -1}, 400)):
             assert (await ask(service.app, "POST", path, {**body, **more})).status == status
-            assert model.docket.row == ROW
+            assert model.quarantine.in_a_row == ROW
             assert not model.in_flight
         assert (await ask(service.app, "POST", CHAT, body)).status == 200
-        assert model.docket.row == ()
+        assert model.quarantine.in_a_row == ()

@@ -43,7 +43,7 @@ def only(fact: Fact) -> tuple[Kind, dict[str, str]]:
 def test_a_device_in_distress_is_said_to_be_with_its_numbers() -> None:
     assert only(FULL) == (Kind.PRESSURE, {})
     (alert,) = advise([replace(FULL, level=Level.HIGH, rung=Rung.HALVE)])
-    assert alert.message.endswith("600.0 MiB of it by others; half the sequences are admitted at once")
+    assert alert.message.endswith("600.0 MiB of it by others; 1/2 of the sequences are admitted at a time")
     assert advise([replace(FULL, level=Level.HIGH)]) == ()
 
 

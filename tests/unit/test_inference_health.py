@@ -14,7 +14,7 @@ from inference.authority.device_health import (
     STOP_SECONDS,
     TABLE,
     TRIAL_SECONDS,
-    Case,
+    DeviceHealth,
     Doubted,
     Effect,
     HealthEvent,
@@ -37,7 +37,7 @@ class Device:
     """A case with its own clock."""
 
     def __init__(self) -> None:
-        self.case = Case()
+        self.case = DeviceHealth()
         self.now = 100.0
 
     def sees(self, seen: Seen, after: float = 0.0) -> tuple[DeviceState, list[Effect]]:
@@ -73,7 +73,7 @@ def test_lost_device_is_read_until_it_is_back_and_has_passed_a_trial(device: Dev
     assert device.reads(Sign.FINE, after=0.3) == (S.PROBING, [Effect.PROBE])
     assert device.case.seconds_to_verdict(device.now) == 0
     assert device.tried() == (S.HEALTHY, [Effect.WELCOME])
-    assert device.case == Case(trial=1)
+    assert device.case == DeviceHealth(trial=1)
     assert device.case.seconds_to_verdict(device.now) is None
 
 
@@ -206,7 +206,7 @@ def test_all_states_can_be_reached_and_left() -> None:
     ids=str,
 )
 def test_transitions_are_those_of_the_table(state: DeviceState, seen: Seen) -> None:
-    after, effects = step(Case(state, ill_since=0, due_at=math.inf), seen, 1.0, DRAIN_SECONDS)
+    after, effects = step(DeviceHealth(state, ill_since=0, due_at=math.inf), seen, 1.0, DRAIN_SECONDS)
     assert after.state is state or after.state in {to for (at, _), (to, _) in TABLE.items() if at is state}
     assert after.state is not state or not effects
 

@@ -184,7 +184,7 @@ def test_only_running_models_of_the_device_get_limits() -> None:
 
 def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
     _, actions = step({}, PressureInput((), (busy(limit=4),)), RULES)
-    assert actions == (Limit("a", 16, "nothing is held back any more"),)
+    assert actions == (Limit("a", 16, "no restrictions"),)
 
 
 def test_disabled_governor_computes_levels_without_acting() -> None:
@@ -194,4 +194,4 @@ def test_disabled_governor_computes_levels_without_acting() -> None:
     assert (state[GPU].gauge.level, state[GPU].rung, actions) == (Level.HIGH, Rung.NONE, ())
     state, _ = after(scene(), *[scene(*tenants, foreign=395)] * 4)
     state, actions = step(state, scene(idle("a", 500, 100), busy("b", 4, 2), foreign=395), off)
-    assert actions == (Limit("b", 4, f"{GPU}: nothing is held back any more"),)
+    assert actions == (Limit("b", 4, f"{GPU}: no restrictions"),)

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 _NEWEST_SHARE = 0.2
 _TOLD_PROGRESS = 0.05
-"""Of a load, below which its own progress says nothing about its length."""
+"""Share of a load below which its progress does not predict its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds between two answers while requests are in flight, a moving mean; None before the first."""
+    """Moving mean of the seconds between two answers while requests are in flight; None before the first."""
 
     seconds: float | None = None
 
     def answered(self, seconds: float) -> Pace:
-        """One more answer, so long after the last one or after the first request came."""
+        """The pace after one more answer, `seconds` after the last one or after the first request."""
         seconds = max(0.0, seconds)
         if self.seconds is None:
             return Pace(seconds)
@@ -33,10 +33,9 @@ class Pace:
 
 
 def load_seconds_left(progress: float, took_seconds: float, last_seconds: float) -> float:
-    """Seconds left of a load, `progress` (0 to 1) along after `took_seconds`; the last one took `last_seconds`.
+    """Seconds left of a load with `progress` (0 to 1) after `took_seconds`; the last load took `last_seconds`.
 
-    A silent load that is overdue is expected to be late by as much again: nothing is known of it, but not that it ends
-    at once.
+    An overdue load without progress is expected to take as long again as it is overdue.
     """
     if progress > _TOLD_PROGRESS:
         return took_seconds * (1 - progress) / progress
@@ -44,14 +43,14 @@ def load_seconds_left(progress: float, took_seconds: float, last_seconds: float)
 
 
 def expected_load_seconds(count: int, bytes_per_second: float | None) -> float:
-    """What the first load of `count` bytes takes at the rate of the service's last one; 1 s before there was any."""
+    """Expected seconds of the first load of `count` bytes, at the rate of the service's last load; 1 s without one."""
     return max(0.1, count / bytes_per_second) if bytes_per_second else 1.0
 
 
 def queue_seconds(ahead: int, places: int, pace: Pace) -> float | None:
-    """Seconds until one of `places` is free for somebody with `ahead` before him, those in a place included.
+    """Seconds until one of `places` is free for a request with `ahead` requests before it, running ones included.
 
-    None when there is a wait and no pace was measured yet.
+    None if it has to wait and no pace was measured.
     """
     waits_for = ahead - places + 1
     if waits_for <= 0:

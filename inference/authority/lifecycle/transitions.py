@@ -1,7 +1,7 @@
-"""Decides which state of a model follows which event, and how long a failing one waits; never skips a state.
+"""The lifecycle of a model as a table, and the backoff after failures.
 
-Anything that is not in TABLE is illegal: `advance` raises and nothing changed. OFFLOADING, WARM and RESTORING are the
-warm pool's; a model may be given up in any of them.
+A transition that is not in TABLE is illegal: `advance` raises and nothing changes. OFFLOADING, WARM and RESTORING
+belong to the warm pool; a model may be unloaded in any of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAST_BACKOFF_SECONDS = 300.0
 
 
 class ModelEvent(StrEnum):
-    """What can happen to a model."""
+    """Events of a model."""
 
     LOAD = "load"
     LOADED = "loaded"
@@ -27,15 +27,15 @@ class ModelEvent(StrEnum):
     """the last request in flight ended"""
     DRAIN = "drain"
     STAY = "stay"
-    """the reason to leave is gone before the last answer was"""
+    """the reason to leave disappeared before the last answer was complete"""
     UNLOAD = "unload"
-    """nothing is in flight any more, or nobody waits for it"""
+    """no request is in flight, or none waits for the load"""
     OFFLOAD = "offload"
     OFFLOADED = "offloaded"
     RESTORE = "restore"
     RESTORED = "restored"
     EXITED = "exited"
-    """the worker that was asked to leave is gone"""
+    """the worker has ended as requested"""
     FAIL = "fail"
     """the worker died, or the load failed"""
     RETRY = "retry"
@@ -66,7 +66,7 @@ TABLE: Mapping[tuple[ModelState, ModelEvent], ModelState] = {
 }
 
 
-class IllegalTransition(Exception):  # noqa: N818 - the word of the field
+class IllegalTransition(Exception):  # noqa: N818 - the usual name
     """The event does not belong to the state; nothing changed."""
 
 
@@ -80,7 +80,7 @@ def advance(state: ModelState, event: ModelEvent) -> ModelState:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How often in a row a model failed, and so how long it rests: 1 s, doubled to 300 s; forgotten by a success."""
+    """The number of failures in a row, and the delay that follows: 1 s, doubled up to 300 s; reset by a success."""
 
     failures: int = 0
 
@@ -89,7 +89,7 @@ class Backoff:
         return Backoff(self.failures + 1)
 
     def completed(self) -> Backoff:
-        """A request was answered to its end."""
+        """A request was completed."""
         return Backoff() if self.failures else self
 
     @property

@@ -1,8 +1,7 @@
-"""Decides who waits for a model, who is served next and who is too late; never wakes anybody.
+"""The queue of requests that wait for one model.
 
-One queue per model: `high` before `normal` before `low`, first come first served within a class, each class bounded,
-every waiter with a deadline. Before all of them stand those who must run alone. Times are seconds of one monotonic
-clock.
+The order is requests that must run alone, then `high`, `normal` and `low`, in order of arrival within a priority. The
+length is limited per priority, and every request has a deadline. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ ORDER: tuple[Priority, ...] = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 
 class QueueFullError(Exception):
-    """The class of this priority has no place left."""
+    """The queue of this priority is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request that waits, since `asked_at`; `id` is unique among all that ever waited.
+    """One request that has waited since `asked_at`; ids are not reused.
 
-    `alone`: it must have the model to itself.
+    `alone`: no other request may run beside it.
     """
 
     id: int
@@ -34,13 +33,13 @@ class Waiter:
 
     @property
     def rank(self) -> int:
-        """Its class; the least is served first."""
+        """Its rank in the queue; the lowest is served first."""
         return -1 if self.alone else ORDER.index(self.priority)
 
 
 @dataclass(frozen=True, slots=True)
 class WaitQueue:
-    """Those who wait, in the order they will be served."""
+    """The waiting requests in the order of service."""
 
     waiters: tuple[Waiter, ...] = ()
 
@@ -48,9 +47,9 @@ class WaitQueue:
         return len(self.waiters)
 
     def push(self, waiter: Waiter, limits: Mapping[Priority, int] | None) -> WaitQueue:
-        """Adds `waiter` behind its equals; raises QueueFullError when its class is full, ValueError for a known id.
+        """Adds `waiter` after those of equal rank; raises QueueFullError for a full queue, ValueError for a known id.
 
-        Without `limits` there is a place for everybody.
+        Without `limits` the length is not limited.
         """
         if any(other.id == waiter.id for other in self.waiters):
             raise ValueError(f"waiter {waiter.id} waits already")
@@ -60,26 +59,26 @@ class WaitQueue:
         return replace(self, waiters=(*self.waiters[:at], waiter, *self.waiters[at:]))
 
     def join(self, waiter_id: int) -> WaitQueue:
-        """That waiter need not be alone any more; it keeps its place."""
+        """The queue where this request need not run alone any more; it keeps its place."""
         waiters = (replace(other, alone=False) if other.id == waiter_id else other for other in self.waiters)
         return replace(self, waiters=tuple(waiters))
 
     def remove(self, waiter_id: int) -> WaitQueue:
-        """Without that waiter; unchanged when it does not wait."""
+        """The queue without this request; unchanged if it does not wait."""
         kept = tuple(waiter for waiter in self.waiters if waiter.id != waiter_id)
         return self if len(kept) == len(self.waiters) else replace(self, waiters=kept)
 
     def expire(self, now: float) -> tuple[WaitQueue, tuple[Waiter, ...]]:
-        """The queue without those whose deadline has passed, and them."""
+        """The queue without requests whose deadline has passed, and these requests."""
         late = tuple(waiter for waiter in self.waiters if waiter.deadline_at <= now)
         if not late:
             return self, ()
         return replace(self, waiters=tuple(waiter for waiter in self.waiters if waiter.deadline_at > now)), late
 
     def position(self, waiter_id: int) -> int | None:
-        """How many are served before this waiter, or None when it does not wait."""
+        """The number of requests before this one; None if it does not wait."""
         return next((index for index, waiter in enumerate(self.waiters) if waiter.id == waiter_id), None)
 
     def count(self, priority: Priority) -> int:
-        """How many wait at this priority."""
+        """The number of waiting requests of this priority."""
         return sum(waiter.priority is priority for waiter in self.waiters)

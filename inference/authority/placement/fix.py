@@ -1,4 +1,4 @@
-"""Decides which smaller setting of a model would fit; never applies one."""
+"""Finds smaller settings with which a model would fit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SMALLER_KV = ("q8_0", "q4_0")
 
 
 class Fits(Protocol):
-    """Whether a model with these layers would fit; without `host`, whether the accelerators alone would do."""
+    """Whether a model with these layers would fit; without `host`: whether its accelerator part would fit."""
 
     def __call__(self, layers: Layers, *, host: bool = True) -> bool:
-        """More room must never fit less."""
+        """Must be monotonic: a model that fits also fits into more room."""
         ...
 
 
 def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
-    """The change that keeps most, of those with which the model `would_fit`; empty when it never would.
+    """The smallest reduction with which the model `would_fit`; empty if there is none.
 
     In this order: fewer parallel sequences, a smaller KV type, a shorter context, fewer layers on the accelerator, and
-    all of these at their least but the layers.
+    fewer layers with the minimum of the others.
     """
     now = layers.parameters
 
@@ -61,7 +61,7 @@ def smaller(fix: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
-    """`others` with the most layers on the accelerator that fit there, if the host can take the rest."""
+    """`others` with the largest number of accelerator layers that fits, if the host has room for the rest."""
     count = _most(lambda count: would_fit(layers.changed(**others, gpu_layers=count), host=False), layers.offloaded - 1)
     if count and would_fit(layers.changed(**others, gpu_layers=count)):
         return {**others, "gpu_layers": count}
@@ -69,7 +69,7 @@ def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) ->
 
 
 def _most(true: Callable[[int], bool], most: int) -> int:
-    """The largest count from 1 to `most` for which `true` holds, 0 for none; what holds for one holds for fewer."""
+    """The largest count from 1 to `most` for which `true` holds, 0 for none; `true` must be monotonic."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

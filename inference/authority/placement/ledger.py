@@ -1,18 +1,18 @@
-"""Decides whether bytes are free; every reservation ends exactly once. Never measures, guesses or allocates.
+"""The ledger of device memory. Every reservation ends exactly once.
 
-One account per device, host RAM among them, with
+There is one account per device, including host memory, with
 
     capacity + shortfall = free + foreign + reserved + resident + releasing      and     free = 0 or shortfall = 0
 
-`capacity` is what may be in use on the device altogether, `budget` what of it may be ours, `foreign` what others use.
-A holding is one model's bytes on all its devices; it is `reserved` before a process starts, `resident` once the worker
-is ready, `releasing` while the worker leaves, and then gone. `foreign` is measured anew only while nothing is reserved
-or releasing on the device; until then it may only rise, because a loading worker's bytes look foreign.
+`capacity` is the limit of all use of the device, `budget` the limit of Headgate's share, `foreign` the use by other
+programs. A holding is the bytes of one model on all its devices: `reserved` before a process starts, `resident` when
+the worker is ready, `releasing` while the worker ends. `foreign` is measured only while nothing is reserved or
+releasing on the device; in between it may only rise, because the bytes of a loading worker look foreign.
 
-A device without memory of its own (unified memory) shares an account: what is asked for it in bytes is asked there.
+A device without its own memory (unified memory) shares the account of the host.
 
-The memory limit is a cap on the sum over loaded models. What a model keeps that is not loaded is booked `aside`: it
-counts on its device like everything else of ours, and not for the limit.
+The memory limit applies to the sum over loaded models. Memory of models that are not loaded (warm pool) is booked
+`aside`: it counts on its device, but not for the memory limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LedgerError(Exception):
 
 
 class Phase(StrEnum):
-    """Where a holding is in its life."""
+    """The phase of a holding."""
 
     RESERVED = "reserved"
     RESIDENT = "resident"
@@ -52,7 +52,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one owner per device, all in one phase; `aside` ones are no part of a loaded model."""
+    """Bytes of one owner per device, in one phase. `aside`: they are not part of a loaded model."""
 
     id: str
     owner: str
@@ -63,7 +63,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """An account in numbers, all bytes; `room_bytes` is what a new reservation may take and `bound` what limits it."""
+    """An account in bytes. `room_bytes` is available for a new reservation, `bound` is the limit that applies."""
 
     capacity_bytes: int
     free_bytes: int
@@ -77,13 +77,13 @@ class Balance:
 
     @property
     def ours_bytes(self) -> int:
-        """What is booked for us, whatever its phase."""
+        """Headgate's bytes in all phases."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A device on which a need does not fit."""
+    """A device that has too little room for a need."""
 
     device: str
     need_bytes: int
@@ -93,7 +93,7 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What all holdings together have on a device, by phase; bytes. `aside_bytes` are among those of the phases."""
+    """The bytes of all holdings on a device, by phase. `aside_bytes` are included in the phases."""
 
     reserved_bytes: int = 0
     resident_bytes: int = 0
@@ -102,11 +102,11 @@ class Sums:
 
     @property
     def ours_bytes(self) -> int:
-        """Whatever the phase."""
+        """The bytes of all phases."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
     def plus(self, phase: Phase, count: int, *, aside: bool = False) -> Sums:
-        """With `count` bytes more (or fewer) in `phase`."""
+        """The sums with `count` bytes added to `phase` (negative: removed)."""
         beside = self.aside_bytes + count if aside else self.aside_bytes
         if phase is Phase.RESERVED:
             return Sums(self.reserved_bytes + count, self.resident_bytes, self.releasing_bytes, beside)
@@ -120,9 +120,9 @@ _NOTHING = Sums()
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All accounts and holdings. `limit_bytes` caps the sum of what loaded models have on all devices.
+    """All accounts and holdings. `limit_bytes` limits the sum of loaded models over all devices.
 
-    `sums` follows from `holdings`; it is kept from step to step, because a decision asks for it hundreds of times.
+    `sums` is derived from `holdings` and cached, because a decision needs it hundreds of times.
     """
 
     accounts: Mapping[str, Account] = field(default_factory=dict)
@@ -130,10 +130,10 @@ class Ledger:
     limit_bytes: int | None = None
     sums: Mapping[str, Sums] = field(default_factory=dict, compare=False, repr=False)
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Devices without memory of their own, and the account that their bytes are booked on."""
+    """The account of each device without its own memory."""
 
     loaded_bytes: int = field(default=0, init=False, compare=False, repr=False)
-    """The sum of our bytes over all devices and phases, but those that are aside."""
+    """The sum over all devices and phases, without bytes that are aside."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
@@ -176,22 +176,22 @@ class Ledger:
         return tuple(found)
 
     def room(self, device: str, *, aside: bool = False) -> tuple[int, str]:
-        """Bytes that a new reservation may take of `device`, and what limits them."""
+        """The bytes that are available for a new reservation on `device`, and the limit that applies."""
         return self._room(self._account(device), self._sums(device), aside=aside)
 
     def account_of(self, device: str) -> str:
-        """The account that the bytes of `device` are booked on: its own, or that of the memory it shares."""
+        """The account of `device`: its own, or that of the memory it shares."""
         return self.shared.get(device, device)
 
     def open(self, account: Account) -> Ledger:
-        """With `account` added, or its capacity and budget replaced."""
+        """Adds `account`, or replaces its capacity and budget."""
         known = self.accounts.get(account.device)
         if known is not None:
             account = replace(account, foreign_bytes=known.foreign_bytes, observed_free_bytes=known.observed_free_bytes)
         return replace(self, accounts=_with(self.accounts, account.device, account))
 
     def share(self, device: str, account: str) -> Ledger:
-        """With the bytes of `device`, which has no account, booked on `account`; raises LedgerError if it has one."""
+        """Books the bytes of `device` on `account`; raises LedgerError if the device has its own account."""
         if device in self.accounts or account not in self.accounts:
             raise LedgerError(f"{device} cannot share the memory of {account}")
         return self if self.shared.get(device) == account else replace(self, shared=_with(self.shared, device, account))
@@ -207,13 +207,13 @@ class Ledger:
         return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need))), aside))
 
     def put_aside(self, id: str, *, aside: bool = True) -> Ledger:
-        """From now on the holder is no loaded model (or is one again); never refused, and may exceed the limit."""
+        """Marks a holding as not part of a loaded model, or as part of one again; this may exceed the limit."""
         return self._put(replace(self._holding(id, *Phase), aside=aside))
 
     def commit(self, id: str, actual: Mapping[str, int]) -> Ledger:
         """Turns a reservation into resident bytes, `actual` per device.
 
-        Less than reserved gives the rest back; more must fit, else LedgerError and nothing changed.
+        If `actual` is less than reserved, the rest is released; if it is more, it must fit (else LedgerError).
         """
         holding = self._holding(id, Phase.RESERVED)
         actual = self._booked(actual)
@@ -227,9 +227,9 @@ class Ledger:
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
     def grow(self, id: str, device: str, count: int) -> Ledger:
-        """Books `count` more bytes for a resident holder that uses them already: a reading showed them as foreign.
+        """Books `count` more bytes for a resident holding that already uses them; a reading showed them as foreign.
 
-        Raises LedgerError, and nothing changed, when they exceed the device, our share of it, or the memory limit.
+        Raises LedgerError if they exceed the device, Headgate's share of it, or the memory limit.
         """
         holding = self._holding(id, Phase.RESIDENT)
         device = self.account_of(device)
@@ -250,7 +250,7 @@ class Ledger:
         return grown
 
     def shrink(self, id: str, rest: Mapping[str, int]) -> Ledger:
-        """A resident holder gave back all but `rest`; raises LedgerError for more than it had on any device."""
+        """Reduces a resident holding to `rest`; raises LedgerError if it has less than that on a device."""
         holding = self._holding(id, Phase.RESIDENT)
         rest = self._booked(rest)
         if any(not 0 <= count <= holding.bytes.get(device, 0) for device, count in rest.items()):
@@ -258,7 +258,7 @@ class Ledger:
         return self._put(replace(holding, bytes=MappingProxyType(dict(rest))))
 
     def absorb(self, id: str, other: str) -> Ledger:
-        """Makes the resident holding `other` a part of `id`, which is resident as well and of the same owner."""
+        """Merges the resident holding `other` into the resident holding `id` of the same owner."""
         holding, part = self._holding(id, Phase.RESIDENT), self._holding(other, Phase.RESIDENT)
         if id == other or holding.owner != part.owner:
             raise LedgerError(f"{other} cannot become a part of {id}")
@@ -266,19 +266,19 @@ class Ledger:
         return self.release(other)._put(replace(holding, bytes=MappingProxyType(both)))
 
     def leave(self, id: str) -> Ledger:
-        """The holder was told to go or has died: its bytes are releasing until `release`."""
+        """The worker is ending or has ended: its bytes are releasing until `release`."""
         holding = self._holding(id, Phase.RESERVED, Phase.RESIDENT)
         return self._put(replace(holding, phase=Phase.RELEASING))
 
     def release(self, id: str) -> Ledger:
-        """The bytes are back; raises LedgerError the second time."""
+        """The bytes are free again; raises LedgerError the second time."""
         holding = self._holding(id, *Phase)
         holdings = dict(self.holdings)
         del holdings[id]
         return replace(self, holdings=holdings, sums=_changed(self.sums, (holding,), -1))
 
     def forfeit(self, id: str) -> Ledger:
-        """The holder is gone and its bytes did not come back: they are foreign from now on."""
+        """The worker has ended without its bytes becoming free: they count as foreign."""
         holding = self._holding(id, Phase.RELEASING)
         accounts = dict(self.accounts)
         for device, count in holding.bytes.items():
@@ -287,9 +287,9 @@ class Ledger:
         return replace(self.release(id), accounts=accounts)
 
     def write_off(self, device: str) -> Ledger:
-        """The device has lost its memory: nobody holds or uses any of it. Holders keep what they have elsewhere.
+        """Removes all bytes on a lost device; holdings keep their bytes on other devices.
 
-        What is host memory is not lost with the device that shares it.
+        Host memory is not lost with a device that shares it.
         """
         if self.account_of(device) != device:
             return self
@@ -301,7 +301,7 @@ class Ledger:
         return after
 
     def observe(self, device: str, used_bytes: int, free_bytes: int) -> Ledger:
-        """Takes a reading of the device: bytes in use by everybody, and bytes free."""
+        """Enters a reading of the device: bytes in use by all programs, and free bytes."""
         device = self.account_of(device)
         account = self._account(device)
         sums = self._sums(device)
@@ -312,7 +312,7 @@ class Ledger:
         return replace(self, accounts=_with(self.accounts, device, seen))
 
     def without(self, ids: Collection[str]) -> Ledger:
-        """As it will be when these holdings have left and their memory was seen free; for what-if questions."""
+        """The ledger as if these holdings had been released; for what-if questions."""
         accounts = dict(self.accounts)
         for id in ids:
             for device, count in self._holding(id, *Phase).bytes.items():
@@ -324,9 +324,9 @@ class Ledger:
         return replace(self, accounts=accounts, holdings=holdings, sums=_changed(self.sums, gone, -1))
 
     def missing(self, need: Mapping[str, int]) -> tuple[Mapping[str, int], int]:
-        """Bytes that resident holdings must give back before `need` fits: on each device, and altogether.
+        """Bytes that resident holdings must release before `need` fits: per device, and in total.
 
-        `lacks` in linear form: a set of them suffices exactly when its sums reach every figure (none is negative).
+        A set of holdings suffices exactly if its sums reach all figures (none is negative).
         """
         need = self._booked(need)
         per_device = {device: max(0, count - self.spare(device)) if count else 0 for device, count in need.items()}
@@ -334,20 +334,20 @@ class Ledger:
         return per_device, 0 if spare is None else max(0, sum(need.values()) - spare)
 
     def spare(self, device: str) -> int:
-        """`room` without the memory limit, negative where too much is booked: each byte given back adds one to it."""
+        """`room` without the memory limit; negative if too much is booked. Each released byte adds one."""
         return min(count for count, _ in self._device_bounds(self._account(device), self._sums(device)))
 
     @property
     def spare_altogether(self) -> int | None:
-        """What the memory limit leaves, negative where too much is booked; None without a limit."""
+        """The rest of the memory limit; negative if too much is booked; None without a limit."""
         return None if self.limit_bytes is None else self.limit_bytes - self.loaded_bytes
 
     def excess(self, device: str) -> int:
-        """Bytes that we hold beyond our share of `device`; 0 as long as limits stay."""
+        """Headgate's bytes above its share of `device`; 0 unless a limit was lowered."""
         return max(0, self._sums(device).ours_bytes - self._account(device).budget_bytes)
 
     def owned_by(self, owner: str) -> Mapping[str, int]:
-        """Bytes per device that `owner` holds, whatever the phase."""
+        """Bytes per device of `owner`, in all phases."""
         found: dict[str, int] = {}
         for holding in self.holdings.values():
             if holding.owner == owner:

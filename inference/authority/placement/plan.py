@@ -1,10 +1,9 @@
-"""Decides where a model goes and who must leave for it: `plan(request, ledger, models, policy)`; starts nothing.
+"""The planner: where a model goes and which models must leave for it (`plan`).
 
-Pure and deterministic. One trace explains a dry run, a real decision and a refusal. In this order: one device as things
-are (the tightest that fits), several devices by layer as things are, one device after evictions or several where that
-costs less by more than a tenth, a device that is only a fallback. The cheapest set of victims is the one with the least
-bytes x seconds to load them again x recency of use; pinned, dedicated, busy, loading and lately used models are never
-victims.
+Pure and deterministic; the same trace explains a dry run, a decision and a refusal. It tries in this order: one device
+with free memory (the tightest fit), several devices by layer with free memory, one device after evictions (or several
+if that costs over a tenth less), a fallback device. The cost of an evicted model is bytes x seconds to load it again x
+recency of use. Pinned, dedicated, busy, loading and recently used models are not evicted.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ __all__ = (
 )  # fmt: skip
 
 DEARER_AT_MOST = 1.1
-"""Of what the evictions for a division cost: up to this, those for one device are preferred."""
+"""One device is preferred if its evictions cost at most this multiple of those for several devices."""
 
 
 class Result(StrEnum):
-    """What a decision came to."""
+    """The result of a decision."""
 
     DEPLOYED = "DEPLOYED"
-    """the model is there already"""
+    """the model is already loaded"""
     FREE = "FREE"
-    """it fits as things are"""
+    """it fits into free memory"""
     FULL = "FULL"
     """it fits after evictions"""
     CANT_ACCOMMODATE = "CANT_ACCOMMODATE"
 
 
 class Allocation(StrEnum):
-    """How a model uses devices."""
+    """How a model uses its devices."""
 
     FRACTIONAL = "FRACTIONAL"
     """shares one device"""
     WHOLE = "WHOLE"
-    """has its devices to itself"""
+    """is alone on its devices"""
     SPLIT = "SPLIT"
     """spans several devices by layer"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One measured way to place a model: its first device and the bytes it needs per device (host RAM included).
+    """One measured way to place a model: its first device and the bytes per device (host memory included).
 
-    A fallback is looked at only when nothing else is possible (`oom_policy: cpu`). An option over several devices says
-    how many layers each of them takes, in order (`layers`).
+    A fallback is used only if nothing else is possible (`oom_policy: cpu`). `layers`: the number of layers on each of
+    several devices, in order.
     """
 
     device: str
@@ -70,16 +69,16 @@ class Option:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Every device it counts for."""
+        """Every device on which it counts as a model."""
         return tuple(self.layers) or (self.device,)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model that wants to be loaded; among its options the best fit is chosen.
+    """A model to be loaded, with its options.
 
-    `spread` is what is known of its layers: where they could be divided over several devices, and what would fit in a
-    smaller form. Without it there is neither a split nor a fix.
+    `spread` describes its layers, for splits over several devices and for smaller settings; without it there are
+    neither splits nor fixes.
     """
 
     model: str
@@ -93,7 +92,7 @@ class Placement:
     """Where the model goes. `evict` names the models that must leave first.
 
     `tensor_split` is the number of layers on each of `devices`, empty on one device. A placement that is not `measured`
-    follows from what one device would need, and is to be measured before anything is booked.
+    is computed from the need on one device, and must be measured before anything is booked.
     """
 
     result: Result
@@ -113,8 +112,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the model cannot be placed now. `waits_for` names models whose end would make room; empty means never as
-    things are configured. `fix` is the nearest change of the model's own settings with which it would fit.
+    """Why the model cannot be placed now. `waits_for`: models whose end would make room; empty if it cannot fit with
+    the current configuration. `fix`: the smallest change of the model's settings with which it would fit.
     """
 
     lacks: tuple[Lack, ...]
@@ -130,12 +129,12 @@ class Refusal:
 
 
 def plan(request: Request, ledger: Ledger, models: Sequence[Held], policy: Policy) -> Placement | Refusal:
-    """Where `request` goes given what `models` hold in `ledger`; never raises for a model that does not fit."""
+    """The placement of `request` while `models` hold memory in `ledger`, or the refusal."""
     return _plan(request, Scene.of(ledger, models), policy, choose=True)
 
 
 def prospect(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
-    """Why `request` could not be placed now, or None; quick, because it does not look for the cheapest victims."""
+    """Why `request` could not be placed now, or None; faster than `plan`, because it does not minimize evictions."""
     decision = _plan(request, scene, policy, choose=False)
     return decision if isinstance(decision, Refusal) else None
 
@@ -147,7 +146,7 @@ def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Pl
             trace = (f"{request.model} is on {', '.join(held.devices)} already",)
             return Placement(Result.DEPLOYED, kind, held.device, held.bytes, (), trace, held.devices)
     if not request.options:
-        return Refusal((), "no device can hold it: every accelerator is excluded or lost")
+        return Refusal((), "no device is available: every accelerator is excluded or lost")
     first = replace(request, options=tuple(option for option in request.options if not option.fallback))
     last = replace(request, options=tuple(option for option in request.options if option.fallback), spread=None)
     look = _Look(first, scene, policy, [], choose)
@@ -175,7 +174,7 @@ class _Look:
         return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
 
     def _split(self, stage: Stage) -> Option | None:
-        """The request over several devices as `stage` is, by what is known of its layers."""
+        """The request divided over several devices of `stage`, or None."""
         if (spread := self.request.spread) is None:
             return None
         found = split_free(spread, stage, self.policy, dedicated=self.request.dedicated)
@@ -199,7 +198,7 @@ class _Look:
         return None
 
     def _after_leavers(self) -> Refusal | None:
-        """A wait, if those that leave already make room: nobody else has to go."""
+        """A refusal with a wait, if models that are already leaving make enough room."""
         scene = self.scene
         if scene.left is scene.now:
             return None
@@ -227,7 +226,7 @@ class _Look:
         return self._evicting(option, victims)
 
     def _full_measured(self) -> tuple[Option, tuple[Held, ...]] | None:
-        """The option for which the cheapest models have to leave, and those; anybody if nobody is to be chosen."""
+        """The option with the cheapest evictions, and the evicted models; any sufficient ones without `choose`."""
         options = [option for option in self.request.options if not self._obstacle(option, self.scene.idle_gone)]
         if not options:
             return None
@@ -240,7 +239,7 @@ class _Look:
             if best is not None and covers[at].least > best[0][0]:
                 break
             victims = covers[at].victims(best[0][0] if best else math.inf, 1 / (turn + 1))
-            if victims is None:  # dearer than the best so far
+            if victims is None:  # more expensive than the best so far
                 continue
             rank = (sum(held.cost(self.policy.now) for held in victims), len(victims), at)
             if best is None or rank < best[0]:
@@ -269,7 +268,7 @@ class _Look:
         movable = [held for held in now.models if held.standing is not Standing.FIXED]
         possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
         if (possible := possible or self._split(emptied)) is not None:
-            waits = tuple(held.model for held in movable)  # somebody: as things are it does not fit
+            waits = tuple(held.model for held in movable)  # at least one: it does not fit now
             self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
             reason = "room is held by models that cannot leave yet: " + ", ".join(
                 f"{held.model} ({held.standing})" for held in movable
@@ -284,7 +283,7 @@ class _Look:
         return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
 
     def _unfitness(self, option: Option) -> tuple[bool, int]:
-        """The least is the option to speak of: missing memory has numbers and can be mended, rules cannot."""
+        """Sort key for the option that a refusal describes: missing memory before rules, because memory can be freed."""
         lacks = self.scene.emptied.ledger.lacks(option.need)
         return not lacks, sum(lack.need_bytes for lack in lacks)
 
@@ -318,9 +317,8 @@ def _shares(layers: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """Who could leave for one option, and how much has to go; `least` is a cost below which nobody suffices.
-
-    Every obstacle is an amount that has to go: bytes per device and altogether, places, neighbors.
+    """The models that could leave for one option, and the amounts that must be released: bytes per device and in total,
+    numbers of models. `least` is a lower bound of the cost.
     """
 
     idle: tuple[Held, ...]
@@ -366,6 +364,6 @@ class _Cover:
         return cls(tuple(idle), ranked, tuple(gives), tuple(missing), least_cost(ranked, gives, missing))
 
     def victims(self, below: float, effort: float) -> tuple[Held, ...] | None:
-        """The cheapest of them that suffice, unless they cost more than `below`; that all suffice was seen before."""
+        """The cheapest sufficient models; None if they cost more than `below`. All of them together must suffice."""
         chosen = cheapest(self.costs, self.gives, self.missing, below, effort)
         return None if chosen is None else tuple(self.idle[at] for at in chosen)

@@ -1,7 +1,7 @@
-"""Decides what a model that lacks memory tries next (`oom_policy: reduce`): clean up, smaller batch, smaller context.
+"""The steps of `oom_policy: reduce` for a model that lacks memory: clean up, smaller batch, smaller context.
 
-Once down these steps, then it rests: it keeps the smaller sizes that helped, or is told what lacks, until the rest is
-over. Does none of it itself.
+The steps are taken once. Then the model keeps the smaller sizes that helped, or its requests fail, until the rest
+period is over.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 REST_SECONDS = 60.0
-"""Configured sizes are tried again so long after the last step at the earliest."""
+"""Configured sizes are tried again this long after the last step."""
 LEAST_UBATCH = 32
 UBATCH_SHARE = 4
 LEAST_CONTEXT = 256
 
 
 class Step(StrEnum):
-    """One thing to try."""
+    """One step."""
 
     CLEAN = "clean up"
-    """everybody drops what is only retained, and heaps are trimmed"""
+    """all models drop retained prefixes and trim their heaps"""
     UBATCH = "smaller ubatch"
     CONTEXT = "smaller context"
 
@@ -32,7 +32,7 @@ ORDER = tuple(Step)
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """How many of ORDER were taken, and until when (seconds) the model rests from that."""
+    """The number of steps of ORDER that were taken, and the end of the rest period (seconds)."""
 
     taken: int = 0
     rests_until: float = -math.inf
@@ -42,12 +42,12 @@ class Descent:
         return max(0.0, self.rests_until - now)
 
     def rested(self, now: float) -> Descent:
-        """The same, or a fresh one once the rest is over."""
+        """The same, or a new one after the rest period."""
         return self if self.rest(now) else Descent()
 
 
 def next_step(descent: Descent, now: float, without: Collection[Step] = ()) -> tuple[Descent, Step | None]:
-    """The next thing to try, but nothing of `without`; None when all was tried, which rests from now on."""
+    """The next step that is not in `without`; None after the last one, which begins the rest period."""
     taken = descent.taken
     while taken < len(ORDER) and ORDER[taken] in without:
         taken += 1
@@ -57,10 +57,10 @@ def next_step(descent: Descent, now: float, without: Collection[Step] = ()) -> t
 
 
 def smaller_ubatch(ubatch: int) -> int | None:
-    """A quarter of it, which takes about as much less for computing; None where it is as small as it gets."""
+    """A quarter of it, with about a quarter of the compute memory; None if it is at its minimum."""
     return max(LEAST_UBATCH, ubatch // UBATCH_SHARE) if ubatch > LEAST_UBATCH else None
 
 
 def smaller_context(context_length: int) -> int | None:
-    """Half of it; None where it is as small as it gets."""
+    """Half of it; None if it is at its minimum."""
     return max(LEAST_CONTEXT, context_length // 2) if context_length > LEAST_CONTEXT else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An idle model that is on one device alone. `need` has the bytes it would take on each device it may be on."""
+    """An idle model on one device. `need` has its bytes on each device where it may be."""
 
     model: str
     device: str
@@ -31,7 +31,7 @@ class Shift:
 
 
 def repack(rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[Shift, ...]:
-    """The moves, in order, each of which fits when it is made; `rooms` are free bytes per device for new loads."""
+    """The moves in order; each fits after those before it. `rooms` are free bytes per device for new loads."""
     most = max(rooms.values(), default=0)
     best: tuple[Shift, ...] = ()
     moved = 0
@@ -44,7 +44,7 @@ def repack(rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[Shift, ..
 
 
 def _emptied(source: str, rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[tuple[Shift, ...], int]:
-    """What leaves `source`, the largest first and each to where it fits best; and the bytes that frees."""
+    """The moves from `source`, largest model first, each to the tightest fit; and the bytes that become free."""
     others = {device: room for device, room in rooms.items() if device != source}
     gained = 0
     shifts = []

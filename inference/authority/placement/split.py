@@ -1,8 +1,8 @@
-"""Decides how consecutive layers divide over devices: on as few as can be, evenly full; knows nothing of models.
+"""Divides consecutive layers over the fewest possible devices, evenly filled.
 
-llama.cpp takes devices in a given order and gives each a run of layers. In one order, filling each device to the brim
-before the next shows whether it can be done at all; devices with more room never do worse, so of k devices only the k
-roomiest need be looked at, and of those every order while they are few.
+llama.cpp takes devices in a given order and assigns each a run of layers. For one order, filling each device before the
+next shows whether a division exists. Devices with more room are never worse, so of k devices only the k largest rooms
+are considered, in every order while they are few.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 EVERY_ORDER = 4
-"""Most devices whose every order is tried; of more, the roomiest first and the roomiest last."""
+"""Up to this number of devices every order is tried; beyond it, only largest room first and largest room last."""
 _HALVINGS = 10
 
 
 def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> list[str] | None:
-    """The fewest devices, at least `least`, that can hold all layers, in an order in which they can; None if none can.
+    """The fewest devices, at least `least`, that have room for all layers, in a possible order; None if there are none.
 
-    `sums` are the bytes of the first 0, 1, 2, ... layers; `rooms` those of each device after what it needs whatever it
-    holds.
+    `sums` are the bytes of the first 0, 1, 2, ... layers; `rooms` are the bytes of each device without its fixed need.
     """
     if sum(room for room in rooms.values() if room > 0) < sums[-1]:
         return None
@@ -33,25 +32,25 @@ def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> lis
 
 
 def divide(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dict[str, int] | None:
-    """How many consecutive layers each device takes, in order, or None when all devices together cannot hold them.
+    """The number of consecutive layers on each device, in order; None if all devices together have too little room.
 
-    Fewest devices first, at least `least`, then evenly full; `sums` and `rooms` as for `fewest`.
+    Uses the fewest devices, at least `least`, evenly filled; `sums` and `rooms` as for `fewest`.
     """
     order = fewest(sums, rooms, least)
     return None if order is None else _even(sums, order, rooms)
 
 
 def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> list[str] | None:
-    """An order of these devices, given roomiest first, in which they hold everything: as given where that will do."""
+    """An order of these devices (given by decreasing room) in which all layers fit; the given one if possible."""
     if _filled(sums, names, rooms, 1.0):
         return names
     if len(names) > EVERY_ORDER:
         return names[::-1] if _filled(sums, names[::-1], rooms, 1.0) else None
-    # The farthest layer that each set of devices can reach, and by which of them it is reached last.
+    # The last layer that each set of devices can reach, and the last device of that order.
     reach: dict[int, tuple[int, list[str]]] = {0: (0, [])}
     for chosen in range(1, 2 ** len(names)):
         best: tuple[int, list[str]] = (-1, [])
-        for at, name in reversed(list(enumerate(names))):  # of orders that do as well, the roomiest first
+        for at, name in reversed(list(enumerate(names))):  # among equal orders, the largest room first
             if chosen & (1 << at):
                 begin, before = reach[chosen & ~(1 << at)]
                 end = bisect_right(sums, sums[begin] + rooms[name]) - 1
@@ -63,7 +62,7 @@ def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> l
 
 
 def _filled(sums: Sequence[int], order: Sequence[str], rooms: Mapping[str, int], share: float) -> dict[str, int] | None:
-    """Each device of `order` filled to `share` of its room before the next; None when that does not hold everything."""
+    """Fills each device of `order` to `share` of its room before the next; None if some layers do not fit."""
     counts = {}
     at = 0
     for name in order:
@@ -74,7 +73,7 @@ def _filled(sums: Sequence[int], order: Sequence[str], rooms: Mapping[str, int],
 
 
 def _even(sums: Sequence[int], order: Sequence[str], rooms: Mapping[str, int]) -> dict[str, int]:
-    """The division in this order whose fullest device is least full, as near as a few halvings come."""
+    """The division in this order that minimizes the fill of the fullest device, by bisection."""
     low, high = 0.0, 1.0
     best = _filled(sums, order, rooms, high)
     assert best is not None

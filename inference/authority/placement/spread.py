@@ -1,4 +1,4 @@
-"""Decides whether and how a model fits over several devices by layer, and who must leave for that; books nothing."""
+"""Whether and how a model fits on several devices by layer, and which models must leave for it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from inference.estimate.layers import HOST, Layers
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A model's layers, the accelerators `over` which they may go (none: it runs on the host), and what each device
-    needs beside buffers (`overhead`, bytes, the host among them).
+    """A model's layers, the accelerators `over` which they may be divided (none: host only), and the `overhead` of each
+    device beyond buffers, host included, in bytes.
     """
 
     layers: Layers
     over: tuple[str, ...]
     overhead: Mapping[str, int]
     divide: bool = True
-    """Whether it may be divided otherwise than measured already."""
+    """Whether divisions are possible that were not measured."""
 
     def need(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Bytes per device with so many layers on each."""
+        """Bytes per device for these numbers of layers."""
         return self.layers.need(counts, self.overhead)
 
     def fixed(self, device: str) -> int:
-        """What one of several accelerators needs however few layers it has."""
+        """The fixed need of one of several accelerators, without layers; bytes."""
         return self.layers.compute_bytes + self.layers.copies_bytes + self.overhead.get(device, 0)
 
     def alone(self, device: str) -> int:
-        """What it needs when it has all that belongs on accelerators."""
+        """The need of one accelerator with the whole accelerator part; bytes."""
         return self.layers.sums[-1] + self.layers.compute_bytes + self.overhead.get(device, 0)
 
     @property
     def host_bytes(self) -> int:
-        """What is needed in host memory when everything that belongs on accelerators is there."""
+        """The need of host memory beside the accelerator part."""
         return self.layers.host_bytes(self.layers.offloaded) + self.overhead.get(HOST, 0)
 
     @property
@@ -47,9 +47,9 @@ class Spread:
 
 
 def fits(spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host: bool = True) -> bool:
-    """Whether the model fits somewhere as `stage` is: the host, one device, or several.
+    """Whether the model fits at `stage`: on the host, one device, or several.
 
-    Without `host`, whether accelerators can hold what belongs on them.
+    Without `host`: whether the accelerator part fits.
     """
     if stage.full(policy):
         return False
@@ -64,7 +64,7 @@ def fits(spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host:
 def split_free(
     spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host: bool = True
 ) -> dict[str, int] | None:
-    """How many layers each device takes when nobody leaves, or None."""
+    """The number of layers on each device without evictions, or None."""
     if not spread.divisible or stage.full(policy):
         return None
     rooms = {
@@ -84,9 +84,9 @@ def split_free(
 def split_full(
     spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, below: float
 ) -> tuple[dict[str, int], tuple[Held, ...]] | None:
-    """The layers of each device and the cheapest idle models that must leave for it, or None.
+    """The layers of each device and the cheapest idle models that must leave for them.
 
-    None when it fits not even with every idle model gone, and when those who must leave cost `below` or more together.
+    None if it does not fit without all idle models, or if the evictions cost `below` or more.
     """
     idle = [held for held in stage.models if held.standing in EVICTABLE and held.cost(policy.now) < below]
     costs = [held.cost(policy.now) for held in idle]
@@ -102,7 +102,7 @@ def split_full(
 
 
 class _Crowd:
-    """Answers quickly whether the model fits once some of the idle models are gone; a set is reached from the last."""
+    """Checks whether the model fits without a set of idle models, incrementally from the last set."""
 
     def __init__(self, spread: Spread, stage: Stage, policy: Policy, idle: Sequence[Held], *, dedicated: bool) -> None:
         self._spread = spread
@@ -143,7 +143,7 @@ class _Crowd:
             self._places += sign
 
     def rooms(self) -> dict[str, int]:
-        """What is left for layers on each device that is open; bytes."""
+        """The room for layers on each available device; bytes."""
         most = self._most_there
         return {
             device: room
@@ -152,7 +152,7 @@ class _Crowd:
         }
 
     def enough(self) -> bool:
-        """Whether the model fits now."""
+        """Whether the model fits without the current set."""
         if self._host_spare < 0 or (self._places is not None and self._places < 0):
             return False
         devices = fewest(self._spread.layers.sums, self.rooms(), least=2)

@@ -1,7 +1,4 @@
-"""Says who holds what at the moments a decision looks at: now, once leavers are gone, once all idle models are.
-
-Decides only whether something stands in a placement's way; who has to go is decided elsewhere.
-"""
+"""The models that hold memory at the stages of a decision: now, without leaving models, without idle models."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from inference.authority.placement.ledger import Ledger
 from inference.estimate.layers import HOST
 
 WARM_SCALE = 1e-12
-"""Of what a warm model would cost if it were loaded."""
+"""The cost of a warm model as a share of its cost if it were loaded."""
 
 
 class Standing(StrEnum):
-    """Whether a held model could leave now."""
+    """Whether a model that holds memory could leave now."""
 
     IDLE = "idle"
     YOUNG = "young"
@@ -27,9 +24,9 @@ class Standing(StrEnum):
     LOADING = "loading"
     LEAVING = "leaving"
     FIXED = "fixed"
-    """pinned or dedicated: leaves only by hand"""
+    """pinned or dedicated: leaves only on an operator's command"""
     WARM = "warm"
-    """holds host memory only, to be back sooner: it goes before anybody who is loaded does, and counts nowhere"""
+    """in the warm pool: it is dropped before loaded models and does not count as a model of a device"""
 
 
 EVICTABLE = (Standing.IDLE, Standing.WARM)
@@ -37,7 +34,7 @@ EVICTABLE = (Standing.IDLE, Standing.WARM)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model that holds memory now. `reload_seconds` is what its last load took; times are seconds of one clock."""
+    """A model that holds memory. `reload_seconds` is the duration of its last load; times are monotonic seconds."""
 
     model: str
     holding: str
@@ -49,24 +46,26 @@ class Held:
 
     @property
     def device(self) -> str:
-        """Where it is: its first accelerator if it uses one."""
+        """Its first accelerator, or the host."""
         return next((name for name in self.bytes if name != HOST), HOST)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Every device it counts for: its accelerators, or the host when it uses none; none for a warm one."""
+        """The devices on which it counts: its accelerators, or the host without any; none for a warm model."""
         if self.standing is Standing.WARM:
             return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)
 
     @property
     def loaded_bytes(self) -> int:
-        """What of it counts for the memory limit: nothing of a warm model's, which is not loaded."""
+        """The bytes that count for the memory limit; 0 for a warm model."""
         return 0 if self.standing is Standing.WARM else sum(self.bytes.values())
 
     def cost(self, now: float) -> float:
-        """What it is worth to keep: bytes x seconds to load again x recency (1 for one used just now, less with idle
-        minutes). All warm models together cost less than anybody loaded.
+        """The cost of its eviction: bytes x seconds to load it again x recency (1 if just used, less with idle
+        minutes).
+
+        All warm models together cost less than one loaded model.
         """
         idle = max(0.0, now - self.last_used_at)
         scale = WARM_SCALE if self.standing is Standing.WARM else 1.0
@@ -75,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The moment and the limits of a decision."""
+    """The time and the limits of a decision."""
 
     now: float
     max_models: int | None = None
@@ -84,7 +83,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A ledger, who is in it, and who counts for which device."""
+    """A ledger with the models that hold memory in it, and the models of each device."""
 
     ledger: Ledger
     models: tuple[Held, ...]
@@ -94,7 +93,7 @@ class Stage:
 
     @classmethod
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Stage:
-        """The stage of a ledger and those who hold something in it."""
+        """The stage of a ledger and the models that hold memory in it."""
         everybody = tuple(models)
         there: dict[str, list[Held]] = {}
         for held in everybody:
@@ -104,21 +103,21 @@ class Stage:
         return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()}, loaded)
 
     def without(self, *standings: Standing) -> Stage:
-        """As it will be when everybody of these standings has left."""
+        """The stage without the models of these standings."""
         gone = {held.holding for held in self.models if held.standing in standings}
         if not gone:
             return self
         return Stage.of(self.ledger.without(gone), (held for held in self.models if held.holding not in gone))
 
     def full(self, policy: Policy) -> str | None:
-        """Why no model at all may be added, or None."""
+        """Why no model may be added, or None."""
         count = self.loaded
         if policy.max_models is not None and count >= policy.max_models:
             return f"{count} models are loaded and INFERENCE_MAX_MODELS is {policy.max_models}"
         return None
 
     def closed(self, device: str, policy: Policy, *, dedicated: bool) -> str | None:
-        """Why `device` is not open to one more model, whatever its size, or None."""
+        """Why `device` accepts no further model of any size, or None."""
         there = self.there.get(self.ledger.account_of(device), ())
         if not there:
             return None
@@ -134,7 +133,7 @@ class Stage:
     def obstacle(
         self, devices: Iterable[str], need: Mapping[str, int], policy: Policy, *, dedicated: bool
     ) -> str | None:
-        """Why a model that counts for `devices` and needs these bytes is impossible while everybody stays, or None."""
+        """Why a model on `devices` with this need does not fit without evictions, or None."""
         if why := self.full(policy):
             return why
         for device in devices:
@@ -149,15 +148,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is held now and what would be left; the same for every request, so many may be asked of one."""
+    """The stages of a decision; the same for all requests at one moment."""
 
     now: Stage
     left: Stage
-    """those who leave already are gone"""
+    """without models that are leaving"""
     idle_gone: Stage
-    """and so is everybody who could be evicted (as if nobody were leaving, who are waited for instead)"""
+    """without models that could be evicted; leaving models are still there"""
     emptied: Stage
-    """only those who leave by hand alone are there"""
+    """only pinned and dedicated models"""
 
     @classmethod
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:

@@ -1,10 +1,10 @@
-"""Decides whose turn on a device is over and for whom room is being made; starts, drains and ends nothing.
+"""Turns of models in use, and claims of models that wait for room.
 
-A model in use keeps its room for one turn from the moment it became ready. After that, and once another model has been
-wanted for the resident's `min_residency`, the planner may count it among those who can leave: the shell drains it, so
-that nothing under way is cut. Whoever waits has a claim on the room that will be there first; those who are behind it
-may load only what leaves that room alone. Without claims small models that swap with each other would keep a large one
-waiting for ever, because it needs several turns to be over at the same time.
+A model in use keeps its room for one turn after it became ready. After the turn, and when another model has been wanted
+for the resident's `min_residency`, the planner may evict it; it is drained, so that running requests complete. The
+model that has waited longest has a claim on the room that becomes free; other models may load only beside the claim.
+Without claims, small models that swap with each other would keep a large one waiting forever, because it needs several
+turns to end at the same time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from inference.authority.placement.plan import Held, Placement, Policy, Refusal,
 from inference.protocol import Priority
 
 MOST_SWAP_SECONDS = 30.0
-"""Slow loads lengthen a turn up to this: beyond, waiting weighs more than time lost to swapping."""
+"""A turn is at least as long as a swap takes, up to this; beyond it, waiting counts more than time lost to swapping."""
 DELAY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
-"""How much younger than it is a waiter counts when models are put in order."""
+"""Seconds by which a request counts as younger than it is, by priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model that is ready or in use. Times are seconds of one clock; `reload_seconds` is what its load took."""
+    """A model that is ready or in use. Times are monotonic seconds; `reload_seconds` is the duration of its load."""
 
     ready_at: float
     min_residency: float
@@ -36,7 +36,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Room that is or will be made for `model`, on the devices of `need`, once `victims` have left."""
+    """Room for `model` on the devices of `need`, which is there when `victims` have left."""
 
     model: str
     need: Mapping[str, int]
@@ -44,18 +44,16 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A model that is wanted and not there: since when somebody waited without a gap, and what its load takes."""
+class Demand:
+    """A wanted model that is not loaded. `since`: since when requests have waited without a gap."""
 
     since: float
     reload_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Scenery:
-    """Everybody who holds memory, at one moment. `residents` are those who are ready or in use; `abandoned` are loading
-    although nobody waits for them any more.
-    """
+class Occupancy:
+    """All models that hold memory. `residents` are ready or in use; `abandoned` are loading although no request waits."""
 
     ledger: Ledger
     models: tuple[Held, ...]
@@ -66,8 +64,8 @@ class Scenery:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do for a wish now, what those behind it must leave alone, which abandoned loads are in its way, and when
-    its victims will have had their turns (None: not known, or not what it waits for).
+    """The decision for a demand: `claim` is the room that later demands must leave, `give_up` are abandoned loads in
+    its way, `again_at` is when the turns of its victims are over (None: unknown, or it does not wait for turns).
     """
 
     outcome: Placement | Refusal
@@ -77,70 +75,72 @@ class Decision:
 
 
 def age_rank(waiters: Iterable[Waiter]) -> float:
-    """What models are put in order by, least first: the oldest arrival, moved by the delay of its priority."""
+    """The sort key of waiting models, lowest first: the oldest arrival plus the delay of its priority."""
     return min(waiter.asked_at + DELAY_SECONDS[waiter.priority] for waiter in waiters)
 
 
-def turn_ends_at(resident: Resident, wish: Wish) -> float:
-    """From when on `resident` takes nothing new because of `wish`."""
-    swap_seconds = min(MOST_SWAP_SECONDS, resident.reload_seconds + wish.reload_seconds)
+def turn_ends_at(resident: Resident, demand: Demand) -> float:
+    """When the turn of `resident` is over because of `demand`."""
+    swap_seconds = min(MOST_SWAP_SECONDS, resident.reload_seconds + demand.reload_seconds)
     turn_seconds = max(resident.min_residency, swap_seconds)
-    return max(resident.ready_at + turn_seconds, wish.since + resident.min_residency)
+    return max(resident.ready_at + turn_seconds, demand.since + resident.min_residency)
 
 
-def decide(request: Request, wish: Wish, scenery: Scenery, ahead: Sequence[Claim]) -> Decision:
-    """Where `request` goes now; `evict` of the outcome may name models in use, whose turn is over.
+def decide(request: Request, demand: Demand, occupancy: Occupancy, ahead: Sequence[Claim]) -> Decision:
+    """The decision for `request`; `evict` of the outcome may name models in use whose turn is over.
 
-    `ahead` are the claims of those who come before it. A refusal is final (`waits_for` is empty) only when it would be
-    one without claims, and when nothing is on its way in or out on a device that lacks room.
+    `ahead` are the claims of earlier demands. A refusal is final (`waits_for` is empty) only if it would be one without
+    claims, and if nothing is loading or leaving on a device that lacks room.
     """
-    ends = _ends(scenery, wish)
-    spent = [name for name, end in ends if end <= scenery.policy.now and name in scenery.residents]
-    outcome = _keeping(request, scenery.ledger, _movable(scenery.models, spent), ahead, scenery.policy)
+    ends = _ends(occupancy, demand)
+    spent = [name for name, end in ends if end <= occupancy.policy.now and name in occupancy.residents]
+    outcome = _keeping(request, occupancy.ledger, _movable(occupancy.models, spent), ahead, occupancy.policy)
     if isinstance(outcome, Placement):
         claim = Claim(request.model, outcome.need, outcome.evict) if outcome.result is Result.FULL else None
         return Decision(outcome, claim)
     if not outcome.waits_for:
-        return Decision(_patient(outcome, scenery.ledger))
-    leaving = tuple(item.model for item in scenery.models if item.standing is Standing.LEAVING)
+        return Decision(_or_wait(outcome, occupancy.ledger))
+    leaving = tuple(item.model for item in occupancy.models if item.standing is Standing.LEAVING)
 
     def without(names: Sequence[str]) -> Placement | Refusal:
-        loading = {item.model for item in scenery.models if item.standing is Standing.LOADING}
-        gone = {item.holding for item in scenery.models if item.model in leaving or item.model in loading & {*names}}
-        stay = [item for item in scenery.models if item.holding not in gone]
-        return _keeping(request, scenery.ledger.without(gone), _movable(stay, names), ahead, scenery.policy)
+        loading = {item.model for item in occupancy.models if item.standing is Standing.LOADING}
+        gone = {item.holding for item in occupancy.models if item.model in leaving or item.model in loading & {*names}}
+        stay = [item for item in occupancy.models if item.holding not in gone]
+        return _keeping(request, occupancy.ledger.without(gone), _movable(stay, names), ahead, occupancy.policy)
 
     names = [name for name, _ in ends]
     fewest, enough = 0, len(names)
     if isinstance(without(names), Refusal):
         return Decision(outcome)
-    while fewest < enough:  # the earliest moment at which enough of them will have had their turns
+    while fewest < enough:  # the earliest time at which enough turns are over
         middle = (fewest + enough) // 2
         fewest, enough = (fewest, middle) if isinstance(without(names[:middle]), Placement) else (middle + 1, enough)
     needed = names[:enough]
-    for name in [name for name in needed if name in scenery.abandoned]:
+    for name in [name for name in needed if name in occupancy.abandoned]:
         if isinstance(without([other for other in needed if other != name]), Placement):
             needed.remove(name)
     found = without(needed)
     assert isinstance(found, Placement)
-    given_up = tuple(name for name in needed if name in scenery.abandoned)
-    loading = tuple(item.model for item in scenery.models if item.standing is Standing.LOADING and item.model in needed)
+    given_up = tuple(name for name in needed if name in occupancy.abandoned)
+    loading = tuple(
+        item.model for item in occupancy.models if item.standing is Standing.LOADING and item.model in needed
+    )
     due = max((end for name, end in ends if name in needed), default=-math.inf)
     claim = Claim(request.model, found.need, (*leaving, *loading, *found.evict))
-    return Decision(outcome, claim, given_up, due if scenery.policy.now < due < math.inf else None)
+    return Decision(outcome, claim, given_up, due if occupancy.policy.now < due < math.inf else None)
 
 
-def _ends(scenery: Scenery, wish: Wish) -> list[tuple[str, float]]:
-    """Who will have had its turn, and when, the first one first; what loads for somebody has its turn to come."""
-    now = scenery.policy.now
+def _ends(occupancy: Occupancy, demand: Demand) -> list[tuple[str, float]]:
+    """The models with the ends of their turns, earliest first; loading models that are wanted have no end yet."""
+    now = occupancy.policy.now
     ends = [
-        (item.model, turn_ends_at(scenery.residents[item.model], wish))
-        for item in scenery.models
-        if item.standing in (Standing.BUSY, Standing.YOUNG) and item.model in scenery.residents
+        (item.model, turn_ends_at(occupancy.residents[item.model], demand))
+        for item in occupancy.models
+        if item.standing in (Standing.BUSY, Standing.YOUNG) and item.model in occupancy.residents
     ]
     loading = [
-        (item.model, now if item.model in scenery.abandoned else math.inf)
-        for item in scenery.models
+        (item.model, now if item.model in occupancy.abandoned else math.inf)
+        for item in occupancy.models
         if item.standing is Standing.LOADING
     ]
     return sorted([*ends, *loading], key=lambda end: end[1])
@@ -153,7 +153,7 @@ def _movable(models: Sequence[Held], names: Sequence[str]) -> list[Held]:
 def _keeping(
     request: Request, ledger: Ledger, models: Sequence[Held], claims: Sequence[Claim], policy: Policy
 ) -> Placement | Refusal:
-    """The plan among the options that leave all claims possible."""
+    """The plan with only the options that keep all claims possible."""
     waits: tuple[str, ...] = ()
     while True:
         decision = plan(request, ledger, models, policy)
@@ -170,8 +170,8 @@ def _keeping(
         request = replace(request, options=left, spread=None if divided else request.spread)
 
 
-def _patient(refusal: Refusal, ledger: Ledger) -> Refusal:
-    """Bytes that come or go can look like somebody else's: where that is what is lacking, the answer is to wait."""
+def _or_wait(refusal: Refusal, ledger: Ledger) -> Refusal:
+    """A refusal that waits for models that load or leave, because their bytes can look foreign meanwhile."""
     accounts = ledger.accounts
     if any(
         lack.need_bytes > min(accounts[lack.device].capacity_bytes, accounts[lack.device].budget_bytes)
@@ -184,7 +184,7 @@ def _patient(refusal: Refusal, ledger: Ledger) -> Refusal:
 
 
 def _broken(placement: Placement, ledger: Ledger, models: Sequence[Held], claims: Sequence[Claim]) -> tuple[str, ...]:
-    """For whom there would be no room left with `placement`, once everybody has gone who has to go for any of them."""
+    """The models whose claims would not fit beside `placement`, after all evictions for it and for the claims."""
     if not claims:
         return ()
     leaving = {*placement.evict, *(name for claim in claims for name in claim.victims)}

@@ -1,9 +1,9 @@
-"""Decides which cheapest set of models gives back enough of everything that is missing; never looks at a ledger.
+"""Finds the cheapest set of models that releases enough of every missing resource.
 
-A covering problem: item i costs `costs[i]` and gives `gives[i][k]` of resource k. Depth first with two bounds: what was
-chosen and the next cheapest already cost more than the best answer, or no fractions of what is left could reach what is
-missing for less. Begun with greedy answers and cut after a bounded amount of work: exact up to nine items and, with the
-bounds, mostly far beyond; past that the answer is still free of anybody who need not leave.
+A covering problem: item i costs `costs[i]` and gives `gives[i][k]` of resource k. The search is depth-first branch and
+bound: it prunes when the chosen items and the next cheapest cost more than the best answer, or when the fractional
+relaxation does. It starts with greedy answers and stops after a bounded amount of work: exact up to nine items, and
+mostly far beyond. An inexact answer still contains no item that could be spared.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 
 MOST_STEPS = 1024
 MOST_LOOKS = 6_000
-"""Items looked at altogether when there are more than ten: of very many, fewer steps are taken."""
+"""Limit of visited items when there are more than ten."""
 MOST_QUESTIONS = 256
-"""Of a search over up to eight items that has to ask whether a set is enough; such a search is exact."""
+"""Steps of an exact search with a predicate over up to eight items."""
 FEW_QUESTIONS = 32
-"""Of one over more items."""
+"""Steps of such a search over more items."""
 _EXACT_ITEMS = 8
 _FEW = 10
 _ROUNDING = 1 + 1e-9
@@ -31,10 +31,10 @@ def cheapest(
     below: float = math.inf,
     effort: float = 1.0,
 ) -> tuple[int, ...] | None:
-    """Indexes, ascending, of the set with the least cost (then the fewest) whose sums reach `missing`, or None.
+    """Ascending indexes of the cheapest set (then the smallest) whose sums reach `missing`, or None.
 
-    Costs and gifts are not negative; amounts in any unit, one per resource. None also when every set costs more than
-    `below`. `effort` is the share of the steps that may be taken when there are more than ten items.
+    Costs and amounts are not negative. None also if every set costs more than `below`. `effort` is the share of the
+    step limit for more than ten items.
     """
     wanted = [k for k, count in enumerate(missing) if count > 0]
     amounts = [[gift[k] for k in wanted] for gift in gives]
@@ -47,22 +47,22 @@ def cheapest(
 
 
 class Crowd(Protocol):
-    """Some of the items are gone; whether that is enough."""
+    """A set of removed items, and whether it suffices."""
 
     def become(self, chosen: Collection[int]) -> None:
         """From now on these and no others are gone."""
         ...
 
     def enough(self) -> bool:
-        """More that are gone must never be less enough."""
+        """Must be monotonic: a superset of a sufficient set suffices."""
         ...
 
 
 def cheapest_where(costs: Sequence[float], worth: Sequence[int], crowd: Crowd) -> tuple[int, ...] | None:
-    """Indexes, ascending, of a cheap set that is enough, or None when all items together are not.
+    """Ascending indexes of a cheap sufficient set, or None if all items together do not suffice.
 
-    `worth` is a rough figure of what each item gives. The cheapest (then the fewest) for up to eight items; of more a
-    set in which nobody can be spared, after bounded work.
+    `worth` is a rough figure of what each item gives. The result is the cheapest set (then the smallest) for up to
+    eight items; for more, a set without superfluous items, after bounded work.
     """
 
     def enough(chosen: Collection[int]) -> bool:
@@ -97,7 +97,7 @@ def _rank(chosen: Sequence[int], costs: Sequence[float]) -> tuple[float, int]:
 
 
 def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Collection[int]], bool]) -> list[int]:
-    """The shortest beginning of `order` that is enough, without those who can be spared, the dearest first."""
+    """The shortest sufficient prefix of `order`, without superfluous items (the most expensive are removed first)."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high) // 2
@@ -113,12 +113,12 @@ def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Coll
 
 
 def least_cost(costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int]) -> float:
-    """A cost below which no set reaches `missing`: that of the best fractions, for the dearest resource alone."""
+    """A lower bound of the cost: the fractional relaxation for the most expensive resource."""
     return max((_fractions(costs, gives, k, need, 0) for k, need in enumerate(missing) if need > 0), default=0.0)
 
 
 def _fractions(costs: Sequence[float], gives: Sequence[Sequence[int]], k: int, need: float, at: int) -> float:
-    """The least cost of `need` of resource `k` from items at `at` and later, were they divisible."""
+    """The least cost of `need` of resource `k` from divisible items at `at` and later."""
     rates = sorted((costs[i] / gives[i][k], i) for i in range(at, len(costs)) if gives[i][k])
     spent = 0.0
     for rate, i in rates:
@@ -131,7 +131,7 @@ def _fractions(costs: Sequence[float], gives: Sequence[Sequence[int]], k: int, n
 
 
 class _Search:
-    """One search; items come with the cheapest first."""
+    """One search; items are sorted by cost."""
 
     def __init__(
         self, costs: list[float], gives: list[list[int]], missing: list[int], below: float, effort: float
@@ -166,7 +166,7 @@ class _Search:
         return None if cost > self._below * _ROUNDING else self._pruned(chosen)
 
     def _greedy(self, order: Sequence[int]) -> list[int]:
-        """Items in `order` until they are enough, then, where `order` names not all, the cheapest of the rest."""
+        """Items in `order` until they suffice, then the cheapest of the rest if `order` is incomplete."""
         chosen: list[int] = []
         left = list(self._missing)
         taken = set(order)
@@ -207,7 +207,7 @@ class _Search:
         if any(have < need for have, need in zip(self._later[at], missing, strict=True)):
             return
         dearer = cost + self._costs[at]
-        if dearer > self._best[0] * _ROUNDING:  # the cheapest that is left is too dear already
+        if dearer > self._best[0] * _ROUNDING:  # even the cheapest remaining item is too expensive
             return
         if any(
             cost + self._least(k, need, at) > self._best[0] * _ROUNDING for k, need in enumerate(missing) if need > 0
@@ -218,9 +218,9 @@ class _Search:
         self._descend(at + 1, chosen, cost, missing)
 
     def _least(self, k: int, need: float, at: int) -> float:
-        """What the rest of a resource costs at least: items at `at` and later, were they divisible."""
+        """The least cost of the rest of a resource from divisible items at `at` and later."""
         spent = 0.0
-        rest = ((rate, self._gives[i][k]) for rate, i in self._by_rate[k] if i >= at)  # they were seen to be enough
+        rest = ((rate, self._gives[i][k]) for rate, i in self._by_rate[k] if i >= at)  # they are known to suffice
         while need > 0:
             rate, here = next(rest)
             spent += rate * min(here, need)

@@ -1,1 +1,1 @@
-"""How full devices are, what follows from it, and what an operator is advised to do."""
+"""Pressure levels of devices, their consequences, and alerts with recommended settings."""

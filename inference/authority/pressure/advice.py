@@ -1,7 +1,7 @@
-"""Decides what an operator is told about memory, and which setting with which value ends it; applies none.
+"""Alerts about memory, with the settings that would end them.
 
-Facts in, alerts out. Every alert is a condition that the recommended setting makes false, not a memory of something
-that happened: whoever applies the value sees the alert go with the next look.
+Each alert is a current condition that the recommended setting makes false, so that it disappears at the next check
+after the setting was applied.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ MIB = 2**20
 GIB = 2**30
 
 SWAPS = 6
-"""So many evictions for one another within SWAP_SECONDS are too many."""
+"""This many evictions of two models for each other within SWAP_SECONDS raise an alert."""
 SWAP_SECONDS = 180.0
 TURNED_AWAY = 5
-"""So many full queues within TURNED_AWAY_SECONDS are too many."""
+"""This many rejections by a full queue within TURNED_AWAY_SECONDS raise an alert."""
 TURNED_AWAY_SECONDS = 300.0
 RESIDENCY_SECONDS = math.ceil(SWAP_SECONDS / (SWAPS - 1))
-"""Models that stay so long after each use evict one another less often than SWAPS times in SWAP_SECONDS."""
+"""With this `min_residency` models evict each other less often than SWAPS times in SWAP_SECONDS."""
 
 
 class Kind(StrEnum):
-    """What an alert is about."""
+    """The kind of an alert."""
 
     PRESSURE = "pressure"
     """a device is at CRITICAL or above now"""
     FOREIGN_USE = "foreign_use"
-    """others use more of a device than what may be ours leaves them"""
+    """other programs use more of a device than Headgate's share leaves"""
     THRASH = "thrash"
-    """two models evict one another again and again"""
+    """two models evict each other repeatedly"""
     REFUSED = "refused"
-    """a model that was asked for does not fit"""
+    """a requested model does not fit"""
     OUTGROWN = "outgrown"
-    """a worker holds more than was planned for it"""
+    """a worker holds more memory than planned"""
     QUEUE_FULL = "queue_full"
-    """requests are turned away because too many wait"""
+    """requests are rejected by a full queue"""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting and its value, as they are written: `INFERENCE_NAME`, or `models.ID.name` of models.yaml."""
+    """One setting and its value: `INFERENCE_NAME`, or `models.ID.name` of models.yaml."""
 
     setting: str
     value: str
@@ -56,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing that is wrong. `subject` is a device, a model or a priority; no `changes`: no setting would end it."""
+    """One problem. `subject` is a device, a model or a priority. Without `changes`, no setting would end it."""
 
     kind: Kind
     subject: str
@@ -75,7 +75,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A device at `level` now, of whose total so much is in use."""
+    """A device at `level`, with its use."""
 
     device: str
     level: Level
@@ -87,9 +87,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """A device that others filled lately: `peak_bytes` is the most that they used then, `budget_bytes` what may be ours
-    now. `host`: it is host memory.
-    """
+    """A device that other programs filled recently. `peak_bytes` is their maximum, `budget_bytes` Headgate's share."""
 
     device: str
     peak_bytes: int
@@ -101,9 +99,9 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """Two models that evicted one another `count` times within SWAP_SECONDS, and cannot be loaded together.
+    """Two models that evicted each other `count` times within SWAP_SECONDS, and cannot be loaded together.
 
-    `fix` are settings of `models[1]` with which they could; `residency_seconds` the shorter min_residency of the two.
+    With the settings `fix` of `models[1]` they could; `residency_seconds` is the shorter min_residency of the two.
     """
 
     models: tuple[str, str]
@@ -114,7 +112,7 @@ class Swapping:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A model that was asked for lately and does not fit now, for this reason; `changes` were found to make it fit."""
+    """A recently requested model that does not fit now; with `changes` it would."""
 
     model: str
     reason: str
@@ -123,8 +121,8 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Outgrown:
-    """A worker that took `grown_bytes` more than planned, `overhead_bytes` of which were meant for what llama.cpp does
-    not count; `configured_bytes` is the model's memory_overhead now.
+    """A worker that uses `grown_bytes` more than planned. `overhead_bytes` of the plan were overhead beyond llama.cpp's
+    buffers; `configured_bytes` is the model's current memory_overhead.
     """
 
     model: str
@@ -146,7 +144,7 @@ Fact = Full | Crowd | Swapping | Misfit | Outgrown | TurnedAway
 
 
 def advise(facts: Iterable[Fact]) -> tuple[Alert, ...]:
-    """The alerts that the facts come to, in their order."""
+    """The alerts for `facts`, in order."""
     return tuple(alert for fact in facts if (alert := _alert(fact)) is not None)
 
 
@@ -183,7 +181,7 @@ def _full(fact: Full) -> Alert | None:
 
 
 def _crowd(fact: Crowd) -> Alert | None:
-    """The recommended share leaves room for the level to fall: a level is left only so far below its bound."""
+    """The recommended share is low enough for the level to fall, which needs a margin below its bound."""
     if fact.budget_bytes + fact.peak_bytes <= fact.bounds.critical * fact.total_bytes:
         return None
     left = (fact.bounds.critical - BAND) * fact.total_bytes - fact.peak_bytes
@@ -195,8 +193,8 @@ def _crowd(fact: Crowd) -> Alert | None:
     return Alert(
         Kind.FOREIGN_USE,
         fact.device,
-        f"others used {format_bytes(fact.peak_bytes)} of {fact.device} lately, and {format_bytes(fact.budget_bytes)} "
-        f"may be ours: together more than CRITICAL of its {format_bytes(fact.total_bytes)}",
+        f"other programs used {format_bytes(fact.peak_bytes)} of {fact.device} recently, and Headgate may use "
+        f"{format_bytes(fact.budget_bytes)}: together above the CRITICAL level of {format_bytes(fact.total_bytes)}",
         changes,
     )
 
@@ -210,7 +208,7 @@ def _swapping(fact: Swapping) -> Alert | None:
     return Alert(
         Kind.THRASH,
         fact.models[0],
-        f"{fact.models[0]} and {fact.models[1]} made room for one another {fact.count} times in {SWAP_SECONDS:.0f} s",
+        f"{fact.models[0]} and {fact.models[1]} evicted each other {fact.count} times in {SWAP_SECONDS:.0f} s",
         changes,
     )
 
@@ -240,9 +238,7 @@ def _turned_away(fact: TurnedAway) -> Alert | None:
 
 
 def swaps(evicted: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], int] | None:
-    """The pair of models that evicted one another most often, of (evicted, for whom); both must have left for the
-    other. None when no pair did.
-    """
+    """The pair of models that evicted each other most often, from pairs (evicted, loaded instead); None without one."""
     counts: dict[tuple[str, str], list[int]] = {}
     for gone, newcomer in evicted:
         pair = (min(gone, newcomer), max(gone, newcomer))

@@ -1,6 +1,6 @@
-"""Decides what happens to a worker that holds more memory than was reserved for it; never looks at a process.
+"""What happens to a worker that holds more memory than its reservation.
 
-Other tenants never pay for it: the growth is reserved if it fits, else the worker has to leave.
+The growth is reserved if it fits; otherwise the worker has to leave, so that other models are not affected.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from inference.authority.placement.ledger import Ledger, LedgerError
 
 SLACK_BYTES = 64 * 2**20
-"""Of a reservation that a worker may exceed by this and a tenth: buffers of requests that come and go."""
+"""A worker may exceed its reservation by this and a tenth of it, for temporary buffers of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A worker is `bytes` above its reservation. `ledger` has them booked; None: they do not fit, for this reason."""
+    """A worker is `bytes` above its reservation. `ledger` includes them; None if they do not fit, for `reason`."""
 
     bytes: int
     ledger: Ledger | None
@@ -23,10 +23,10 @@ class Growth:
 
 
 def growth(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> Growth | None:
-    """What follows from `seen_bytes` of `device` in the process that has `holding`; None while it is within.
+    """The growth of a process with `holding` that uses `seen_bytes` of `device`; None without growth.
 
-    `ledger` has taken a reading of the device just now, so that the growth is in it as somebody else's. Raises
-    LedgerError when the holding is not resident.
+    `ledger` must have a new reading of the device, in which the growth counts as foreign. Raises LedgerError if the
+    holding is not resident.
     """
     held = ledger.holdings[holding].bytes.get(device, 0)
     more = seen_bytes - held

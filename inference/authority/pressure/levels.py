@@ -1,8 +1,8 @@
-"""Decides how full a device is, in levels that do not flap; never decides what follows from one.
+"""Pressure levels of a device, with hysteresis.
 
-The level comes from the use of the whole device, ours and others', as a share of its total. What the authority admitted
-itself, knowing what others used at that moment, is a plan and no distress: such use is HIGH at most, until others take
-more than they had then. Without this a model that fills its budget would be evicted for having been loaded.
+The level follows from the use of the whole device, Headgate's and foreign, as a share of its total. Use that the
+authority planned is HIGH at most until foreign use grows; otherwise a model that fills its budget would be evicted
+right after its load.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 BAND = 0.02
-"""A level is left downwards only when the share is so far below its bound."""
+"""A level falls only when the share is this far below its bound."""
 WOBBLE = 0.01
-"""Share of a device by which the use of others may vary without meaning anything."""
+"""Share of a device by which foreign use may vary without effect."""
 
 
 class Level(IntEnum):
-    """How full a device is; the numbers are those of `inference_pressure_level`."""
+    """The pressure level; the numbers are those of `inference_pressure_level`."""
 
     LOW = 0
     MODERATE = 1
@@ -31,7 +31,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Shares from which the levels begin (INFERENCE_PRESSURE_*); they rise."""
+    """The shares at which the levels begin (INFERENCE_PRESSURE_*), ascending."""
 
     moderate: float = 0.60
     high: float = 0.80
@@ -39,17 +39,17 @@ class Bounds:
     emergency: float = 0.98
 
     def of(self, level: Level) -> float:
-        """Where `level` begins."""
+        """The share at which `level` begins."""
         return (0.0, self.moderate, self.high, self.critical, self.emergency)[level]
 
     def level(self, share: float) -> Level:
-        """The level that a share alone means."""
+        """The level of a share, without hysteresis."""
         return max(level for level in Level if share >= self.of(level))
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A device in bytes: `ours_bytes` is booked for us in whatever phase, `foreign_bytes` is what others use."""
+    """The use of a device: `ours_bytes` is booked in the ledger (all phases), `foreign_bytes` used by others."""
 
     device: str
     total_bytes: int
@@ -58,21 +58,21 @@ class Use:
 
     @property
     def used_bytes(self) -> int:
-        """Everybody's use."""
+        """The use by all programs."""
         return self.ours_bytes + self.foreign_bytes
 
     @property
     def share(self) -> float:
-        """Everybody's use of the total; 0 for a device without a size."""
+        """The use by all programs as a share of the total; 0 for a device without a size."""
         return self.used_bytes / self.total_bytes if self.total_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What is remembered of a device from one look to the next.
+    """The state of a device between two checks.
 
-    `admitted_bytes` is what others used when we last booked more; `planned`: they use no more than that now.
-    `mark_bytes` is their least use since it was last found grown, so that a slow growth adds up.
+    `admitted_bytes`: foreign use when memory was last reserved. `planned`: foreign use is not above that. `mark_bytes`:
+    the lowest foreign use since it last grew, so that slow growth adds up.
     """
 
     level: Level = Level.LOW
@@ -83,12 +83,12 @@ class Gauge:
 
 
 def admit(gauge: Gauge, use: Use) -> Gauge:
-    """The gauge after something of ours was booked with the device in this use: that use is planned from now on."""
+    """The gauge after memory was reserved at this use, which counts as planned from now on."""
     return replace(gauge, ours_bytes=use.ours_bytes, admitted_bytes=use.foreign_bytes)
 
 
 def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
-    """The gauge after a look at the device. More of ours than was known counts as admitted."""
+    """The gauge after a check. A larger use by Headgate than known counts as planned."""
     admitted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.admitted_bytes
     slack = 0.0 if gauge.level >= Level.CRITICAL else WOBBLE * use.total_bytes
     planned = use.ours_bytes > 0 and use.foreign_bytes <= admitted + slack
@@ -100,5 +100,5 @@ def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
 
 
 def grew(gauge: Gauge, use: Use) -> bool:
-    """Whether others use noticeably more than at the last look; nothing is known before the first."""
+    """Whether foreign use is noticeably larger than at the last check."""
     return gauge.mark_bytes is not None and use.foreign_bytes > gauge.mark_bytes + WOBBLE * use.total_bytes

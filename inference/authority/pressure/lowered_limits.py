@@ -1,9 +1,8 @@
-"""Decides who leaves when limits were lowered below what models hold; ends nobody, and looks at no limit that stayed.
+"""Which models leave when an operator lowers limits below the current use.
 
-Warm models go first, then idle ones, idle ones inside their min_residency, those in use or loading, and pinned and
-dedicated ones last: a limit that the operator lowers is no wish. Among those of one kind the set is the cheapest by the
-measure of all evictions, and nobody leaves in vain. What is missing because others use more than they did is not looked
-at here: that is pressure.
+The order is warm models, idle ones, idle ones within their min_residency, models in use or loading, and pinned and
+dedicated ones. Within a group the cheapest sufficient set leaves. Limits that did not change are ignored; growing
+foreign use is handled as pressure.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _RANKS = {
     Standing.FIXED: 4,
 }
 _STEP = 1e6
-"""So many times dearer is the next kind; within a kind the cheapest counts as a thousandth of all at least."""
+"""Cost factor between two groups; within a group the cheapest model counts at least a thousandth of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What was or is in force: the ledger's budgets and memory limit, and how many models may be loaded."""
+    """Limits in force: budgets and memory limit of the ledger, and numbers of models."""
 
     ledger: Ledger
     policy: Policy
@@ -38,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Surplus:
-    """Who has to leave, and a sentence for every limit that is exceeded."""
+    """The models that have to leave, and a sentence for every exceeded limit."""
 
     leavers: tuple[Held, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -46,7 +45,7 @@ class Surplus:
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """Too much of something: bytes or models, and what each of those who may leave gives back of it."""
+    """One exceeded limit: the excess in bytes or models, and what each model that may leave releases of it."""
 
     reason: str
     missing: int
@@ -54,16 +53,16 @@ class _Excess:
 
 
 def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
-    """Who leaves so that limits of `now` that are lower than `before` are kept; `models` hold what `now` has booked.
+    """The models that must leave so that the limits of `now` that are lower than `before` are met.
 
-    Who leaves already counts as gone. Where foreign use leaves less than nothing, all who hold anything there leave.
+    Models that are already leaving count as gone. If foreign use alone exceeds a limit, all models there leave.
     """
     stage = Stage.of(now.ledger, models).without(Standing.LEAVING)
     found = [item for item in _excesses(before, now, stage) if item.missing > 0]
     missing = [min(item.missing, sum(item.gives)) for item in found]
     gives = list(zip(*(item.gives for item in found), strict=True))
     chosen = cheapest(_costs(stage.models, now.policy.now), gives, missing) if gives else ()
-    assert chosen is not None  # no more is asked for than all of them give
+    assert chosen is not None  # the excess is at most what all of them release
     return Surplus(tuple(stage.models[at] for at in chosen), tuple(item.reason for item in found))
 
 

@@ -1,8 +1,8 @@
-"""Decides who leaves and who is slowed down when devices are full: `step(state, seen, rules)`; carries nothing out.
+"""Relief of full devices: which models leave, and which are slowed down.
 
-Only idle and warm models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for
-room, or others took more since we last booked something. At EMERGENCY a ladder is climbed, a rung per regular check,
-and left a rung per regular check once the use is below HIGH, or no more than what was admitted.
+Only idle and warm models leave. Below CRITICAL this happens only if memory is wanted: a model waits for room, or
+foreign use grew since the last reservation. At EMERGENCY each regular check climbs one rung of a ladder of
+restrictions; when the use is below HIGH or as planned, each regular check goes down one rung.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from inference.authority.placement.stage import EVICTABLE, Standing
 from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, settle
 
 HIGH_IDLE_SECONDS = 30.0
-"""At HIGH a model idle for longer leaves, or sooner where INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS is less."""
+"""At HIGH, models that are idle for this time leave, or for INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS if shorter."""
 
 
 class Rung(IntEnum):
-    """How far the ladder of EMERGENCY was climbed on a device; each includes those below it."""
+    """The rung of the EMERGENCY ladder of a device; each includes those below it."""
 
     NONE = 0
     WARN = 1
     HALVE = 2
-    """half the sequences at once; half of that on every further rung"""
+    """half of the sequences at a time; half of that on each further rung"""
     FORGET = 3
     """retained prefixes are dropped"""
     NO_EXTRAS = 4
@@ -35,18 +35,18 @@ class Rung(IntEnum):
 
 
 SAYS: Mapping[Rung, str] = {
-    Rung.NONE: "nothing is held back any more",
-    Rung.WARN: "the next check begins to hold back",
-    Rung.HALVE: "half the sequences are admitted at once",
-    Rung.FORGET: "a quarter of the sequences are admitted at once and retained prefixes are dropped",
-    Rung.NO_EXTRAS: "an eighth of the sequences are admitted at once, and models with vision or LoRA are not loaded",
-    Rung.NO_LOADS: "a sixteenth of the sequences are admitted at once, and no model is loaded",
+    Rung.NONE: "no restrictions",
+    Rung.WARN: "restrictions begin at the next check",
+    Rung.HALVE: "1/2 of the sequences are admitted at a time",
+    Rung.FORGET: "1/4 of the sequences are admitted at a time, and retained prefixes are dropped",
+    Rung.NO_EXTRAS: "1/8 of the sequences are admitted at a time, and models with vision or LoRA are not loaded",
+    Rung.NO_LOADS: "1/16 of the sequences are admitted at a time, and no model is loaded",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings: `idle_seconds` is what MODERATE asks for; `eager` acts without memory being wanted."""
+    """The settings. `idle_seconds`: idle time at MODERATE. `eager`: act also if no memory is wanted."""
 
     bounds: Bounds = field(default_factory=Bounds)
     idle_seconds: float = 120.0
@@ -56,8 +56,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model that holds memory (`bytes` per account). `limit` is the sequences its worker was told to admit at once,
-    None for all `parallel` of them.
+    """A model that holds memory (`bytes` per account). `limit`: the limit of sequences that its worker has, None for
+    all `parallel` ones.
     """
 
     model: str
@@ -69,13 +69,13 @@ class Tenant:
 
     @property
     def warm(self) -> bool:
-        """Whether it holds host memory only, and has no worker that answers."""
+        """Whether it is in the warm pool."""
         return self.standing is Standing.WARM
 
 
 @dataclass(frozen=True, slots=True)
 class PressureInput:
-    """What a check sees. `wanted` names devices for whose memory somebody waits."""
+    """The input of a check. `wanted`: devices whose memory a request waits for."""
 
     uses: Sequence[Use]
     tenants: Sequence[Tenant] = ()
@@ -95,7 +95,7 @@ Watches = Mapping[str, Watch]
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """An idle model leaves a device: into host memory if it can (`offload`), else for good."""
+    """An idle model leaves a device: into the warm pool if possible (`offload`), else it is unloaded."""
 
     model: str
     offload: bool
@@ -104,7 +104,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A worker admits at most so many sequences at once."""
+    """A worker admits at most `sequences` at a time."""
 
     model: str
     sequences: int
@@ -113,7 +113,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A worker drops the prefixes it retains."""
+    """A worker drops its retained prefixes."""
 
     model: str
     reason: str
@@ -125,9 +125,9 @@ Relief = Leave | Limit | Forget
 def step(
     state: Watches, seen: PressureInput, rules: Rules, *, regular: bool = True
 ) -> tuple[Watches, tuple[Relief, ...]]:
-    """The state after a check, and what has to be done. A check out of turn (not `regular`) climbs to WARN at most.
+    """The state after a check, and the actions. A check that is not `regular` climbs to WARN at most.
 
-    Devices that are not seen are forgotten.
+    Devices that are missing in the input are removed.
     """
     after: dict[str, Watch] = {}
     leaves: dict[str, Leave] = {}
@@ -150,7 +150,7 @@ def step(
 
 
 def refusal(state: Watches, device: str, *, extras: bool) -> str | None:
-    """Why a load onto `device` is refused by the ladder, or None; `extras`: the model has a projector or adapters."""
+    """Why the ladder rejects a load on `device`, or None. `extras`: the model has a projector or adapters."""
     watch = state.get(device, Watch())
     if watch.rung >= Rung.NO_LOADS:
         return f"{device} is too full ({watch.gauge.level}) for any load until its use is below HIGH"
@@ -170,15 +170,15 @@ def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
 
 
 def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterable[Leave]:
-    """Who leaves the device, warm models first and then the longest idle; below CRITICAL only as many as are needed."""
+    """The models that leave, warm ones first, then the longest idle; below CRITICAL only as many as needed."""
     level = gauge.level
     wanted = use.device in seen.wanted
     if level is Level.LOW or (level < Level.CRITICAL and gauge.planned and not (wanted or rules.eager)):
         return
     why = _full(use, level)
     if level < Level.CRITICAL:
-        why += ", and memory is wanted" if wanted else ", and others took more" if not gauge.planned else ""
-    patience = {
+        why += ", and memory is wanted" if wanted else ", and foreign use grew" if not gauge.planned else ""
+    idle_limit = {
         Level.MODERATE: rules.idle_seconds,
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
     }.get(level, 0.0)
@@ -186,7 +186,7 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
     idle = [tenant for tenant in seen.tenants if tenant.standing in EVICTABLE and tenant.bytes.get(use.device)]
     used = use.used_bytes
     for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
-        if tenant.idle_seconds < patience or used < enough:
+        if tenant.idle_seconds < idle_limit or used < enough:
             continue
         used -= tenant.bytes[use.device]
         offload = level < Level.CRITICAL and not tenant.warm
@@ -205,7 +205,7 @@ def _limits(state: Watches, tenants: Iterable[Tenant]) -> Iterable[Limit]:
 
 
 def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
-    """Those with a worker that can be told something."""
+    """The models with a worker that answers requests."""
     silent = (Standing.WARM, Standing.LOADING, Standing.LEAVING)
     return (item for item in tenants if item.standing not in silent)
 

@@ -13,7 +13,7 @@ from inference.authority.handlers.running import keeping, oom_ladder, relocation
 from inference.authority.handlers.running.model_files import FILES_SECONDS
 from inference.authority.placement.fix import smaller
 from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
-from inference.authority.placement.turns import Decision, Scenery, Wish, decide
+from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
 from inference.devices.device import CPU, Reading
 from inference.protocol import ModelState
@@ -113,7 +113,7 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
     if model.state is ModelState.WARM:
         request, ledger = keeping.adapted(state, model, request), keeping.counted(state, model)
         held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
-    scenery = Scenery(
+    occupancy = Occupancy(
         ledger,
         tuple(held),
         residents(state),
@@ -124,7 +124,7 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
     )
     since = model.wanted_at if model.queue.waiters else now
     claims = [claim for claim in state.claims if claim.model != model.id]
-    return decide(request, Wish(since, model.reload_seconds), scenery, claims)
+    return decide(request, Demand(since, model.reload_seconds), occupancy, claims)
 
 
 # --- suggested settings ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from inference.authority.device_health import USABLE, Case
+from inference.authority.device_health import USABLE, DeviceHealth
 from inference.authority.draft import Draft
 from inference.authority.effects import ReadDevices
 from inference.authority.placement.ledger import Account, Balance
@@ -25,7 +25,7 @@ UNKNOWN_BYTES = 16 * 2**30
 # --- readings --------------------------------------------------------------------------------------------------------
 def readings(state: State, now: float) -> tuple[Reading, ...]:
     """The newest readings, accelerators first. One without memory of its own is as full as the host."""
-    found = tuple(_shown(reading, state.devices.cases.get(reading.id), now) for reading in state.devices.measured)
+    found = tuple(_shown(reading, state.devices.health.get(reading.id), now) for reading in state.devices.measured)
     host = next((reading for reading in found if reading.id == CPU), None)
     return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
 
@@ -40,14 +40,14 @@ def accelerators(state: State, now: float) -> tuple[Reading, ...]:
     return tuple(item for item in readings(state, now) if item.id != CPU)
 
 
-def _shown(reading: Reading, case: Case | None, now: float) -> Reading:
+def _shown(reading: Reading, health: DeviceHealth | None, now: float) -> Reading:
     """What a dead device reported last of its memory is not true any more."""
-    if case is None or case.state is DeviceState.HEALTHY:
+    if health is None or health.state is DeviceState.HEALTHY:
         return reading
-    if case.sign is Sign.DEAD:
+    if health.sign is Sign.DEAD:
         reading = replace(reading, free_bytes=0, used_bytes=0)
     return replace(
-        reading, state=case.state, note=case.note or reading.note, verdict_seconds=case.seconds_to_verdict(now)
+        reading, state=health.state, note=health.note or reading.note, verdict_seconds=health.seconds_to_verdict(now)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inference.authority.draft import Draft
-from inference.authority.events import Acquitted, CaseCleared, CrashReported
+from inference.authority.events import CaseCleared, CrashReported, RequestAnswered
 from inference.authority.quarantine import Standing
 from inference.authority.state import State
 
@@ -15,35 +15,35 @@ def crashed(draft: Draft, event: CrashReported) -> None:
     model = draft.state.models.get(event.model)
     if model is None:
         return
-    docket = model.docket.crashed(event.key, event.crash, draft.now)
-    draft.set_model(model.id, docket=docket)
+    quarantine = model.quarantine.crashed(event.key, event.crash, draft.now)
+    draft.set_model(model.id, quarantine=quarantine)
     draft.warning(
         "request %s to %s is %s: %s%s",
-        event.key, model.id, docket.standing(event.key, draft.now), event.crash.said,
+        event.key, model.id, quarantine.standing(event.key, draft.now), event.crash.message,
         " (alone)" if event.crash.alone else "",
     )  # fmt: skip
 
 
-def answered(draft: Draft, event: Acquitted) -> None:
+def answered(draft: Draft, event: RequestAnswered) -> None:
     """A request was answered by a worker that lives."""
     if event.crashes:
         draft.count("recoveries", "rerun")
     model = draft.state.models.get(event.model)
     if model is None:
         return
-    docket = model.docket
-    if not docket.cases and not docket.row and not docket.doubted:
+    quarantine = model.quarantine
+    if not quarantine.cases and not quarantine.in_a_row and not quarantine.doubted:
         return
-    if docket.standing(event.key, draft.now) is not Standing.INNOCENT:
+    if quarantine.standing(event.key, draft.now) is not Standing.INNOCENT:
         draft.info("request %s to %s is acquitted", event.key, model.id)
-    draft.set_model(model.id, docket=docket.answered(event.key))
+    draft.set_model(model.id, quarantine=quarantine.answered(event.key))
 
 
 def cleared(draft: Draft, event: CaseCleared) -> None:
     """An operator takes a request out of quarantine."""
     model = draft.state.models.get(event.model)
     if model is not None:
-        draft.set_model(model.id, docket=model.docket.forget(event.key))
+        draft.set_model(model.id, quarantine=model.quarantine.forget(event.key))
         draft.info("request %s to %s is out of quarantine, by hand", event.key, model.id)
 
 
@@ -56,11 +56,11 @@ def listing(state: State, now: float) -> list[dict[str, Any]]:
             "standing": str(case.standing),
             "crashes": case.crashes,
             "cause": str(case.cause),
-            "message": case.said,
+            "message": case.message,
             "age_seconds": round(now - case.since, 3),
             "seconds_left": round(case.until - now, 3),
         }
         for model in state.models.values()
-        for key, case in model.docket.cases.items()
-        if model.docket.standing(key, now) is not Standing.INNOCENT
+        for key, case in model.quarantine.cases.items()
+        if model.quarantine.standing(key, now) is not Standing.INNOCENT
     ]

@@ -25,9 +25,9 @@ MOST_TURNED_AWAY = 1000
 def wanted(draft: Draft, event: Wanted) -> None:
     """A request wants to use a model: it gets a lease at once, a place in the queue, or an error."""
     state, model = draft.state, draft.state.models.get(event.model)
-    patience = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
-    waiter = Waiter(event.ticket, event.priority, draft.now + patience, draft.now, event.alone)
-    ticket = TicketRecord(event.ticket, event.model, waiter, patience, event.counts, event.purpose)
+    wait_seconds = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
+    waiter = Waiter(event.ticket, event.priority, draft.now + wait_seconds, draft.now, event.alone)
+    ticket = TicketRecord(event.ticket, event.model, waiter, wait_seconds, event.counts, event.purpose)
     if state.closing:
         tickets.refuse(draft, ticket, ShuttingDown())
         return
@@ -48,7 +48,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
     draft.set_model(model.id, queue=queue, wanted_at=model.wanted_at if model.queue.waiters else draft.now)
     draft.set(tickets={**draft.state.tickets, ticket.id: ticket})
     draft.changed(SETTLE_SECONDS)
-    if math.isfinite(patience):
+    if math.isfinite(wait_seconds):
         draft.timer(TimerKind.TICKET, ticket.id, waiter.deadline_at)
     draft.plan()
 
@@ -81,7 +81,7 @@ def expired(draft: Draft, id: int) -> None:
         return
     ticket = tickets.unqueue(draft, id)
     model, worker = draft.model(ticket.model), draft.worker_of(ticket.model)
-    waited = f"{model.id!r} could not be used within the {ticket.patience:.1f} s the request may wait"
+    waited = f"{model.id!r} could not be used within the {ticket.wait_seconds:.1f} s the request may wait"
     if model.state in (_S.LOADING, _S.RESTORING) and worker is not None:
         draft.count("timeouts", "loading")
         percent = int(worker.progress * 100)

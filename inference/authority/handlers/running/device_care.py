@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.authority.device_health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
+from inference.authority.device_health import DeviceHealth, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, TryDevice
 from inference.authority.handlers.queries import device_view
@@ -28,10 +28,10 @@ _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RES
 
 # --- what is seen ----------------------------------------------------------------------------------------------------
 def take(draft: Draft) -> None:
-    """Feeds every reading that was not seen yet to its device's case; a device that is not listed is gone."""
+    """Feeds every reading that was not seen yet to its device's health; a device that is not listed is gone."""
     devices = draft.state.devices
     found = {item.id: item for item in devices.measured if item.id != CPU}
-    for device in {**devices.cases, **found}:
+    for device in {**devices.health, **found}:
         reading = found.get(device)
         sign, note = (Sign.GONE, "it is not there any more") if reading is None else (reading.sign, reading.note)
         news = (devices.done, sign, note)
@@ -43,7 +43,7 @@ def take(draft: Draft) -> None:
 def tick(draft: Draft) -> None:
     """Time has passed."""
     take(draft)
-    for device in list(draft.state.devices.cases):
+    for device in list(draft.state.devices.health):
         is_booked = any(holding.bytes.get(device) for holding in draft.state.ledger.holdings.values())
         see(draft, device, Tick(not tenants(draft.state, device) and not is_booked))
 
@@ -53,7 +53,7 @@ def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     if exit.cause not in _DOUBTFUL or worker.failure is not None:
         return
     for device in worker.placement.devices:
-        if device != CPU and case_of(draft.state, device).usable:
+        if device != CPU and health_of(draft.state, device).usable:
             _remember(draft, device, worker)
             see(draft, device, Doubted(f"{worker.model}: {exit.message}"))
 
@@ -69,20 +69,20 @@ def read_done(draft: Draft) -> None:
         if draft.state.devices.done >= needed:
             waiting = {name: item for name, item in draft.state.devices.trials.items() if name != device}
             draft.set_devices(trials=waiting)
-            case = case_of(draft.state, device)
-            if case.state is DeviceState.PROBING and case.trial == trial:
+            health = health_of(draft.state, device)
+            if health.state is DeviceState.PROBING and health.trial == trial:
                 draft.emit(TryDevice(device, trial))
 
 
-def case_of(state: State, device: str) -> Case:
+def health_of(state: State, device: str) -> DeviceHealth:
     """What is known of the health of a device."""
-    return state.devices.cases.get(device, Case())
+    return state.devices.health.get(device, DeviceHealth())
 
 
 def is_in_doubt(state: State, device: str, now: float) -> bool:
     """Whether it was well a moment ago and is being tried, so that requests may wait for the verdict."""
-    case = case_of(state, device)
-    return now - case.ill_since < PATIENT_SECONDS and case.state is DeviceState.PROBING and not case.emptied
+    health = health_of(state, device)
+    return now - health.ill_since < PATIENT_SECONDS and health.state is DeviceState.PROBING and not health.emptied
 
 
 def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
@@ -90,7 +90,7 @@ def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, no
     places = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
     waits = [1.0, model.backoff.delay_seconds]
     if not places:
-        waits += [case_of(state, device).seconds_to_verdict(now) or 0.0 for device in devices]
+        waits += [health_of(state, device).seconds_to_verdict(now) or 0.0 for device in devices]
     return DeviceLost(
         f"the model {model.id!r} lost {', '.join(devices)}: {what}",
         retry_after=max(waits),
@@ -101,42 +101,42 @@ def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, no
 # --- what follows ----------------------------------------------------------------------------------------------------
 def see(draft: Draft, device: str, seen: Seen) -> None:
     """Gives one piece of evidence to the table of device health, and does what follows."""
-    before = case_of(draft.state, device)
-    case, effects = step(before, seen, draft.now, draft.state.settings.drain_seconds)
-    if case != before or device not in draft.state.devices.cases:
-        draft.set_devices(cases={**draft.state.devices.cases, device: case})
-    if case.state is not before.state:
-        _report(draft, device, before, case)
+    before = health_of(draft.state, device)
+    health, effects = step(before, seen, draft.now, draft.state.settings.drain_seconds)
+    if health != before or device not in draft.state.devices.health:
+        draft.set_devices(health={**draft.state.devices.health, device: health})
+    if health.state is not before.state:
+        _report(draft, device, before, health)
     for effect in effects:
-        _carry_out(draft, device, case, effect)
-    if case.usable and device in draft.state.devices.homeless:
+        _carry_out(draft, device, health, effect)
+    if health.usable and device in draft.state.devices.homeless:
         homeless = draft.state.devices.homeless
         draft.set_devices(homeless={name: found for name, found in homeless.items() if name != device})
-    if case.state is not before.state:
+    if health.state is not before.state:
         draft.plan()
 
 
-def _report(draft: Draft, device: str, before: Case, case: Case) -> None:
-    write = draft.warning if before.usable and not case.usable else draft.info
-    note = f": {case.note}" if case.note else ""
-    write("%s is %s (%s before)%s", device, case.state, before.state, note)
+def _report(draft: Draft, device: str, before: DeviceHealth, health: DeviceHealth) -> None:
+    write = draft.warning if before.usable and not health.usable else draft.info
+    note = f": {health.note}" if health.note else ""
+    write("%s is %s (%s before)%s", device, health.state, before.state, note)
     publish(draft)
     draft.changed()
 
 
-def _carry_out(draft: Draft, device: str, case: Case, effect: Effect) -> None:
+def _carry_out(draft: Draft, device: str, health: DeviceHealth, effect: Effect) -> None:
     match effect:
         case Effect.LOSE:
-            _lose(draft, device, case.note)
+            _lose(draft, device, health.note)
         case Effect.DRAIN:
-            _drain(draft, device, case.note)
+            _drain(draft, device, health.note)
         case Effect.PROBE if not draft.state.closing:
-            trials = {**draft.state.devices.trials, device: (device_view.read(draft), case.trial)}
+            trials = {**draft.state.devices.trials, device: (device_view.read(draft), health.trial)}
             draft.set_devices(trials=trials)
         case Effect.LOOK:
             device_view.read(draft)
         case Effect.RESTART:
-            draft.set(restart_reason=f"no new process reaches {device} ({case.note})")
+            draft.set(restart_reason=f"no new process reaches {device} ({health.note})")
         case Effect.WELCOME:
             draft.count("recoveries", "device")
             for name in sorted(draft.state.devices.homeless.get(device, ())):
@@ -212,7 +212,7 @@ def renewed(draft: Draft, id: int) -> None:
 
 def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
     """Answers a recovery once the state of its device is decided."""
-    if not command.renewed or case_of(draft.state, command.device).state is DeviceState.PROBING:
+    if not command.renewed or health_of(draft.state, command.device).state is DeviceState.PROBING:
         return
     found = device_view.reading(draft.state, command.device, draft.now)
     draft.set(commands={name: other for name, other in draft.state.commands.items() if name != id})

@@ -6,7 +6,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import LookAtFiles
 from inference.authority.events import FilesSeen
 from inference.authority.lifecycle.transitions import Backoff
-from inference.authority.quarantine import Docket
+from inference.authority.quarantine import Quarantine
 from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 
@@ -33,7 +33,9 @@ def forget(draft: Draft, id: str) -> None:
     specs = {model.spec, model.effective}
     forget_estimates(draft, specs)
     draft.set(fixes={key: known for key, known in draft.state.fixes.items() if key[0] not in specs})
-    draft.set_model(id, divisions=0, backoff=Backoff(), retry_at=0.0, failure=None, docket=Docket(), shortages=())
+    draft.set_model(
+        id, divisions=0, backoff=Backoff(), retry_at=0.0, failure=None, quarantine=Quarantine(), shortages=()
+    )
     draft.changed()
 
 

@@ -66,8 +66,8 @@ def shares(cores: int, busy: Mapping[str, int | None]) -> Mapping[str, int]:
 
     Threads that wait for each other spin: more of them than cores make every model slow.
 
-    What is fixed is kept whatever it is. The others divide what is left of `cores` evenly, those who came first get the
-    odd ones, and each has one thread at least.
+    Fixed numbers are kept. The other models share the remaining cores evenly, earlier models get the remainder, and
+    each gets at least one thread.
     """
     fixed = {name: count for name, count in busy.items() if count is not None}
     others = [name for name in busy if name not in fixed]

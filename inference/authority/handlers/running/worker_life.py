@@ -362,9 +362,11 @@ def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool
 
     A worker that ended while one request ran alone is the request's doing as far as is known.
     """
-    docket = model.docket
+    quarantine = model.quarantine
     is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_telling
-    return exit.cause not in SUSPICIOUS or not is_tried or docket.doubted or len(docket.row) >= MOST_IN_A_ROW
+    return (
+        exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MOST_IN_A_ROW
+    )
 
 
 def _give_up(draft: Draft, id: str, error: InferenceError) -> None:
