@@ -1,8 +1,8 @@
 """Which models stay in the warm pool, and which are dropped when host memory is needed.
 
 The pool is booked on the account of the host, so that INFERENCE_CPU_MEMORY_MAX_PERCENT limits loaded and warm models
-together. INFERENCE_MEMORY_LIMIT_GB limits loaded ones only. The worth of a warm model is bytes x seconds saved x recency
-of use, the measure of all evictions; the model with the lowest worth is dropped first.
+together. INFERENCE_MEMORY_LIMIT_GB limits loaded ones only. The worth of a warm model is bytes x seconds saved x
+recency of use, the measure of all evictions; the model with the lowest worth is dropped first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Mechanism(StrEnum):
     RESIDENT = "resident"
     """on an accelerator: a new process without a device has the file in memory"""
     CHECKPOINT = "checkpoint"
-    """on a simulated device or (experimental) an NVIDIA GPU: its process is suspended, its device memory in host memory"""
+    """on a simulated device or (experimental) an NVIDIA GPU: its process is suspended, its device memory in host memory
+    """
 
 
 @dataclass(frozen=True, slots=True)
