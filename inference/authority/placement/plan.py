@@ -283,7 +283,9 @@ class _Look:
         return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
 
     def _unfitness(self, option: Option) -> tuple[bool, int]:
-        """Sort key for the option that a refusal describes: missing memory before rules, because memory can be freed."""
+        """Sort key for the option that a refusal describes: missing memory before rules, because memory can be
+        freed.
+        """
         lacks = self.scene.emptied.ledger.lacks(option.need)
         return not lacks, sum(lack.need_bytes for lack in lacks)
 

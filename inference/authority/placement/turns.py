@@ -53,7 +53,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """All models that hold memory. `residents` are ready or in use; `abandoned` are loading although no request waits."""
+    """All models that hold memory. `residents` are ready or in use; `abandoned` are loading although no request
+    waits.
+    """
 
     ledger: Ledger
     models: tuple[Held, ...]
