@@ -77,8 +77,7 @@ class Profile:
             raise unsupported(refused[0], self.refuses[refused[0]].reason)
 
     def kept(self, body: AnyRequest) -> dict[str, Any]:
-        """The JSON fields of `body` that the provider accepts; raises UpstreamError for an unsuitable one."""
-        self.check(body)
+        """The JSON fields of `body` that the provider accepts."""
         return {name: value for name, value in as_json(body).items() if name in self.takes}
 
 

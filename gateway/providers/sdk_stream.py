@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import httpx2
 
@@ -29,6 +29,7 @@ DRAIN_SECONDS = 0.05
 """How long to wait for the end of the body after the last frame; reading it makes the connection reusable."""
 
 S = TypeVar("S")
+Request = TypeVar("Request")
 
 
 class Dialect(Protocol[S]):
@@ -56,7 +57,7 @@ def timeout_of(connect_seconds: float) -> httpx2.Timeout:
     return httpx2.Timeout(None, connect=connect_seconds)
 
 
-def written(write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def written(write: Callable[[], Request]) -> Request:
     """The request to send, from `write`; raises UpstreamError.
 
     Another exception of `write` is a defect of the gateway: it becomes a 400, because the provider received nothing.

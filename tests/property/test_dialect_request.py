@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
 from gateway.errors import UpstreamError
-from gateway.providers.anthropic.anthropic_request import needs_sampling_version
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import request_of
-from tests.rigs.typed_bodies import to_anthropic, to_openai, unsupported_by_openai
+from tests.rigs.typed_bodies import needs_sampling_version, to_anthropic, to_openai, unsupported_by_openai
 from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_params
 
 pytestmark = pytest.mark.unmeasured

@@ -21,10 +21,9 @@ from gateway.apis.openai import generation_request
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.errors import RequestError
-from gateway.providers.anthropic.anthropic_native import to_native
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import strictly
-from tests.rigs.typed_bodies import chat, json_of
+from tests.rigs.typed_bodies import chat, json_of, to_native
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 WORD = st.text(st.characters(codec="ascii", categories=("L",)), min_size=1, max_size=6)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import orjson
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.schema.messages_body import CountedRequest, Thinking
 from gateway.providers import provider
-from gateway.providers.anthropic import anthropic_request
+from gateway.providers.anthropic import anthropic_models, anthropic_native, anthropic_request
 from gateway.providers.openai import openai_request
 from headgate.shared.bodies.body_decoder import Body, as_json
 from headgate.shared.bodies.openai_bodies import ChatBody, decode_chat
@@ -64,7 +66,7 @@ def unsupported_by_openai(
 
 def to_anthropic(body: Json | AnyRequest, model: str) -> dict[str, Any]:
     """See `anthropic_request.to_anthropic`."""
-    return anthropic_request.to_anthropic(chat(body), model)
+    return as_json(anthropic_request.to_anthropic(chat(body), model))
 
 
 def unsupported_by_anthropic(body: Json | AnyRequest, model: str | None = None) -> Mapping[str, str]:
@@ -75,3 +77,19 @@ def unsupported_by_anthropic(body: Json | AnyRequest, model: str | None = None) 
 def template_messages(messages: list[Any]) -> tuple[Json, ...]:
     """`messages` as a worker gives them to a chat template."""
     return messages_of(decode_chat({"model": "m", "messages": messages}, ChatBody, "").messages)
+
+
+def to_native(origin: CountedRequest, model: str) -> dict[str, Any]:
+    """See `anthropic_native.to_native`."""
+    return as_json(anthropic_native.to_native(origin, model))
+
+
+def needs_sampling_version(request: Json) -> bool:
+    """Whether a request for Anthropic has a sampling parameter."""
+    return not request.keys().isdisjoint(("temperature", "top_p", "top_k"))
+
+
+def thinking_for(thinking: Json, model: str) -> Json | None:
+    """See `anthropic_models.thinking_for`."""
+    found = anthropic_models.thinking_for(msgspec.convert(thinking, Thinking), model)
+    return None if found is None else msgspec.to_builtins(found)

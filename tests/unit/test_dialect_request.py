@@ -16,17 +16,12 @@ from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES
 from gateway.errors import UpstreamError
 from gateway.providers import provider_fields as fields
-from gateway.providers.anthropic.anthropic_request import (
-    DEFAULT_MAX_TOKENS,
-    OPENING,
-    needs_sampling_version,
-    takes_prefill,
-)
+from gateway.providers.anthropic.anthropic_request import DEFAULT_MAX_TOKENS, OPENING, takes_prefill
 from gateway.providers.openai.openai_request import flavor_of
 from headgate.shared.bodies.body_decoder import json_schema
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import request_of
-from tests.rigs.typed_bodies import to_anthropic, to_openai, unsupported_by_openai
+from tests.rigs.typed_bodies import needs_sampling_version, to_anthropic, to_openai, unsupported_by_openai
 from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_params
 
 MODEL = "claude-opus-5"
@@ -391,6 +386,8 @@ def test_what_only_another_host_knows_is_dropped() -> None:
     assert translated(user(), **given) == translated(user())
 
 
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"logprobs": True}, "logprobs"),
@@ -404,7 +401,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice"),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages"),
     ({"messages": [user("")]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}]}, "messages"),

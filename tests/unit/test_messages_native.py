@@ -16,15 +16,14 @@ from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.messages.messages_request import parse
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, Done, Frame
+from gateway.apis.schema.messages_body import decode_messages
 from gateway.providers.anthropic import anthropic_events
-from gateway.providers.anthropic.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
-from gateway.providers.anthropic.anthropic_native import to_native
-from gateway.providers.anthropic.anthropic_request import needs_sampling_version
+from gateway.providers.anthropic.anthropic_models import effort_for, takes_prefill, takes_sampling
 from headgate.shared.sse import SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, rules
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import request_of, strictly
-from tests.rigs.typed_bodies import chat
+from tests.rigs.typed_bodies import chat, needs_sampling_version, thinking_for, to_native
 
 MARK = {"type": "ephemeral", "ttl": "1h"}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
@@ -152,7 +151,7 @@ def test_empty_turns_are_left_out_and_a_prefill_is_trimmed() -> None:
     blocks = [HI, {"role": "assistant", "content": [{"type": "text", "text": "The mill "}]}]
     assert native("claude-haiku-4-5", messages=blocks)["messages"][-1]["content"][0]["text"] == "The mill"
     hidden = [HI, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]
-    origin = {"model": "m", "max_tokens": 1, "messages": hidden}
+    origin = decode_messages({"model": "m", "max_tokens": 1, "messages": hidden})
     assert to_native(origin, "claude-haiku-4-5")["messages"] == hidden
 
 

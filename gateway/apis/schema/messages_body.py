@@ -223,6 +223,9 @@ class SystemMessage(Closed, kw_only=True, tag_field="role", tag="system"):
     content: Annotated[str | Annotated[list[Annotated[TextBlock, _BLOCKS]], Meta(min_length=1)], _CONTENT]
 
 
+Turn: TypeAlias = UserMessage | AssistantMessage | SystemMessage
+
+
 # --- tools and output -------------------------------------------------------------------------------------------------
 class MessagesTool(Closed, kw_only=True):
     """A tool that the client runs."""
@@ -262,6 +265,7 @@ class NamedChoice(Closed, kw_only=True, tag_field="type", tag="tool"):
     disable_parallel_tool_use: bool | None = None
 
 
+MessagesChoice: TypeAlias = AutoChoice | AnyChoice | NoChoice | NamedChoice
 Display: TypeAlias = Literal["summarized", "omitted", "updates"]
 
 
@@ -298,10 +302,13 @@ class JsonSchemaFormat(Closed, kw_only=True):
     schema: Object
 
 
+Effort: TypeAlias = Literal["low", "medium", "high", "xhigh", "max"]
+
+
 class OutputConfig(Closed, kw_only=True):
     """The shape of the answer, and the effort for it."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     format: JsonSchemaFormat | None = None
     task_budget: Any = None
 
@@ -328,7 +335,7 @@ class CountedRequest(IgnoredFields, kw_only=True):
     """The body of `/v1/messages/count_tokens`."""
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
-    messages: Annotated[list[UserMessage | AssistantMessage | SystemMessage], Meta(min_length=1, max_length=100_000)]
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=100_000)]
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_control: CacheControl | None = None
     metadata: MessagesMetadata | None = None
@@ -340,7 +347,7 @@ class CountedRequest(IgnoredFields, kw_only=True):
     system: Annotated[str | list[TextBlock] | None, Meta(extra=expected("a string or an array of text blocks"))] = None
     temperature: Temperature = None
     thinking: Thinking | None = None
-    tool_choice: AutoChoice | AnyChoice | NoChoice | NamedChoice | None = None
+    tool_choice: MessagesChoice | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=1024)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     top_p: TopP = None

@@ -6,8 +6,8 @@ A name without a known generation is treated as the newest, because the newest m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+
+from gateway.apis.schema.messages_body import AdaptiveThinking, DisabledThinking, Effort, EnabledThinking, Thinking
 
 _EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
 """Models up to 4.6. They accept sampling parameters (with the older API version) and thinking with a budget, but no
@@ -49,34 +49,31 @@ def takes_later_system(model: str) -> bool:
     return _BEFORE_4_8.match(model) is None
 
 
-def effort_for(effort: str, model: str) -> str | None:
+def effort_for(effort: Effort, model: str) -> Effort | None:
     """The effort of `model` that is nearest to `effort`; None for a model without efforts."""
     if _NO_EFFORT.match(model):
         return None
     return "high" if effort in ("xhigh", "max") and _EARLY.match(model) else effort
 
 
-def thinking_by_effort(model: str) -> Mapping[str, Any] | None:
+def thinking_by_effort(model: str) -> Thinking | None:
     """`thinking` for a request with an effort only; None for a model that needs a budget or does not think.
 
     Models that hide their thinking by default are asked for a summary, because a long silence looks like a failure.
     """
-    display = {} if _EARLY.match(model) else {"display": "summarized"}
-    return thinking_for({"type": "adaptive", **display}, model)
+    return thinking_for(AdaptiveThinking(display=None if _EARLY.match(model) else "summarized"), model)
 
 
-def thinking_for(thinking: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+def thinking_for(thinking: Thinking, model: str) -> Thinking | None:
     """`thinking` as `model` accepts it; None where the model's default is the nearest.
 
     A budget becomes adaptive thinking for models without budgets.
     """
-    kind = thinking["type"]
-    if kind == "disabled":
-        return None if _ALWAYS_THINKS.match(model) else thinking
-    if kind == "enabled" and not _EARLY.match(model):
-        return {"type": "adaptive", **({"display": thinking["display"]} if thinking.get("display") else {})}
-    if kind == "adaptive" and _BEFORE_4_6.match(model):
-        return None
-    if kind == "between_tools" and _EARLY.match(model):
-        return None
-    return thinking
+    match thinking:
+        case DisabledThinking():
+            return None if _ALWAYS_THINKS.match(model) else thinking
+        case EnabledThinking():
+            return thinking if _EARLY.match(model) else AdaptiveThinking(display=thinking.display)
+        case AdaptiveThinking():
+            return None if _BEFORE_4_6.match(model) else thinking
+    return None if _EARLY.match(model) else thinking

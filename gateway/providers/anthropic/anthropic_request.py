@@ -10,8 +10,36 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from gateway.apis.schema.chat_request import ChatRequest
-from gateway.apis.schema.messages_body import IMAGE_TYPES
+from gateway.apis.schema.messages_body import (
+    IMAGE_TYPES,
+    AnyChoice,
+    AssistantMessage,
+    AutoChoice,
+    Base64Image,
+    Base64Pdf,
+    CountedRequest,
+    DisabledThinking,
+    DocumentBlock,
+    Effort,
+    ImageAddress,
+    ImageBlock,
+    JsonSchemaFormat,
+    MessagesChoice,
+    MessagesMetadata,
+    MessagesTool,
+    NamedChoice,
+    NoChoice,
+    OutputConfig,
+    ShownBlock,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    UserMessage,
+)
 from gateway.apis.tool_names import arguments
 from gateway.errors import UpstreamError
 from gateway.providers.anthropic.anthropic_models import (
@@ -51,7 +79,7 @@ _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[^,;]+)*;base64,", re.IGNOR
 _BAD_ID = re.compile(r"[^a-zA-Z0-9_-]")
 
 # OpenAI's efforts beside Anthropic's `output_config.effort`; `none` turns thinking off instead.
-_EFFORTS: Mapping[str, str] = {
+_EFFORTS: Mapping[str, Effort] = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max",
 }  # fmt: skip
 
@@ -86,28 +114,37 @@ def check_supported(body: ChatRequest, model: str) -> None:
     ANTHROPIC_CHAT.check(body)
 
 
-def needs_sampling_version(request: Mapping[str, Any]) -> bool:
+def needs_sampling_version(request: CountedRequest) -> bool:
     """Whether a request made by `to_anthropic` must be sent with `anthropic-version: SAMPLING_VERSION`."""
-    return any(name in request for name in ("temperature", "top_p", "top_k"))
+    return any(value is not None for value in (request.temperature, request.top_p, request.top_k))
 
 
-def to_anthropic(body: ChatRequest, model: str) -> dict[str, Any]:
+def to_anthropic(body: ChatRequest, model: str) -> CountedRequest:
     """The streaming Messages request for `body`; raises UpstreamError (400, `unsupported_parameter`) naming a param."""
     check_supported(body, model)
     system, messages = _conversation(body.messages)
-    request: dict[str, Any] = {
-        "model": model,
-        "max_tokens": body.max_completion_tokens or body.max_tokens or DEFAULT_MAX_TOKENS,
-        "messages": messages,
-        "stream": True,
-    }
-    if system:
-        request["system"] = system
-    request |= _tools(body, messages)
-    request |= _sampling(body, model)
-    request |= _output(body, model)
-    if body.user:
-        request["metadata"] = {"user_id": body.user}
+    tools, tool_choice = _tools(body, messages)
+    sampled = sampling(model, body.stops, body.temperature, body.top_p, body.top_k)
+    request = CountedRequest(
+        model=model,
+        max_tokens=body.max_completion_tokens or body.max_tokens or DEFAULT_MAX_TOKENS,
+        messages=messages,
+        stream=True,
+        system=system or None,
+        tools=tools,
+        tool_choice=tool_choice,
+        output_config=_output_config(body, model),
+        metadata=MessagesMetadata(user_id=body.user) if body.user else None,
+        **sampled,
+    )
+    effort = body.reasoning_effort
+    if effort == "none":
+        request.thinking = thinking_for(DisabledThinking(), model)
+    elif effort in _THINKING_EFFORTS:
+        # A forced tool call and sampling parameters exclude thinking.
+        is_forced = body.tool_choice not in (None, "none", "auto")
+        if not is_forced and not needs_sampling_version(request):
+            request.thinking = thinking_by_effort(model)
     return request
 
 
@@ -194,7 +231,7 @@ def _part_problem(part: Part, role: str) -> str | None:
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]]]:
+def _conversation(messages: Sequence[Message]) -> tuple[str, list[Turn]]:
     """The system prompt, and the turns: alternating, starting with the user, without empty blocks.
 
     System messages are joined into one prompt. Adjacent messages of one role become one turn; tool results come first
@@ -202,20 +239,19 @@ def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]
     a user turn.
     """
     system: list[str] = []
-    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    turns: list[tuple[str, list[Any]]] = []
     ids = ToolIds()
     for message in messages:
         role = message.role
+        blocks = _blocks(message)
         if role in ("system", "developer"):
-            system += [block["text"] for block in _blocks(message.content) if block["type"] == "text"]
+            system += [block.text for block in blocks if isinstance(block, TextBlock)]
             continue
         if role == "assistant":
-            blocks = [*_blocks(message.content), *_text(message.refusal)]
-            blocks += [_tool_use(call, ids) for call in message.tool_calls or ()]
+            blocks += [*_text(message.refusal), *(_tool_use(call, ids) for call in message.tool_calls or ())]
         elif role == "tool":
-            blocks = [_tool_result(message, ids)]
-        else:
-            blocks = _blocks(message.content)
+            assert message.tool_call_id is not None, "results name their call"
+            blocks = [ToolResultBlock(tool_use_id=ids(message.tool_call_id), content=blocks or None)]
         speaker = "assistant" if role == "assistant" else "user"
         if not blocks:
             continue
@@ -224,53 +260,54 @@ def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]
         else:
             turns.append((speaker, blocks))
     if not turns:
-        return "", [{"role": "user", "content": [{"type": "text", "text": "\n\n".join(system)}]}]
+        return "", [UserMessage(content=[TextBlock(text="\n\n".join(system))])]
     if turns[0][0] == "assistant":
-        turns.insert(0, ("user", [{"type": "text", "text": OPENING}]))
+        turns.insert(0, ("user", [TextBlock(text=OPENING)]))
     if turns[-1][0] == "assistant":
         _trim_prefill(turns[-1][1])
     return "\n\n".join(system), [
-        {"role": speaker, "content": sorted(blocks, key=lambda block: block["type"] != "tool_result")}
+        AssistantMessage(content=blocks)
+        if speaker == "assistant"
+        else UserMessage(content=sorted(blocks, key=lambda block: not isinstance(block, ToolResultBlock)))
         for speaker, blocks in turns
     ]
 
 
-def _trim_prefill(blocks: list[dict[str, Any]]) -> None:
+def _trim_prefill(blocks: list[Any]) -> None:
     """Removes white space at the end of a prefill, which the API rejects."""
-    if blocks[-1]["type"] == "text":
-        blocks[-1] = {"type": "text", "text": blocks[-1]["text"].rstrip()}
+    if isinstance(last := blocks[-1], TextBlock):
+        blocks[-1] = TextBlock(text=last.text.rstrip())
 
 
-def _text(text: Any) -> list[dict[str, Any]]:
+def _text(text: Any) -> list[TextBlock]:
     """A text block; none for empty text or white space, which the API rejects."""
-    return [{"type": "text", "text": text}] if isinstance(text, str) and text.strip() else []
+    return [TextBlock(text=text)] if isinstance(text, str) and text.strip() else []
 
 
-def _blocks(content: Any) -> list[dict[str, Any]]:
-    if not isinstance(content, list):
-        return _text(content)
-    return [block for part in content for block in _part(part)]
+def _blocks(message: Message) -> list[Any]:
+    if not message.parts:
+        return [*_text(message.content)]
+    return [block for part in message.parts for block in _part(part)]
 
 
-def _part(part: Part) -> list[dict[str, Any]]:
+def _part(part: Part) -> Sequence[ShownBlock]:
     match part:
         case ImagePart():
-            return [{"type": "image", "source": _source(part.image_url.url)}]
+            url = part.image_url.url
+            match = _DATA_URL.match(url)
+            if match is None:
+                return [ImageBlock(source=ImageAddress(url=url))]
+            media_type: Any = match[1].lower()
+            return [ImageBlock(source=Base64Image(media_type=media_type, data=url[match.end() :]))]
         case FilePart():
-            document: dict[str, Any] = {"type": "document", "source": _source(part.file["file_data"])}
-            if part.file.get("filename"):
-                document["title"] = part.file["filename"]
-            return [document]
+            url = part.file["file_data"]
+            data = url[url.index(",") + 1 :]
+            source = Base64Pdf(media_type="application/pdf", data=data)
+            return [DocumentBlock(source=source, title=part.file.get("filename") or None)]
         case RefusalPart():
             return _text(part.refusal)
     assert isinstance(part, TextPart), "audio was rejected"
     return _text(part.text)
-
-
-def _source(url: str) -> dict[str, str]:
-    if match := _DATA_URL.match(url):
-        return {"type": "base64", "media_type": match[1].lower(), "data": url[match.end() :]}
-    return {"type": "url", "url": url}
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
@@ -295,45 +332,33 @@ class ToolIds:
         return self._ids[id]
 
 
-def _tool_use(call: ToolCall, ids: ToolIds) -> dict[str, Any]:
+def _tool_use(call: ToolCall, ids: ToolIds) -> ToolUseBlock:
     name, text = ("", "") if call.function is None else (call.function.name, call.function.arguments)
-    return {"type": "tool_use", "id": ids(call.id), "name": name, "input": arguments(text)}
+    return ToolUseBlock(id=ids(call.id), name=name, input=arguments(text))
 
 
-def _tool_result(message: Message, ids: ToolIds) -> dict[str, Any]:
-    assert message.tool_call_id is not None, "results name their call"
-    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": ids(message.tool_call_id)}
-    if content := _blocks(message.content):
-        result["content"] = content
-    return result
-
-
-def _tools(body: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tools(body: ChatRequest, messages: Sequence[Turn]) -> tuple[list[MessagesTool] | None, MessagesChoice | None]:
     """`tools` and `tool_choice`. The API requires definitions of all tools that the history calls."""
     tools = [_tool(tool.function) for tool in body.tools or () if tool.function is not None]
     if not tools:
-        used = dict.fromkeys(
-            block["name"] for message in messages for block in message["content"] if block["type"] == "tool_use"
-        )
+        blocks = (block for message in messages for block in message.content)
+        used = dict.fromkeys(block.name for block in blocks if isinstance(block, ToolUseBlock))
         if not used:
-            return {}
-        return {
-            "tools": [{"name": name, "input_schema": {"type": "object"}} for name in used],
-            "tool_choice": {"type": "none"},
-        }
+            return None, None
+        return [MessagesTool(name=name, input_schema={"type": "object"}) for name in used], NoChoice()
     choice = _tool_choice(body.tool_choice)
-    if body.parallel_tool_calls is False and choice.get("type") != "none":
-        choice = {**(choice or {"type": "auto"}), "disable_parallel_tool_use": True}
-    return {"tools": tools, **({"tool_choice": choice} if choice else {})}
+    if body.parallel_tool_calls is False and not isinstance(choice, NoChoice):
+        choice = replace(choice or AutoChoice(), disable_parallel_tool_use=True)
+    return tools, choice
 
 
-def _tool(function: Function) -> dict[str, Any]:
-    tool: dict[str, Any] = {"name": function.name}
-    if function.description:
-        tool["description"] = function.description
-    if function.strict:
-        return {**tool, "input_schema": _held_input(function), "strict": True}
-    return {**tool, "input_schema": {"type": "object", **(function.parameters or {})}}
+def _tool(function: Function) -> MessagesTool:
+    return MessagesTool(
+        name=function.name,
+        description=function.description or None,
+        input_schema=_held_input(function) if function.strict else {"type": "object", **(function.parameters or {})},
+        strict=function.strict or None,
+    )
 
 
 def _held_input(function: Function) -> dict[str, Any]:
@@ -344,11 +369,16 @@ def _held_input(function: Function) -> dict[str, Any]:
     return {"type": "object", **held({"type": "object", "properties": {}, **parameters}, "tools")}
 
 
-def _tool_choice(choice: Any) -> dict[str, Any]:
+def _tool_choice(choice: str | ChosenTool | None) -> MessagesChoice | None:
     if isinstance(choice, ChosenTool):
         assert choice.function is not None, "other types were rejected"
-        return {"type": "tool", "name": choice.function.name}
-    return {"none": {"type": "none"}, "auto": {"type": "auto"}, "required": {"type": "any"}}.get(choice, {})
+        return NamedChoice(name=choice.function.name)
+    kinds: Mapping[str | None, type[NoChoice | AutoChoice | AnyChoice]] = {
+        "none": NoChoice,
+        "auto": AutoChoice,
+        "required": AnyChoice,
+    }
+    return kinds[choice]() if choice in kinds else None
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -371,29 +401,12 @@ def sampling(
     return found
 
 
-def _sampling(body: ChatRequest, model: str) -> dict[str, Any]:
-    return sampling(model, body.stops, body.temperature, body.top_p, body.top_k)
-
-
-def _output(body: ChatRequest, model: str) -> dict[str, Any]:
-    """`output_config` and `thinking`, from response_format and reasoning_effort."""
-    config: dict[str, Any] = {}
+def _output_config(body: ChatRequest, model: str) -> OutputConfig | None:
+    """The schema of response_format, and reasoning_effort."""
+    config = OutputConfig()
     if body.response_format is not None and body.response_format.type == "json_schema":
         schema = held(_schema_of(body.response_format), "response_format")
-        config["format"] = {"type": "json_schema", "schema": schema}
-    effort = body.reasoning_effort
-    if effort is not None and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
-        config["effort"] = known
-    output: dict[str, Any] = {"output_config": config} if config else {}
-    thinking: Mapping[str, Any] | None = None
-    if effort == "none":
-        thinking = thinking_for({"type": "disabled"}, model)
-    elif effort in _THINKING_EFFORTS and not _excludes_thinking(body, model):
-        thinking = thinking_by_effort(model)
-    return {**output, "thinking": thinking} if thinking else output
-
-
-def _excludes_thinking(body: ChatRequest, model: str) -> bool:
-    """Whether the request excludes thinking: by a forced tool call or sampling parameters."""
-    is_forced = body.tool_choice not in (None, "none", "auto")
-    return is_forced or needs_sampling_version(_sampling(body, model))
+        config.format = JsonSchemaFormat(type="json_schema", schema=schema)
+    if (effort := _EFFORTS.get(body.reasoning_effort or "")) is not None:
+        config.effort = effort_for(effort, model)
+    return config if config.format or config.effort else None

@@ -16,6 +16,7 @@ from anthropic import AsyncAnthropic, AsyncStream
 
 from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.schema.messages_body import CountedRequest
 from gateway.providers.anthropic import anthropic_events, anthropic_request
 from gateway.providers.anthropic.anthropic_native import to_native
 from gateway.providers.anthropic.anthropic_request import (
@@ -27,6 +28,7 @@ from gateway.providers.anthropic.anthropic_request import (
 from gateway.providers.openai.openai_request import no_endpoint
 from gateway.providers.provider import Call
 from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
+from headgate.shared.bodies.body_decoder import as_json
 
 BASE_URL = "https://api.anthropic.com"
 
@@ -67,7 +69,7 @@ class AnthropicProvider:
     async def count_tokens(self, call: Call) -> int:
         """See `gateway.providers.provider.CountsTokens`."""
         body = written(lambda: _request(call))
-        counted: dict[str, Any] = {name: body[name] for name in _COUNTED if name in body}
+        counted = {name: value for name, value in as_json(body).items() if name in _COUNTED}
         try:
             answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
         except Exception as error:
@@ -86,7 +88,7 @@ class AnthropicProvider:
         response: Any = await self._client.post(
             "/v1/messages",
             cast_to=httpx2.Response,
-            body=body,
+            body=as_json(body),
             options={"timeout": timeout_of(call.connect_seconds), "headers": headers},
             stream=True,
             stream_cls=AsyncStream[Any],
@@ -95,8 +97,8 @@ class AnthropicProvider:
         return response
 
 
-def _request(call: Call) -> dict[str, Any]:
-    """The request to send; raises UpstreamError if Anthropic or the model cannot serve it."""
+def _request(call: Call) -> CountedRequest:
+    """The request to send; raises UpstreamError for what Anthropic or the model cannot do."""
     body = call.body
     if not isinstance(body, ChatRequest):
         raise no_endpoint(call.endpoint)

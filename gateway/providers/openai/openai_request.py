@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from gateway.errors import UpstreamError
@@ -19,7 +21,7 @@ from gateway.providers.provider_fields import (
     Profile,
     unsupported,
 )
-from headgate.shared.bodies.openai_bodies import CompletionRequest
+from headgate.shared.bodies.openai_bodies import CompletionRequest, Function, StreamOptions
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
@@ -51,7 +53,6 @@ _MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
     Flavor.GOOGLE: for_google,
     Flavor.COMPATIBLE: for_others,
 }
-_STREAM_OPTIONS = ("include_obfuscation",)
 _MOST_STOPS = 4
 """The limit of OpenAI and Google. Other providers have their own limits, or none."""
 _STREAMED_AUDIO = "pcm16"
@@ -125,19 +126,15 @@ def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) 
         raise no_endpoint(endpoint)
     for param, why in _shortcomings(body, model, flavor):
         raise unsupported(param, why)
-    request = {**profile.kept(body), "model": model}
-    if endpoint is Endpoint.EMBEDDINGS:
-        return request
-    options = request.get("stream_options") or {}
-    request["stream"] = True
-    request["stream_options"] = {"include_usage": True} | (
-        {name: options[name] for name in _STREAM_OPTIONS if name in options} if flavor is Flavor.OPENAI else {}
-    )
-    if isinstance(body, ChatRequest):
-        _translate_chat(request, flavor)
-        if flavor is Flavor.OPENAI and body.from_messages:
-            _keep_messages_semantics(request)
-    return request
+    profile.check(body)
+    sent = _chat(body, model, flavor) if isinstance(body, ChatRequest) else replace(body, model=model)
+    if isinstance(sent, ChatRequest | CompletionRequest):
+        options = sent.stream_options if flavor is Flavor.OPENAI else None
+        sent.stream = True
+        sent.stream_options = StreamOptions(
+            include_usage=True, include_obfuscation=options.include_obfuscation if options is not None else None
+        )
+    return profile.kept(sent)
 
 
 def no_endpoint(endpoint: Endpoint) -> UpstreamError:
@@ -153,48 +150,51 @@ def _profile(endpoint: Endpoint, flavor: Flavor) -> Profile | None:
     return _OTHER.get(endpoint)
 
 
-def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
-    if flavor is Flavor.OPENAI and "max_tokens" in request:
-        limit = request.pop("max_tokens")  # newer models reject the old name, all models accept the new one
-        request.setdefault("max_completion_tokens", limit)
+def _chat(body: ChatRequest, model: str, flavor: Flavor) -> ChatRequest:
+    messages, has_extra = list(_MESSAGES[flavor](body.messages, model)), body.has_extra or flavor is Flavor.GOOGLE
+    sent = replace(body, model=model, messages=messages, has_extra=has_extra, origin=None)
+    if body.reasoning_effort is not None:
+        sent.reasoning_effort = _effort(body.reasoning_effort, model, flavor)
     if flavor is Flavor.OPENAI:
-        for name in _unknown_to(request["model"], request.get("reasoning_effort")):
-            request.pop(name, None)  # a sampling parameter, which may be dropped, or a neutral value
-    if effort := request.pop("reasoning_effort", None):
-        request |= _effort(effort, request["model"], flavor)
-    request["messages"] = list(_MESSAGES[flavor](request["messages"], request["model"]))
+        if sent.max_completion_tokens is None:
+            sent.max_completion_tokens = sent.max_tokens
+        sent.max_tokens = None  # newer models reject the old name, all models accept the new one
+        for name in _unknown_to(model, body.reasoning_effort):
+            setattr(sent, name, None)  # a sampling parameter, which may be dropped, or a neutral value
+        if body.from_messages:
+            _keep_messages_semantics(sent)
+    return sent
 
 
-def _effort(effort: str, model: str, flavor: Flavor) -> dict[str, str]:
-    """`reasoning_effort` as the nearest effort of the provider and the model; empty for a model without efforts."""
-    known: str | None = effort
+def _effort(effort: str, model: str, flavor: Flavor) -> str | None:
+    """`reasoning_effort` as the nearest effort of the provider and the model; None for a model without efforts."""
     if flavor is Flavor.OPENAI:
-        known = effort_for(effort, model)
-    elif flavor is Flavor.GOOGLE:
+        return effort_for(effort, model)
+    if flavor is Flavor.GOOGLE:
         is_off = effort == "none" and _ALWAYS_THINKS.match(model) is not None
-        known = "minimal" if is_off else _GOOGLES_EFFORTS.get(effort, effort)
-    return {} if known is None else {"reasoning_effort": known}
+        return "minimal" if is_off else _GOOGLES_EFFORTS.get(effort, effort)
+    return effort
 
 
-def _keep_messages_semantics(request: dict[str, Any]) -> None:
+def _keep_messages_semantics(sent: ChatRequest) -> None:
     """Adapts fields of a Messages API request whose meaning differs at OpenAI.
 
     Clients must set `max_tokens` there and often set more than some models accept. Strict schemas may have optional
     properties there; at OpenAI such a schema is sent without `strict`.
     """
-    limit, most = request.get("max_completion_tokens"), most_tokens(request["model"])
+    limit, most = sent.max_completion_tokens, most_tokens(sent.model)
     if limit is not None and most is not None:
-        request["max_completion_tokens"] = min(limit, most)
-    if shape := request.get("response_format"):
-        inner = shape["json_schema"]
-        request["response_format"] = {**shape, "json_schema": {**inner, "strict": is_strict(inner["schema"])}}
-    if tools := request.get("tools"):
-        request["tools"] = [{**tool, "function": _loosened(tool["function"])} for tool in tools]
+        sent.max_completion_tokens = min(limit, most)
+    if (shape := sent.response_format) is not None and (inner := shape.json_schema) is not None:
+        sent.response_format = replace(shape, json_schema=replace(inner, strict=is_strict(inner.schema)))
+    if sent.tools:
+        sent.tools = [replace(tool, function=_loosened(tool.function)) for tool in sent.tools]
 
 
-def _loosened(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    is_kept = not function.get("strict") or is_strict(function["parameters"])
-    return function if is_kept else {**function, "strict": False}
+def _loosened(function: Function | None) -> Function | None:
+    if function is None or not function.strict or is_strict(function.parameters):
+        return function
+    return replace(function, strict=False)
 
 
 def is_strict(schema: Any) -> bool:
