@@ -11,7 +11,7 @@ def leaked_reservation(service: str) -> None:
     """Every second worker that leaves a device keeps its bytes in the ledger for ever."""
     if service != "inference":
         return
-    from inference.authority.handlers import endings
+    from inference.authority.handlers.running import endings
 
     turns = itertools.count()
     release = endings.release
