@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from headgate.shared.configfile import Duration
 from headgate.shared.errors import Problem
 from headgate.shared.state_directory import INVALID_KEY, fits_a_header
-from headgate.shared.units import MIB, format_bytes, parse_bytes
+from headgate.shared.units import GIB, MIB, format_bytes, parse_bytes
 from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"
@@ -54,7 +54,6 @@ AT_START = frozenset(
 """Settings that a reload does not apply to the running service."""
 
 KvType = Literal["f16", "q8_0", "q4_0"]
-_BARE_GIB = 2**30
 
 SIMULATED = "sim:"
 SIMULATED_EXAMPLE = "sim:2x600MiB"
@@ -199,7 +198,7 @@ class InferenceSettings(BaseSettings):
     @property
     def memory_limit_bytes(self) -> int | None:
         """INFERENCE_MEMORY_LIMIT_GB in bytes."""
-        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * _BARE_GIB)
+        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * GIB)
 
     @property
     def max_body_bytes(self) -> int:

@@ -18,6 +18,11 @@ MIB = 2**20
 GIB = 2**30
 
 
+def mib(count: float) -> float:
+    """Bytes as MiB, with three decimal places."""
+    return round(count / MIB, 3)
+
+
 def parse_duration(value: Any) -> float:
     """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a number of seconds; `"never"` is infinity.
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
+from headgate.shared.units import MIB
 from inference.devices.device import Reading
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
 CPU_OVERHEAD_BYTES = 64 * MIB
 """Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
 

@@ -11,8 +11,9 @@ import pytest
 
 from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter
+from headgate.shared.units import MIB
 from inference.devices.device import Reading
-from inference.estimate.overheads import MIB, Overheads
+from inference.estimate.overheads import Overheads
 from inference.protocol import ExitCause
 from inference.workers.crash_records import CrashStore
 from inference.workers.exit_cause import WorkerExit

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from inference.authority.handlers.running.growth_watch import GROWTH_SLACK_BYTES, growth_bytes
 from inference.authority.placement.ledger import Account, Ledger, LedgerError
-from inference.authority.pressure.growth import SLACK_BYTES, Growth, growth
 
 MIB = 2**20
 HELD = 100 * MIB
-SLACK = SLACK_BYTES + HELD // 10
+SLACK = GROWTH_SLACK_BYTES + HELD // 10
 
 
 def ledger(*, capacity: int = 1000, budget: int = 500, limit: int | None = None, seen: int = 0) -> Ledger:
@@ -22,16 +22,15 @@ def ledger(*, capacity: int = 1000, budget: int = 500, limit: int | None = None,
 
 @pytest.mark.parametrize("seen", [0, HELD, HELD + SLACK])
 def test_within_the_slack_nothing_follows(seen: int) -> None:
-    assert growth(ledger(), "a", "cpu", seen) is None
+    assert growth_bytes(ledger(), "a", "cpu", seen) == 0
 
 
 def test_growth_that_fits_moves_from_others_to_its_owner() -> None:
-    found = growth(ledger(seen=200), "a", "cpu", 300 * MIB)
-    assert found is not None
-    assert found.ledger is not None
-    balance = found.ledger.balance("cpu")
-    assert (found.bytes, balance.resident_bytes, balance.foreign_bytes) == (200 * MIB, 300 * MIB, 0)
-    assert growth(found.ledger, "a", "cpu", 300 * MIB) is None, "it is told once"
+    more = growth_bytes(ledger(seen=200), "a", "cpu", 300 * MIB)
+    grown = ledger(seen=200).grow("a", "cpu", more)
+    balance = grown.balance("cpu")
+    assert (more, balance.resident_bytes, balance.foreign_bytes) == (200 * MIB, 300 * MIB, 0)
+    assert growth_bytes(grown, "a", "cpu", 300 * MIB) == 0, "it is reported once"
 
 
 @pytest.mark.parametrize(
@@ -43,10 +42,8 @@ def test_growth_that_fits_moves_from_others_to_its_owner() -> None:
     ],
 )
 def test_growth_that_does_not_fit_names_what_it_exceeds(books: Ledger, bound: str) -> None:
-    found = growth(books, "a", "cpu", 700 * MIB)
-    assert isinstance(found, Growth)
-    assert found.ledger is None
-    assert bound in found.reason
+    with pytest.raises(LedgerError, match=bound):
+        books.grow("a", "cpu", growth_bytes(books, "a", "cpu", 700 * MIB))
 
 
 def test_only_what_is_resident_grows() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state_directory import StateDir
+from headgate.shared.units import MIB
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.devices.device import Reading, environment_of, grants_of
-from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MIB, MOST_BYTES, Overheads
+from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
 

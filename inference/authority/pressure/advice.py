@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from headgate.shared.units import format_bytes
+from headgate.shared.units import MIB, format_bytes
 from inference.authority.pressure.levels import BAND, Bounds, Level
 from inference.authority.pressure.relief import SAYS, Rung
-
-MIB = 2**20
-GIB = 2**30
 
 SWAPS = 6
 """This many evictions of two models for each other within SWAP_SECONDS raise an alert."""

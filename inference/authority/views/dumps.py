@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from headgate.shared.units import mib
 from inference.authority.state import ModelRecord, State
 from inference.authority.views import figures
 from inference.errors import InvalidRequestError
@@ -118,12 +119,12 @@ class Dumps:
 def _ledger(state: State) -> dict[str, Any]:
     ledger = state.ledger
     return {
-        "limit_mb": None if ledger.limit_bytes is None else figures.mib(ledger.limit_bytes),
+        "limit_mb": None if ledger.limit_bytes is None else mib(ledger.limit_bytes),
         "holdings": {
             holding.id: {
                 "owner": holding.owner,
                 "phase": str(holding.phase),
-                "devices_mb": {device: figures.mib(count) for device, count in holding.bytes.items()},
+                "devices_mb": {device: mib(count) for device, count in holding.bytes.items()},
             }
             for holding in ledger.holdings.values()
         },
@@ -147,7 +148,7 @@ def _worker(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
         "seconds": round(now - worker.began_at, 3),
         "ready": worker.ready is not None,
         "leaves": str(worker.departure.reason) if worker.departure else None,
-        "process_mb": None if host is None else figures.mib(host),
+        "process_mb": None if host is None else mib(host),
         "beat": asdict(worker.beat) if worker.beat else None,
     }
 
@@ -162,7 +163,7 @@ def _python() -> dict[str, Any]:
         "threads": threading.active_count(),
         "tasks": len(asyncio.all_tasks()),
         "open_files": sum(1 for _ in Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else None,
-        "process_mb": None if own is None else figures.mib(own),
+        "process_mb": None if own is None else mib(own),
     }
 
 
@@ -174,7 +175,7 @@ def _largest(most: int) -> dict[str, dict[str, Any]]:
         name = f"{type(item).__module__}.{type(item).__qualname__}"
         counts[name] += 1
         sizes[name] += sys.getsizeof(item, 0)
-    return {name: {"count": counts[name], "mb": figures.mib(size)} for name, size in sizes.most_common(most)}
+    return {name: {"count": counts[name], "mb": mib(size)} for name, size in sizes.most_common(most)}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from headgate.shared.units import mib
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
@@ -19,13 +20,6 @@ from inference.authority.views.inference_metrics import Metrics, bytes_by_kind
 from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.workers.os_api import private_bytes
-
-MIB = 2**20
-
-
-def mib(count: float) -> float:
-    """Bytes as MiB."""
-    return round(count / MIB, 3)
 
 
 def percent(part: float, whole: float) -> float:

@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 
+from headgate.shared.units import MIB
 from inference.worker_link import Buffer
 
 KEPT_LINES = 50
@@ -17,7 +18,6 @@ MOST_LINE_CHARS = 4096
 _LEVEL_WARN = 3
 _LEVEL_CONT = 5
 _LEVEL_DEBUG = 1
-_MIB = 2**20
 
 _BUFFER = re.compile(
     r"(?P<where>\S+)\s+(?P<what>model|KV|RS|output|compute|LoRA)\s+buffer size\s*=\s*(?P<size>[\d.]+)\s*MiB"
@@ -55,7 +55,7 @@ class LogTail:
             # A device has several buffers of a kind, and their sizes add up. Compute and output buffers are reported
             # again on each reserve.
             key = (match["where"], _KINDS[match["what"]])
-            size = round(float(match["size"]) * _MIB)
+            size = round(float(match["size"]) * MIB)
             replaces = match["what"] in ("compute", "output")
             self._buffers[key] = size if replaces else self._buffers.get(key, 0) + size
         if self._level >= _LEVEL_WARN:

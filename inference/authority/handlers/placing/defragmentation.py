@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
+from headgate.shared.units import mib
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, TrimWorkers
 from inference.authority.events import Move, Trimmed
@@ -19,7 +20,6 @@ from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from inference.settings import ModelSpec
 
-MIB = 2**20
 MOVE_SECONDS = 30.0
 
 
@@ -133,16 +133,12 @@ def _report(draft: Draft, command: DefragmentCommand) -> dict[str, Any]:
     ]
     return {
         "cells_released": command.cells,
-        "trimmed_mb": _mib(command.trimmed_bytes),
-        "reclaimed_mb": _mib(command.reclaimed_bytes),
+        "trimmed_mb": mib(command.trimmed_bytes),
+        "reclaimed_mb": mib(command.reclaimed_bytes),
         "moved": [data for reason, data in shifts if reason is None],
         "refused": [{**data, "reason": reason} for reason, data in shifts if reason is not None],
         "largest_room_mb": {
-            "before": _mib(command.before_bytes),
-            "after": _mib(_largest_room(draft.state, draft.now)),
+            "before": mib(command.before_bytes),
+            "after": mib(_largest_room(draft.state, draft.now)),
         },
     }
-
-
-def _mib(count: float) -> float:
-    return round(count / MIB, 3)

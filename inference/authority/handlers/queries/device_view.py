@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from headgate.shared.units import MIB
 from inference.authority.device_health import USABLE, DeviceHealth
 from inference.authority.draft import Draft
 from inference.authority.effects import ReadDevices
@@ -17,7 +18,6 @@ from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState
 from inference.settings import ModelSpec
 
-MIB = 2**20
 UNKNOWN_BYTES = 16 * 2**30
 """What may be used of a device whose size is unknown."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headgate.shared.units import mib
 from inference.authority.draft import Draft
 from inference.authority.effects import Publish, StopWorker
 from inference.authority.lifecycle.departures import Departure, Eviction
@@ -9,7 +10,6 @@ from inference.authority.lifecycle.transitions import ModelEvent
 from inference.authority.placement.ledger import Phase
 from inference.authority.state import CollectCommand, EvictCommand, WorkerRecord
 
-MIB = 2**20
 MOST_RECORDS = 1000
 
 
@@ -57,7 +57,7 @@ def record(draft: Draft, model: str, departure: Departure | None, freed_bytes: i
         model,
         departure.reason,
         departure.action,
-        round(freed_bytes / MIB, 3),
+        mib(freed_bytes),
         draft.unix,
         departure.explanation,
     )

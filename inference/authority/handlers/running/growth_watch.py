@@ -10,11 +10,12 @@ from inference.authority.draft import Draft
 from inference.authority.effects import MeasureWorkers
 from inference.authority.handlers.running import departure, model_files
 from inference.authority.lifecycle.departures import Reason
-from inference.authority.pressure.growth import growth
+from inference.authority.placement.ledger import Ledger, LedgerError
 from inference.authority.state import Growth, State, WorkerRecord
 from inference.devices.device import CPU
 from inference.protocol import ModelState
 
+GROWTH_SLACK_BYTES = 64 * 2**20
 _SERVING = (ModelState.READY, ModelState.BUSY)
 
 
@@ -45,20 +46,31 @@ def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
             _look(draft, draft.worker(id), seen)
 
 
+def growth_bytes(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> int:
+    """How much the process of `holding` has of `device` beyond its reservation; 0 while it is within
+    GROWTH_SLACK_BYTES and a tenth of it: buffers of requests come and go.
+    """
+    held = ledger.holdings[holding].bytes.get(device, 0)
+    return seen_bytes - held if seen_bytes - held > GROWTH_SLACK_BYTES + held // 10 else 0
+
+
 def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
-    found = growth(draft.state.ledger, worker.holding, CPU, seen) if seen else None
-    if not found:
+    """Books the growth if it fits, else has the model leave, so that other models do not pay for it."""
+    more = growth_bytes(draft.state.ledger, worker.holding, CPU, seen)
+    if not more:
         return
-    _note(draft, worker, found.bytes)
-    if found.ledger is not None:
-        draft.set(ledger=found.ledger)
-        draft.set_worker(worker.id, grown_bytes=worker.grown_bytes + found.bytes)
-        draft.changed()
-        draft.warning("%s grew by %s beyond its reservation; reserved", worker.model, format_bytes(found.bytes))
+    _note(draft, worker, more)
+    try:
+        ledger = draft.state.ledger.grow(worker.holding, CPU, more)
+    except LedgerError as error:
+        draft.error("%s grew by %s, and has to leave: %s", worker.model, format_bytes(more), error)
+        departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(str(error),))
+        departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
         return
-    draft.error("%s grew by %s, and has to leave: %s", worker.model, format_bytes(found.bytes), found.reason)
-    departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(found.reason,))
-    departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
+    draft.set(ledger=ledger)
+    draft.set_worker(worker.id, grown_bytes=worker.grown_bytes + more)
+    draft.changed()
+    draft.warning("%s grew by %s beyond its reservation; reserved", worker.model, format_bytes(more))
 
 
 def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:

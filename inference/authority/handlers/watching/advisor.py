@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headgate.shared.units import GIB, MIB
 from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.pressure_view import bounds_of, level, rungs, uses
@@ -16,8 +17,6 @@ from inference.authority.lifecycle.departures import Reason
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan
 from inference.authority.pressure.advice import (
-    GIB,
-    MIB,
     SWAP_SECONDS,
     TURNED_AWAY_SECONDS,
     Alert,

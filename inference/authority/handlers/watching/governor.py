@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from headgate.shared.units import mib
 from inference.authority.draft import Draft
 from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
 from inference.authority.handlers.queries import device_view
@@ -22,7 +23,6 @@ from inference.authority.pressure.relief import SAYS, Leave, Limit, PressureInpu
 from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
-MIB = 2**20
 MOST_SAMPLES = 1000
 """At a check every 15 s, more than four hours."""
 _S = ModelState
@@ -185,7 +185,7 @@ def _sample(draft: Draft) -> None:
 def _device(use: Use, level: Level) -> DeviceSample:
     free = max(0, use.total_bytes - use.used_bytes)
     used_mb, free_mb, foreign_mb, ours_mb = (
-        round(count / MIB, 3) for count in (use.used_bytes, free, use.foreign_bytes, use.ours_bytes)
+        mib(count) for count in (use.used_bytes, free, use.foreign_bytes, use.ours_bytes)
     )
     return DeviceSample(used_mb, free_mb, foreign_mb, ours_mb, str(level))
 
