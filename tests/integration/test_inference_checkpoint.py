@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -15,15 +12,13 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.events import Refresh, SuspensionTested
+from inference.authority.events import SuspensionTested
 from inference.authority.lifecycle.departures import Action
-from inference.authority.state import Timing
-from inference.devices.checkpoint.checkpoint_support import Trouble
+from inference.devices.checkpoint.checkpoint_support import DriversCarrier, Trouble
 from inference.devices.device import Reading
-from inference.errors import InferenceError
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model
 
@@ -117,133 +112,30 @@ async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_wa
         *(("resume", "hang", call) for call in RESUMES[1:3]),
     ],
 )
-async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
-    start: Start, driver: CudaStub, way: str, call: str, how: str
-) -> None:
-    """The process is killed, the model is loaded from its file when it is wanted, and the way is not tried again."""
-    service, model = await ready(start, parts={"timing": Timing(suspend_seconds=0.3)} if how == "hang" else {})
-    assert model.running is not None
-    pid = model.running.worker.pid
+async def test_failed_driver_call_is_named(driver: CudaStub, way: str, call: str, how: str) -> None:
+    carrier, process = DriversCarrier(), await asyncio.create_subprocess_exec("sleep", "60")
     if way == "resume":
-        await service.authority.offload(model)
+        assert await carrier.carry("suspend", "gpu-0", process.pid, 10) is None
     driver.say(f"{how} {call} 999")
-    if way == "suspend":
-        await service.authority.offload(model)
-        await model.becomes(S.COLD)
-        await service.authority.emptied()
-        assert service.authority.state.evictions[-1].action is Action.UNLOAD
-        assert len(service.authority.state.evictions) == 1
-    await use(service)
-    assert model.running is not None
-    assert model.running.worker.pid != pid
-    assert not Path(f"/proc/{pid}").exists()
-    assert (model.loads, model.failure) == (2, None)
-    await service.authority.reached(lambda: booked(service) == (100, 0))
-    assert call in str(obstacle(service))
-    driver.say()
-    await service.authority.offload(model)
-    assert service.authority.offloaded()[0]["mechanism"] == "resident"
+    trouble = await carrier.carry(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
+    process.kill()
+    await process.wait()
+    assert trouble is not None
+    assert call in trouble.why
 
 
-@pytest.mark.parametrize("moment", ["warm", "restoring", "offloading"])
-async def test_a_process_that_dies_on_the_way_gives_everything_back(
-    start: Start, driver: CudaStub, moment: str
-) -> None:
-    """kill -9 of the worker; nothing stays booked."""
+async def test_model_whose_suspension_fails_is_cold(start: Start, driver: CudaStub) -> None:
+    """The process is killed, and the model is loaded from its file when it is wanted."""
     service, model = await ready(start)
     assert model.running is not None
     pid = model.running.worker.pid
-    if moment == "offloading":
-        driver.say("hang cuCheckpointProcessCheckpoint")
-        leaving = asyncio.create_task(service.authority.offload(model))
-        await service.authority.reached(lambda: driver.state(pid) == 1)
-        os.kill(pid, signal.SIGKILL)
-        await leaving
-    else:
-        await service.authority.offload(model)
-        if moment == "restoring":
-            driver.say("hang cuCheckpointProcessUnlock")
-            ticket = service.authority.ask(model)
-            await service.authority.reached(lambda: driver.state(pid) == 1)
-        os.kill(pid, signal.SIGKILL)
-        if moment == "restoring":
-            await service.authority.reached(lambda: model.running is None or model.running.worker.pid != pid)
-            ticket.close()
-    await service.authority.reached(lambda: model.running is None)
-    await service.authority.emptied()
-
-
-async def test_an_unload_while_it_is_suspended_ends_it_at_once(start: Start, driver: CudaStub) -> None:
-    """It could not hear that it should stop."""
-    service, model = await ready(start)
+    driver.say("error cuCheckpointProcessCheckpoint 999")
     await service.authority.offload(model)
-    assert model.running is not None
-    exited = model.running.worker.exited
-    await service.authority.unload(model)
-    assert exited.done()
-    assert model.state is S.COLD
+    await model.becomes(S.COLD)
     await service.authority.emptied()
-
-
-class Two(FakeAccelerator):
-    """Two GPUs, the second of which is there only if it says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = ["gpu-0"]
-
-    def readings(self) -> tuple[Reading, ...]:
-        total = 1000 * MIB
-        return tuple(Reading(name, "cuda", "fake", total, total, 0) for name in self.names)
-
-
-async def test_a_suspended_model_whose_device_is_gone_is_loaded_elsewhere(start: Start, driver: CudaStub) -> None:
-    """It can come back onto its own device only."""
-    accelerator = Two()
-    service, model = await ready(start, accelerator=accelerator)
-    await service.authority.offload(model)
-    await service.authority.reached(lambda: booked(service)[0] == 0)
-    accelerator.names = ["gpu-1"]
-    await service.authority.command(Refresh())
     await use(service)
-    assert model.running is not None
-    assert (model.running.device.id, model.loads) == ("gpu-1", 2)
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub, seed: int) -> None:
-    """Uses, offloads, unloads, faults and kills in any order end with nothing booked."""
-    chance = random.Random(seed)
-    service, _ = await ready(start, ("a", "b"))
-    for _ in range(12):
-        model = service.authority.resolve(chance.choice("ab"))
-        match chance.choice(("use", "use", "offload", "offload", "unload", "kill", "fault", "well")):
-            case "use":
-                driver.say()
-                await use(service, model.id)
-            case "offload":
-                if model.state in (S.READY, S.BUSY):
-                    await service.authority.offload(model)
-            case "unload":
-                await service.authority.unload(model)
-            case "kill" if model.running is not None:
-                os.kill(model.running.worker.pid, signal.SIGKILL)
-                await asyncio.sleep(0)
-                await service.authority.reached(lambda m=model: m.state not in (S.LOADING, S.RESTORING, S.OFFLOADING))  # type: ignore[misc]
-                await service.clock.advance(max(0.0, model.retry_at - service.authority.now))
-            case "fault":
-                driver.say(f"error {chance.choice(SUSPENDS + RESUMES)} 401")
-            case _:
-                driver.say()
-                proven(service)
-        held = service.authority.ledger.owned_by(model.id)
-        assert sum(held.values()) <= 2 * 100 * MIB + 65 * MIB
-    for model in service.authority.models.values():
-        try:
-            await service.authority.unload(model)
-        except InferenceError:
-            continue
-    await service.authority.emptied()
+    assert model.loads == 2
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize(
@@ -314,27 +206,6 @@ async def kept_as(service: Service) -> str:
     return offloaded[0]["mechanism"] if offloaded else ""
 
 
-@pytest.mark.parametrize(
-    ("said", "kind", "mechanism"),
-    [
-        ("simulated", "sim", "checkpoint"),
-        ("simulated", "cuda", "resident"),
-        ("auto", "sim", "checkpoint"),
-        ("auto", "cuda", "checkpoint"),
-        ("off", "sim", "resident"),
-    ],
-)
-async def test_the_setting_says_which_devices_are_even_tested(
-    start: Start, said: str, kind: str, mechanism: str
-) -> None:
-    carrier = FakeCarrier()
-    accelerator = Simulated() if kind == "sim" else FakeAccelerator()
-    service = await start({"a": {}}, accelerator=accelerator, carriers={kind: carrier}, WARM_CHECKPOINT=said)
-    await service.authority.reached(lambda: kind in service.authority.state.devices.suspension)
-    assert carrier.asked == (["test"] if mechanism == "checkpoint" else [])
-    assert await kept_as(service) == mechanism
-
-
 async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Start) -> None:
     """And by default; where the test fails, models are kept as on any device, and one line says why."""
     carrier = FakeCarrier(test=Trouble("its bytes changed"))
@@ -342,27 +213,3 @@ async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Sta
     assert service.authority.state.devices.suspension == {"sim": "its bytes changed"}
     assert await kept_as(service) == "resident"
     assert carrier.asked == ["test"]
-
-
-@pytest.mark.parametrize("of_state", [True, False], ids=["state", "way"])
-@pytest.mark.parametrize("operation", ["suspend", "resume"])
-async def test_only_what_speaks_against_the_way_itself_ends_its_use(
-    start: Start, operation: str, of_state: bool
-) -> None:
-    """Whatever went wrong, the process is killed and nothing stays booked; a full device can be free again later."""
-    carrier = FakeCarrier()
-    service = await start({"a": {}}, accelerator=Simulated(), carriers={"sim": carrier})
-    model = await use(service)
-    assert model.running is not None
-    pid = model.running.worker.pid
-    if operation == "resume":
-        await service.authority.offload(model)
-    carrier.troubles = {operation: Trouble("as it is", of_state)}
-    if operation == "suspend":
-        await service.authority.offload(model)
-        await service.authority.reached(lambda: model.state is S.COLD and empty(service))
-    await use(service)
-    carrier.troubles = {}
-    assert model.loads == 2
-    assert not Path(f"/proc/{pid}").exists()
-    assert await kept_as(service) == ("checkpoint" if of_state else "resident")

@@ -20,12 +20,16 @@ OVERHEAD_BYTES = 10 * MIB
 
 
 class StepWorld(World):
-    """`grants` are the leases of requests, by ticket; `errors` are the errors of requests and commands."""
+    """`grants` are the leases of requests, by ticket; `errors` are the errors of requests and commands.
+
+    `trouble` is why processes are not suspended or resumed, and whether the state of the device is the cause.
+    """
 
     def __post_init__(self) -> None:
         self.grants: dict[int, int] = {}
         self.errors: dict[int, InferenceError] = {}
         self.log: list[str] = []
+        self.trouble: tuple[str | None, bool] = (None, False)
         super().__post_init__()
 
     def _perform(self, effect: effects.Effect) -> None:
@@ -38,6 +42,12 @@ class StepWorld(World):
                 self.errors[command] = error
             case effects.Log(_, message):
                 self.log.append(message)
+            case effects.Suspend(worker):
+                self.later.append(events.SuspendEnded(worker, *self.trouble))
+                return
+            case effects.Resume(worker):
+                self.later.append(events.ResumeEnded(worker, *self.trouble))
+                return
         super()._perform(effect)
 
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:

@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from inference.authority import events
+from inference.authority.effects import ProveSuspension
+from inference.authority.events import DevicesFound
 from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.state import State
+from inference.authority.step import step
 from inference.authority.views.figures import offloaded
+from inference.devices.device import Reading
+from inference.devices.signs import Sign
 from inference.errors import InvalidRequestError
 from inference.protocol import ExitCause, ModelState
 from tests.rigs.authority_world import configuration
-from tests.rigs.step_world import StepWorld, begin
+from tests.rigs.step_world import MIB, StepWorld, begin
 
 S = ModelState
 GPU = ("gpu-0",)
@@ -160,6 +166,108 @@ def test_warm_model_is_dropped_when_its_file_changes() -> None:
     world.used("a")
     world.live(5)
     assert (world.model("a").loads, world.state.restorations) == (2, 0)
+
+
+# --- suspended processes --------------------------------------------------------------------------------------------
+def suspending(*, gpus: tuple[str, ...] = GPU) -> StepWorld:
+    """A model that was used on an accelerator whose driver suspends processes."""
+    world = begin({"a": {}}, gpus=gpus, warm_checkpoint="auto")
+    world.send(events.SuspensionTested("cuda", None))
+    world.used("a")
+    return world
+
+
+def test_suspended_model_holds_host_memory_alone_and_its_process_is_resumed() -> None:
+    world = suspending()
+    first, size = process(world), world.booked("gpu-0")
+    offload(world)
+    assert world.model("a").state is S.WARM
+    assert (world.booked("gpu-0"), world.booked("cpu")) == (0, size)
+    (found,) = kept(world)
+    assert (found["mechanism"], found["original_device"]) == ("checkpoint", "gpu-0")
+    world.used("a")
+    assert (process(world), world.model("a").loads, world.state.restorations) == (first, 1, 1)
+    assert (world.booked("gpu-0"), world.booked("cpu")) == (size, 0)
+
+
+@pytest.mark.parametrize("of_state", [True, False])
+@pytest.mark.parametrize("operation", ["suspend", "resume"])
+def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused_it(
+    operation: str, of_state: bool
+) -> None:
+    world = suspending()
+    first = process(world)
+    if operation == "resume":
+        offload(world)
+    world.trouble = ("cuCheckpointProcessLock failed", of_state)
+    if operation == "suspend":
+        offload(world)
+        assert world.model("a").state is S.COLD
+        assert not world.state.ledger.holdings
+        assert [record.action for record in world.state.evictions] == [Action.UNLOAD]
+    world.want("a")
+    world.live(60)
+    assert (world.model("a").loads, world.model("a").failure) == (2, None)
+    assert first not in world.alive
+    world.trouble = (None, False)
+    for lease in list(world.leases):
+        world.finish(lease)
+    offload(world)
+    assert kept(world)[0]["mechanism"] == ("checkpoint" if of_state else "resident")
+
+
+@pytest.mark.parametrize("moment", ["offloading", "warm", "restoring"])
+def test_suspended_process_that_dies_gives_everything_back(moment: str) -> None:
+    world = suspending()
+    command = world.command(events.Offload("a"))
+    world.arrive(events.SuspendEnded)
+    if moment != "offloading":
+        world.live(2)
+        assert command in world.answers
+    if moment == "restoring":
+        ticket = world.want("a")
+        world.arrive(events.ResumeEnded)
+        world.give_up(ticket)
+    world.end(process(world), ExitCause.KILLED)
+    world.later = [item for item in world.later if not isinstance(item, events.SuspendEnded | events.ResumeEnded)]
+    world.live(60)
+    assert not world.state.ledger.holdings
+    assert command not in world.commands
+
+
+def test_unload_ends_a_suspended_process() -> None:
+    world = suspending()
+    first = process(world)
+    offload(world)
+    world.command(events.Unload("a"))
+    world.live(2)
+    assert first not in world.alive
+    assert (world.model("a").state, len(world.state.ledger.holdings)) == (S.COLD, 0)
+
+
+def test_suspended_model_whose_device_is_lost_is_loaded_on_another() -> None:
+    world = suspending(gpus=("gpu-0", "gpu-1"))
+    home = world.state.workers[process(world)].placement.devices[0]
+    offload(world)
+    world.signs[home] = Sign.DEAD
+    world.send(events.DeviceNoticed())
+    world.live(2)
+    world.used("a")
+    assert world.state.workers[process(world)].placement.devices != (home,)
+    assert world.model("a").loads == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "is_tested"),
+    [("simulated", "sim", True), ("simulated", "cuda", False), ("auto", "sim", True), ("auto", "cuda", True),
+     ("off", "sim", False)],
+)  # fmt: skip
+def test_setting_decides_which_devices_are_tested_for_suspension(setting: str, kind: str, is_tested: bool) -> None:
+    gpu = Reading("gpu-0", kind, "fake", 1000 * MIB, 1000 * MIB, 0)
+    found = step(State(configuration({}, warm_checkpoint=setting)), DevicesFound((gpu,), {kind: "driver"}, 0.0), 1.0)
+    assert any(isinstance(effect, ProveSuspension) for effect in found[1]) == is_tested
+    assert found[0].devices.suspension == ({} if is_tested else {kind: f"INFERENCE_WARM_CHECKPOINT is {setting}"})
+    assert found[0].started == (not is_tested or kind == "cuda")
 
 
 # --- limits that are lowered ----------------------------------------------------------------------------------------
