@@ -30,8 +30,9 @@ from gateway.endpoints import (
 from gateway.endpoints.serve import Generation
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.http_exchange import error_response, exchange_of
-from gateway.http.middleware import App, Edge
+from gateway.http.middleware import Edge
 from gateway.runtime import Runtime
+from headgate.shared.asgi import App
 from inference.protocol import Code
 
 DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)

@@ -21,7 +21,7 @@ from inference.protocol import CODES, Code, error_body
 class GatewayError(Exception):
     """Base of errors that a client gets, with `code`, `status`, `retryable` and `retry_after` (seconds).
 
-    `should_retry` is False where the code is retryable but a retry would not help this request.
+    `retryable` says whether a retry may help: as the code says, unless it is given.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GatewayError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
         details: Mapping[str, Any] | None = None,
-        should_retry: bool | None = None,
+        retryable: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -40,17 +40,12 @@ class GatewayError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.details = details
-        self.should_retry = self.retryable if should_retry is None else should_retry
+        self.retryable = CODES[code].retryable if retryable is None else retryable
 
     @property
     def status(self) -> int:
         """The HTTP status of the code."""
         return CODES[self.code].status
-
-    @property
-    def retryable(self) -> bool:
-        """Whether the same request may succeed later."""
-        return CODES[self.code].retryable
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error envelope."""

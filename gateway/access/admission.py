@@ -129,7 +129,7 @@ class Admission:
             f"the request was not admitted within {whose}{waiting.seconds:g} s; "
             f"{settings.max_in_flight} requests are being served",
             retry_after=None if waiting.is_own else rejected.wait,
-            should_retry=False if waiting.is_own else None,
+            retryable=False if waiting.is_own else None,
         )
 
     def _arm(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 from gateway.errors import RefusedError
+from headgate.shared.asgi import declared_length
 from inference.protocol import Code
 
 SMALL_BYTES = 64 * 1024
@@ -82,7 +83,8 @@ class Room:
 
 def length_of(headers: Mapping[str, str], limit: int) -> int:
     """The declared length of a body, at most `limit` bytes; `limit` for a body without a declared length."""
-    declared = headers.get("content-length", "")
-    if declared.isdigit():
-        return min(int(declared), limit)
-    return limit if declared or "transfer-encoding" in headers else 0  # without both headers there is no body
+    declared = declared_length(headers)
+    if declared is not None:
+        return min(declared, limit)
+    has_body = "content-length" in headers or "transfer-encoding" in headers
+    return limit if has_body else 0

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 
 from gateway.breaker.outcome import End
-from headgate.shared.asgi import Receive
+from headgate.shared.asgi import Receive, wait_for_disconnect
 from headgate.shared.wire import Wire
 
 
@@ -83,8 +83,7 @@ class DisconnectWatch:
         return self.reason or End.SHUTTING_DOWN
 
     async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
+        await wait_for_disconnect(self._receive)
         self._left()
 
     def _left(self) -> None:

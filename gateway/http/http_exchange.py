@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +15,7 @@ from starlette.responses import Response
 from gateway.apis.messages import messages_errors
 from gateway.errors import GatewayError, PassedOnError, RequestError
 from headgate.shared import asgi, wire
-from headgate.shared.asgi import Receive, Scope, Send
+from headgate.shared.asgi import JSON, Receive, Scope, Send
 from inference.protocol import (
     H_ATTEMPTS,
     H_DEVICE,
@@ -25,7 +23,6 @@ from inference.protocol import (
     H_OVERHEAD,
     H_REASON,
     H_REQUEST_ID,
-    H_SHOULD_RETRY,
     H_TIER,
     Code,
     Tier,
@@ -37,8 +34,6 @@ BODY_SILENCE_SECONDS = 30.0
 BODY_SECONDS = 120.0
 """Time limit for a whole body."""
 
-_VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_JSON = (b"content-type", b"application/json")
 _JSON_LINE = b"content-type: application/json\r\n"
 _MESSAGES = "/v1/messages"
 _MESSAGES_ID = "request-id"
@@ -53,8 +48,6 @@ class RequestHead:
     """The headers of a request, and what follows from them."""
 
     headers: Mapping[str, str]
-    request_id: str | None = None
-    """The client's request id, if it is valid."""
     is_messages: bool = False
     """Whether the client uses Anthropic's API, which has its own header for the request id."""
     error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
@@ -127,16 +120,14 @@ def _header_value(value: str) -> str:
 def new_exchange(scope: Scope) -> Exchange:
     """The exchange of a request; keeps a valid request id of the client."""
     head = _request_head(scope)
-    return Exchange(head.request_id or f"req_{os.urandom(12).hex()}", head, wire=wire.take(scope))
+    return Exchange(asgi.request_id_of(head.headers), head, wire=wire.take(scope))
 
 
 def _request_head(scope: Scope) -> RequestHead:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    client_id = headers.get(H_REQUEST_ID)
-    request_id = client_id if client_id and _VALID_ID.fullmatch(client_id) else None
+    headers = asgi.headers_of(scope)
     if scope["path"].startswith(_MESSAGES) or _VERSION in headers:
-        return RequestHead(headers, request_id, True, messages_errors.envelope)
-    return RequestHead(headers, request_id)
+        return RequestHead(headers, True, messages_errors.envelope)
+    return RequestHead(headers)
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -193,18 +184,14 @@ def _too_large(limit: int) -> RequestError:
 
 def error_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
     """The response headers of an error."""
-    headers = []
-    if error.retry_after is not None:
-        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
-    if not error.should_retry:
-        headers.append((H_SHOULD_RETRY.encode(), b"false"))
+    headers = asgi.error_headers(error)
     if error.code is Code.INVALID_API_KEY and not isinstance(error, PassedOnError):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
 
 
 async def send_bytes(
-    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,), head: bool = False
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,), head: bool = False
 ) -> None:
     """Sends one whole response; `head` omits the body."""
     length = (b"content-length", str(len(body)).encode())
@@ -234,7 +221,7 @@ async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[byte
 
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """Sends `error` in the envelope of the path."""
-    await send_bytes(send, error.status, orjson.dumps(exchange.envelope(error)), [_JSON, *error_headers(error)])
+    await send_bytes(send, error.status, orjson.dumps(exchange.envelope(error)), [JSON, *error_headers(error)])
 
 
 def json_response(content: Any, status: int = 200) -> Response:

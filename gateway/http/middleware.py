@@ -9,18 +9,17 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway import cors
 from gateway.errors import GatewayError, RequestError
 from gateway.http.http_exchange import Exchange, new_exchange, send_error
-from headgate.shared.asgi import ClientLeftError, Message, Receive, Scope, Send
+from headgate.shared.asgi import App, ClientLeftError, Message, Receive, Scope, Send
 from inference.protocol import Code
 
 log = logging.getLogger("gateway.http.middleware")
 
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 ErrorBody = Callable[[GatewayError], dict[str, Any]]
 
 _ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"content-length"})

@@ -45,17 +45,17 @@ def no_answer(
     if refused and all(outcome.upstream_error or outcome.drop in _FOREVER for outcome in outcomes):
         return refused[0]
     if all(outcome.drop in _FOREVER for outcome in outcomes):
-        return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", should_retry=False)
+        return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", retryable=False)
     if all(outcome.drop in _FOREVER or _is_full(outcome) for outcome in outcomes):
         return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
     if time_spent is not None:
-        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
+        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", retryable=False)
     spent = is_retry or Drop.BUDGET in drops  # a retry would repeat the same attempts
     return RefusedError(
         Code.NO_TIER_AVAILABLE,
         f"no tier could answer: {each}",
         retry_after=_soonest(outcomes),
-        should_retry=False if spent else None,
+        retryable=False if spent else None,
     )
 
 

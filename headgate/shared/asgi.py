@@ -25,7 +25,7 @@ Headers = Mapping[str, str]
 REQUEST_ID = "x-request-id"
 JSON: Header = (b"content-type", b"application/json")
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_USABLE_ID = re.compile(r"[!-~]{1,128}")
+_USABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class EnvelopeError(Protocol):
@@ -69,12 +69,22 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1").strip() for name, value in scope["headers"]}
 
 
+def new_request_id() -> str:
+    """A request id."""
+    return "req_" + secrets.token_hex(12)
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's request id if it is 1 to 128 letters, digits and `._:-`, else a new one."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _USABLE_ID.fullmatch(given) else new_request_id()
+
+
 def request_id(scope: Scope) -> str:
-    """The client's request id if it is 1 to 128 visible ASCII characters, else a new one; the same for each call."""
+    """The id of a request; the same for each call."""
     state = scope.setdefault("state", {})
     if "request_id" not in state:
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == REQUEST_ID.encode()), "")
-        state["request_id"] = given if _USABLE_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
+        state["request_id"] = request_id_of(headers_of(scope))
     return str(state["request_id"])
 
 

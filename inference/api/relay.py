@@ -34,7 +34,7 @@ from headgate.shared.asgi import (
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.flow_control import Flow
-from inference.api.request_shape import Fields, fields_of, shape_of
+from inference.api.request_shape import Envelope, envelope_of, shape_of
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
 from inference.authority.placement.plan import Refusal
@@ -86,7 +86,7 @@ class Wish:
     probe: bool
     asked_at: float
     """on the event loop's clock"""
-    fields: Fields
+    envelope: Envelope
     """of the body, for a crash record"""
 
     def seconds_left(self, now: float) -> float | None:
@@ -210,7 +210,7 @@ class Relay:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
             await rerun.admit(model)  # a twin of it may have been convicted meanwhile
-            lease.shape = functools.partial(_shape, path, len(body), wish.fields, lease.alone)
+            lease.shape = functools.partial(_shape, path, len(body), wish.envelope, lease.alone)
             answer = self._stream if wish.stream else self._whole
             has_computed = (
                 await answer(lease, wish, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
@@ -220,14 +220,14 @@ class Relay:
 
     async def _read(self, path: str, headers: Headers, body: bytes) -> Wish:
         asked_at = asyncio.get_running_loop().time()
-        fields = await asyncio.to_thread(_fields, body) if len(body) > _BIG_BODY_BYTES else _fields(body)
-        model, stream = _value(fields, "model"), _value(fields, "stream")
+        envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
+        model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
         if not isinstance(model, str) or not model:
             raise InvalidRequestError("`model` must be the id of a model, as text; see /v1/models", param="model")
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
-        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, fields)
+        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, envelope)
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe that must not load anything; False when the model is ready and can be asked."""
@@ -370,23 +370,17 @@ def _where(lease: Lease) -> str:
     return ",".join(lease.devices)
 
 
-def _fields(body: bytes) -> Fields:
-    """The fields of the body; their values are decoded by the worker only."""
+def _envelope(body: bytes) -> Envelope:
     try:
-        return fields_of(body)
+        return envelope_of(body)
     except msgspec.ValidationError as error:
         raise InvalidRequestError('the body must be a JSON object such as {"model": ...}') from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
 
 
-def _value(fields: Fields, name: str) -> Any:
-    raw = fields.get(name)
-    return None if raw is None else msgspec.json.decode(raw)
-
-
-def _shape(path: str, body_bytes: int, fields: Fields, alone: bool) -> dict[str, Any]:
-    return {**shape_of(path, body_bytes, fields), "alone": alone}
+def _shape(path: str, body_bytes: int, envelope: Envelope, alone: bool) -> dict[str, Any]:
+    return {**shape_of(path, body_bytes, envelope), "alone": alone}
 
 
 def _priority(headers: Headers) -> Priority:

@@ -121,7 +121,7 @@ def test_error_names_every_candidate_and_the_soonest_retry() -> None:
         CandidateOutcome(MINI, "status_500", "500: broken", 40.0),
         CandidateOutcome(CLOUD, "provider_absent", "no key", None, Drop.ABSENT),
     )
-    assert (error.status, error.code, error.retry_after, error.should_retry) == (
+    assert (error.status, error.code, error.retry_after, error.retryable) == (
         503,
         Code.NO_TIER_AVAILABLE,
         13.0,
@@ -148,12 +148,12 @@ def test_retry_after_is_that_of_a_lost_device() -> None:
 
 def test_permanent_reasons_are_not_retried() -> None:
     error = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY))
-    assert (error.status, error.retry_after, error.should_retry) == (503, None, False)
+    assert (error.status, error.retry_after, error.retryable) == (503, None, False)
 
 
 def test_spent_time_is_a_504_unless_no_candidate_could_ever_answer() -> None:
     error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
-    assert (error.status, error.code, error.should_retry) == (504, Code.DEADLINE_EXCEEDED, False)
+    assert (error.status, error.code, error.retryable) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
     never = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
     assert never.status == 503
