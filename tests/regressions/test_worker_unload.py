@@ -1,4 +1,4 @@
-"""Requests that an unload ends are told to retry."""
+"""Requests that an unload ends get a status with a retry time."""
 
 from __future__ import annotations
 
