@@ -1,4 +1,4 @@
-"""The inference service that tests of the gateway put behind it; a module may have one of its own by the same name."""
+"""The fake inference service behind the gateway; a module may define its own `fake`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.rigs.fake_inference import FakeInference
 
 @pytest.fixture
 async def fake() -> AsyncIterator[FakeInference]:
-    """One that asks for a token, and has `demo` and `demo-mini`."""
+    """Requires a token and has the models `demo` and `demo-mini`."""
     async with FakeInference("token") as fake:
         yield fake

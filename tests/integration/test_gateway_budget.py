@@ -52,7 +52,7 @@ async def test_whole_answer_ends_at_the_clients_timeout(gateway: Gateway, fake: 
 async def test_single_timeout_header_counts(
     gateway: Gateway, fake: FakeInference, headers: dict[str, str], is_bounded: bool
 ) -> None:
-    """Whole seconds, as JavaScript's say it; one that says how long it waits for a read means that."""
+    """JavaScript clients send whole seconds. A read timeout takes precedence."""
     assert (await gateway.chat(headers=headers)).status_code == 200
     assert (int(fake.seen[0].headers[H_DEADLINE]) < 1000) is is_bounded
 
@@ -69,7 +69,7 @@ async def test_spent_attempts_set_should_retry_false(gateway: Gateway, fake: Fak
 async def test_retries_are_recorded_and_get_should_retry_false(
     gateway: Gateway, fake: FakeInference, header: str, retries: int
 ) -> None:
-    """Each time it asks costs every tier an attempt."""
+    """Each retry costs every tier an attempt."""
     fake.answers["demo-mini"] = Answer(status=500)
     refused = await gateway.chat("demo-mini", headers={"x-stainless-retry-count": header})
     assert (refused.status_code, "x-should-retry" in refused.headers) == (503, retries > 0)

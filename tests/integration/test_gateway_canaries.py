@@ -1,8 +1,7 @@
-"""Secrets are found nowhere: a gateway full of canaries is driven through success and every kind of failure, and then
-every byte it has said or written is searched for them.
+"""No secret appears in answers, logs, records, metrics or files.
 
-The provider here is hostile: its errors quote the credentials and the prompt it was sent. Callers may read their own
-prompt in a provider's words; logs, records, metrics and files may not hold it.
+The provider is hostile: its errors quote the credentials and the prompt. Clients may read their own prompt in the
+message of a provider; logs, records, metrics and files must not contain it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MODELS = ("whole", "400", "401", "429", "500", "frame", "garbage", "html", "cut"
 
 
 async def _hostile(request: web.Request) -> web.StreamResponse:
-    """Fails as the model's name says, and tells everything it knows."""
+    """Fails as the name of the model says, and quotes everything it was sent."""
     body = await request.json()
     echo = f"headers {dict(request.headers)!r} body {json.dumps(body)}"
     how = body["model"]
@@ -92,16 +91,16 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 async def _drive(service: Service, fake: FakeInference) -> tuple[list[str], list[str]]:
-    """What the gateway answered to callers, and to its operator."""
-    said: list[str] = []
+    """What the gateway answered to clients, and to its operator."""
+    to_clients: list[str] = []
     ids: list[str] = []
-    told: list[str] = []
+    to_operator: list[str] = []
     async with httpx2.AsyncClient(base_url=service.url, timeout=20, trust_env=False) as client:
 
         async def ask(model: str, stream: bool, key: str = SECRETS["GATEWAY_API_KEY"], **more: object) -> None:
             body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "stream": stream, **more}
             answer = await client.post("/v1/chat/completions", json=body, headers=_bearer(key))
-            said.append(f"{answer.headers} {answer.text}")
+            to_clients.append(f"{answer.headers} {answer.text}")
             ids.append(answer.headers["x-request-id"])
 
         for stream in (False, True):
@@ -128,18 +127,18 @@ async def _drive(service: Service, fake: FakeInference) -> tuple[list[str], list
                 ("embeddings", {"input": PROMPT}),
             ):
                 answer = await client.post(f"/v1/{path}", json={"model": model, **more}, headers=use)
-                said.append(f"{answer.headers} {answer.text}")
+                to_clients.append(f"{answer.headers} {answer.text}")
                 ids.append(answer.headers["x-request-id"])
         raw = await client.post("/v1/chat/completions", content=b"{" + PROMPT.encode())
-        said.append(f"{raw.headers} {raw.text}")
+        to_clients.append(f"{raw.headers} {raw.text}")
         for path in ("/health", "/metrics", "/v1/models", "/readyz", f"/nothing?key={SHOWN}"):
             answer = await client.get(path, headers=_bearer(SECRETS["GATEWAY_API_KEY"]))
-            told.append(f"{answer.headers} {answer.text}")
+            to_operator.append(f"{answer.headers} {answer.text}")
         admin = _bearer(SECRETS["GATEWAY_ADMIN_KEY"])
         path = service.root / "config" / "gateway.yaml"
         good = path.read_text()
         for text in (
-            good.replace("http://", f"http://someone:{PASSWORD}@"),
+            good.replace("http://", f"http://user:{PASSWORD}@"),
             good + f"nonsense: {PASSWORD}\n",
             good.replace("sha256:", f"{PASSWORD}:"),
             good.replace('"${env:CLOUD_A}"', f'"{PASSWORD} {PASSWORD}"'),
@@ -148,15 +147,15 @@ async def _drive(service: Service, fake: FakeInference) -> tuple[list[str], list
         ):
             path.write_text(text)
             answer = await client.post("/admin/reload", headers=admin)
-            told.append(f"{answer.headers} {answer.text}")
+            to_operator.append(f"{answer.headers} {answer.text}")
         for path_ in ("/admin/breakers", *(f"/admin/requests/{one}" for one in ids)):
             answer = await client.get(path_, headers=admin)
-            told.append(f"{answer.headers} {answer.text}")
-    return said, told
+            to_operator.append(f"{answer.headers} {answer.text}")
+    return to_clients, to_operator
 
 
-def _found(text: str, *canaries: str) -> list[str]:
-    """Each canary in `text` with what stands around it."""
+def _occurrences(text: str, *canaries: str) -> list[str]:
+    """Each canary in `text` with the text around it."""
     return [f"...{text[max(0, at - 80) : at + 80]}..." for one in canaries if (at := text.find(one)) >= 0]
 
 
@@ -168,21 +167,21 @@ async def test_no_canary_is_found_anywhere(tmp_path: Path, hostile: str) -> None
         service = gateway_service(tmp_path, tmp_path / "config", fake.url, {**SECRETS, **LOUD})
         await asyncio.to_thread(service.start, wait_for="/readyz")
         try:
-            said, told = await _drive(service, fake)
+            to_clients, to_operator = await _drive(service, fake)
             reloads = service.log.count("reload: ")
             service.signal(signal.SIGHUP)
-            await until("it reloaded", lambda: service.log.count("reload: ") > reloads)
+            await until("the reload is logged", lambda: service.log.count("reload: ") > reloads)
         finally:
             await asyncio.to_thread(service.stop)
     secrets = (*SECRETS.values(), SHOWN, PASSWORD, "team-secret")
-    assert len(said) > 35
-    assert _found("\n".join(said), *secrets) == []
-    assert _found("\n".join(told), *secrets, PROMPT[:24], "mill by the river") == []
-    assert _found(service.log, *secrets, PROMPT[:24], "mill by the river") == []
+    assert len(to_clients) > 35
+    assert _occurrences("\n".join(to_clients), *secrets) == []
+    assert _occurrences("\n".join(to_operator), *secrets, PROMPT[:24], "mill by the river") == []
+    assert _occurrences(service.log, *secrets, PROMPT[:24], "mill by the river") == []
     files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
     assert files
     for path in files:
         private = path.name.endswith((".key", ".token", ".secret"))
         assert not private or path.stat().st_mode & 0o777 == 0o600
-        assert private or _found(path.read_text(errors="replace"), *secrets, PROMPT[:24]) == []
+        assert private or _occurrences(path.read_text(errors="replace"), *secrets, PROMPT[:24]) == []
     assert os.stat(tmp_path / "state").st_mode & 0o777 == 0o700

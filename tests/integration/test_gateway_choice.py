@@ -1,4 +1,4 @@
-"""Which tier is asked: contexts, capabilities, memory, policy and the expected wait, over real sockets."""
+"""How the tier is chosen: contexts, capabilities, memory, policy and the predicted wait, over real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ routes:
   "*": {chain: ["local/*"]}
 """
 LONG = "the water of the mill turns the wheel " * 40
-"""1,520 bytes: with what a template may add, near to 1,000 tokens."""
+"""1,520 bytes: close to 1,000 tokens together with a template."""
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ async def cloudy(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
         yield gateway
 
 
-def _set(fake: FakeInference, name: str, **more: Any) -> None:
-    """Changes what the service says of a model."""
+def _set_status(fake: FakeInference, name: str, **more: Any) -> None:
+    """Changes the status of a model."""
     fake.models[name] = replace(fake.models[name], **more)
 
 
@@ -63,10 +63,10 @@ async def _explained(gateway: Gateway, answer: httpx2.Response) -> dict[str, Any
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
-async def test_a_prompt_too_long_for_the_first_choice_goes_to_the_larger_context_without_an_attempt(
+async def test_prompt_too_long_for_the_first_candidate_goes_to_a_larger_context_without_an_attempt(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    _set(fake, "demo", context_length=1000)
+    _set_status(fake, "demo", context_length=1000)
     fake.counts["demo"] = 1200
     answer = await _ask(gateway)
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "context_too_small")
@@ -78,17 +78,17 @@ async def test_a_prompt_too_long_for_the_first_choice_goes_to_the_larger_context
     assert record["considered"]["local/demo"]["context_length"] == 1000
     assert "1200 tokens, and its context holds 1000" in record["dropped"]["local/demo"]
     assert record["considered"]["local/demo"]["prompt_tokens"] == 1200
-    assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits whatever its tokens are"
+    assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits in any case"
     assert [body["model"] for body in fake.counted] == ["demo"]
     await _ask(gateway)
     assert len(fake.counted) == 1, "the same prompt is counted once"
 
 
-async def test_when_no_context_holds_the_prompt_it_is_a_400_with_the_lengths(
+async def test_prompt_too_long_for_every_context_is_a_400_with_the_lengths(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    _set(fake, "demo", context_length=1000)
-    _set(fake, "demo-mini", context_length=1100)
+    _set_status(fake, "demo", context_length=1000)
+    _set_status(fake, "demo-mini", context_length=1100)
     fake.counts |= {"demo": 1200, "demo-mini": 1150}
     answer = await _ask(gateway, max_tokens=5)
     error = answer.json()["error"]
@@ -98,14 +98,14 @@ async def test_when_no_context_holds_the_prompt_it_is_a_400_with_the_lengths(
     assert fake.seen == []
 
 
-async def test_only_prompts_near_the_context_are_counted_and_only_where_another_tier_could_hold_them(
+async def test_prompts_are_counted_only_near_the_context_and_if_another_tier_is_larger(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     fake.counts |= {"demo": 9000, "demo-mini": 9000}
     assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo"
-    _set(fake, "demo", context_length=1000)
-    _set(fake, "demo-mini", context_length=1000)
-    assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo", "its own refusal would say as much"
+    _set_status(fake, "demo", context_length=1000)
+    _set_status(fake, "demo-mini", context_length=1000)
+    assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo", "the model itself refuses if needed"
     assert (await _ask(gateway, model="demo-mini")).status_code == 200
     assert fake.counted == []
 
@@ -113,8 +113,8 @@ async def test_only_prompts_near_the_context_are_counted_and_only_where_another_
 async def test_prompt_of_very_short_tokens_is_refused_by_the_model_and_tried_at_the_next(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    """The body seemed far from the context, so it was not counted."""
-    _set(fake, "demo", context_length=1500)
+    """The body is far from the context, so it is not counted."""
+    _set_status(fake, "demo", context_length=1500)
     fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED)
     answer = await _ask(gateway)
     assert (answer.headers["x-headgate-model"], answer.headers["x-headgate-attempts"]) == ("local/demo-mini", "2")
@@ -123,7 +123,7 @@ async def test_prompt_of_very_short_tokens_is_refused_by_the_model_and_tried_at_
     fake.answers["demo-mini"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED)
     answer = await _ask(gateway)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    _set(fake, "demo", context_length=4096)
+    _set_status(fake, "demo", context_length=4096)
     answer = await _ask(gateway)
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (400, "1"), "no other context is larger"
 
@@ -131,7 +131,7 @@ async def test_prompt_of_very_short_tokens_is_refused_by_the_model_and_tried_at_
 async def test_answer_that_may_need_more_room_goes_to_the_larger_context_first(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    _set(fake, "demo", context_length=1000)
+    _set_status(fake, "demo", context_length=1000)
     fake.counts["demo"] = 900
     assert (await _ask(gateway, max_tokens=100)).headers["x-headgate-model"] == "local/demo"
     answer = await _ask(gateway, max_tokens=101)
@@ -139,20 +139,20 @@ async def test_answer_that_may_need_more_room_goes_to_the_larger_context_first(
     assert answer.headers["x-headgate-reason"] == "little_room"
     fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
     answer = await _ask(gateway, max_tokens=101)
-    assert answer.headers["x-headgate-model"] == "local/demo", "the answer may end early, which is better than none"
-    _set(fake, "demo-mini", context_length=1001, state=ModelState.READY)
+    assert answer.headers["x-headgate-model"] == "local/demo", "the answer may end early"
+    _set_status(fake, "demo-mini", context_length=1001, state=ModelState.READY)
     fake.counts["demo-mini"] = 950
     fake.seen.clear()
     assert (await _ask(gateway, max_tokens=101)).headers["x-headgate-model"] == "local/demo"
     assert fake.seen_for("demo-mini") == []
-    _set(fake, "demo-mini", context_length=1051)
+    _set_status(fake, "demo-mini", context_length=1051)
     fake.answers.clear()
     answer = await _ask(gateway, max_tokens=101)
-    assert answer.headers["x-headgate-model"] == "local/demo-mini", "both were counted"
+    assert answer.headers["x-headgate-model"] == "local/demo-mini", "both prompts were counted"
 
 
 async def test_max_tokens_beyond_the_context_drops_the_candidate(cloudy: Gateway, fake: FakeInference) -> None:
-    _set(fake, "demo", context_length=1000)
+    _set_status(fake, "demo", context_length=1000)
     fake.counts["demo"] = 400
     assert (await _ask(cloudy, model="pair", max_tokens=900)).headers["x-headgate-model"] == "local/demo"
     answer = await _ask(cloudy, model="pair", max_tokens=1001)
@@ -161,18 +161,16 @@ async def test_max_tokens_beyond_the_context_drops_the_candidate(cloudy: Gateway
 
 
 async def test_missing_count_drops_no_candidate(gateway: Gateway, fake: FakeInference) -> None:
-    _set(fake, "demo", context_length=1000)
+    _set_status(fake, "demo", context_length=1000)
     assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo"
     assert len(fake.counted) == 1
 
 
 # --- capabilities -----------------------------------------------------------------------------------------------------
-async def test_a_tier_that_would_degrade_the_request_is_skipped_with_the_reason(
-    cloudy: Gateway, fake: FakeInference
-) -> None:
+async def test_tier_that_cannot_serve_a_field_is_skipped_with_the_reason(cloudy: Gateway, fake: FakeInference) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
-    _set(fake, "demo-mini", capabilities=("chat", "completions", "tools"))
+    _set_status(fake, "demo-mini", capabilities=("chat", "completions", "tools"))
     answer = await _ask(cloudy, "x", tools=[tool])
     assert answer.headers["x-headgate-model"] == "local/demo-mini"
     assert "cannot do tools" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
@@ -185,8 +183,8 @@ async def test_a_tier_that_would_degrade_the_request_is_skipped_with_the_reason(
             f"capability: {field} is not supported by this provider: "
             in (await _explained(cloudy, answer))["dropped"]["local/demo"]
         )
-    _set(fake, "demo", capabilities=("completions",))
-    _set(fake, "demo-mini", capabilities=("embeddings",))
+    _set_status(fake, "demo", capabilities=("completions",))
+    _set_status(fake, "demo-mini", capabilities=("embeddings",))
     answer = await _ask(cloudy, "x", model="demo-mini")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert (await _ask(cloudy, "x")).headers["x-headgate-model"] == "cloud/large"
@@ -213,10 +211,10 @@ async def test_vectors_of_different_models_are_never_mixed(cloudy: Gateway, fake
     answer = await cloudy.client.post("/v1/embeddings", json={"model": "vectors", "input": "x"})
     assert answer.headers["x-headgate-model"] == "cloud/embed", "the same model elsewhere gives the same vectors"
     answer = await cloudy.client.post("/v1/embeddings", json={"model": "same", "input": "x"})
-    assert answer.headers["x-headgate-model"] == "local/other", "the operator said that they are the same"
+    assert answer.headers["x-headgate-model"] == "local/other", "the route says that the vectors are the same"
 
 
-async def test_token_ids_go_to_no_model_with_another_vocabulary(cloudy: Gateway, fake: FakeInference) -> None:
+async def test_token_ids_are_not_sent_to_a_model_with_another_vocabulary(cloudy: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
     answer = await _ask(cloudy, "x", logit_bias={"7": 100})
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "1")
@@ -231,29 +229,29 @@ async def test_token_ids_go_to_no_model_with_another_vocabulary(cloudy: Gateway,
 
 # --- memory and policy ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "asked", [{"model": "home"}, {"model": "pair", "headers": {"x-headgate-policy": "local-only"}}]
+    "request_fields", [{"model": "home"}, {"model": "pair", "headers": {"x-headgate-policy": "local-only"}}]
 )
-async def test_local_only_request_gets_the_true_retry_after(
-    cloudy: Gateway, fake: FakeInference, asked: dict[str, Any]
+async def test_local_only_request_gets_the_remaining_retry_after(
+    cloudy: Gateway, fake: FakeInference, request_fields: dict[str, Any]
 ) -> None:
-    _set(fake, "demo", state=ModelState.COLD, fits=False, reason="gpu-0 lacks 300 MiB", retry_after_seconds=41.5)
-    answer = await _ask(cloudy, "x", **asked)
+    _set_status(fake, "demo", state=ModelState.COLD, fits=False, reason="gpu-0 lacks 300 MiB", retry_after_seconds=41.5)
+    answer = await _ask(cloudy, "x", **request_fields)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "42")
     assert "policy keeps this request local" in answer.json()["error"]["message"]
     assert (await _explained(cloudy, answer))["cloud_allowed"] is False
-    _set(fake, "demo", state=ModelState.LOADING, fits=True, reason=None, load_seconds=27.2, queue_seconds=3.0)
+    _set_status(fake, "demo", state=ModelState.LOADING, fits=True, reason=None, load_seconds=27.2, queue_seconds=3.0)
     fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING)
-    answer = await _ask(cloudy, "x", **asked)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "31"), "what is left of the load, and the queue"
+    answer = await _ask(cloudy, "x", **request_fields)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "31"), "the rest of the load, and the queue"
     fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING, retry_after=50.0)
-    answer = await _ask(cloudy, "x", **asked)
+    answer = await _ask(cloudy, "x", **request_fields)
     assert answer.headers["retry-after"] == "50", "the service's own word is newer"
     assert answer.headers["x-headgate-tier"] == "none"
 
 
 # --- the expected wait ------------------------------------------------------------------------------------------------
 async def test_candidate_is_deferred_when_its_predicted_wait_is_too_long(cloudy: Gateway, fake: FakeInference) -> None:
-    _set(fake, "demo", state=ModelState.COLD, fits=True, load_seconds=25.0, queue_seconds=0.0)
+    _set_status(fake, "demo", state=ModelState.COLD, fits=True, load_seconds=25.0, queue_seconds=0.0)
     answer = await _ask(cloudy, "x", model="pair")
     assert answer.headers["x-headgate-model"] == "cloud/large"
     assert answer.headers["x-headgate-reason"] == "predicted_too_slow"
@@ -266,18 +264,18 @@ async def test_candidate_is_deferred_when_its_predicted_wait_is_too_long(cloudy:
     assert (await _ask(cloudy, "x", model="home")).headers["x-headgate-model"] == "local/demo", (
         "no other candidate is allowed"
     )
-    _set(fake, "demo", load_seconds=19.0)
+    _set_status(fake, "demo", load_seconds=19.0)
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
-    _set(fake, "demo", load_seconds=None, queue_seconds=None)
-    assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo", "nothing is known"
+    _set_status(fake, "demo", load_seconds=None, queue_seconds=None)
+    assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo", "no prediction yet"
 
 
 async def test_slow_candidate_is_tried_after_the_quicker_one_failed(gateway: Gateway, fake: FakeInference) -> None:
     gateway.write(CONFIG.replace("local/demo-mini]", "local/demo-mini], load_wait: 20s"))
     await gateway.runtime.reload()
-    _set(fake, "demo", load_seconds=25.0, queue_seconds=0.0)
-    assert (await _ask(gateway, "x")).headers["x-headgate-model"] == "local/demo", "the other one is not known"
-    _set(fake, "demo-mini", load_seconds=0.0, queue_seconds=2.0)
+    _set_status(fake, "demo", load_seconds=25.0, queue_seconds=0.0)
+    assert (await _ask(gateway, "x")).headers["x-headgate-model"] == "local/demo", "no prediction for the other one"
+    _set_status(fake, "demo-mini", load_seconds=0.0, queue_seconds=2.0)
     assert (await _ask(gateway, "x")).headers["x-headgate-model"] == "local/demo-mini"
     fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
     answer = await _ask(gateway, "x")
@@ -288,28 +286,28 @@ async def test_slow_candidate_is_tried_after_the_quicker_one_failed(gateway: Gat
 
 
 async def test_queue_longer_than_the_clients_timeout_defers_the_candidate(cloudy: Gateway, fake: FakeInference) -> None:
-    _set(fake, "demo", load_seconds=0.0, queue_seconds=4.0, prefill_tokens_per_second=10.0)
+    _set_status(fake, "demo", load_seconds=0.0, queue_seconds=4.0, prefill_tokens_per_second=10.0)
     patience = {"x-stainless-read-timeout": "6"}
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
     answer = await _ask(cloudy, "x", model="pair", headers=patience)
     assert answer.headers["x-headgate-model"] == "cloud/large"
     assert "4 s in the queue" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
-    _set(fake, "demo", queue_seconds=0.0)
+    _set_status(fake, "demo", queue_seconds=0.0)
     answer = await _ask(cloudy, model="pair", headers=patience)
     assert answer.headers["x-headgate-model"] == "cloud/large", "1,600 bytes are 40 s of reading"
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
 
 
 async def test_burst_counts_its_own_outstanding_requests(cloudy: Gateway, fake: FakeInference) -> None:
-    """The service tells its queue every two seconds; what came since is known here."""
+    """The service reports its queue every two seconds; newer requests are counted by the gateway."""
     gate = asyncio.Event()
-    _set(fake, "demo", parallel=1, load_seconds=0.0, queue_seconds=0.0, answer_seconds=9.0)
+    _set_status(fake, "demo", parallel=1, load_seconds=0.0, queue_seconds=0.0, answer_seconds=9.0)
     fake.answers["demo"] = Answer(hold=gate)
     await cloudy.look()
     asking = []
     for number in range(1, 4):
         asking.append(asyncio.create_task(cloudy.chat("pair")))
-        await until("it is under way", lambda number=number: len(fake.seen) == number)
+        await until("it is running", lambda number=number: len(fake.seen) == number)
     spilled = await cloudy.chat("pair")
     assert spilled.headers["x-headgate-model"] == "cloud/large"
     urgent = asyncio.create_task(cloudy.chat("pair", headers={"x-headgate-priority": "high"}))

@@ -1,4 +1,4 @@
-"""Local tiers down: the answer comes from the clouds in the order of the chain, then as a clean 503."""
+"""With the local tier down, clouds answer in the order of the chain, then the request is a 503."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def cloud() -> AsyncIterator[FakeProvider]:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, cloud: FakeProvider) -> AsyncIterator[Gateway]:
-    """A gateway whose inference service is gone."""
+    """A gateway whose inference service is down."""
     fake = FakeInference()
     await fake.start()
     await fake.stop()
@@ -61,7 +61,9 @@ async def gateway(tmp_path: Path, cloud: FakeProvider) -> AsyncIterator[Gateway]
     ("route", "answered"),
     [("demo", "openai/gpt"), ("a", "anthropic/claude"), ("g", "google/gemini"), ("az", "azure/gpt-4o")],
 )
-async def test_with_local_gone_a_cloud_answers_whole_and_streamed(gateway: Gateway, route: str, answered: str) -> None:
+async def test_cloud_answers_whole_and_streamed_when_the_local_tier_is_down(
+    gateway: Gateway, route: str, answered: str
+) -> None:
     whole = await gateway.chat(route)
     assert (whole.status_code, whole.headers["x-headgate-tier"]) == (200, "cloud")
     assert (whole.headers["x-headgate-model"], whole.headers["x-headgate-reason"]) == (answered, "connect")
@@ -70,12 +72,12 @@ async def test_with_local_gone_a_cloud_answers_whole_and_streamed(gateway: Gatew
     streamed = await gateway.chat(route, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")
     chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert said == whole.json()["choices"][0]["message"]["content"]
+    streamed_text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert streamed_text == whole.json()["choices"][0]["message"]["content"]
 
 
-async def test_a_stream_whose_first_chunk_names_nobody_names_its_answerer(gateway: Gateway) -> None:
-    """Azure's filter speaks before the model does; no dialect takes its empty words for the answer's."""
+async def test_stream_whose_first_chunk_has_no_model_gets_the_model_that_answers(gateway: Gateway) -> None:
+    """Azure's content filter sends a first chunk without a model."""
     body = {"model": "az", "input": "Hello!", "stream": True}
     events = (await gateway.client.post("/v1/responses", json=body)).text
     created = json.loads(events.partition("data: ")[2].partition("\n")[0])
@@ -86,7 +88,7 @@ async def test_a_stream_whose_first_chunk_names_nobody_names_its_answerer(gatewa
     assert (start["model"], len(start["id"]) > len("msg_")) == ("gpt-4o", True)
 
 
-async def test_policy_keeps_a_request_local_even_when_only_clouds_could_answer(
+async def test_local_only_request_is_not_sent_to_a_cloud_when_local_models_are_down(
     gateway: Gateway, cloud: FakeProvider
 ) -> None:
     answer = await gateway.chat(headers={"x-headgate-policy": "local-only"})
@@ -95,7 +97,7 @@ async def test_policy_keeps_a_request_local_even_when_only_clouds_could_answer(
     assert cloud.records == []
 
 
-async def test_a_wrong_key_of_ours_is_never_shown_as_the_callers(
+async def test_invalid_provider_key_is_not_reported_as_an_invalid_client_key(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await gateway.chat("misconfigured")
@@ -105,7 +107,7 @@ async def test_a_wrong_key_of_ours_is_never_shown_as_the_callers(
     assert "not-the-key" not in caplog.text
 
 
-async def test_a_throttled_cloud_is_left_alone_for_as_long_as_it_says(gateway: Gateway) -> None:
+async def test_throttled_cloud_is_skipped_until_its_retry_after(gateway: Gateway) -> None:
     first = await gateway.chat("throttled")
     assert (first.headers["x-headgate-model"], first.headers["x-headgate-reason"]) == ("anthropic/claude", "status_429")
     entry = await gateway.breaker("openai/fault-429=9")
@@ -114,8 +116,7 @@ async def test_a_throttled_cloud_is_left_alone_for_as_long_as_it_says(gateway: G
     assert (await gateway.chat("throttled")).headers["x-headgate-reason"] == "breaker_open"
 
 
-async def test_a_cloud_that_says_when_it_is_back_is_not_asked_before(gateway: Gateway) -> None:
-    """Its 503 with Retry-After counted as one failure, and the next request went there at once."""
+async def test_unavailable_cloud_is_skipped_until_its_retry_after(gateway: Gateway) -> None:
     first = await gateway.chat("away")
     assert (first.headers["x-headgate-model"], first.headers["x-headgate-reason"]) == ("openai/gpt", "status_503")
     entry = await gateway.breaker("openai/fault-503=9")
@@ -125,7 +126,7 @@ async def test_a_cloud_that_says_when_it_is_back_is_not_asked_before(gateway: Ga
     assert (await gateway.breaker("openai"))["state"] == "closed"
 
 
-async def test_everybody_down_is_a_503_that_names_each(gateway: Gateway) -> None:
+async def test_503_names_each_tier_when_all_are_down(gateway: Gateway) -> None:
     answer = await gateway.chat("down")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], answer.headers["x-headgate-attempts"]) == (503, "no_tier_available", "3")
@@ -133,15 +134,16 @@ async def test_everybody_down_is_a_503_that_names_each(gateway: Gateway) -> None
     assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_a_cut_cloud_stream_ends_honestly_and_a_whole_answer_moves_on(gateway: Gateway) -> None:
+async def test_cut_cloud_stream_ends_in_an_error_and_a_whole_answer_is_repeated_elsewhere(gateway: Gateway) -> None:
     streamed = await gateway.chat("cut", stream=True)
     assert '"error"' in streamed.text.rstrip().rpartition("data: ")[2]
     assert "[DONE]" not in streamed.text
     assert (await gateway.chat("cut")).headers["x-headgate-model"] == "anthropic/claude"
 
 
-async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gateway, cloud: FakeProvider) -> None:
-    """It was found out by an attempt, of which a request has only so many."""
+async def test_field_that_a_cloud_does_not_support_skips_it_without_an_attempt(
+    gateway: Gateway, cloud: FakeProvider
+) -> None:
     gateway.write(
         (gateway.root / "gateway.yaml").read_text().replace("[openai/fault-context, ", "[google/gemini, openai/gpt, ")
         + "attempts: {max: 1}\n"
@@ -150,8 +152,8 @@ async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gatew
     answer = await gateway.chat("context", seed=7)
     assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
     assert (answer.headers["x-headgate-attempts"], answer.headers["x-headgate-reason"]) == ("1", "capability")
-    told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
-    assert told["dropped"] == {
+    record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert record["dropped"] == {
         f"{name}/{model}": f"capability: seed is not supported by this provider: {why}"
         for name, model, why in (
             ("google", "gemini", "its OpenAI dialect has no seed"),
@@ -165,35 +167,34 @@ async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gatew
     assert len(cloud.records) == 1
 
 
-async def test_sampling_that_a_reasoning_model_refuses_is_no_400_at_failover(
+async def test_sampling_option_that_a_reasoning_model_refuses_is_dropped_or_skips_the_model(
     gateway: Gateway, cloud: FakeProvider
 ) -> None:
-    """What tunes a sampler is left out; what the caller would miss takes the model out of the chain."""
+    """Sampling options are dropped; options that change the answer remove the model from the chain."""
     tuned = await gateway.chat("thinks", temperature=0, top_p=0.5, presence_penalty=0, logprobs=False)
     assert (tuned.status_code, tuned.headers["x-headgate-model"]) == (200, "itself/gpt-5-mini"), tuned.text
     assert {"temperature", "top_p", "presence_penalty", "logprobs"}.isdisjoint(cloud.records[0].body)
     missed = await gateway.chat("thinks", stop="END")
     assert missed.headers["x-headgate-model"] == "anthropic/claude"
-    told = (await gateway.admin("GET", f"/admin/requests/{missed.headers['x-request-id']}")).json()
-    assert told["dropped"]["itself/gpt-5-mini"] == (
+    record = (await gateway.admin("GET", f"/admin/requests/{missed.headers['x-request-id']}")).json()
+    assert record["dropped"]["itself/gpt-5-mini"] == (
         "capability: stop is not supported by this provider: gpt-5-mini is a reasoning model and does not accept it"
     )
 
 
-async def test_a_value_that_a_cloud_turns_out_not_to_take_is_left_to_the_next(gateway: Gateway) -> None:
-    """Another model takes it, and nobody failed."""
+async def test_value_that_a_cloud_refuses_goes_to_the_next_tier_without_a_failure(gateway: Gateway) -> None:
     answer = await gateway.chat("unknown", temperature=0)
     assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "anthropic/claude"), answer.text
     assert answer.headers["x-headgate-reason"] == "unsupported_parameter"
     assert (await gateway.breaker("openai/gpt-5-mini"))["failures"] == 0
 
 
-async def test_more_stop_strings_than_a_cloud_takes_skip_it(gateway: Gateway, cloud: FakeProvider) -> None:
+async def test_cloud_is_skipped_for_more_stop_strings_than_it_supports(gateway: Gateway, cloud: FakeProvider) -> None:
     answer = await gateway.chat("stops", stop=list("abcde"))
     assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "anthropic/claude"), answer.text
     assert len(cloud.records) == 1
 
 
-async def test_a_prompt_too_long_for_the_first_choice_is_the_callers(gateway: Gateway) -> None:
+async def test_prompt_too_long_for_the_only_tier_is_a_client_error(gateway: Gateway) -> None:
     answer = await gateway.chat("context")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

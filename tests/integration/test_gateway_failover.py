@@ -1,4 +1,4 @@
-"""The chain over real sockets: commit, fallback, breakers, deadlines, honest ends; the service is a fake."""
+"""The chain over real sockets with a fake service: commit, fallback, breakers, deadlines, ends of streams."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 
 @pytest.fixture
-async def honest(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
-    """A gateway that resumes nothing."""
+async def without_resume(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    """A gateway whose routes do not resume."""
     async with Gateway(tmp_path, fake.url, FAST.replace("demo-mini]}", "demo-mini], resume: off}")) as gateway:
         yield gateway
 
 
 @pytest.fixture
 async def patient(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
-    """A gateway whose breakers are quick and whose deadlines are not: for tests that hold an answer back."""
+    """A gateway with quick breakers and long deadlines."""
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 500ms}\n") as gateway:
         yield gateway
 
 
 def _text(stream: str) -> str:
-    """The words of an SSE stream."""
+    """The text of an SSE stream."""
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", []))
 
 
 def _error_of(stream: str) -> dict[str, Any]:
-    """The error frame that ends a stream."""
+    """The error frame at the end of a stream."""
     frames = [frame for frame in stream.split("\n\n") if frame]
     error: dict[str, Any] = json.loads(frames[-1].removeprefix("data: "))["error"]
     return error
@@ -61,7 +61,7 @@ async def _lines(answer: httpx2.Response) -> list[str]:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-async def test_the_first_choice_answers_whole_and_streamed(gateway: Gateway, fake: FakeInference) -> None:
+async def test_first_candidate_answers_whole_and_streamed(gateway: Gateway, fake: FakeInference) -> None:
     whole = await gateway.chat()
     assert whole.status_code == 200
     assert whole.json()["choices"][0]["message"]["content"] == "Hello there!"
@@ -73,8 +73,8 @@ async def test_the_first_choice_answers_whole_and_streamed(gateway: Gateway, fak
     assert _text(streamed.text) == "Hello there!"
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert '"usage"' not in streamed.text
-    asked = await gateway.chat(stream=True, stream_options={"include_usage": True})
-    assert json.loads(asked.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["completion_tokens"] == 3
+    with_usage = await gateway.chat(stream=True, stream_options={"include_usage": True})
+    assert json.loads(with_usage.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["completion_tokens"] == 3
 
 
 async def test_local_hop_is_a_stream_with_token_tenant_and_priority(gateway: Gateway, fake: FakeInference) -> None:
@@ -99,7 +99,7 @@ async def test_text_completions_and_embeddings(gateway: Gateway, fake: FakeInfer
     assert answer.headers["x-headgate-model"] == "local/embed"
 
 
-async def test_an_empty_answer_with_a_finish_is_an_answer(gateway: Gateway, fake: FakeInference) -> None:
+async def test_empty_answer_with_a_finish_reason_is_a_success(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=())
     answer = await gateway.chat()
     assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "")
@@ -125,7 +125,7 @@ async def test_an_empty_answer_with_a_finish_is_an_answer(gateway: Gateway, fake
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_failure_before_the_first_token_costs_only_time(
+async def test_failure_before_the_first_token_is_answered_by_the_next_tier(
     gateway: Gateway, fake: FakeInference, answer: Answer, reason: str, stream: bool
 ) -> None:
     fake.answers["demo"] = answer
@@ -137,14 +137,14 @@ async def test_a_failure_before_the_first_token_costs_only_time(
     assert text == "Hello there!"
 
 
-async def test_without_a_stream_even_half_an_answer_is_replaced(gateway: Gateway, fake: FakeInference) -> None:
+async def test_incomplete_whole_answer_is_replaced_by_the_next_tier(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("half ",), cut=True)
     answer = await gateway.chat()
     assert answer.json()["choices"][0]["message"]["content"] == "Hello there!"
     assert answer.json()["model"] == "demo-mini"
 
 
-async def test_a_tier_that_cannot_fit_is_skipped_without_an_attempt(gateway: Gateway, fake: FakeInference) -> None:
+async def test_model_that_does_not_fit_is_skipped_without_an_attempt(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, fits=False, reason="needs 3 MiB more")
     await gateway.look()
     answer = await gateway.chat()
@@ -153,7 +153,7 @@ async def test_a_tier_that_cannot_fit_is_skipped_without_an_attempt(gateway: Gat
     assert (await gateway.breaker("local/demo"))["state"] == "closed"
 
 
-async def test_needs_that_no_model_meets_are_refused(gateway: Gateway, fake: FakeInference) -> None:
+async def test_request_that_no_model_can_serve_is_refused(gateway: Gateway, fake: FakeInference) -> None:
     content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
     answer = await gateway.chat(messages=[{"role": "user", "content": content}])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
@@ -194,9 +194,7 @@ async def test_unknown_model_is_a_404(gateway: Gateway, fake: FakeInference) -> 
     assert (await gateway.chat("fresh")).status_code == 200
 
 
-async def test_unknown_model_of_a_configured_chain_is_no_fault_of_the_client(
-    gateway: Gateway, fake: FakeInference
-) -> None:
+async def test_unknown_model_in_a_configured_chain_is_not_a_client_error(gateway: Gateway, fake: FakeInference) -> None:
     del fake.models["demo"]
     answer = await gateway.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "model_not_found")
@@ -224,7 +222,7 @@ async def test_full_queue_is_skipped_until_its_retry_after(gateway: Gateway, fak
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_attempts_are_bounded(tmp_path: Path, fake: FakeInference) -> None:
+async def test_number_of_attempts_is_limited(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
     async with Gateway(tmp_path, fake.url, CONFIG + "attempts: {max: 1}\n") as gateway:
         answer = await gateway.chat()
@@ -233,7 +231,7 @@ async def test_attempts_are_bounded(tmp_path: Path, fake: FakeInference) -> None
     assert fake.seen_for("demo-mini") == []
 
 
-async def test_an_answer_without_a_stream_is_bounded_too(tmp_path: Path, fake: FakeInference) -> None:
+async def test_length_of_a_whole_answer_is_limited(tmp_path: Path, fake: FakeInference) -> None:
     fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
     fake.answers["embed"] = Answer(hold=asyncio.Event())
     config = CONFIG + "deadlines: {connect: 100ms, total: 300ms}\n"
@@ -267,7 +265,7 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it(patient: G
     fake.answers["demo"] = Answer(hold=gate)
     await until("the open period is over", lambda: patient.runtime.breakers.open_for("local", "demo") is None)
     clients = [asyncio.create_task(patient.chat()) for _ in range(32)]
-    await until("31 went elsewhere", lambda: sum(client.done() for client in clients) == 31)
+    await until("31 were answered elsewhere", lambda: sum(client.done() for client in clients) == 31)
     assert len(fake.seen_for("demo")) == 6
     assert (await patient.breaker("local/demo"))["state"] == "half-open"
     gate.set()
@@ -289,7 +287,7 @@ async def test_dead_service_opens_the_breaker_and_a_probe_closes_it(gateway: Gat
     assert answers[-1].headers["retry-after"] == "1"
     await fake.start()
     async with asyncio.timeout(10.0):
-        while (answer := await gateway.chat()).status_code == 503:  # the open period, and then a probe of our own
+        while (answer := await gateway.chat()).status_code == 503:  # the open period, then a probe
             await asyncio.sleep(0.02)
     assert answer.json()["model"] == "demo"
     assert (await gateway.breaker("local"))["state"] == "closed"
@@ -304,12 +302,12 @@ async def test_one_failed_request_reveals_a_dead_service(tmp_path: Path, fake: F
         async def opened() -> bool:
             return bool((await gateway.breaker("local"))["state"] == "open")
 
-        await until("probes opened it", opened)
+        await until("probes opened the breaker", opened)
         entry = await gateway.breaker("local")
         assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: connection refused")
         assert (await gateway.chat()).headers["x-headgate-attempts"] == "0"
         await fake.start()
-        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
+        await until("the breaker may close", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         answers = await asyncio.gather(*(gateway.chat() for _ in range(50)))
         assert len(fake.seen) == 1 + [answer.status_code for answer in answers].count(200)
         assert (await gateway.breaker("local"))["state"] == "closed"
@@ -323,9 +321,9 @@ async def test_probe_finds_a_recovered_model(tmp_path: Path, fake: FakeInference
         for _ in range(5):
             await gateway.chat()
         assert (await gateway.breaker("local/demo"))["state"] == "open"
-        await until("it was asked for a token", lambda: fake.probes)
+        await until("a probe requested a token", lambda: fake.probes)
         del fake.answers["demo"]
-        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
+        await until("the breaker may close", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         assert (await gateway.chat()).json()["model"] == "demo"
         assert len(fake.seen_for("demo")) == 6
 
@@ -336,9 +334,9 @@ async def test_returning_service_is_probed_early(tmp_path: Path, fake: FakeInfer
         for _ in range(3):
             await gateway.chat()
         assert (await gateway.breaker("local"))["state"] == "open"
-        await until("its absence was noticed", lambda: gateway.runtime.view.reachable is False)
+        await until("the service is unreachable", lambda: gateway.runtime.view.reachable is False)
         await fake.start()
-        await until("its return was noticed", lambda: gateway.runtime.view.reachable)
+        await until("the service is reachable", lambda: gateway.runtime.view.reachable)
         answers = await asyncio.gather(*(gateway.chat() for _ in range(8)))
         assert [answer.status_code for answer in answers].count(200) >= 1
         assert (await gateway.breaker("local"))["state"] == "closed"
@@ -357,10 +355,10 @@ async def test_ramp_sends_most_requests_elsewhere_and_rejects_none(
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
     clients = [asyncio.create_task(patient.chat()) for _ in range(30)]
-    await until("most went elsewhere", lambda: sum(client.done() for client in clients) == 28)
+    await until("most were answered elsewhere", lambda: sum(client.done() for client in clients) == 28)
     fake.answers["demo-mini"] = Answer(status=500)
     stubborn = asyncio.create_task(patient.chat())
-    await until("it was tried elsewhere first", lambda: len(fake.seen_for("demo-mini")) == 5 + 28 + 1)
+    await until("another model was tried first", lambda: len(fake.seen_for("demo-mini")) == 5 + 28 + 1)
     gate.set()
     answers = [await client for client in clients]
     assert {answer.status_code for answer in answers} == {200}
@@ -389,7 +387,7 @@ async def test_events_of_the_service_take_effect_before_the_next_poll(
     monkeypatch.setattr("gateway.breaker.probe_schedule.MIN_PACE_SECONDS", 300.0)
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
         view, demo = gateway.runtime.view, fake.models["demo"]
-        await until("it listens", lambda: fake.listeners)
+        await until("the gateway listens", lambda: fake.listeners)
         fake.tell("model", {"model": replace(demo, state=ModelState.FAILED, retry_after_seconds=60.0).to_json()})
         await until("the event arrived", lambda: view.likely_failure("demo"))
         answer = await gateway.chat()
@@ -401,11 +399,11 @@ async def test_events_of_the_service_take_effect_before_the_next_poll(
         fake.answers.clear()
         monkeypatch.undo()
         fake.tell("model", {"model": demo.to_json()})
-        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
+        await until("the breaker may close", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         assert (await gateway.chat()).json()["model"] == "demo"
 
 
-async def test_a_restart_of_the_gateway_keeps_an_open_breaker_open(tmp_path: Path, fake: FakeInference) -> None:
+async def test_open_breaker_stays_open_across_a_restart(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
     config = CONFIG + "breaker: {open: 600s}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
@@ -421,16 +419,16 @@ async def test_a_restart_of_the_gateway_keeps_an_open_breaker_open(tmp_path: Pat
 async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fake: FakeInference) -> None:
     await fake.stop()
     async with Gateway(tmp_path, fake.url) as gateway:
-        await until("the absence was noticed", lambda: gateway.runtime.view.reachable is False)
+        await until("the service is unreachable", lambda: gateway.runtime.view.reachable is False)
         answer = await gateway.client.get("/readyz")
         assert (answer.status_code, answer.json()) == (503, {"status": "starting"})
         await fake.start()
-        await until("it is ready", lambda: gateway.runtime.is_ready)
+        await until("the gateway is ready", lambda: gateway.runtime.is_ready)
         await fake.stop()
         await gateway.look()
 
 
-async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference) -> None:
+async def test_breaker_can_be_reset_by_an_operator(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [Answer(status=500)] * 5
     for _ in range(5):
         await gateway.chat()
@@ -441,7 +439,7 @@ async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference)
     assert (await gateway.admin("POST", "/admin/breakers/local/nope/reset")).status_code == 404
 
 
-# --- commit and honest ends -------------------------------------------------------------------------------------------
+# --- commit and ends of streams ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
@@ -454,40 +452,40 @@ async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference)
     ],
     ids=["cut", "no finish", "no finish, no DONE", "stall", "error frame", "garbage"],
 )
-async def test_after_the_first_token_a_failure_ends_in_an_error_frame_and_never_in_done(
-    honest: Gateway, fake: FakeInference, answer: Answer, code: str
+async def test_failure_after_the_first_token_ends_in_an_error_frame_without_done(
+    without_resume: Gateway, fake: FakeInference, answer: Answer, code: str
 ) -> None:
-    """Where the route does not resume."""
+    """On a route that does not resume."""
     fake.answers["demo"] = answer
-    got = await honest.chat(stream=True)
+    got = await without_resume.chat(stream=True)
     assert got.status_code == 200
     assert _text(got.text) == "one two "
     assert "[DONE]" not in got.text
     assert _error_of(got.text)["code"] == code
     assert fake.seen_for("demo-mini") == []
     breaker = "local" if code == "model_failed" and answer.cut else "local/demo"
-    counted = (await honest.breaker(breaker))["failures"]
+    counted = (await without_resume.breaker(breaker))["failures"]
     assert counted == 1 or answer.finish is None
 
 
-async def test_status_goes_out_only_with_the_first_token(patient: Gateway, fake: FakeInference) -> None:
+async def test_status_is_sent_with_the_first_token(patient: Gateway, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(comments=1, hold=gate)
     request = patient.client.build_request(
         "POST", "/v1/chat/completions", json={"model": "demo", "messages": MESSAGES, "stream": True}
     )
     sending = asyncio.create_task(patient.client.send(request, stream=True))
-    await until("the service was asked", lambda: fake.seen)
+    await until("the service has the request", lambda: fake.seen)
     await asyncio.sleep(0.1)
     assert not sending.done()
     gate.set()
     answer = await sending
     lines = await _lines(answer)
-    assert not any(line.startswith(":") for line in lines), "comments of a tier that is not the last stay inside"
+    assert not any(line.startswith(":") for line in lines), "comments of earlier tiers are not forwarded"
     assert lines[-1] == "data: [DONE]"
 
 
-async def test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long(
+async def test_progress_comments_of_the_last_tier_are_forwarded_after_a_delay(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     gate = asyncio.Event()
@@ -499,19 +497,19 @@ async def test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long(
         json={"model": "demo-mini", "messages": MESSAGES, "stream": True},
         headers={"x-stainless-read-timeout": "3"},
     ) as answer:
-        assert asyncio.get_running_loop().time() - began > 0.4, "the first ones came before the wait was long"
+        assert asyncio.get_running_loop().time() - began > 0.4, "early comments are not forwarded"
         lines = []
         async with asyncio.timeout(10):
             async for line in answer.aiter_lines():
                 lines.append(line)
-                gate.set()  # so progress was here before the first word was let go
+                gate.set()  # so progress arrived before the first content
     assert answer.status_code == 200
     assert lines[0].startswith(": headgate loading")
     assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 async def test_slow_load_with_progress_is_no_failure(gateway: Gateway, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(comments=8, pause=0.2)  # 1.6 s, twice the longest silence
+    fake.answers["demo"] = Answer(comments=8, pause=0.2)  # 1.6 s, twice the longest allowed silence
     answer = await gateway.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "1")
     assert (await gateway.breaker("local/demo"))["failures"] == 0
@@ -527,7 +525,7 @@ async def test_long_load_spills_to_the_next_candidate_without_a_failure(tmp_path
         await asyncio.wait_for(fake.seen_for("demo")[0].closed.wait(), 2)
 
 
-async def test_the_total_bounds_the_time_to_commit_over_all_tiers(tmp_path: Path, fake: FakeInference) -> None:
+async def test_total_deadline_limits_the_time_to_commit_over_all_tiers(tmp_path: Path, fake: FakeInference) -> None:
     config = CONFIG + "deadlines: {connect: 500ms, first_token: 400ms, inter_token: 300ms, total: 600ms}\n"
     fake.answers = {"demo": Answer(stall=True, words=()), "demo-mini": Answer(stall=True, words=())}
     async with Gateway(tmp_path, fake.url, config) as gateway:
@@ -536,11 +534,11 @@ async def test_the_total_bounds_the_time_to_commit_over_all_tiers(tmp_path: Path
         assert answer.headers["x-should-retry"] == "false"
         assert "retry-after" not in answer.headers
         assert (await gateway.breaker("local/demo"))["failures"] == 1
-        assert (await gateway.breaker("local/demo-mini"))["failures"] == 0, "it did not have its fair time"
+        assert (await gateway.breaker("local/demo-mini"))["failures"] == 0, "it did not have its share of the time"
 
 
 async def test_connect_timeout_is_separate(tmp_path: Path) -> None:
-    """Long before the silence that an answer may have; our own service and a cloud alike."""
+    """It is much shorter than the allowed silence, for the local service and for a cloud."""
     with full_backlog() as address:
         config = f"""
 providers: {{openai: {{kind: openai, api_key: fake, base_url: "http://{address}/v1"}}}}
@@ -564,14 +562,14 @@ deadlines: {{connect: 200ms, first_token: 3s, total: 8s}}
     [Answer(stall=True), Answer(words=(), stall=True), Answer(stall_before_headers=True)],
     ids=["after the first token", "before it", "before the status"],
 )
-async def test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_moves(
+async def test_client_disconnect_closes_the_upstream_without_a_failure(
     tmp_path: Path, fake: FakeInference, stream: bool, answer: Answer
 ) -> None:
     fake.answers["demo"] = answer
     async with Gateway(tmp_path, fake.url) as gateway:
         for count in range(1, 7):
             asking = asyncio.create_task(gateway.chat(stream=stream))
-            await until("the service was asked", lambda count=count: len(fake.seen) == count)
+            await until("the service has the request", lambda count=count: len(fake.seen) == count)
             await asyncio.sleep(0.02)
             asking.cancel()
             await asyncio.wait({asking})
@@ -584,12 +582,12 @@ async def test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_
         assert "gateway_client_disconnect_total 6.0" in metrics
 
 
-async def test_embeddings_of_a_client_that_left_are_closed_too(tmp_path: Path, fake: FakeInference) -> None:
+async def test_client_disconnect_closes_an_embedding_request(tmp_path: Path, fake: FakeInference) -> None:
     fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
     fake.answers["embed"] = Answer(hold=asyncio.Event())
     async with Gateway(tmp_path, fake.url) as gateway:
         asking = asyncio.create_task(gateway.client.post("/v1/embeddings", json={"model": "embed", "input": "x"}))
-        await until("the service was asked", lambda: fake.seen)
+        await until("the service has the request", lambda: fake.seen)
         asking.cancel()
         await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
 
@@ -618,7 +616,7 @@ async def test_cancelled_probe_releases_its_permit(patient: Gateway, fake: FakeI
         probe = asyncio.create_task(patient.chat())
         while len(fake.seen_for("demo")) < 6:
             await asyncio.wait([probe], timeout=0.02)
-            if probe.done():  # the gateway asked the service itself at that moment
+            if probe.done():  # the gateway's own probe came first
                 probe = asyncio.create_task(patient.chat())
     assert (await patient.chat()).json()["model"] == "demo-mini"
     probe.cancel()
@@ -627,17 +625,17 @@ async def test_cancelled_probe_releases_its_permit(patient: Gateway, fake: FakeI
     async def answers() -> bool:
         return bool((await patient.chat()).json()["model"] == "demo")
 
-    await until("the place is free", answers)
+    await until("the permit is free", answers)
 
 
 # --- the door ---------------------------------------------------------------------------------------------------------
-async def test_requests_beyond_the_bounds_wait_and_are_then_rejected(tmp_path: Path, fake: FakeInference) -> None:
+async def test_requests_beyond_the_limits_wait_and_are_then_rejected(tmp_path: Path, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
     config = CONFIG + "admission: {max_in_flight: 1, queue: 1, queue_timeout: 300ms}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
         first = asyncio.create_task(gateway.chat())
-        await until("the first is inside", lambda: fake.seen)
+        await until("the first is admitted", lambda: fake.seen)
         second = asyncio.create_task(gateway.chat())
         await until(
             "the second waits", lambda: "gateway_queue_depth 1.0" in gateway.runtime.telemetry.render().decode()

@@ -1,4 +1,4 @@
-"""The gateway's face: headers on every response, keys, bad input, bounds, models, admin, reload."""
+"""HTTP interface of the gateway: headers, keys, bad input, limits, models, admin endpoints, reload."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 
 async def _raw(gateway: Gateway, request: bytes) -> bytes:
-    """What the port answers to `request`, byte for byte, until it closes."""
+    """The bytes that the port answers to `request` until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     writer.write(request)
     async with asyncio.timeout(5):
@@ -47,8 +47,8 @@ async def _raw(gateway: Gateway, request: bytes) -> bytes:
 
 # --- headers ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("comments", [0, 2])
-async def test_a_local_answer_says_what_computes_it(gateway: Gateway, fake: FakeInference, comments: int) -> None:
-    """Whether the service said so in a header or, because it had begun earlier, in a comment; and nobody else does."""
+async def test_local_answer_has_a_header_with_its_device(gateway: Gateway, fake: FakeInference, comments: int) -> None:
+    """From a header of the service, or from a comment if it had already begun."""
     fake.answers["demo"] = Answer(device="gpu-0,gpu-1", comments=comments)
     for stream in (False, True):
         answer = await gateway.chat(stream=stream)
@@ -96,14 +96,14 @@ async def test_every_response_carries_the_headers(gateway: Gateway, fake: FakeIn
 @pytest.mark.parametrize(
     ("sent", "kept"), [("abc-1.2:3_4", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)]
 )
-async def test_a_sane_request_id_is_kept(gateway: Gateway, sent: str, kept: bool) -> None:
+async def test_valid_request_id_is_kept(gateway: Gateway, sent: str, kept: bool) -> None:
     answer = await gateway.client.get("/livez", headers={"x-request-id": sent})
     assert (answer.headers["x-request-id"] == sent) is kept
     assert answer.headers["x-request-id"]
 
 
 # --- keys and hosts ---------------------------------------------------------------------------------------------------
-async def test_keys_open_what_they_may_and_health_is_open(gateway: Gateway) -> None:
+async def test_keys_give_access_to_their_endpoints_and_health_needs_none(gateway: Gateway) -> None:
     async with httpx2.AsyncClient(base_url=gateway.url, trust_env=False) as stranger:
         assert (await stranger.get("/livez")).status_code == 200
         assert (await stranger.get("/metrics")).status_code == 200
@@ -116,14 +116,14 @@ async def test_keys_open_what_they_may_and_health_is_open(gateway: Gateway) -> N
         assert (await stranger.post("/admin/reload")).status_code == 401
 
 
-async def test_health_tells_strangers_its_status_and_nothing_of_what_is_behind(gateway: Gateway) -> None:
+async def test_health_without_a_key_shows_only_the_status(gateway: Gateway) -> None:
     async with httpx2.AsyncClient(base_url=gateway.url, trust_env=False) as stranger:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             assert (await stranger.get("/health", headers=headers)).json() == {"status": "ok"}
         assert "inference" in (await stranger.get("/health", headers={"x-api-key": KEY})).json()
 
 
-async def test_a_wrong_key_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
+async def test_invalid_key_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\nconnection: close\r\n\r\n"
     assert (await _raw(gateway, head)).startswith(b"HTTP/1.1 401 ")
 
@@ -133,7 +133,7 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read(gateway: Gateway) 
     [("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:80", 200), ("app.localhost", 200), ("evil.example", 403),
      ("127.0.0.1.evil.example", 403), ("localhost@evil", 403)],
 )  # fmt: skip
-async def test_on_loopback_only_loopback_names_are_served(gateway: Gateway, host: str, status: int) -> None:
+async def test_only_loopback_host_names_are_served_on_loopback(gateway: Gateway, host: str, status: int) -> None:
     answer = await gateway.client.get("/livez", headers={"host": host})
     assert answer.status_code == status
     assert ("let the proxy in front send `Host: localhost`" in answer.text) == (status == 403)
@@ -155,7 +155,7 @@ async def test_on_loopback_only_loopback_names_are_served(gateway: Gateway, host
     ],
     ids=["empty", "broken", "no text", "NaN", "missing", "no messages", "unknown model", "range", "nesting"],
 )
-async def test_bad_input_is_a_4xx_that_names_the_parameter(
+async def test_invalid_input_is_a_4xx_with_the_parameter(
     gateway: Gateway, fake: FakeInference, body: bytes, status: int, param: str | None
 ) -> None:
     answer = await gateway.client.post("/v1/chat/completions", content=body)
@@ -166,38 +166,38 @@ async def test_bad_input_is_a_4xx_that_names_the_parameter(
 
 
 @pytest.mark.parametrize(("name", "value"), [("x-headgate-priority", "urgent"), ("x-headgate-policy", "maybe")])
-async def test_header_values_that_mean_nothing_are_refused(gateway: Gateway, name: str, value: str) -> None:
+async def test_invalid_header_values_are_refused(gateway: Gateway, name: str, value: str) -> None:
     answer = await gateway.chat(headers={name: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-async def test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not(
+async def test_body_beyond_the_limit_is_413_with_and_without_a_content_length(
     tmp_path: Path, fake: FakeInference
 ) -> None:
     async with Gateway(tmp_path, fake.url, CONFIG + "max_body: 100KB\n") as gateway:
         big = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
-        told = await gateway.client.post("/v1/chat/completions", content=big)
+        detail = await gateway.client.post("/v1/chat/completions", content=big)
 
         async def pieces() -> AsyncIterator[bytes]:
             for at in range(0, len(big), 10_000):
                 yield big[at : at + 10_000]
 
-        untold = await gateway.client.post("/v1/chat/completions", content=pieces())
-        for answer in (told, untold):
+        chunked = await gateway.client.post("/v1/chat/completions", content=pieces())
+        for answer in (detail, chunked):
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-            said = answer.json()["error"]["message"]
-            assert said == "the body is longer than the limit of 100000 bytes (max_body); send less"
+            message = answer.json()["error"]["message"]
+            assert message == "the body is longer than the limit of 100000 bytes (max_body); send less"
         assert (await gateway.chat()).status_code == 200
 
 
-async def test_endless_headers_are_refused(gateway: Gateway) -> None:
+async def test_headers_beyond_the_limit_are_refused(gateway: Gateway) -> None:
     request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + b"x-a: " + b"y" * 70_000 + b"\r\n\r\n"
     assert (await _raw(gateway, request)).startswith(b"HTTP/1.1 431 ")
     assert (await gateway.client.get("/livez")).status_code == 200
 
 
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)])
-async def test_a_packed_body_is_refused_in_words(gateway: Gateway, encoding: str, status: int) -> None:
+async def test_compressed_body_is_refused_with_a_message(gateway: Gateway, encoding: str, status: int) -> None:
     answer = await gateway.chat(headers={"content-encoding": encoding})
     assert answer.status_code == status
     if status == 415:
@@ -205,7 +205,7 @@ async def test_a_packed_body_is_refused_in_words(gateway: Gateway, encoding: str
         assert answer.json()["error"]["param"] == "content-encoding"
 
 
-async def test_a_chunked_body_is_a_body_and_a_name_that_comes_twice_has_its_last_value(
+async def test_chunked_body_is_accepted_and_the_last_of_repeated_names_counts(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     async def pieces() -> AsyncIterator[bytes]:
@@ -218,14 +218,14 @@ async def test_a_chunked_body_is_a_body_and_a_name_that_comes_twice_has_its_last
     assert fake.seen[0].body["temperature"] == 1
 
 
-async def test_names_that_come_twice_do_not_reach_a_tier(gateway: Gateway, fake: FakeInference) -> None:
-    """What is checked is what is sent: the tier gets the body written anew."""
+async def test_repeated_names_are_not_sent_to_a_tier(gateway: Gateway, fake: FakeInference) -> None:
+    """A repeated name is written once."""
     raw = b'{"model": "demo-mini", "model": "demo", "messages": [{"role": "user", "content": "a"}]}'
     assert (await gateway.client.post("/v1/chat/completions", content=raw)).status_code == 200
     assert [seen.model for seen in fake.seen] == ["demo"]
 
 
-class _Hasty(BoundedHttp):
+class _ShortHeadTimeout(BoundedHttp):
     head_seconds = 0.3
 
 
@@ -234,10 +234,10 @@ class _Hasty(BoundedHttp):
     [[], [b"\r\n"] * 40, [b"GET /livez HTTP/1.1\r\n", *[b"x: y\r\n"] * 40]],
     ids=["nothing", "empty lines", "headers without end"],
 )
-async def test_a_request_whose_head_never_ends_is_dropped(
+async def test_connection_with_an_incomplete_head_is_closed(
     tmp_path: Path, fake: FakeInference, pieces: list[bytes]
 ) -> None:
-    async with Gateway(tmp_path, fake.url, http=_Hasty) as gateway:
+    async with Gateway(tmp_path, fake.url, http=_ShortHeadTimeout) as gateway:
         for before in (b"", b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
             if before:
@@ -245,7 +245,7 @@ async def test_a_request_whose_head_never_ends_is_dropped(
                 assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
                 if not pieces:
                     writer.close()
-                    continue  # an idle connection is uvicorn's to close
+                    continue  # uvicorn closes idle connections
             closed = asyncio.create_task(reader.read())
             for piece in pieces:
                 if closed.done():
@@ -256,9 +256,9 @@ async def test_a_request_whose_head_never_ends_is_dropped(
             writer.close()
 
 
-async def test_a_long_answer_and_a_slow_body_outlive_the_time_for_the_head(tmp_path: Path, fake: FakeInference) -> None:
+async def test_head_timeout_does_not_affect_long_answers_and_slow_bodies(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("word ",) * 4, pause=0.2)
-    async with Gateway(tmp_path, fake.url, http=_Hasty) as gateway:
+    async with Gateway(tmp_path, fake.url, http=_ShortHeadTimeout) as gateway:
         body = json.dumps({"model": "demo", "messages": MESSAGES, "stream": True}).encode()
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -271,7 +271,7 @@ async def test_a_long_answer_and_a_slow_body_outlive_the_time_for_the_head(tmp_p
             assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_body_has_time_but_not_for_ever() -> None:
+async def test_body_has_a_total_and_an_idle_timeout() -> None:
     async def trickle() -> dict[str, object]:
         await asyncio.sleep(0.02)
         return {"type": "http.request", "body": b"x", "more_body": True}
@@ -280,12 +280,12 @@ async def test_a_body_has_time_but_not_for_ever() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    for receive, said in ((trickle, "took over 0.3 s"), (silence, "stopped for 0.1 s")):
-        with pytest.raises(RequestError, match=said):
+    for receive, message in ((trickle, "took over 0.3 s"), (silence, "stopped for 0.1 s")):
+        with pytest.raises(RequestError, match=message):
             await read_body(receive, {}, 10_000, silence_seconds=0.1, total_seconds=0.3)
 
 
-async def test_a_client_that_leaves_while_sending_leaves_nothing(gateway: Gateway, fake: FakeInference) -> None:
+async def test_client_disconnect_during_the_body_frees_its_memory(gateway: Gateway, fake: FakeInference) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     key = KEY.encode()
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: " + key)
@@ -294,14 +294,14 @@ async def test_a_client_that_leaves_while_sending_leaves_nothing(gateway: Gatewa
     await asyncio.sleep(0.05)
     writer.close()
     await until(
-        "the leaving was counted",
+        "the disconnect was counted",
         lambda: b"gateway_client_disconnect_total 1.0" in gateway.runtime.telemetry.render(),
     )
     assert fake.seen == []
 
 
 # --- models and policy ------------------------------------------------------------------------------------------------
-async def test_models_are_the_routes_and_what_the_service_has(gateway: Gateway, fake: FakeInference) -> None:
+async def test_models_lists_routes_and_local_models(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["org/big"] = ModelStatus(id="org/big", state=ModelState.COLD, aliases=("big",), context_length=8192)
     await gateway.look()
     listed = (await gateway.client.get("/v1/models")).json()
@@ -313,7 +313,7 @@ async def test_models_are_the_routes_and_what_the_service_has(gateway: Gateway, 
     assert (await gateway.chat("big")).json()["model"] == "org/big"
 
 
-async def test_a_provider_without_its_key_is_absent_and_policy_keeps_requests_local(
+async def test_provider_without_a_key_is_skipped_and_local_only_requests_stay_local(
     tmp_path: Path, fake: FakeInference, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = """
@@ -340,7 +340,7 @@ routes:
         assert (await gateway.chat("demo")).status_code == 404, "this configuration has no route for other names"
 
 
-async def test_the_shipped_configuration_runs_without_any_key_and_its_commented_chains_work(
+async def test_default_configuration_runs_without_keys_and_its_commented_chains_are_valid(
     tmp_path: Path, fake: FakeInference, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway.providers")
@@ -362,20 +362,24 @@ async def test_the_shipped_configuration_runs_without_any_key_and_its_commented_
 
 
 # --- admin ------------------------------------------------------------------------------------------------------------
-async def test_a_request_is_explained_without_its_prompt(gateway: Gateway, fake: FakeInference) -> None:
+async def test_explain_record_has_no_prompt(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED, message="needs 5 MiB")
     answer = await gateway.chat(messages=[{"role": "user", "content": "a secret"}])
-    told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
-    assert told["chain"] == ["local/demo", "local/demo-mini"]
-    assert [(tried["name"], tried["outcome"]) for tried in told["attempts"]] == [
+    detail = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert detail["chain"] == ["local/demo", "local/demo-mini"]
+    assert [(tried["name"], tried["outcome"]) for tried in detail["attempts"]] == [
         ("local/demo", "memory_limit_exceeded"), ("local/demo-mini", "success"),
     ]  # fmt: skip
-    assert (told["answered_by"], told["tier"], told["outcome"]) == ("local/demo-mini", "local-fallback", "success")
-    assert told["first_token_seconds"] <= told["total_seconds"]
-    assert "secret" not in json.dumps(told)
+    assert (detail["answered_by"], detail["tier"], detail["outcome"]) == (
+        "local/demo-mini",
+        "local-fallback",
+        "success",
+    )
+    assert detail["first_token_seconds"] <= detail["total_seconds"]
+    assert "secret" not in json.dumps(detail)
 
 
-async def test_metrics_tell_tiers_attempts_fallbacks_and_breakers(gateway: Gateway, fake: FakeInference) -> None:
+async def test_metrics_have_tiers_attempts_fallbacks_and_breakers(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
     for _ in range(6):
         await gateway.chat(stream=True)
@@ -415,12 +419,12 @@ async def test_reload_applies_everything_or_nothing(gateway: Gateway, fake: Fake
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 400
 
 
-async def test_a_reload_moves_to_another_service_and_lets_open_streams_finish(tmp_path: Path) -> None:
+async def test_reload_with_another_service_address_lets_open_streams_finish(tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with FakeInference("token") as old, FakeInference("token") as new, Gateway(tmp_path, old.url) as gateway:
         old.answers["demo"] = Answer(hold=gate)
         running = asyncio.create_task(gateway.chat())
-        await until("the old service was asked", lambda: old.seen)
+        await until("the old service has the request", lambda: old.seen)
         gateway.environ["GATEWAY_INFERENCE__URL"] = new.url
         changed = (await gateway.admin("POST", "/admin/reload")).json()["changed"]
         assert changed == [f"inference.url: '{old.url}' -> '{new.url}'"]
@@ -431,11 +435,11 @@ async def test_a_reload_moves_to_another_service_and_lets_open_streams_finish(tm
         assert len(old.seen) == 1
 
 
-async def test_health_tells_what_does_not_work(gateway: Gateway, fake: FakeInference) -> None:
+async def test_health_names_the_failing_parts(gateway: Gateway, fake: FakeInference) -> None:
     await gateway.look()
-    told = (await gateway.client.get("/health")).json()
-    assert told["status"] == "ok"
-    assert told["inference"]["models"] == {"demo": "ready", "demo-mini": "ready"}
+    detail = (await gateway.client.get("/health")).json()
+    assert detail["status"] == "ok"
+    assert detail["inference"]["models"] == {"demo": "ready", "demo-mini": "ready"}
     await fake.stop()
     await gateway.look()
     answer = await gateway.client.get("/health")

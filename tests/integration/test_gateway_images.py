@@ -1,4 +1,4 @@
-"""Images by address: fetched by the gateway from listed hosts, put into the request; nothing else is reached."""
+"""Image URLs: the gateway fetches them from listed hosts only and puts the image into the request."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 DATA_URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
-class Mill:
-    """A web server whose paths say how it answers; `met` are the requests it got."""
+class ImageServer:
+    """A web server whose paths choose the response; `met` are the requests it received."""
 
     def __init__(self) -> None:
         self.met: list[web.Request] = []
         self.port = 0
 
-    async def __aenter__(self) -> Mill:
+    async def __aenter__(self) -> ImageServer:
         app = web.Application()
         app.router.add_get("/{how}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -68,9 +68,9 @@ class Mill:
 
 
 @pytest.fixture
-async def mill() -> AsyncIterator[Mill]:
-    async with Mill() as mill:
-        yield mill
+async def image_server() -> AsyncIterator[ImageServer]:
+    async with ImageServer() as image_server:
+        yield image_server
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ async def fake() -> AsyncIterator[FakeInference]:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, fake: FakeInference, mill: Mill) -> AsyncIterator[Gateway]:
-    """Every name leads to the mill, which counts as public; `secret.example` leads home as well."""
-    hosts = f"[mill.example:{mill.port}, secret.example:{mill.port}, both.example:{mill.port}]"
+async def gateway(tmp_path: Path, fake: FakeInference, image_server: ImageServer) -> AsyncIterator[Gateway]:
+    """Every name resolves to the server, which counts as public; `secret.example` also has a private address."""
+    hosts = f"[mill.example:{image_server.port}, secret.example:{image_server.port}, both.example:{image_server.port}]"
     config = CONFIG + f"images: {{hosts: {hosts}, max_bytes: 100KB, timeout: 300ms}}\n"
 
     async def resolve(host: str, port: int) -> list[str]:
@@ -107,21 +107,21 @@ def _images(fake: FakeInference) -> list[str]:
     return [part["image_url"]["url"] for part in fake.seen[-1].body["messages"][0]["content"][1:]]
 
 
-async def test_an_image_is_fetched_once_and_the_tier_gets_it_whole(
-    gateway: Gateway, fake: FakeInference, mill: Mill
+async def test_image_is_fetched_once_and_sent_to_the_tier(
+    gateway: Gateway, fake: FakeInference, image_server: ImageServer
 ) -> None:
-    urls = (mill.url("picture?x=%20a&y=%26"), "data:image/png;base64,AA==", mill.url("picture"))
+    urls = (image_server.url("picture?x=%20a&y=%26"), "data:image/png;base64,AA==", image_server.url("picture"))
     for stream in (False, True):
         assert (await _ask(gateway, *urls, stream=stream)).status_code == 200
         assert _images(fake) == [DATA_URL, "data:image/png;base64,AA==", DATA_URL]
-    assert sorted(request.path_qs for request in mill.met[:2]) == ["/picture", "/picture?x=%20a&y=%26"]
-    assert all(request.host == f"mill.example:{mill.port}" for request in mill.met)
-    for request in mill.met:
+    assert sorted(request.path_qs for request in image_server.met[:2]) == ["/picture", "/picture?x=%20a&y=%26"]
+    assert all(request.host == f"mill.example:{image_server.port}" for request in image_server.met)
+    for request in image_server.met:
         assert not {"authorization", "cookie", "x-request-id"} & {name.lower() for name in request.headers}
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("redirect", "answered 302"),
         ("missing", "answered 404"),
@@ -132,48 +132,52 @@ async def test_an_image_is_fetched_once_and_the_tier_gets_it_whole(
         ("silent", "within 0.3 s (images.timeout)"),
     ],
 )
-async def test_what_is_no_image_in_time_is_the_requests_fault(
-    gateway: Gateway, fake: FakeInference, mill: Mill, how: str, said: str
+async def test_url_without_an_image_in_time_is_a_client_error(
+    gateway: Gateway, fake: FakeInference, image_server: ImageServer, how: str, message: str
 ) -> None:
-    answer = await _ask(gateway, mill.url("picture"), mill.url(how))
+    answer = await _ask(gateway, image_server.url("picture"), image_server.url(how))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[0].content[2].image_url.url")
-    assert said in error["message"]
+    assert message in error["message"]
     assert fake.seen == []
     assert gateway.runtime.admission.in_flight == 0
 
 
 @pytest.mark.parametrize("host", ["secret.example", "both.example"])
-async def test_a_name_that_leads_home_is_not_followed(gateway: Gateway, mill: Mill, host: str) -> None:
-    """One address of one's own among others is enough: the next look might choose it."""
-    answer = await _ask(gateway, mill.url("picture", host))
+async def test_host_that_resolves_to_a_private_address_is_refused(
+    gateway: Gateway, image_server: ImageServer, host: str
+) -> None:
+    """One private address among several is enough, because a later lookup might return it."""
+    answer = await _ask(gateway, image_server.url("picture", host))
     assert "an address that is not public" in answer.json()["error"]["message"]
     assert "127.0.0" not in answer.text
-    assert mill.met == []
+    assert image_server.met == []
 
 
-async def test_who_does_not_prove_the_name_gives_no_image(gateway: Gateway, mill: Mill) -> None:
+async def test_server_without_a_valid_certificate_is_refused(gateway: Gateway, image_server: ImageServer) -> None:
     gateway.runtime.images = Images(gateway.runtime.config.images, gateway.runtime.images._resolver._resolve, bool)
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's side of the broken handshake
-    answer = await _ask(gateway, mill.url("picture"))
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # server side of the failed handshake
+    answer = await _ask(gateway, image_server.url("picture"))
     assert "mill.example failed (ClientConnectorCertificateError)" in answer.json()["error"]["message"]
-    assert mill.met == []
+    assert image_server.met == []
 
 
-async def test_together_they_are_bounded_too_and_a_reload_applies(gateway: Gateway, mill: Mill) -> None:
-    gateway.write(f"{CONFIG}\nimages: {{hosts: ['*:{mill.port}']}}\n")
+async def test_total_size_of_images_is_limited_and_reloadable(gateway: Gateway, image_server: ImageServer) -> None:
+    gateway.write(f"{CONFIG}\nimages: {{hosts: ['*:{image_server.port}']}}\n")
     answer = await gateway.admin("POST", "/admin/reload")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
-    gateway.write(f"{CONFIG}\nmax_body: 1200\nimages: {{hosts: [mill.example:{mill.port}]}}\n")
+    gateway.write(f"{CONFIG}\nmax_body: 1200\nimages: {{hosts: [mill.example:{image_server.port}]}}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
-    for urls in ([mill.url("picture")] * 12, [mill.url("huge"), mill.url("silent")]):
+    for urls in ([image_server.url("picture")] * 12, [image_server.url("huge"), image_server.url("silent")]):
         error = (await _ask(gateway, *urls)).json()["error"]
         assert error["message"].endswith("and the others are together larger than 1200 bytes (max_body)")
-        assert error["param"] == f"messages[0].content[{len(urls)}].image_url.url", "whichever came first"
+        assert error["param"] == f"messages[0].content[{len(urls)}].image_url.url"
 
 
-async def test_what_is_fetched_is_held_like_a_body(gateway: Gateway, fake: FakeInference, mill: Mill) -> None:
-    """To the end of its request, and not one byte more than came; what finds no room is refused."""
+async def test_fetched_images_count_as_bytes_of_bodies(
+    gateway: Gateway, fake: FakeInference, image_server: ImageServer
+) -> None:
+    """Until the end of its request, and only the received bytes. An image without room is refused."""
     bodies, limit = gateway.runtime.bodies, gateway.runtime.config.max_body
     end = asyncio.Event()
     fake.answers["seer"] = Answer(hold=end)
@@ -181,34 +185,40 @@ async def test_what_is_fetched_is_held_like_a_body(gateway: Gateway, fake: FakeI
         for size in (limit,) * (LARGEST_AT_A_TIME - 1) + (limit - 2 * len(PNG),):
             held.enter_context(bodies.room(size, limit))
         before = bodies.held_bytes
-        asked = asyncio.create_task(_ask(gateway, mill.url("picture"), mill.url("picture")))
-        await until("a tier was asked", lambda: fake.seen)
+        chat = asyncio.create_task(_ask(gateway, image_server.url("picture"), image_server.url("picture")))
+        await until("a tier has the request", lambda: fake.seen)
         assert bodies.held_bytes == before + 2 * len(PNG)
-        answer = await _ask(gateway, mill.url("picture"))
+        answer = await _ask(gateway, image_server.url("picture"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
         end.set()
-        assert (await asked).status_code == 200
-        assert (await _ask(gateway, mill.url("picture"), mill.url("missing"))).status_code == 400
+        assert (await chat).status_code == 200
+        assert (await _ask(gateway, image_server.url("picture"), image_server.url("missing"))).status_code == 400
         assert bodies.held_bytes == before
 
 
-async def test_as_shipped_nothing_is_fetched(tmp_path: Path, fake: FakeInference, mill: Mill) -> None:
+async def test_no_url_is_fetched_by_default(tmp_path: Path, fake: FakeInference, image_server: ImageServer) -> None:
     async with Gateway(tmp_path, fake.url) as gateway:
         await gateway.look()
-        answer = await _ask(gateway, mill.url("picture"))
+        answer = await _ask(gateway, image_server.url("picture"))
         assert answer.status_code == 400
         assert "this gateway does not fetch images" in answer.json()["error"]["message"]
-        for url in ("http://mill.example/a", "file:///etc/passwd", "ftp://x", "//mill.example/a", "/etc/passwd"):
+        for url in (
+            "http://mill.example/a",
+            "file:///etc/passwd",
+            "ftp://x",
+            "//mill.example/a",
+            "/etc/passwd",
+        ):
             answer = await _ask(gateway, url)
             assert (answer.status_code, answer.json()["error"]["param"]) == (
                 400,
                 "messages[0].content[1].image_url.url",
             )
-    assert mill.met == []
+    assert image_server.met == []
 
 
-async def test_a_name_of_this_machine_is_refused_by_its_address(tmp_path: Path, fake: FakeInference) -> None:
-    """With the product's own judgement of addresses."""
+async def test_host_name_of_this_machine_is_refused(tmp_path: Path, fake: FakeInference) -> None:
+    """With the address check of the product."""
 
     async def home(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]

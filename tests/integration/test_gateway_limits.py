@@ -1,4 +1,4 @@
-"""Limits of a key at a real gateway: what is refused, what the headers say, how answers are charged."""
+"""Limits of a key: refusals, headers, and how answers are charged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def _used(gateway: Gateway) -> float:
     return gateway.runtime.limiter._accounts["team"].tokens
 
 
-async def test_requests_beyond_the_minute_are_refused_with_the_true_wait(tmp_path: Path, fake: FakeInference) -> None:
+async def test_requests_beyond_the_limit_are_refused_with_the_remaining_time(
+    tmp_path: Path, fake: FakeInference
+) -> None:
     async with Gateway(tmp_path, fake.url, _config("requests_per_minute: 2")) as gateway:
         first = await gateway.chat(headers=AS_TEAM)
         assert first.status_code == 200
@@ -47,7 +49,7 @@ async def test_requests_beyond_the_minute_are_refused_with_the_true_wait(tmp_pat
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         assert "x-should-retry" not in refused.headers
         other = await gateway.chat()
-        assert other.status_code == 200, "a key's limit is nobody else's"
+        assert other.status_code == 200, "another key has its own limit"
         assert not any(name.startswith("x-ratelimit") for name in other.headers)
         metrics = (await gateway.client.get("/metrics")).text
         assert 'gateway_rate_limited_total{limit="requests"} 1.0' in metrics
@@ -55,18 +57,18 @@ async def test_requests_beyond_the_minute_are_refused_with_the_true_wait(tmp_pat
         assert len(fake.seen) == 3
 
 
-async def test_limits_of_all_keys_hold_for_those_without_their_own(tmp_path: Path, fake: FakeInference) -> None:
+async def test_default_limits_apply_to_keys_without_their_own(tmp_path: Path, fake: FakeInference) -> None:
     config = _config("") + "limits: {requests_per_minute: 1}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
         assert [(await gateway.chat()).status_code for _ in range(2)] == [200, 429]
         assert [(await gateway.chat(headers=AS_TEAM)).status_code for _ in range(2)] == [200, 200]
 
 
-async def test_a_reload_forgets_nothing_and_a_revoked_key_ends_at_once(tmp_path: Path, fake: FakeInference) -> None:
+async def test_reload_keeps_usage_and_revokes_removed_keys_at_once(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(hold=asyncio.Event())
     async with Gateway(tmp_path, fake.url, _config("requests_per_minute: 2")) as gateway:
         running = asyncio.create_task(gateway.chat(headers=AS_TEAM))
-        await until("it runs", lambda: fake.seen)
+        await until("the request runs", lambda: fake.seen)
         gateway.write(_config("requests_per_minute: 3, concurrent: 1"))
         assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
         refused = await gateway.chat(headers=AS_TEAM)
@@ -75,25 +77,25 @@ async def test_a_reload_forgets_nothing_and_a_revoked_key_ends_at_once(tmp_path:
         gateway.write(CONFIG)
         await gateway.admin("POST", "/admin/reload")
         assert (await gateway.chat(headers=AS_TEAM)).status_code == 401
-        assert gateway.runtime.limiter._accounts["team"].running, "what runs is not forgotten"
+        assert gateway.runtime.limiter._accounts["team"].running, "running requests are kept"
         fake.answers["demo"].hold.set()
-        assert (await running).status_code == 200, "what a revoked key began ends as it would have"
+        assert (await running).status_code == 200, "a running request of a revoked key finishes"
         gateway.write(_config("requests_per_minute: 2"))
         await gateway.admin("POST", "/admin/reload")
         assert (await gateway.chat(headers=AS_TEAM)).headers["x-ratelimit-limit-requests"] == "2"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_is_charged_what_its_usage_says(tmp_path: Path, fake: FakeInference, stream: bool) -> None:
+async def test_answer_is_charged_by_its_usage(tmp_path: Path, fake: FakeInference, stream: bool) -> None:
     async with Gateway(tmp_path, fake.url, _config("tokens_per_minute: 60")) as gateway:
         answer = await gateway.chat(stream=stream, max_tokens=1000, headers=AS_TEAM)
         assert answer.status_code == 200
         assert int(answer.headers["x-ratelimit-remaining-tokens"]) == 0, "the estimate is held meanwhile"
-        await until("it is charged", lambda: _used(gateway) <= 6)
-        assert _used(gateway) > 0, "3 of the prompt and 3 of the answer, less what has drained"
+        await until("the answer is charged", lambda: _used(gateway) <= 6)
+        assert _used(gateway) > 0, "3 of the prompt and 3 of the answer, less the tokens that were refilled"
 
 
-async def test_answers_without_a_stream_are_charged_too(tmp_path: Path, fake: FakeInference) -> None:
+async def test_whole_answers_are_charged_by_their_usage(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, _config("tokens_per_minute: 60")) as gateway:
         fake.models["vectors"] = ModelStatus(id="vectors", state=ModelState.READY, capabilities=("embeddings",))
         await gateway.look()
@@ -102,13 +104,15 @@ async def test_answers_without_a_stream_are_charged_too(tmp_path: Path, fake: Fa
         assert 0 < _used(gateway) <= 1
 
 
-async def test_a_cut_and_an_abandoned_answer_are_charged_what_came(tmp_path: Path, fake: FakeInference) -> None:
+async def test_cut_and_cancelled_answers_are_charged_for_the_received_tokens(
+    tmp_path: Path, fake: FakeInference
+) -> None:
     config = _config("tokens_per_minute: 200").replace("local/demo-mini]", "local/demo-mini], resume: 'off'")
     async with Gateway(tmp_path, fake.url, config) as gateway:
         fake.answers["demo"] = Answer(words=("a",) * 60, cut=True)
         await gateway.chat(stream=True, headers=AS_TEAM)
-        await until("it is charged", lambda: _used(gateway) < 100)
-        assert _used(gateway) > 20, "60 pieces and the prompt, less what has drained"
+        await until("the answer is charged", lambda: _used(gateway) < 100)
+        assert _used(gateway) > 20, "60 pieces and the prompt, less the tokens that were refilled"
         before = _used(gateway)
         fake.answers["demo"] = Answer(words=("a",) * 60, stall=True)
         body = {"model": "demo", "messages": MESSAGES, "stream": True, "max_tokens": 1}
@@ -116,11 +120,11 @@ async def test_a_cut_and_an_abandoned_answer_are_charged_what_came(tmp_path: Pat
             lines = response.aiter_lines()
             while "content" not in await anext(lines):
                 continue
-        await until("it is charged", lambda: not gateway.runtime.limiter._accounts["team"].running)
+        await until("the answer is charged", lambda: not gateway.runtime.limiter._accounts["team"].running)
         assert _used(gateway) != before
 
 
-async def test_an_error_instead_of_an_answer_costs_no_tokens(tmp_path: Path, fake: FakeInference) -> None:
+async def test_failed_request_costs_no_tokens(tmp_path: Path, fake: FakeInference) -> None:
     config = _config("tokens_per_minute: 600") + "attempts: {max: 1}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
         fake.answers["demo"] = Answer(status=500)
@@ -131,10 +135,10 @@ async def test_an_error_instead_of_an_answer_costs_no_tokens(tmp_path: Path, fak
         assert _used(gateway) == 0
 
 
-async def test_tokens_beyond_the_minute_are_refused_and_the_official_client_waits(
+async def test_request_beyond_the_token_limit_is_refused_and_the_sdk_retries_in_time(
     tmp_path: Path, fake: FakeInference
 ) -> None:
-    """Two tokens are held for the first answer; the client comes back when it was told to, and gets its answer."""
+    """Two tokens are held for the first answer; the client retries after the given time and gets its answer."""
     async with Gateway(tmp_path, fake.url, _config("tokens_per_minute: 60")) as gateway:
         fake.answers["demo"] = Answer(words=("x",) * 58)
         assert (await gateway.chat(headers=AS_TEAM, max_tokens=1)).status_code == 200
@@ -151,20 +155,20 @@ async def test_tokens_beyond_the_minute_are_refused_and_the_official_client_wait
         assert caught.value.response.headers["x-ratelimit-limit-tokens"] == "60"
 
 
-async def test_a_keys_ceiling_caps_the_priority_that_its_requests_ask_for(tmp_path: Path, fake: FakeInference) -> None:
+async def test_priority_of_a_request_is_limited_by_its_key(tmp_path: Path, fake: FakeInference) -> None:
     config = _config("").replace("limits: {}", "priority: normal")
     async with Gateway(tmp_path, fake.url, config) as gateway:
-        for asked, told in (("high", "normal"), ("normal", "normal"), ("low", "low"), (None, "normal")):
-            headers = AS_TEAM if asked is None else {**AS_TEAM, H_PRIORITY: asked}
+        for requested, effective in (("high", "normal"), ("normal", "normal"), ("low", "low"), (None, "normal")):
+            headers = AS_TEAM if requested is None else {**AS_TEAM, H_PRIORITY: requested}
             answer = await gateway.chat(headers=headers)
-            assert (answer.status_code, fake.seen[-1].headers[H_PRIORITY]) == (200, told), asked
+            assert (answer.status_code, fake.seen[-1].headers[H_PRIORITY]) == (200, effective), requested
             record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
-            assert record["priority"] == told
+            assert record["priority"] == effective
         assert (await gateway.chat(headers={H_PRIORITY: "high"})).status_code == 200
-        assert fake.seen[-1].headers[H_PRIORITY] == "high", "one key's ceiling is nobody else's"
+        assert fake.seen[-1].headers[H_PRIORITY] == "high", "the ceiling of one key does not affect another"
 
 
-async def test_a_bucket_is_for_a_name_so_a_new_secret_changes_nothing(tmp_path: Path, fake: FakeInference) -> None:
+async def test_new_secret_of_a_key_keeps_its_usage(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, _config("requests_per_minute: 1")) as gateway:
         assert (await gateway.chat(headers=AS_TEAM)).status_code == 200
         gateway.write(_config("requests_per_minute: 1").replace(HASH, hashlib.sha256(b"second").hexdigest()))
@@ -173,7 +177,7 @@ async def test_a_bucket_is_for_a_name_so_a_new_secret_changes_nothing(tmp_path: 
         assert (await gateway.chat(headers={"authorization": "Bearer second"})).status_code == 429
 
 
-async def test_a_revoked_key_of_the_environment_ends_at_once(tmp_path: Path, fake: FakeInference) -> None:
+async def test_key_removed_from_the_environment_is_revoked_at_once(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url) as gateway:
         assert (await gateway.chat()).status_code == 200
         gateway.environ["GATEWAY_API_KEY"] = "another"
@@ -184,7 +188,7 @@ async def test_a_revoked_key_of_the_environment_ends_at_once(tmp_path: Path, fak
         assert json.loads((await gateway.admin("GET", "/admin/breakers")).content)
 
 
-async def test_counting_tokens_is_a_request_and_takes_none(tmp_path: Path, fake: FakeInference) -> None:
+async def test_token_count_is_charged_as_a_request_without_tokens(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, _config("requests_per_minute: 1, tokens_per_minute: 60")) as gateway:
         body = {"model": "demo", "messages": MESSAGES}
         for is_refused in (False, True):
@@ -195,17 +199,17 @@ async def test_counting_tokens_is_a_request_and_takes_none(tmp_path: Path, fake:
         assert _used(gateway) == 0
 
 
-async def test_who_began_under_other_limits_wipes_nothing_out(tmp_path: Path, fake: FakeInference) -> None:
-    """The first request began when tokens were not limited; when it ends, what the second took is still counted."""
+async def test_request_from_before_a_reload_does_not_remove_later_charges(tmp_path: Path, fake: FakeInference) -> None:
+    """The first request began without a token limit; its end does not remove the charge of the second."""
     hold = asyncio.Event()
     fake.queue["demo"] = [Answer(hold=hold), Answer(words=("a",) * 50)]
     async with Gateway(tmp_path, fake.url, _config("concurrent: 9")) as gateway:
         first = asyncio.create_task(gateway.chat(headers=AS_TEAM))
-        await until("it runs", lambda: fake.seen)
+        await until("the request runs", lambda: fake.seen)
         gateway.write(_config("tokens_per_minute: 60"))
         await gateway.admin("POST", "/admin/reload")
         assert (await gateway.chat(headers=AS_TEAM)).status_code == 200
-        await until("it is charged", lambda: len(gateway.runtime.limiter._accounts["team"].running) == 1)
+        await until("the answer is charged", lambda: len(gateway.runtime.limiter._accounts["team"].running) == 1)
         used = _used(gateway)
         hold.set()
         assert (await first).status_code == 200

@@ -1,4 +1,4 @@
-"""The official Anthropic client's whole repertoire, against a local tier and against clouds of every dialect."""
+"""The official Anthropic client against a local tier and clouds of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider, Fault
-from tests.rigs.fake_provider.answers import Answer as Said
+from tests.rigs.fake_provider.answers import Answer as CloudAnswer
 from tests.rigs.fake_provider.answers import ToolUse
 from tests.rigs.fake_provider.strict import strictly
 from tests.rigs.gateway_rig import KEY, Gateway
@@ -114,14 +114,14 @@ async def test_every_tier_answers_whole_and_streamed(client: AsyncAnthropic, mod
     async with client.messages.stream(model=model, max_tokens=50, messages=MESSAGES, system="Be brief.") as stream:
         text = "".join([piece async for piece in stream.text_stream])
         final = await stream.get_final_message()
-    said = "".join(block.text for block in whole.content if block.type == "text")
-    assert text == await stream.get_final_text() == said
+    got = "".join(block.text for block in whole.content if block.type == "text")
+    assert text == await stream.get_final_text() == got
     assert final.usage == whole.usage
     assert final.model == whole.model
     assert final.stop_reason == "end_turn"
 
 
-async def test_the_plain_client_in_a_thread_and_raw_events(gateway: Gateway) -> None:
+async def test_synchronous_client_and_raw_events_work(gateway: Gateway) -> None:
     def ask() -> list[str]:
         with anthropic.Anthropic(base_url=gateway.url, auth_token=KEY, max_retries=0) as client:
             client.messages.create(model="demo", max_tokens=5, messages=MESSAGES)
@@ -134,10 +134,10 @@ async def test_the_plain_client_in_a_thread_and_raw_events(gateway: Gateway) -> 
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-async def test_headers_tell_who_answered_and_ids_agree(client: AsyncAnthropic) -> None:
-    said = await client.messages.with_raw_response.create(model="demo", max_tokens=5, messages=MESSAGES)
-    assert said.headers["x-headgate-model"] == "local/demo"
-    assert said.headers["request-id"] == said.headers["x-request-id"] == (await said.parse())._request_id
+async def test_headers_have_the_model_and_one_request_id(client: AsyncAnthropic) -> None:
+    got = await client.messages.with_raw_response.create(model="demo", max_tokens=5, messages=MESSAGES)
+    assert got.headers["x-headgate-model"] == "local/demo"
+    assert got.headers["request-id"] == got.headers["x-request-id"] == (await got.parse())._request_id
     async with client.messages.with_streaming_response.create(model="demo", max_tokens=5, messages=MESSAGES) as raw_one:
         assert json.loads(await raw_one.read())["type"] == "message"
     async with client.messages.stream(model="demo", max_tokens=5, messages=MESSAGES) as stream:
@@ -145,19 +145,19 @@ async def test_headers_tell_who_answered_and_ids_agree(client: AsyncAnthropic) -
         assert stream.request_id == stream.response.headers["x-request-id"]
 
 
-async def test_beta_calls_are_understood(client: AsyncAnthropic, local: FakeInference) -> None:
-    said = await client.beta.messages.create(
+async def test_beta_calls_work(client: AsyncAnthropic, local: FakeInference) -> None:
+    got = await client.beta.messages.create(
         model="demo",
         max_tokens=5,
         messages=MESSAGES,
         betas=["interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
         context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
     )
-    assert said.content[0].type == "text"
+    assert got.content[0].type == "text"
     assert set(local.seen[-1].body) == {"model", "max_tokens", "messages", "stream", "stream_options"}
 
 
-async def test_comments_are_pings_that_the_client_passes_over(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_progress_comments_become_pings(client: AsyncAnthropic, local: FakeInference) -> None:
     local.answers["demo"] = Answer(comments=2)
     events = [event.type async for event in await client.messages.create(
         model="demo", max_tokens=5, messages=MESSAGES, stream=True
@@ -178,7 +178,7 @@ AGENT: dict[str, Any] = {
     "metadata": {"user_id": "u1"},
     "stop_sequences": ["END"],
 }
-"""What a coding agent asks with every turn."""
+"""The fields that a coding agent sends with every turn."""
 
 
 def results_of(mill: str, dark: str) -> Any:
@@ -193,7 +193,7 @@ def results_of(mill: str, dark: str) -> Any:
     }
 
 
-async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
+async def test_parallel_tool_calls_of_a_coding_agent_work_on_a_local_model(
     client: AsyncAnthropic, local: FakeInference
 ) -> None:
     local.queue["demo"] = [
@@ -201,8 +201,8 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
             finish="tool_calls"),
         raw({"content": "Done."}, stop_reason="END"),
     ]  # fmt: skip
-    asked = {"model": "demo", **AGENT}
-    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+    fields = {"model": "demo", **AGENT}
+    async with client.messages.stream(messages=MESSAGES, **fields) as stream:
         kinds = [event.type async for event in stream]
         first = await stream.get_final_message()
     assert {"thinking", "signature", "text", "input_json"} <= set(kinds)
@@ -211,7 +211,7 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
     uses = [block for block in first.content if block.type == "tool_use"]
     assert [(use.id, use.input) for use in uses] == [("c1", {"at": "a"}), ("c2", {"at": "b"})]
     history = [*MESSAGES, first.to_param(), results_of("c1", "c2")]
-    second = await client.messages.create(messages=history, **asked)
+    second = await client.messages.create(messages=history, **fields)
     assert (second.stop_reason, second.stop_sequence) == ("stop_sequence", "END")
     sent = local.seen[-1].body
     assert sent["reasoning_effort"] == "medium"
@@ -223,23 +223,23 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
 
 
 @pytest.mark.parametrize("model", ["gpt", "gemini"])
-async def test_a_coding_agents_turn_with_parallel_calls_on_another_cloud(
+async def test_parallel_tool_calls_of_a_coding_agent_work_on_other_clouds(
     client: AsyncAnthropic, cloud: FakeProvider, model: str
 ) -> None:
-    """What its model thought comes back with the history, and no cloud but Anthropic has a word for it."""
-    asked = {"model": model, **AGENT}
+    """Reasoning comes back with the history; only Anthropic has a field for it."""
+    fields = {"model": model, **AGENT}
     if model == "gpt":
-        del asked["stop_sequences"]  # no model that reasons takes them there
+        del fields["stop_sequences"]  # reasoning models refuse them
     looks = (ToolUse("look", {"at": "a"}), ToolUse("look", {"at": "b"}))
-    cloud.answers.set(Said(text="I look.", reasoning="Both.", tools=looks, stop="tool_calls"))
-    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+    cloud.answers.set(CloudAnswer(text="I look.", reasoning="Both.", tools=looks, stop="tool_calls"))
+    async with client.messages.stream(messages=MESSAGES, **fields) as stream:
         first = await stream.get_final_message()
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert first.stop_reason == "tool_use"
     mill, dark = [block.id for block in first.content if block.type == "tool_use"]
     cloud.answers.clear()
     history = [*MESSAGES, first.to_param(), results_of(mill, dark)]
-    second = await client.messages.create(messages=history, **asked)
+    second = await client.messages.create(messages=history, **fields)
     assert second.stop_reason == "end_turn"
     sent = cloud.records[-1].body
     assert {name: sent[name] for name in sent if name.startswith("max_")} == {
@@ -252,17 +252,17 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_another_cloud(
 
 
 @pytest.mark.parametrize("model", ["gpt", "gemini", "claude"])
-async def test_a_tool_with_a_name_longer_than_openai_takes_is_called_by_it(
+async def test_long_tool_names_are_shortened_for_other_clouds_and_restored(
     client: AsyncAnthropic, cloud: FakeProvider, model: str
 ) -> None:
-    """Anthropic takes 128 characters, OpenAI and Google 64; the 400 for more was passed on."""
+    """Anthropic accepts 128 characters, OpenAI and Google 64."""
     name = "mcp__" + "looks_" * 20
-    asked: Any = {"model": model, "max_tokens": 100, "tools": [{**LOOK, "name": name}], "messages": MESSAGES}
-    asked["tool_choice"] = {"type": "tool", "name": name}
-    told = name if model == "claude" else short_name(name)
-    cloud.answers.set(Said(tools=(ToolUse(told, {"at": "a"}),), stop="tool_calls"))
-    whole = await client.messages.create(**asked)
-    async with client.messages.stream(**asked) as stream:
+    fields: Any = {"model": model, "max_tokens": 100, "tools": [{**LOOK, "name": name}], "messages": MESSAGES}
+    fields["tool_choice"] = {"type": "tool", "name": name}
+    expected = name if model == "claude" else short_name(name)
+    cloud.answers.set(CloudAnswer(tools=(ToolUse(expected, {"at": "a"}),), stop="tool_calls"))
+    whole = await client.messages.create(**fields)
+    async with client.messages.stream(**fields) as stream:
         streamed = await stream.get_final_message()
     contents: list[Any] = [whole.content, streamed.content]
     for content in contents:
@@ -270,25 +270,27 @@ async def test_a_tool_with_a_name_longer_than_openai_takes_is_called_by_it(
     id = next(block.id for block in whole.content if block.type == "tool_use")
     cloud.answers.clear()
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": "dark"}]}
-    del asked["tool_choice"]
-    await client.messages.create(**{**asked, "messages": [*MESSAGES, whole.to_param(), result]})
+    del fields["tool_choice"]
+    await client.messages.create(**{**fields, "messages": [*MESSAGES, whole.to_param(), result]})
     body = cloud.records[-1].body
     if model != "claude":
-        assert body["tools"][0]["function"]["name"] == body["messages"][1]["tool_calls"][0]["function"]["name"] == told
+        assert (
+            body["tools"][0]["function"]["name"] == body["messages"][1]["tool_calls"][0]["function"]["name"] == expected
+        )
 
 
-async def test_max_tokens_beyond_a_local_context_is_as_much_as_there_is_room_for(
+async def test_max_tokens_beyond_a_local_context_is_reduced_to_the_context(
     client: AsyncAnthropic, local: FakeInference
 ) -> None:
     local.answers["demo"] = dataclasses.replace(Answer(), finish="length")
-    said = await client.messages.create(model="demo", max_tokens=32_000, messages=MESSAGES, timeout=20)
+    got = await client.messages.create(model="demo", max_tokens=32_000, messages=MESSAGES, timeout=20)
     assert local.seen[-1].body["max_tokens"] == local.models["demo"].context_length == 4096
-    assert said.stop_reason == "model_context_window_exceeded"
-    asked = await client.messages.create(model="demo", max_tokens=3, messages=MESSAGES)
-    assert (local.seen[-1].body["max_tokens"], asked.stop_reason) == (3, "max_tokens")
+    assert got.stop_reason == "model_context_window_exceeded"
+    short = await client.messages.create(model="demo", max_tokens=3, messages=MESSAGES)
+    assert (local.seen[-1].body["max_tokens"], short.stop_reason) == (3, "max_tokens")
 
 
-async def test_the_clients_own_tool_loop_runs_to_its_end(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_tool_runner_of_the_sdk_completes(client: AsyncAnthropic, local: FakeInference) -> None:
     looked: list[str] = []
 
     @beta_async_tool
@@ -311,27 +313,27 @@ async def test_the_clients_own_tool_loop_runs_to_its_end(client: AsyncAnthropic,
     assert final.content[0].type == "text"
 
 
-class Mill(pydantic.BaseModel):
+class MillFacts(pydantic.BaseModel):
     """A mill."""
 
     wheels: int
 
 
 @pytest.mark.parametrize("model", ["demo", "claude", "haiku", "gpt", "gemini"])
-async def test_a_format_is_parsed_by_the_client(
+async def test_structured_output_is_parsed_by_the_sdk(
     client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider, model: str
 ) -> None:
     """Whole, streamed and by the beta calls."""
     local.answers["demo"] = raw({"content": '{"wheels":'}, {"content": " 2}"})
-    cloud.answers.set(Said(text='{"wheels": 2}'))
-    asked: dict[str, Any] = {"model": model, "max_tokens": 50, "messages": MESSAGES, "output_format": Mill}
-    parsed = await client.messages.parse(**asked)
-    assert parsed.parsed_output == Mill(wheels=2)
-    async with client.messages.stream(**asked) as stream:
-        assert (await stream.get_final_message()).parsed_output == Mill(wheels=2)
-    assert (await client.beta.messages.parse(**asked)).parsed_output == Mill(wheels=2)
-    async with client.beta.messages.stream(**asked) as beta:
-        assert (await beta.get_final_message()).parsed_output == Mill(wheels=2)
+    cloud.answers.set(CloudAnswer(text='{"wheels": 2}'))
+    fields: dict[str, Any] = {"model": model, "max_tokens": 50, "messages": MESSAGES, "output_format": MillFacts}
+    parsed = await client.messages.parse(**fields)
+    assert parsed.parsed_output == MillFacts(wheels=2)
+    async with client.messages.stream(**fields) as stream:
+        assert (await stream.get_final_message()).parsed_output == MillFacts(wheels=2)
+    assert (await client.beta.messages.parse(**fields)).parsed_output == MillFacts(wheels=2)
+    async with client.beta.messages.stream(**fields) as beta:
+        assert (await beta.get_final_message()).parsed_output == MillFacts(wheels=2)
     sent = local.seen if model == "demo" else cloud.records
     assert len(sent) == 4
     for one in sent:
@@ -341,25 +343,25 @@ async def test_a_format_is_parsed_by_the_client(
 
 
 @pytest.mark.parametrize("model", ["demo", "claude", "gpt", "gemini"])
-async def test_a_plain_text_is_a_document(
+async def test_plain_text_documents_are_accepted(
     client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider, model: str
 ) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "The mill has two wheels."}
     document = {"type": "document", "source": source, "title": "Mills", "context": "A guide."}
-    asked: Any = [{"role": "user", "content": [document, {"type": "text", "text": "How many?"}]}]
-    await client.messages.create(model=model, max_tokens=50, messages=asked)
+    fields: Any = [{"role": "user", "content": [document, {"type": "text", "text": "How many?"}]}]
+    await client.messages.create(model=model, max_tokens=50, messages=fields)
     sent = (local.seen if model == "demo" else cloud.records)[-1].body
     if model == "claude":
-        assert sent["messages"] == asked
+        assert sent["messages"] == fields
         with pytest.raises(anthropic.BadRequestError, match="text/plain"):
             source["media_type"] = "text/html"
-            await client.messages.create(model=model, max_tokens=50, messages=asked)
+            await client.messages.create(model=model, max_tokens=50, messages=fields)
         return
-    told = {"type": "text", "text": "Mills\nA guide.\nThe mill has two wheels."}
-    assert sent["messages"][0]["content"] == [told, {"type": "text", "text": "How many?"}]
+    expected = {"type": "text", "text": "Mills\nA guide.\nThe mill has two wheels."}
+    assert sent["messages"][0]["content"] == [expected, {"type": "text", "text": "How many?"}]
 
 
-async def test_a_prefill_is_gone_on_with_where_the_tier_can(
+async def test_prefill_is_continued_by_tiers_that_support_it(
     client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
 ) -> None:
     begun: Any = [*MESSAGES, {"role": "assistant", "content": "The mill"}]
@@ -373,19 +375,19 @@ async def test_a_prefill_is_gone_on_with_where_the_tier_can(
 
 
 # --- Anthropic behind -------------------------------------------------------------------------------------------------
-async def test_anthropics_own_thinking_survives_there_and_back(client: AsyncAnthropic, cloud: FakeProvider) -> None:
+async def test_thinking_of_anthropic_is_returned_unchanged(client: AsyncAnthropic, cloud: FakeProvider) -> None:
     cloud.answers.set(
-        Said(text="I look.", reasoning="Hm. Yes.", tools=(ToolUse("look", {"at": "a"}),), stop="tool_calls")
+        CloudAnswer(text="I look.", reasoning="Hm. Yes.", tools=(ToolUse("look", {"at": "a"}),), stop="tool_calls")
     )
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "claude",
         "max_tokens": 100,
         "tools": [LOOK],
         "system": [{"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral"}}],
         "thinking": {"type": "adaptive"},
     }
-    whole = await client.messages.create(messages=MESSAGES, **asked)
-    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+    whole = await client.messages.create(messages=MESSAGES, **fields)
+    async with client.messages.stream(messages=MESSAGES, **fields) as stream:
         streamed = await stream.get_final_message()
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
     assert [(block.type, getattr(block, "signature", "")) for block in streamed.content] == [
@@ -393,14 +395,14 @@ async def test_anthropics_own_thinking_survives_there_and_back(client: AsyncAnth
     ]
     use = next(block for block in whole.content if block.type == "tool_use")
     results: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "x"}]}
-    await client.messages.create(messages=[*MESSAGES, whole.to_param(), results], **asked)
+    await client.messages.create(messages=[*MESSAGES, whole.to_param(), results], **fields)
     sent = cloud.records[-1].body
     assert sent["messages"][1]["content"][0] == whole.content[0].model_dump(exclude_none=True)
-    assert sent["system"] == asked["system"]
+    assert sent["system"] == fields["system"]
     assert sent["thinking"] == {"type": "adaptive"}
 
 
-async def test_a_local_models_thinking_never_reaches_anthropic(
+async def test_thinking_of_local_models_is_not_sent_to_anthropic(
     client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
 ) -> None:
     local.answers["demo"] = raw({"reasoning_content": "Mine."}, {"content": "Yes."})
@@ -410,8 +412,8 @@ async def test_a_local_models_thinking_never_reaches_anthropic(
     assert cloud.records[-1].body["messages"][1]["content"] == [{"type": "text", "text": "Yes."}]
 
 
-async def test_a_refusal_says_why(client: AsyncAnthropic, cloud: FakeProvider) -> None:
-    cloud.answers.set(Said(text="I", refusal="Not this.", stop="content_filter"))
+async def test_refusal_has_its_explanation(client: AsyncAnthropic, cloud: FakeProvider) -> None:
+    cloud.answers.set(CloudAnswer(text="I", refusal="Not this.", stop="content_filter"))
     whole = await client.messages.create(model="claude", max_tokens=50, messages=MESSAGES)
     assert whole.stop_reason == "refusal"
     assert whole.stop_details is not None and whole.stop_details.explanation == "Not this."
@@ -421,9 +423,7 @@ async def test_a_refusal_says_why(client: AsyncAnthropic, cloud: FakeProvider) -
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
-async def test_anthropic_counts_for_its_own_models_and_other_clouds_do_not(
-    client: AsyncAnthropic, cloud: FakeProvider
-) -> None:
+async def test_anthropic_counts_tokens_for_its_own_models_only(client: AsyncAnthropic, cloud: FakeProvider) -> None:
     counted = await client.messages.count_tokens(model="claude", messages=MESSAGES, system="You mill.", tools=[LOOK])
     assert counted.input_tokens > 0
     assert cloud.records[-1].body["model"] == "claude-opus-5"
@@ -443,36 +443,34 @@ async def test_anthropic_counts_for_its_own_models_and_other_clouds_do_not(
         )
 
 
-async def test_a_local_model_counts_exactly_what_it_would_be_asked(
-    client: AsyncAnthropic, local: FakeInference
-) -> None:
+async def test_local_token_count_uses_the_same_request(client: AsyncAnthropic, local: FakeInference) -> None:
     local.counts["demo"] = 42
     counted = await client.messages.count_tokens(model="demo", messages=MESSAGES, system="You mill.", tools=[LOOK])
     assert counted.input_tokens == 42
     await client.messages.create(model="demo", max_tokens=5, messages=MESSAGES, system="You mill.", tools=[LOOK])
-    asked = local.seen[-1].body
-    assert local.counted[-1] == {name: asked[name] for name in ("model", "messages", "tools")}
+    fields = local.seen[-1].body
+    assert local.counted[-1] == {name: fields[name] for name in ("model", "messages", "tools")}
     del local.counts["demo"]
     with pytest.raises(anthropic.BadRequestError, match="not counted"):
         await client.messages.count_tokens(model="demo", messages=MESSAGES)
 
 
-async def test_models_are_listed_as_anthropics_clients_read_them(client: AsyncAnthropic, gateway: Gateway) -> None:
+async def test_models_are_listed_in_the_format_of_anthropic(client: AsyncAnthropic, gateway: Gateway) -> None:
     listed = {model.id: model async for model in client.models.list()}
     assert {"demo", "claude", "gpt"} <= set(listed)
     assert (listed["demo"].type, listed["demo"].lifecycle, listed["demo"].max_input_tokens) == ("model", "active", 4096)
     strictly(ModelInfo, {**(await client.models.retrieve("demo")).model_dump(exclude_none=True)})
     with pytest.raises(anthropic.NotFoundError) as unknown:
-        await client.models.retrieve("nobody")
+        await client.models.retrieve("unknown")
     assert unknown.value.type == "not_found_error"
     plain = (await gateway.client.get("/v1/models")).json()
     assert plain["object"] == "list"
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-async def test_errors_are_the_clients_own_classes(client: AsyncAnthropic) -> None:
+async def test_errors_raise_the_exceptions_of_the_sdk(client: AsyncAnthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
-        await client.messages.create(model="nobody", max_tokens=5, messages=MESSAGES)
+        await client.messages.create(model="unknown", max_tokens=5, messages=MESSAGES)
     assert (unknown.value.type, unknown.value.error_code) == ("not_found_error", "model_not_found")
     assert unknown.value.request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
@@ -493,19 +491,21 @@ async def test_errors_are_the_clients_own_classes(client: AsyncAnthropic) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_the_envelope_is_anthropics_on_every_refusal(gateway: Gateway, path: str) -> None:
+async def test_every_refusal_has_the_error_envelope_of_anthropic(gateway: Gateway, path: str) -> None:
     method = await gateway.client.get(path)
     host = await gateway.client.post(path, headers={"host": "evil.example"})
     broken = await gateway.client.post(path, content=b"{")
     for answer, status in ((method, 405), (host, 403), (broken, 400)):
-        said = answer.json()
+        got = answer.json()
         assert answer.status_code == status
-        assert (said["type"], said["request_id"]) == ("error", answer.headers["request-id"])
-        assert set(said["error"]) == {"type", "message", "details"}
+        assert (got["type"], got["request_id"]) == ("error", answer.headers["request-id"])
+        assert set(got["error"]) == {"type", "message", "details"}
     assert host.json()["error"]["type"] == "permission_error"
 
 
-async def test_a_full_tier_and_a_broken_stream(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_full_queue_and_broken_stream_raise_their_exceptions(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
     local.answers["demo"] = Answer(error=Code.MODEL_FAILED)
     with pytest.raises(anthropic.APIStatusError) as broken:
         async with client.messages.stream(model="demo", max_tokens=5, messages=MESSAGES, tools=[LOOK]) as stream:
@@ -520,9 +520,7 @@ async def test_a_full_tier_and_a_broken_stream(client: AsyncAnthropic, local: Fa
 
 
 @pytest.mark.parametrize("model", ["demo", "breaking"])
-async def test_an_answer_that_broke_off_goes_on_as_one_message(
-    client: AsyncAnthropic, local: FakeInference, model: str
-) -> None:
+async def test_resumed_answer_is_one_message(client: AsyncAnthropic, local: FakeInference, model: str) -> None:
     words = ("one ", "two ", "three")
     if model == "demo":
         local.queue["demo"] = [Answer(words=words[:2], cut=True), Answer(words=words)]
@@ -531,19 +529,19 @@ async def test_an_answer_that_broke_off_goes_on_as_one_message(
         final = await stream.get_final_message()
     assert (kinds.count("message_start"), kinds.count("message_stop"), kinds.count("content_block_start")) == (1, 1, 1)
     assert final.stop_reason == "end_turn"
-    said = await stream.get_final_text()
-    assert said == "one two three" if model == "demo" else said.startswith("[anthropic")
+    got = await stream.get_final_text()
+    assert got == "one two three" if model == "demo" else got.startswith("[anthropic")
 
 
-async def test_a_text_behind_signed_thinking_goes_on_too(
+async def test_text_after_signed_thinking_is_resumed(
     client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
 ) -> None:
-    """What was thought, and signed, is over; another tier goes on with the text alone."""
-    cloud.answers.set(Said(text="one two three", reasoning="Hm."))
+    """Signed thinking is complete; another tier continues the text."""
+    cloud.answers.set(CloudAnswer(text="one two three", reasoning="Hm."))
     cloud.faults.add(Fault("cut", after=3, count=None))
     local.answers["demo"] = Answer(words=("one ", "two ", "three"))
-    asked: dict[str, Any] = {"model": "thinks", "max_tokens": 2000, "thinking": {"type": "adaptive"}}
-    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+    fields: dict[str, Any] = {"model": "thinks", "max_tokens": 2000, "thinking": {"type": "adaptive"}}
+    async with client.messages.stream(messages=MESSAGES, **fields) as stream:
         final = await stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text"]
     assert final.content[0].type == "thinking" and final.content[0].signature != UNSIGNED
@@ -551,12 +549,12 @@ async def test_a_text_behind_signed_thinking_goes_on_too(
     assert local.seen[0].body["answer_so_far"] == {"content": "one ", "reasoning_content": "Hm."}
 
 
-async def test_with_the_local_tier_away_anthropic_gets_what_was_asked(
+async def test_anthropic_gets_the_unchanged_request_when_the_local_tier_is_down(
     client: AsyncAnthropic, cloud: FakeProvider
 ) -> None:
     marked: Any = [{"role": "user", "content": [
         {"type": "text", "text": "Hello!", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     ]}]  # fmt: skip
-    said = await client.messages.with_raw_response.create(model="away", max_tokens=5, messages=marked)
-    assert said.headers["x-headgate-model"] == "anthropic/claude-opus-5"
+    got = await client.messages.with_raw_response.create(model="away", max_tokens=5, messages=marked)
+    assert got.headers["x-headgate-model"] == "anthropic/claude-opus-5"
     assert cloud.records[-1].body["messages"] == marked

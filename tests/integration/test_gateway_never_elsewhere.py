@@ -1,4 +1,4 @@
-"""What is the caller's own fault, or the provider's considered no, is never asked of another tier."""
+"""Client errors and refusals of a model are not sent to another tier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def gateway(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> A
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_is_wrong_is_wrong_everywhere(
+async def test_client_error_is_not_sent_to_another_tier(
     gateway: Gateway, fake: FakeInference, cloud: FakeProvider, stream: bool
 ) -> None:
     faults = [Fault("status", 400), Fault("status", 422), Fault("status", 413), Fault("content_policy")]
@@ -64,10 +64,12 @@ async def test_a_request_that_is_wrong_is_wrong_everywhere(
     assert len(fake.seen) == 2
 
 
-@pytest.mark.parametrize("said", ["", "I will not"])
-async def test_a_refusal_is_an_answer(gateway: Gateway, fake: FakeInference, cloud: FakeProvider, said: str) -> None:
-    """Also one without a word: a model that says no has answered, whatever its provider calls it."""
-    cloud.answers.set(CloudAnswer(text="", refusal=said, stop="content_filter"))
+@pytest.mark.parametrize("refusal", ["", "I will not"])
+async def test_refusal_of_a_model_is_an_answer(
+    gateway: Gateway, fake: FakeInference, cloud: FakeProvider, refusal: str
+) -> None:
+    """Including a refusal without text."""
+    cloud.answers.set(CloudAnswer(text="", refusal=refusal, stop="content_filter"))
     for provider in CLOUDS:
         whole = await gateway.chat(provider)
         assert (whole.status_code, whole.headers["x-headgate-model"]) == (200, f"{provider}/first")

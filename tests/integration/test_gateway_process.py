@@ -1,4 +1,4 @@
-"""The gateway as a process: start, signals, ends."""
+"""The gateway as a process: start, signals, exit."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ async def _stream(client: httpx2.AsyncClient, began: asyncio.Event) -> str:
     return text
 
 
-async def test_sigterm_turns_readiness_off_answers_on_and_lets_streams_finish(
-    service: Service, fake: FakeInference
-) -> None:
+async def test_sigterm_ends_readiness_and_lets_streams_finish(service: Service, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("word ",) * 12, pause=0.2)
     began = asyncio.Event()
     async with _client(service) as client:
@@ -76,7 +74,7 @@ async def test_sigterm_turns_readiness_off_answers_on_and_lets_streams_finish(
     assert "Traceback" not in service.log
 
 
-async def test_a_stream_longer_than_the_drain_time_ends_honestly(service: Service, fake: FakeInference) -> None:
+async def test_stream_longer_than_the_drain_time_ends_in_an_error(service: Service, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("word ",) * 1000, pause=0.1)
     began = asyncio.Event()
     async with _client(service) as client:
@@ -92,20 +90,20 @@ async def test_a_stream_longer_than_the_drain_time_ends_honestly(service: Servic
     assert "Traceback" not in service.log
 
 
-async def test_a_second_signal_stops_at_once(service: Service, fake: FakeInference) -> None:
+async def test_second_signal_stops_at_once(service: Service, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(words=("word ",) * 1000, pause=0.1)
     began = asyncio.Event()
     async with _client(service) as client:
         stream = asyncio.create_task(_stream(client, began))
         await began.wait()
         service.signal(signal.SIGINT)
-        await until("it stops", lambda: "shutting down" in service.log)
+        await until("the gateway stops", lambda: "shutting down" in service.log)
         service.signal(signal.SIGINT)
         assert '"shutting_down"' in await stream
     assert await asyncio.to_thread(service.wait, 3) == 0
 
 
-async def test_sighup_reloads_and_a_broken_file_changes_nothing(service: Service) -> None:
+async def test_sighup_reloads_and_an_invalid_file_changes_nothing(service: Service) -> None:
     path = service.root / "config" / "gateway.yaml"
     path.write_text(CONFIG + "breaker: {failures: 2}\n")
     service.signal(signal.SIGHUP)
@@ -124,7 +122,7 @@ def _run(tmp_path: Path, *words: str, text: str = CONFIG) -> subprocess.Complete
     )
 
 
-def test_a_taken_port_names_its_owner(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_with_its_owner(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -134,14 +132,14 @@ def test_a_taken_port_names_its_owner(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_broken_configuration_is_a_sentence_and_status_2(tmp_path: Path) -> None:
+def test_invalid_configuration_is_reported_with_status_2(tmp_path: Path) -> None:
     ended = _run(tmp_path, text="breaker: {opne: 3s}\n")
     assert ended.returncode == 2
     assert "gateway.yaml:1: breaker.opne: unknown key; did you mean 'open'?" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_the_generated_key_is_never_in_the_log(tmp_path: Path) -> None:
+def test_generated_key_is_not_in_the_log(tmp_path: Path) -> None:
     service = gateway_service(tmp_path, tmp_path, "http://127.0.0.1:9")
     (tmp_path / "gateway.yaml").write_text(CONFIG)
     service.start()

@@ -1,4 +1,4 @@
-"""The gateway's /v1/rerank: the local model's bytes, refusals as they are, and no cloud, because none could do it."""
+"""/v1/rerank of the gateway: answers and refusals of local models; clouds have no reranking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
         yield gateway
 
 
-async def test_the_models_own_answer_comes_back(gateway: Gateway, fake: FakeInference) -> None:
+async def test_answer_of_the_model_is_passed_on_unchanged(gateway: Gateway, fake: FakeInference) -> None:
     answer = await gateway.client.post("/v1/rerank", json=BODY)
     assert answer.status_code == 200
     assert [result["index"] for result in answer.json()["results"]] == [0, 1]
@@ -42,14 +42,14 @@ async def test_the_models_own_answer_comes_back(gateway: Gateway, fake: FakeInfe
     assert (seen.path, seen.body) == ("/v1/rerank", BODY)
 
 
-async def test_a_refusal_is_the_models_own(gateway: Gateway, fake: FakeInference) -> None:
+async def test_refusal_of_the_model_is_passed_on(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["judge"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="20 tokens, and it takes 30")
     answer = await gateway.client.post("/v1/rerank", json=BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "takes 30" in answer.json()["error"]["message"]
 
 
-async def test_a_model_that_cannot_rerank_is_not_asked(gateway: Gateway, fake: FakeInference) -> None:
+async def test_model_without_reranking_is_skipped(gateway: Gateway, fake: FakeInference) -> None:
     answer = await gateway.client.post("/v1/rerank", json={**BODY, "model": "demo"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported_parameter"
@@ -57,7 +57,7 @@ async def test_a_model_that_cannot_rerank_is_not_asked(gateway: Gateway, fake: F
 
 
 @pytest.mark.parametrize("flavor", Flavor)
-def test_a_cloud_of_openais_dialect_has_no_reranking(flavor: Flavor) -> None:
+def test_openai_clouds_are_skipped_for_reranking(flavor: Flavor) -> None:
     assert tuple(unsupported_params(BODY, flavor, Endpoint.RERANK)) == ("model",)
     with pytest.raises(UpstreamError, match="/v1/rerank"):
         to_openai(Endpoint.RERANK, BODY, "judge", flavor)

@@ -1,4 +1,4 @@
-"""Answers that break off in the middle go on: on the same model, another one, a cloud; or they end honestly."""
+"""Answers that break off are resumed by the same model, another one or a cloud, or end in an error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def resumed(gateway: Gateway) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", BREAKS)
 async def test_same_model_resumes_as_one_answer(gateway: Gateway, fake: FakeInference, kind: str) -> None:
-    """One id, one role, one finish reason, true usage; a comment is all there is to see of the seam."""
+    """One id, one role, one finish reason and correct usage; only a comment shows the resume."""
     fake.queue["demo"] = [BREAKS[kind], WHOLE]
     got = await gateway.chat(stream=True, stream_options={"include_usage": True}, max_tokens=9)
     assert text_of(got.text) == "one two three four"
@@ -105,7 +105,7 @@ async def test_completion_is_resumed(gateway: Gateway, fake: FakeInference) -> N
 
 
 async def test_reasoning_is_resumed_as_reasoning(gateway: Gateway, fake: FakeInference) -> None:
-    """Nothing of it is said twice, and none is lost."""
+    """Without repetition or loss."""
     fake.queue["demo"] = [
         Answer(words=(), thoughts=("hm ",), cut=True),
         Answer(words=WORDS[:1], thoughts=("hm ", "yes"), cut=True),
@@ -167,7 +167,7 @@ async def test_answer_is_resumed_twice_at_most(gateway: Gateway, fake: FakeInfer
 
 
 async def test_answer_that_cannot_be_resumed_ends_in_an_error_frame(gateway: Gateway, fake: FakeInference) -> None:
-    """Each rung is asked once."""
+    """Each candidate is tried once."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     fake.answers["demo-mini"] = Answer(refuse=Code.QUEUE_FULL)
     got = await gateway.chat(stream=True)
@@ -189,7 +189,7 @@ async def test_model_without_the_capabilities_does_not_resume(gateway: Gateway, 
 
 
 async def test_resume_waits_for_the_same_model_with_a_short_retry_after(gateway: Gateway, fake: FakeInference) -> None:
-    """A worker's death is known a moment before its rest is over."""
+    """The end of a worker is reported a moment before its backoff ends."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED, retry_after=0.1), WHOLE]
     got = await gateway.chat(stream=True)
     assert text_of(got.text) == "one two three four"
@@ -197,7 +197,7 @@ async def test_resume_waits_for_the_same_model_with_a_short_retry_after(gateway:
 
 
 async def test_break_after_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
-    """The client has the whole answer; asking again could only add to it."""
+    """The client has the whole answer."""
     whole = (await gateway.chat(stream=True)).text
     fake.answers["demo"] = Answer(raw=whole.replace("data: [DONE]", "data: oops").encode())
     got = await gateway.chat(stream=True)
@@ -206,19 +206,19 @@ async def test_break_after_the_finish_reason_is_the_end(gateway: Gateway, fake: 
     assert resumed(gateway) == {"complete": 1}
 
 
-async def test_client_that_leaves_during_a_resume_releases_everything(gateway: Gateway, fake: FakeInference) -> None:
+async def test_client_disconnect_during_a_resume_releases_everything(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, hold=asyncio.Event())]
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
     async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
-        await until("the second was asked", lambda: len(fake.seen) == 2)
+        await until("the second attempt arrived", lambda: len(fake.seen) == 2)
         await stream.aclose()
     async with asyncio.timeout(5):
         await fake.seen[1].closed.wait()
-    await until("nothing is left", lambda: not len(gateway.runtime.open_requests))
+    await until("no request is open", lambda: not len(gateway.runtime.open_requests))
 
 
 async def test_comments_of_a_restarting_worker_reach_the_client(gateway: Gateway, fake: FakeInference) -> None:
-    """A model that loads for longer than any silence may last."""
+    """The model loads for longer than the allowed silence."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, comments=8, pause=0.25)]
     got = await gateway.chat("alone", stream=True)
     assert text_of(got.text) == "one two three four"
@@ -234,7 +234,7 @@ async def test_whole_answer_is_resumed_by_the_same_model(gateway: Gateway, fake:
 
 
 async def test_whole_answer_is_restarted_elsewhere(gateway: Gateway, fake: FakeInference) -> None:
-    """The client has nothing of it, so another model answers from the start."""
+    """The client has no part of it, so another model answers from the start."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     got = await gateway.chat()
     assert got.json()["choices"][0]["message"]["content"] == "Hello there!"
@@ -244,12 +244,12 @@ async def test_whole_answer_is_restarted_elsewhere(gateway: Gateway, fake: FakeI
 
 # --- on record --------------------------------------------------------------------------------------------------------
 async def breaks_of(gateway: Gateway, **more: Any) -> list[dict[str, Any]]:
-    """What the explain record of a request says of its breaks."""
+    """The breaks in the explain record of a request."""
     return await breaks_in(gateway, await gateway.chat(**more))
 
 
 async def breaks_in(gateway: Gateway, got: httpx2.Response) -> list[dict[str, Any]]:
-    """The same of an answer that is here, or has begun."""
+    """The breaks in the explain record of an answer."""
     record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
     found: list[dict[str, Any]] = record["breaks"]
     return found
@@ -274,7 +274,7 @@ async def test_record_has_the_candidates_that_did_not_resume(gateway: Gateway, f
 
 
 async def test_record_has_each_resume(gateway: Gateway, fake: FakeInference) -> None:
-    """A whole answer goes on with the same local model alone."""
+    """A whole answer is resumed by the same local model only."""
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     (broke,) = await breaks_of(gateway)
     assert broke["outcome"] == "resumed"
@@ -291,22 +291,22 @@ async def test_metric_and_record_agree_on_a_second_break(gateway: Gateway, fake:
     assert resumed(gateway) == {"too_long": 1}
 
 
-async def test_record_has_a_client_that_left_during_a_resume(tmp_path: Path, fake: FakeInference) -> None:
+async def test_record_has_a_client_disconnect_during_a_resume(tmp_path: Path, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(stall_before_headers=True)]
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
     async with Gateway(tmp_path, fake.url, CONFIG.partition("deadlines:")[0]) as gateway:
         async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
-            await until("the second was asked", lambda: len(fake.seen) == 2)
+            await until("the second attempt arrived", lambda: len(fake.seen) == 2)
             (broke,) = await breaks_in(gateway, stream)
             assert broke["outcome"] == "running"
             await stream.aclose()
-        await until("nothing is left", lambda: not len(gateway.runtime.open_requests))
+        await until("no request is open", lambda: not len(gateway.runtime.open_requests))
         (broke,) = await breaks_in(gateway, stream)
         assert broke["outcome"] == "cancelled"
 
 
-async def test_record_has_a_breaker_that_opened_meanwhile(tmp_path: Path, fake: FakeInference) -> None:
-    """The second failure of the service opens it, which keeps the next one from being asked."""
+async def test_record_has_a_breaker_that_opened_during_the_answer(tmp_path: Path, fake: FakeInference) -> None:
+    """The second failure opens the breaker of the service."""
     fake.queue["demo"] = [BREAKS["cut"], Answer(status=500)]
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {failures: 2}\n") as gateway:
         (broke,) = await breaks_of(gateway, stream=True)
@@ -332,10 +332,10 @@ async def test_cloud_gets_an_instruction_to_continue(cloudy: Gateway, fake: Fake
     assert text_of(got.text).startswith("one two ")
     assert len(text_of(got.text)) > len("one two ")
     assert got.text.endswith("data: [DONE]\n\n")
-    asked = cloud.records[-1].body
-    assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "user"]
-    assert asked["messages"][1]["content"] == "one two "
-    assert asked["max_tokens"] == 18
+    sent = cloud.records[-1].body
+    assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "user"]
+    assert sent["messages"][1]["content"] == "one two "
+    assert sent["max_tokens"] == 18
     assert resumed(cloudy) == {"resumed": 1}
 
 

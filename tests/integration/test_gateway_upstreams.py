@@ -1,4 +1,4 @@
-"""Where requests go is the configuration's word alone, and who answers there proves its name."""
+"""Only the configuration decides where requests are sent, and servers must prove their names."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ async def _failure(provider: Provider) -> UpstreamError:
 
 
 @every_provider
-async def test_a_redirect_is_a_failure_and_is_not_followed(make: Callable[[str], Provider]) -> None:
-    """It would carry the prompt, and one dialect's key too, to wherever an answer says."""
+async def test_redirect_is_a_failure_and_is_not_followed(make: Callable[[str], Provider]) -> None:
+    """It would send the prompt, and perhaps the key, to another address."""
     met: list[str] = []
 
     def note(request: web.Request) -> web.Response:
@@ -97,9 +97,9 @@ async def test_a_redirect_is_a_failure_and_is_not_followed(make: Callable[[str],
     "environ",
     [{}, {"SSL_CERT_FILE": ""}, {"PYTHONHTTPSVERIFY": "0", "REQUESTS_CA_BUNDLE": "", "CURL_CA_BUNDLE": ""},
      {"NODE_TLS_REJECT_UNAUTHORIZED": "0", "SSL_VERIFY": "false"}],
-    ids=["as it is", "no file", "no verification", "elsewhere's words"],
+    ids=["as it is", "no file", "no verification", "other text"],
 )  # fmt: skip
-async def test_a_server_that_proves_no_name_gets_no_request(
+async def test_server_without_a_valid_certificate_gets_no_request(
     make: Callable[[str], Provider], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
@@ -111,7 +111,7 @@ async def test_a_server_that_proves_no_name_gets_no_request(
         return web.json_response({})
 
     async with _server(note, tls=True) as url:
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's side of the broken handshake
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # server side of the failed handshake
         error = await _failure(make(url))
     assert error.kind is UpstreamKind.CONNECT
     assert "certificate verify failed" in error.message.lower()
@@ -119,8 +119,10 @@ async def test_a_server_that_proves_no_name_gets_no_request(
 
 
 @every_provider
-async def test_who_is_trusted_may_be_said(make: Callable[[str], Provider], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`SSL_CERT_FILE` names the authorities; it turns nothing off."""
+async def test_trusted_authorities_can_be_configured(
+    make: Callable[[str], Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SSL_CERT_FILE` replaces the trusted authorities."""
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     met: list[str] = []
 
@@ -135,7 +137,7 @@ async def test_who_is_trusted_may_be_said(make: Callable[[str], Provider], monke
     assert len(met) == 1
 
 
-async def test_clouds_are_reached_by_the_proxy_of_the_environment_and_the_service_is_not(
+async def test_proxy_of_the_environment_is_used_for_clouds_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     met: list[str] = []
@@ -156,8 +158,8 @@ async def test_clouds_are_reached_by_the_proxy_of_the_environment_and_the_servic
     assert met == ["cloud.example"] * 2
 
 
-async def test_no_request_says_where_it_goes(tmp_path: Path) -> None:
-    """Neither headers, nor fields of the body, nor the form of the target, nor the model's name choose an address."""
+async def test_requests_cannot_choose_the_upstream_address(tmp_path: Path) -> None:
+    """Neither headers, fields of the body, the form of the target nor the name of the model."""
     with socket.socket() as trap:
         trap.bind(("127.0.0.1", 0))
         trap.listen()
@@ -191,7 +193,7 @@ async def test_no_request_says_where_it_goes(tmp_path: Path) -> None:
 
 
 async def _absolute(gateway: Gateway, target: str) -> bytes:
-    """The answer to a request whose target is a whole address, as to a proxy."""
+    """The answer to a request whose target is an absolute URL, as for a proxy."""
     body = json.dumps({"model": "demo", "messages": MESSAGES}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     writer.write(
@@ -212,7 +214,7 @@ FOREIGN = (
 )  # fmt: skip
 
 
-async def test_on_loopback_the_host_is_loopback_in_whatever_form(tmp_path: Path) -> None:
+async def test_loopback_host_is_accepted_in_every_form(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
         for host in (*SERVED, *FOREIGN):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
@@ -224,14 +226,14 @@ async def test_on_loopback_the_host_is_loopback_in_whatever_form(tmp_path: Path)
             assert int(answer.split(b" ", 2)[1]) == (200 if host in SERVED else 403), host
 
 
-@pytest.mark.parametrize("said", [SECRET, f"x-{SECRET}", "a code of words", "x" * 65, 7, ["x"], ""])
-def test_what_is_no_name_is_no_code_of_an_error(said: Any) -> None:
-    """Codes, types and params reach headers, metrics' labels and logs: they are names, and hold no key."""
+@pytest.mark.parametrize("value", [SECRET, f"x-{SECRET}", "a code of words", "x" * 65, 7, ["x"], ""])
+def test_error_codes_that_are_no_names_are_dropped(value: Any) -> None:
+    """Codes, types and params appear in headers, labels of metrics and logs."""
     error = status_error(
         400,
         {},
-        json.dumps({"error": {"message": "m", "code": said, "type": said, "param": said}}).encode(),
+        json.dumps({"error": {"message": "m", "code": value, "type": value, "param": value}}).encode(),
         now=0.0,
         secrets=(SECRET,),
     )
-    assert (error.code, error.type, error.param) == (None, None, None) if said != "x" * 65 else (None, None, said)
+    assert (error.code, error.type, error.param) == (None, None, None) if value != "x" * 65 else (None, None, value)

@@ -1,4 +1,4 @@
-"""Whole answers leave in one write, and are HTTP all the same: kept connections, closed ones, requests in a row."""
+"""Whole answers are sent in one write: kept connections, closed ones, pipelined requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, str], dict[st
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
     assert status == "HTTP/1.1 200 OK"
     headers = dict(line.split(": ", 1) for line in lines)
-    assert len(headers) == len(lines), "no header comes twice"
+    assert len(headers) == len(lines), "no header is repeated"
     return headers, json.loads(await reader.readexactly(int(headers["content-length"])))
 
 
-async def test_requests_in_a_row_are_answered_in_order_on_one_connection(tmp_path: Path) -> None:
+async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     async with FakeInference() as fake, Gateway(tmp_path, fake.url) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
         writer.write(b"".join(_request(more=f"x-request-id: n{number}\r\n") for number in range(3)))
@@ -40,11 +40,11 @@ async def test_requests_in_a_row_are_answered_in_order_on_one_connection(tmp_pat
         await writer.wait_closed()
 
 
-async def test_a_client_that_wants_its_connection_closed_has_it_closed(tmp_path: Path) -> None:
+async def test_connection_is_closed_on_request(tmp_path: Path) -> None:
     async with FakeInference() as fake, Gateway(tmp_path, fake.url) as gateway:
-        for asked in (_request("1.0"), _request(more="connection: close\r\n")):
+        for request in (_request("1.0"), _request(more="connection: close\r\n")):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
-            writer.write(asked)
+            writer.write(request)
             assert (await _answer(reader))[0]["connection"] == "close"
             assert await reader.read() == b""
             writer.close()

@@ -1,4 +1,4 @@
-"""Sequences with cells of their own on a real llama.cpp: copies say the same, slots computed along are left alone."""
+"""Sequences and their cells in llama.cpp: copies are exact, and slots between the rows of a step are unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def context(rig: EngineRig) -> Context:
 
 
 def fill(context: Context, slot: int, tokens: Sequence[int], start: int = 0) -> np.ndarray:
-    """Logits behind the last of `tokens`, computed alone."""
+    """Logits after the last of `tokens`, computed alone."""
     status, last = context.decode([Row(slot, slot, start, tokens, True)])
     assert status is Decode.OK
     return context.logits(last[0]).copy()
@@ -43,8 +43,8 @@ def held(context: Context) -> list[int]:
 
 
 @pytest.mark.parametrize("slots", [(0, 2, 4, 6), (1, 5), (0, 1, 7), (0, 7)])
-def test_what_stands_between_the_rows_of_a_step_is_left_as_it_was(context: Context, slots: tuple[int, ...]) -> None:
-    """Whether the slots between are empty, hold something, or are so many that they are not computed along."""
+def test_slots_between_the_rows_of_a_step_are_unchanged(context: Context, slots: tuple[int, ...]) -> None:
+    """With slots between that are empty, in use, or too many to be computed along."""
     alone = {}
     for slot in slots:
         fill(context, slot, PROMPT)
@@ -62,8 +62,8 @@ def test_what_stands_between_the_rows_of_a_step_is_left_as_it_was(context: Conte
     assert held(context) == [count + (slot in slots) for slot, count in enumerate(before)]
 
 
-def test_a_full_slot_between_is_not_computed_along(context: Context) -> None:
-    """It has no cell for another token, and a step never fails for want of one."""
+def test_full_slot_between_the_rows_of_a_step_is_not_computed(context: Context) -> None:
+    """It has no cell for another token; a step never fails for that reason."""
     assert WIDEST_GAP >= 1
     for slot, tokens in ((0, PROMPT), (1, (PROMPT * 7)[:CONTEXT]), (2, PROMPT)):
         fill(context, slot, tokens)
@@ -73,8 +73,8 @@ def test_a_full_slot_between_is_not_computed_along(context: Context) -> None:
     assert held(context)[:3] == [len(PROMPT) + 1, CONTEXT, len(PROMPT) + 1]
 
 
-def test_a_copied_beginning_is_the_same(context: Context) -> None:
-    """Copies of copies too, of a source that is emptied before the next step, as the scheduler may order it."""
+def test_copied_prefix_gives_the_same_logits(context: Context) -> None:
+    """Also copies of copies, and of a source that is cleared before the next step."""
     fill(context, 0, [*PROMPT, 7, 8, 9])
     context.copy(0, 5, len(PROMPT))
     context.copy(5, 2, len(PROMPT))
@@ -90,8 +90,8 @@ def test_a_copied_beginning_is_the_same(context: Context) -> None:
         np.testing.assert_allclose(logits, alone, atol=1e-3)
 
 
-def test_rows_of_prompts_and_answers_in_one_step_are_told_apart(context: Context) -> None:
-    """llama.cpp computes such a step in several passes; every row gets its own logits."""
+def test_rows_of_prompts_and_answers_in_one_step_get_their_own_logits(context: Context) -> None:
+    """llama.cpp computes such a step in several passes."""
     tokens = [[5 + slot, *PROMPT[: 3 * slot]] for slot in range(5)]
     alone = [fill(context, 0, tokens[slot]) for slot in range(5) if context.remove(0)]
     context.forget_all()
@@ -102,8 +102,8 @@ def test_rows_of_prompts_and_answers_in_one_step_are_told_apart(context: Context
 
 
 @pytest.mark.parametrize(("context_length", "worth"), [(256, 16), (2048, 16), (8192, 64)])
-def test_a_beginning_is_copied_from_a_128th_of_the_context_on(context_length: int, worth: int) -> None:
-    """And from 16 tokens on at least; a shorter one is computed anew. Its owner still answers, so its slot is taken."""
+def test_prefix_is_copied_from_a_128th_of_the_context_on(context_length: int, worth: int) -> None:
+    """And from 16 tokens on; shorter prefixes are computed again. The owner still answers, so its slot is used."""
     with engine_rig(tiny_gguf.generative(), parallel=3, context_length=context_length) as rig:
         prompt = [3 + number % 50 for number in range(worth)]
         owner = rig.ask([*prompt, 60], max_tokens=30)

@@ -1,4 +1,4 @@
-"""What only /v1/completions does, with a real worker: scores of an echoed prompt, and gaps filled."""
+"""Features of /v1/completions only: scores of an echoed prompt, and infilling."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
 
 
 def answer(worker: WorkerRig, **body: Any) -> dict[str, Any]:
-    status, said = worker.post(TEXT, {"temperature": 0, "max_tokens": 5, "ignore_eos": True, **body})
-    assert status == 200, said
-    return said
+    status, response = worker.post(TEXT, {"temperature": 0, "max_tokens": 5, "ignore_eos": True, **body})
+    assert status == 200, response
+    return response
 
 
 def tokens_of(worker: WorkerRig, text: str) -> list[int]:
     return list(worker.post("/tokenize", {"content": text})[1]["tokens"])
 
 
-def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(worker: WorkerRig) -> None:
-    """Nothing is generated; the first token has no score, and the others' are those of the text."""
-    said = answer(worker, prompt="the water mill", echo=True, logprobs=2, max_tokens=0)
-    choice = said["choices"][0]
+def test_echoed_prompt_is_scored_for_evaluation_harnesses(worker: WorkerRig) -> None:
+    """Nothing is generated; the first token has no score."""
+    response = answer(worker, prompt="the water mill", echo=True, logprobs=2, max_tokens=0)
+    choice = response["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("the water mill", "length")
     logprobs = choice["logprobs"]
     count = 1 + len(tokens_of(worker, "the water mill"))
     assert {len(logprobs[name]) for name in logprobs} == {count}
-    assert said["usage"] | {"prompt_tokens_details": None} == {
+    assert response["usage"] | {"prompt_tokens_details": None} == {
         "prompt_tokens": count, "completion_tokens": 0, "total_tokens": count, "prompt_tokens_details": None
     }  # fmt: skip
     assert (logprobs["tokens"][0], logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (
@@ -53,8 +53,8 @@ def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(worker: WorkerRi
         assert choice["text"][offset:].startswith(token)
 
 
-def test_scores_of_prompt_and_answer_follow_each_other(worker: WorkerRig) -> None:
-    """As one list, whole or streamed, with offsets into the text that is shown."""
+def test_scores_of_prompt_and_answer_are_one_list(worker: WorkerRig) -> None:
+    """In one list, whole or streamed, with offsets into the visible text."""
     body = {"prompt": "the water", "echo": True, "logprobs": 0}
     whole = answer(worker, **body)["choices"][0]
     plain = answer(worker, prompt="the water", logprobs=0)["choices"][0]
@@ -71,22 +71,22 @@ def test_scores_of_prompt_and_answer_follow_each_other(worker: WorkerRig) -> Non
         assert [item for part in scored for item in part[name]] == whole["logprobs"][name]
 
 
-def test_token_ids_are_scored_as_they_are(worker: WorkerRig) -> None:
+def test_prompt_of_token_ids_is_scored(worker: WorkerRig) -> None:
     ids = tokens_of(worker, "the water")
     assert len(ids) == 4
-    said = answer(worker, prompt=ids, echo=True, logprobs=1, max_tokens=0)["choices"][0]
-    assert (said["text"], said["logprobs"]["tokens"]) == ("the water", ["t", "he", " ", "water"])
-    assert said["logprobs"]["text_offset"] == [0, 1, 3, 4]
+    response = answer(worker, prompt=ids, echo=True, logprobs=1, max_tokens=0)["choices"][0]
+    assert (response["text"], response["logprobs"]["tokens"]) == ("the water", ["t", "he", " ", "water"])
+    assert response["logprobs"]["text_offset"] == [0, 1, 3, 4]
 
 
-def test_an_echo_may_stand_alone(worker: WorkerRig) -> None:
-    said = answer(worker, prompt="the water", echo=True, max_tokens=0)
-    assert (said["choices"][0]["text"], said["choices"][0]["logprobs"]) == ("the water", None)
-    assert said["usage"]["completion_tokens"] == 0
+def test_echo_without_an_answer_is_possible(worker: WorkerRig) -> None:
+    response = answer(worker, prompt="the water", echo=True, max_tokens=0)
+    assert (response["choices"][0]["text"], response["choices"][0]["logprobs"]) == ("the water", None)
+    assert response["usage"]["completion_tokens"] == 0
 
 
-def test_a_gap_is_filled_between_the_marks_of_the_vocabulary(worker: WorkerRig) -> None:
-    """The same as the marks written out; and no text of the caller's becomes a mark."""
+def test_infilling_uses_the_marks_of_the_vocabulary(worker: WorkerRig) -> None:
+    """As if the marks were written out; text of the client never becomes a mark."""
     filled = answer(worker, prompt="the water ", suffix=" of the mill")
     written = answer(worker, prompt="<|fim_prefix|>the water <|fim_suffix|> of the mill<|fim_middle|>")
     assert filled["choices"][0]["text"] == written["choices"][0]["text"]
@@ -95,11 +95,11 @@ def test_a_gap_is_filled_between_the_marks_of_the_vocabulary(worker: WorkerRig) 
     plain = len(tokens_of(worker, "a"))
     broken = worker.post("/tokenize", {"content": evil, "parse_special": False})[1]["count"]
     assert broken > 1
-    said = answer(worker, prompt="a", suffix=evil)
-    assert said["usage"]["prompt_tokens"] == 1 + 3 + plain + broken
+    response = answer(worker, prompt="a", suffix=evil)
+    assert response["usage"]["prompt_tokens"] == 1 + 3 + plain + broken
 
 
-def test_token_ids_may_stand_before_a_gap(worker: WorkerRig) -> None:
+def test_infilling_accepts_token_ids_as_prefix(worker: WorkerRig) -> None:
     ids = tokens_of(worker, "the water ")
     by_text, by_ids = (answer(worker, prompt=prompt, suffix="mill") for prompt in ("the water ", ids))
     assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]

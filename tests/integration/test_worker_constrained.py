@@ -1,4 +1,4 @@
-"""The bundled model under constraints, on a real llama.cpp context: whatever it would say, it says the form."""
+"""The demo model under constraints on a real llama.cpp context: every answer matches its form."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ MOST = 400
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[EngineRig]:
-    """The smaller bundled model, used without its engine."""
+    """The smaller demo model, used without its engine."""
     with engine_rig(bundled_path("demo-mini"), context_length=512) as rig:
         yield rig
 
 
 @pytest.fixture(scope="module")
 def compiler(rig: EngineRig) -> Compiler:
-    """Over the model's own vocabulary."""
+    """Over the vocabulary of the model."""
     return Compiler(rig.model)
 
 
 def _answer(rig: EngineRig, compiler: Compiler, form: Form, **sampling: float) -> tuple[list[int], str]:
-    """What the model says; it must come to an end by itself."""
+    """The answer of the model; fails if it does not end."""
     model, context = rig.model, rig.context
     chain = ChainSampler(model, context, Sampling(seed=7, **sampling), 0, MOST)  # type: ignore[arg-type]
     sampler = ConstrainedSampler(chain, context, compiler.compile(form, "f").start())
     context.forget_all()
     tokens, start = model.tokenize("Tell me of a city.", add_special=True), 0
-    said: list[int] = []
+    drawn: list[int] = []
     try:
-        while len(said) < MOST:
+        while len(drawn) < MOST:
             _status, last = context.decode([Row(job=1, slot=0, start=start, tokens=tuple(tokens), sample=True)])
             start += len(tokens)
             token = sampler.sample(last[0])
             if token in model.end_tokens:
-                return said, _text(model, said)
-            said.append(token)
+                return drawn, _text(model, drawn)
+            drawn.append(token)
             tokens = [token]
     finally:
         sampler.close()
-    raise AssertionError(f"no end after {MOST} tokens: {_text(model, said)!r}")
+    raise AssertionError(f"no end after {MOST} tokens: {_text(model, drawn)!r}")
 
 
 def _text(model: llama.Model, tokens: list[int]) -> str:
@@ -72,19 +72,19 @@ def _text(model: llama.Model, tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.8, "top_k": 0, "min_p": 0.0}])
 def test_json_follows_its_schema(rig: EngineRig, compiler: Compiler, sampling: dict[str, float]) -> None:
-    """Greedy and at a temperature that would say anything."""
-    said = json.loads(_answer(rig, compiler, Json(CITY), **sampling)[1])
-    assert set(said) == set(CITY["required"])
-    assert 1 <= len(said["city"]) <= 12
-    assert 1 <= said["people"] <= 99
-    assert said["kind"] in ("large", "small")
-    year, month, day = said["built"].split("-")
+    """Greedy and at a high temperature."""
+    drawn = json.loads(_answer(rig, compiler, Json(CITY), **sampling)[1])
+    assert set(drawn) == set(CITY["required"])
+    assert 1 <= len(drawn["city"]) <= 12
+    assert 1 <= drawn["people"] <= 99
+    assert drawn["kind"] in ("large", "small")
+    year, month, day = drawn["built"].split("-")
     assert len(year) == 4
     assert 1 <= int(month) <= 12
     assert 1 <= int(day) <= 31
 
 
-def test_control_tokens_stand_where_the_form_has_them_and_nowhere_else(rig: EngineRig, compiler: Compiler) -> None:
+def test_control_tokens_are_sampled_only_where_the_form_has_them(rig: EngineRig, compiler: Compiler) -> None:
     """Markers are tokens, the text between them is not."""
     call = Sequence((Marker("<|im_start|>"), Regex("[a-z]{1,8}"), Marker("<|pad|>")))
     tokens, _text_of_them = _answer(rig, compiler, Repeat(call, 2, 2), temperature=1.5)
@@ -92,7 +92,7 @@ def test_control_tokens_stand_where_the_form_has_them_and_nowhere_else(rig: Engi
     assert shown == [b"<|im_start|>", b"<|pad|>"] * 2
 
 
-def test_a_choice_is_one_of_its_texts(rig: EngineRig, compiler: Compiler) -> None:
+def test_choice_form_gives_one_of_its_texts(rig: EngineRig, compiler: Compiler) -> None:
     """Also at high temperature."""
     form = OneOf(tuple(Regex(word) for word in ("red", "green", "blue")))
     assert _answer(rig, compiler, form, temperature=2.0)[1] in ("red", "green", "blue")

@@ -1,4 +1,4 @@
-"""Text that grows token by token is the text of all tokens at once, on vocabularies as models have them."""
+"""Text that grows token by token equals the text of all tokens at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[llama.Model]:
 
 
 def at_once(model: llama.Model, tokens: list[int]) -> bytes:
-    """What llama.cpp itself makes of `tokens`; behind a letter, because it cuts a space at the beginning."""
+    """The text that llama.cpp gives for `tokens`; after a letter, because it removes a leading space."""
     (letter,) = model.tokenize("a")
     array = (ctypes.c_int32 * (len(tokens) + 1))(letter, *tokens)
     buffer = ctypes.create_string_buffer(64 * len(array) + 64)
@@ -50,16 +50,16 @@ def piece_by_piece(model: llama.Model, tokens: list[int]) -> str:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_tokens_say_what_they_say_at_once(model: llama.Model, data: st.DataObject) -> None:
-    """Control tokens, halves of characters and bytes that are no UTF-8 among them."""
+def test_any_tokens_give_the_same_text_incrementally(model: llama.Model, data: st.DataObject) -> None:
+    """Including control tokens, parts of characters and bytes that are not UTF-8."""
     tokens = data.draw(st.lists(st.integers(0, model.n_vocab - 1), max_size=40))
     assert piece_by_piece(model, tokens) == at_once(model, tokens).decode("utf-8", "replace")
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXT)
-def test_tokens_of_a_text_say_the_text(model: llama.Model, text: str) -> None:
-    """Letter by letter nothing is shown that is not there in the end."""
+def test_tokens_of_a_text_give_the_text_incrementally(model: llama.Model, text: str) -> None:
+    """No text is shown early that would change later."""
     tokens = model.tokenize(text)
     assert piece_by_piece(model, tokens) == text
     detokenizer = Detokenizer()
@@ -77,7 +77,7 @@ def rig() -> Iterator[EngineRig]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31))
-def test_bytes_of_log_probabilities_are_those_of_the_text(rig: EngineRig, seed: int) -> None:
+def test_bytes_in_log_probabilities_are_those_of_the_text(rig: EngineRig, seed: int) -> None:
     """At a temperature that breaks characters; every token's offset is where its text begins. Control tokens have bytes
     there and no text, so none is drawn.
     """
@@ -86,9 +86,9 @@ def test_bytes_of_log_probabilities_are_those_of_the_text(rig: EngineRig, seed: 
     items = [item for output in outputs for item in output.logprobs]
     written = Logprobs("chat")
     written.add(items)
-    said = bytes(byte for entry in json.loads(written.json())["content"] for byte in entry["bytes"])
+    raw_bytes = bytes(byte for entry in json.loads(written.json())["content"] for byte in entry["bytes"])
     text = "".join(output.text for output in outputs)
-    assert said.decode("utf-8", "replace") == text
+    assert raw_bytes.decode("utf-8", "replace") == text
     detokenizer = Detokenizer()
     at = 0
     for item in items:

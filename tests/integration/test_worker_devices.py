@@ -1,4 +1,4 @@
-"""A worker on a device that ggml reaches over its RPC: registered by address, buffers told apart, loss is death."""
+"""A worker on a device that ggml reaches over RPC: registration, buffers, loss of the device."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def endpoint() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         server.kill()
 
 
-def test_a_remote_device_holds_the_model(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
-    """Weights, cache and compute buffers are on it, under the authority's name; when it is lost the worker aborts."""
+def test_model_is_loaded_on_the_remote_device(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """Weights, cache and compute buffers are on it; the worker aborts when the device is lost."""
     address, server = endpoint
     device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=address)
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
@@ -65,7 +65,7 @@ def test_a_remote_device_holds_the_model(tmp_path: Path, endpoint: tuple[str, su
 
 
 def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
-    """gpu_layers 0 never touches the device; 1 puts one layer there."""
+    """gpu_layers 0 does not use the device; 1 puts one layer there."""
     device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=endpoint[0])
     for layers, somewhere in ((0, {"cpu"}), (1, {"cpu", "gpu-0"})):
         root = tmp_path / str(layers)
@@ -75,7 +75,7 @@ def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subpro
             assert {buffer.device for buffer in ready.buffers if buffer.kind in ("weights", "kv")} == somewhere
 
 
-def test_a_device_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_unreachable_device_is_named(tmp_path: Path) -> None:
     device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=f"127.0.0.1:{free_port()}")
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
         failed = rig.expect(worker_link.Failed)

@@ -1,4 +1,4 @@
-"""A real worker with an embedding model: vectors of length 1, pooled as its file says, the same alone as in company."""
+"""A real worker with an embedding model: vectors of length 1, pooled as its file says, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/v1/embeddings"
 
 @pytest.fixture(scope="module", params=["mean", "cls", "last"])
 def pooling(request: pytest.FixtureRequest) -> str:
-    """What the file says."""
+    """The pooling that the file declares."""
     return str(request.param)
 
 
@@ -32,13 +32,13 @@ def worker(pooling: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
 
 
 def vectors(worker: WorkerRig, **body: object) -> np.ndarray:
-    status, said = worker.post(PATH, body)
-    assert status == 200, said
-    assert [item["index"] for item in said["data"]] == list(range(len(said["data"])))
-    return np.array([item["embedding"] for item in said["data"]])
+    status, response = worker.post(PATH, body)
+    assert status == 200, response
+    assert [item["index"] for item in response["data"]] == list(range(len(response["data"])))
+    return np.array([item["embedding"] for item in response["data"]])
 
 
-def test_vectors_have_length_one_and_tell_texts_apart(worker: WorkerRig) -> None:
+def test_vectors_have_length_one_and_differ_between_texts(worker: WorkerRig) -> None:
     found = vectors(worker, input=["the water", "the mill", "the water"])
     assert found.shape == (3, 64)
     assert np.linalg.norm(found, axis=1) == pytest.approx(1.0, abs=1e-5)
@@ -46,8 +46,8 @@ def test_vectors_have_length_one_and_tell_texts_apart(worker: WorkerRig) -> None
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 
-def test_a_vector_is_pooled_as_the_file_says(worker: WorkerRig, pooling: str) -> None:
-    """The mean of the vectors that the model has for single tokens, the first of them, or the last."""
+def test_vector_is_pooled_as_the_file_says(worker: WorkerRig, pooling: str) -> None:
+    """The mean of the vectors of single tokens, the first of them, or the last."""
     tokens = [(7 * number) % 250 for number in range(40)]
     engine_rig.start()
     assert worker.grant is not None
@@ -65,10 +65,8 @@ def test_a_vector_is_pooled_as_the_file_says(worker: WorkerRig, pooling: str) ->
     assert max(alike.values()) < 0.99
 
 
-def test_company_changes_nothing(worker: WorkerRig) -> None:
-    """More inputs than slots and more tokens than a batch; each gets what it gets alone, up to rounding in half
-    precision.
-    """
+def test_vectors_are_the_same_in_a_batch(worker: WorkerRig) -> None:
+    """More inputs than slots and more tokens than a batch; results are equal up to rounding in half precision."""
     texts = [f"text number {number} " * (1 + number % 7) for number in range(30)]
     together = vectors(worker, input=texts)
     for number in (0, 6, 29):
@@ -82,8 +80,8 @@ def test_token_ids_base64_and_dimensions(worker: WorkerRig) -> None:
     ids = worker.post("/tokenize", {"content": "the water", "add_special": True})[1]["tokens"]
     plain = vectors(worker, input="the water")[0]
     assert vectors(worker, input=ids)[0] == pytest.approx(plain, abs=1e-5)
-    _status, said = worker.post(PATH, {"input": "the water", "encoding_format": "base64"})
-    raw = np.frombuffer(base64.b64decode(said["data"][0]["embedding"]), "<f4")
+    _status, response = worker.post(PATH, {"input": "the water", "encoding_format": "base64"})
+    raw = np.frombuffer(base64.b64decode(response["data"][0]["embedding"]), "<f4")
     assert raw == pytest.approx(plain, abs=1e-6)
     short = vectors(worker, input="the water", dimensions=16)[0]
     assert short == pytest.approx(plain[:16] / np.linalg.norm(plain[:16]), abs=1e-5)
@@ -93,21 +91,25 @@ def test_usage_counts_every_input(worker: WorkerRig) -> None:
     counts = [
         len(worker.post("/tokenize", {"content": text, "add_special": True})[1]["tokens"]) for text in ("a", "b c")
     ]
-    _status, said = worker.post(PATH, {"input": ["a", "b c"]})
-    assert said["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
-    assert said["model"] == "tiny"
+    _status, response = worker.post(PATH, {"input": ["a", "b c"]})
+    assert response["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+    assert response["model"] == "tiny"
 
 
-def test_too_long_an_input_and_chats_are_refused(worker: WorkerRig) -> None:
-    status, said = worker.post(PATH, {"input": ["ok", "x" * 2000]})
-    assert (status, said["error"]["code"], said["error"]["param"]) == (400, "context_length_exceeded", "input[1]")
+def test_inputs_that_are_too_long_and_chats_are_refused(worker: WorkerRig) -> None:
+    status, response = worker.post(PATH, {"input": ["ok", "x" * 2000]})
+    assert (status, response["error"]["code"], response["error"]["param"]) == (
+        400,
+        "context_length_exceeded",
+        "input[1]",
+    )
     assert worker.post(PATH, {"input": [5] * 256})[0] == 200
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/rerank", {"query": "x", "documents": ["y"]}),
     ):
-        status, said = worker.post(path, body)
-        error = said["error"]
+        status, response = worker.post(path, body)
+        error = response["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
         assert error["message"].endswith("; it supports /v1/embeddings")

@@ -1,4 +1,4 @@
-"""What repeats to the byte: a seeded answer over restarts, and an answer that is continued from any of its tokens."""
+"""Reproducible to the byte: seeded answers across restarts, and answers continued from any token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ QUESTIONS = ("Why is the sky blue?", "Tell me about a mill.", "Say hello in thre
 
 
 @pytest.mark.parametrize("threads", [1, 0], ids=["one thread", "all cores"])
-def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path, threads: int) -> None:
-    """Alone and behind the same reused beginning, drawn at temperature 1; another seed says something else."""
+def test_seeded_answer_is_the_same_after_a_restart(tmp_path: Path, threads: int) -> None:
+    """Alone and after a reused prefix, at temperature 1; another seed gives another text."""
     bodies: list[dict[str, Any]] = [
         {
             "messages": [{"role": "user", "content": question}],
@@ -41,10 +41,10 @@ def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path, threads: in
             rig.ready()
             answers = []
             for body in bodies:
-                status, said = rig.post(CHAT, body)
-                assert status == 200, said
-                answers.append([choice["message"]["content"] for choice in said["choices"]])
-                reused.append(said["usage"]["prompt_tokens_details"]["cached_tokens"])
+                status, response = rig.post(CHAT, body)
+                assert status == 200, response
+                answers.append([choice["message"]["content"] for choice in response["choices"]])
+                reused.append(response["usage"]["prompt_tokens_details"]["cached_tokens"])
             runs.append(answers)
     assert runs[0] == runs[1]
     assert any(reused)
@@ -58,7 +58,7 @@ def rig() -> Iterator[EngineRig]:
 
 
 def tokens_and_text(rig: EngineRig, prompt: list[int], most: int) -> tuple[list[int], str]:
-    """The tokens of a greedy answer, without its end, and its text."""
+    """The tokens of a greedy answer without its end, and its text."""
     outputs = rig.answer(prompt, max_tokens=most, logprobs=0)
     text = "".join(output.text for output in outputs)
     pieces = [item.piece for output in outputs for item in output.logprobs]
@@ -66,16 +66,16 @@ def tokens_and_text(rig: EngineRig, prompt: list[int], most: int) -> tuple[list[
     return [by_piece[piece] for piece in pieces], text
 
 
-def test_an_answer_goes_on_from_every_token_where_its_text_has_the_same_tokens(rig: EngineRig) -> None:
-    """As the resumption of a broken stream does it: the text so far is an assistant message that is not closed.
+def test_answer_can_be_continued_from_every_token(rig: EngineRig) -> None:
+    """As in the resumption of a broken stream: the text so far is an assistant message that is not closed.
 
-    Where the text is tokenized as it was generated the rest is the same to the byte, and that is nearly everywhere.
+    If the text is tokenized as it was generated, which is nearly always, the rest is the same to the byte.
     """
     prompts = Prompts(rig.model, rig.loaded.template, rig.loaded.facts)
     boundaries = same = 0
     for question in QUESTIONS:
-        asked = [{"role": "user", "content": question}]
-        prompt = prompts.chat(asked, {})
+        messages = [{"role": "user", "content": question}]
+        prompt = prompts.chat(messages, {})
         drawn, text = tokens_and_text(rig, prompt, 32)
         assert drawn
         for count in range(1, len(drawn)):
@@ -85,7 +85,7 @@ def test_an_answer_goes_on_from_every_token_where_its_text_has_the_same_tokens(r
             except UnicodeDecodeError:
                 continue
             boundaries += 1
-            resumed = prompts.chat([*asked, {"role": "assistant", "content": shown}], {}, continue_final=True)
+            resumed = prompts.chat([*messages, {"role": "assistant", "content": shown}], {}, continue_final=True)
             if resumed != prompt + drawn[:count]:
                 continue
             same += 1

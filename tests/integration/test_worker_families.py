@@ -1,4 +1,4 @@
-"""Models whose memory is no plain cache, under the engine: what is reused of them, and that it changes no answer."""
+"""Models with other memory than a plain KV cache: which prefixes are reused, and that answers do not change."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.tiny_families import WINDOW_TOKENS, Form, path
 
 PROMPT = [3 + (7 * number) % 230 for number in range(WINDOW_TOKENS + 100)]
-"""Longer than a window, so that layers which look no farther have forgotten its beginning."""
+"""Longer than a window, so that layers with a window have dropped its beginning."""
 SHARED = WINDOW_TOKENS + 40
 
 
 @pytest.fixture(scope="module", params=["window", "hybrid"])
 def family(request: pytest.FixtureRequest) -> str:
-    """Attention that looks a window far, or layers with a running state beside those with attention."""
+    """Sliding-window attention, or recurrent layers beside attention."""
     return str(request.param)
 
 
@@ -33,21 +33,21 @@ def first_token(outputs: list[Output]) -> TokenLogprob:
 
 
 def fresh(rig: EngineRig, prompt: list[int]) -> TokenLogprob:
-    """What the model says to a prompt of which nothing is kept."""
+    """The answer to a prompt without reuse."""
     rig.engine.forget()
     outputs = rig.answer(prompt, logprobs=20)
     assert outputs[-1].cached == 0
     return first_token(outputs)
 
 
-def is_the_same(said: TokenLogprob, known: TokenLogprob) -> bool:
-    """Up to rounding, which may change the order of two that are nearly alike."""
+def is_the_same(actual: TokenLogprob, known: TokenLogprob) -> bool:
+    """Up to rounding, which may change the order of two nearly equal tokens."""
     values = dict(known.top)
-    return all(value == pytest.approx(values.get(piece), abs=0.02) for piece, value in said.top)
+    return all(value == pytest.approx(values.get(piece), abs=0.02) for piece, value in actual.top)
 
 
-def test_a_beginning_in_part_is_reused_where_the_memory_can_be_cut(rig: EngineRig, family: str) -> None:
-    """A running state cannot be cut, so it is computed again. Either way the answer is that of a fresh prompt."""
+def test_partial_prefix_is_reused_if_the_memory_can_be_cut(rig: EngineRig, family: str) -> None:
+    """A recurrent state cannot be cut, so it is computed again. The answer is that of a fresh prompt."""
     other = [*PROMPT[:SHARED], *reversed(PROMPT[SHARED:])]
     known = fresh(rig, other)
     rig.engine.forget()
@@ -57,7 +57,7 @@ def test_a_beginning_in_part_is_reused_where_the_memory_can_be_cut(rig: EngineRi
     assert is_the_same(first_token(outputs), known)
 
 
-def test_a_conversation_that_goes_on_is_reused_as_a_whole(rig: EngineRig) -> None:
+def test_next_turn_reuses_the_whole_conversation(rig: EngineRig) -> None:
     rig.engine.forget()
     outputs = rig.answer(PROMPT, logprobs=0)
     pieces = [item.piece for output in outputs for item in output.logprobs]
@@ -68,7 +68,7 @@ def test_a_conversation_that_goes_on_is_reused_as_a_whole(rig: EngineRig) -> Non
     assert is_the_same(first_token(outputs), fresh(rig, longer))
 
 
-def test_company_changes_no_answer(rig: EngineRig) -> None:
+def test_answers_are_the_same_in_a_batch(rig: EngineRig) -> None:
     """Three prompts of different lengths in the same steps."""
     prompts = [PROMPT[at:] for at in (0, 100, 500)]
     alone = [fresh(rig, prompt) for prompt in prompts]

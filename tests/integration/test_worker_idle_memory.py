@@ -1,4 +1,4 @@
-"""What an idle worker costs beside the model: interpreter, libraries, engine thread, HTTP, templates."""
+"""Memory of an idle worker beside its model: interpreter, libraries, engine thread, HTTP, templates."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
 MOST_MB = 120.0
-"""The promise; what is measured is about half of it, so that no allocator's mood decides."""
+"""The promise. About half of it is measured, so that the allocator does not decide the result."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory from /proc, which Linux has")
 
 
 def pss_mb(pid: int) -> float:
-    """Proportional set size: pages shared with other processes count in part."""
+    """Proportional set size: shared pages count in part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
 
 
-def test_an_idle_worker_takes_little_beside_its_model(tmp_path: Path) -> None:
-    """After its first requests, so that nothing lazy is left out: a template, a constraint and log probabilities. It
-    has read the vocabulary before anybody asked.
-    """
+def test_idle_worker_uses_little_memory_beside_its_model(tmp_path: Path) -> None:
+    """After requests with a template, a constraint and log probabilities; the vocabulary was read before."""
     with WorkerRig(tmp_path, grant_for(demo.bundled_path("demo"), parallel=4)) as rig:
         reserved = sum(buffer.bytes for buffer in rig.ready().buffers) / 1e6
         wait_until("the vocabulary is read", lambda: "vocabulary read" in rig.log)
-        asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 8}
+        fields = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 8}
         for more in ({}, {"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 5}):
-            status, said = rig.post("/v1/chat/completions", {**asked, **more})
-            assert status == 200, said
+            status, response = rig.post("/v1/chat/completions", {**fields, **more})
+            assert status == 200, response
         taken = pss_mb(rig.process.pid) - reserved
         assert taken < MOST_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"
 
 
-def test_an_idle_worker_with_a_large_vocabulary_has_its_tables_once_constraints_are_asked_for(tmp_path: Path) -> None:
-    """Before that it does without most of what llguidance would keep of its 70,000 tokens."""
+def test_tables_of_a_large_vocabulary_are_built_with_the_first_constraint(tmp_path: Path) -> None:
+    """Without constraints it keeps only a part of what llguidance needs for its 70,000 tokens."""
     path = tiny_gguf.generative(extra_words=9_000)
     with WorkerRig(tmp_path, grant_for(path)) as rig:
         rig.ready()
         wait_until("the vocabulary is read", lambda: "tables=False" in rig.log)
-        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        fields = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
         for more in ({}, {"response_format": {"type": "json_object"}}):
-            assert rig.post("/v1/chat/completions", {**asked, **more})[0] == 200
+            assert rig.post("/v1/chat/completions", {**fields, **more})[0] == 200
             assert "tables=True" not in rig.log
         wait_until("the tables are made", lambda: "tables=True" in rig.log)
-        assert rig.post("/v1/chat/completions", {**asked, "response_format": {"type": "json_object"}})[0] == 200
+        assert rig.post("/v1/chat/completions", {**fields, "response_format": {"type": "json_object"}})[0] == 200

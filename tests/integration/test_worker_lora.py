@@ -1,4 +1,4 @@
-"""Real workers with LoRA adapters: what they change, several together, and what is refused at load by name."""
+"""Real workers with LoRA adapters: their effect, several adapters together, and refusals at load."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.rigs.worker_rig import WorkerRig, grant_for
 FIRST, SECOND = (lambda: tiny_gguf.lora(seed=7)), (lambda: tiny_gguf.lora(seed=8))
 
 
-def likeliest(root: Path, *lora: Path) -> dict[str, float]:
-    """Log probabilities of the likeliest first tokens."""
+def top_logprobs(root: Path, *lora: Path) -> dict[str, float]:
+    """Log probabilities of the most likely first tokens."""
     root.mkdir()
     with WorkerRig(root, grant_for(tiny_gguf.generative(), lora=tuple(map(str, lora)))) as worker:
         worker.ready()
         body = {"prompt": "the water", "max_tokens": 1, "temperature": 0, "logprobs": 20}
-        status, said = worker.post("/v1/completions", body)
-    assert status == 200, said
-    top: dict[str, float] = said["choices"][0]["logprobs"]["top_logprobs"][0]
+        status, response = worker.post("/v1/completions", body)
+    assert status == 200, response
+    top: dict[str, float] = response["choices"][0]["logprobs"]["top_logprobs"][0]
     return top
 
 
-def test_adapters_add_up_in_any_order_and_one_of_no_strength_changes_nothing(tmp_path: Path) -> None:
-    plain = likeliest(tmp_path / "plain")
-    nothing = likeliest(tmp_path / "nothing", tiny_gguf.lora(strength=0.0))
-    first = likeliest(tmp_path / "first", FIRST())
-    both = likeliest(tmp_path / "both", FIRST(), SECOND())
-    swapped = likeliest(tmp_path / "swapped", SECOND(), FIRST())
+def test_adapters_add_up_in_any_order_and_strength_zero_has_no_effect(tmp_path: Path) -> None:
+    plain = top_logprobs(tmp_path / "plain")
+    nothing = top_logprobs(tmp_path / "nothing", tiny_gguf.lora(strength=0.0))
+    first = top_logprobs(tmp_path / "first", FIRST())
+    both = top_logprobs(tmp_path / "both", FIRST(), SECOND())
+    swapped = top_logprobs(tmp_path / "swapped", SECOND(), FIRST())
     assert nothing == pytest.approx(plain, abs=1e-4)
     assert both == pytest.approx(swapped, abs=1e-2)
     for one, other in ((plain, first), (first, both), (plain, both)):
@@ -49,10 +49,10 @@ def test_adapters_add_up_in_any_order_and_one_of_no_strength_changes_nothing(tmp
         (lambda: tiny_gguf.generative(), "expect general.type to be 'adapter'"),
         (lambda: Path("/nowhere/adapter.gguf"), "file not found"),
     ],
-    ids=["another width", "more layers", "another architecture", "one that waits", "a model", "no file"],
+    ids=["another width", "more layers", "another architecture", "needs invocation", "a model", "no file"],
 )
-def test_the_adapter_that_does_not_fit_is_named(tmp_path: Path, adapter: Callable[[], Path], says: str) -> None:
-    """It is the second of two; the first one is fine."""
+def test_incompatible_adapter_is_named(tmp_path: Path, adapter: Callable[[], Path], says: str) -> None:
+    """It is the second of two; the first one is valid."""
     wrong = adapter()
     grant = grant_for(tiny_gguf.generative(), lora=(str(FIRST()), str(wrong)))
     with WorkerRig(tmp_path, grant) as worker:

@@ -1,5 +1,5 @@
-"""DRY, XTC, Mirostat and min_tokens on a real context: they draw what llama.cpp's own chain draws, repeat with a seed,
-and never draw a token that a mask rules out.
+"""DRY, XTC, Mirostat and min_tokens on a real context: same results as the chain of llama.cpp, repeatable with a
+seed, and no token that a mask excludes.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[EngineRig]:
-    """The smaller bundled model, used without its engine."""
+    """The smaller demo model, used without its engine."""
     with engine_rig(bundled_path("demo-mini"), context_length=512) as rig:
         yield rig
 
 
 @pytest.fixture(scope="module")
 def compiler(rig: EngineRig) -> Compiler:
-    """Over the model's own vocabulary."""
+    """Over the vocabulary of the model."""
     return Compiler(rig.model)
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(rig: EngineRig) -> Iterator[llama.Model]:
-    """A vocabulary of another kind, with a token for each byte."""
+    """A vocabulary with a token for each byte."""
     path = tiny_spm.vocabulary()
     model = llama.Model(str(path), llama.model_params(grant_for(path), vocab_only=True))
     yield model
@@ -69,7 +69,7 @@ def sentencepiece(rig: EngineRig) -> Iterator[llama.Model]:
 
 
 def _logits(rig: EngineRig) -> np.ndarray:
-    """Those at batch index 2, for a test to overwrite."""
+    """The logits at batch index 2, for a test to overwrite."""
     rig.context.forget_all()
     _status, last = rig.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
     assert last == [2]
@@ -77,7 +77,7 @@ def _logits(rig: EngineRig) -> np.ndarray:
 
 
 def _reference(rig: EngineRig, sampling: Sampling) -> Sampler:
-    """llama.cpp's own chain, in its server's order; Mirostat behind penalties too."""
+    """The chain of llama.cpp in the order of its server; Mirostat after penalties."""
     n_vocab, seed = rig.model.n_vocab, sampling.seed
     whole = Sampler()
     if sampling.logit_bias:
@@ -99,8 +99,8 @@ def _reference(rig: EngineRig, sampling: Sampling) -> Sampler:
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-def test_other_samplers_draw_what_llama_cpp_draws(rig: EngineRig, changes: dict[str, Any]) -> None:
-    """At every step, with tokens drawn elsewhere counted; and each changes what is drawn."""
+def test_samplers_draw_the_same_tokens_as_llama_cpp(rig: EngineRig, changes: dict[str, Any]) -> None:
+    """At every step, counting earlier tokens; and each parameter changes the result."""
     logits = _logits(rig)
     shape = np.random.default_rng(5).standard_normal(len(logits)).astype(np.float32)
     shape[100:104] += 5.0
@@ -124,23 +124,23 @@ def test_other_samplers_draw_what_llama_cpp_draws(rig: EngineRig, changes: dict[
 def _answer(
     rig: EngineRig, sampling: Sampling, form: Form | None = None, compiler: Compiler | None = None, most: int = 120
 ) -> list[int]:
-    """The tokens of an answer up to its end, which is one of them, or `most`."""
+    """The tokens of an answer up to and including its end, or `most`."""
     model, context = rig.model, rig.context
     sampler: Any = ChainSampler(model, context, sampling, 0, most)
     if form is not None and compiler is not None:
         sampler = ConstrainedSampler(sampler, context, compiler.compile(form, "f").start())
     context.forget_all()
     tokens, start = model.tokenize("Tell me of a mill.", add_special=True), 0
-    said: list[int] = []
+    drawn: list[int] = []
     try:
-        while len(said) < most and not (said and said[-1] in model.end_tokens):
+        while len(drawn) < most and not (drawn and drawn[-1] in model.end_tokens):
             _status, last = context.decode([Row(job=1, slot=0, start=start, tokens=tuple(tokens), sample=True)])
             start += len(tokens)
             tokens = [sampler.sample(last[0])]
-            said += tokens
+            drawn += tokens
     finally:
         sampler.close()
-    return said
+    return drawn
 
 
 def _text(rig: EngineRig, tokens: list[int]) -> str:
@@ -167,13 +167,13 @@ HARSH: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("changes", HARSH, ids=str)
-def test_masks_hold_whatever_the_samplers_prefer(
+def test_masks_apply_to_every_sampler(
     rig: EngineRig, compiler: Compiler, changes: dict[str, Any], temperature: float
 ) -> None:
-    """Also where one token alone may follow, which every sampler would rather avoid."""
+    """Including a single allowed token that every sampler would avoid."""
     sampling = Sampling(**{**OFF, **changes, "temperature": temperature, "seed": 9, "min_tokens": 3})
-    said = _answer(rig, sampling, Regex("(ab){60}"), compiler, most=400)
-    assert _text(rig, said) == "ab" * 60
+    drawn = _answer(rig, sampling, Regex("(ab){60}"), compiler, most=400)
+    assert _text(rig, drawn) == "ab" * 60
     form = Json({"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 30, "maxItems": 30})
     found = json.loads(_text(rig, _answer(rig, sampling, form, compiler, most=600)))
     assert len(found) == 30
@@ -200,16 +200,16 @@ def test_masks_hold_whatever_the_samplers_prefer(
         },
     ),
 )
-def test_any_combination_keeps_to_a_form(
+def test_any_combination_of_samplers_follows_a_form(
     rig: EngineRig, compiler: Compiler, seed: int, changes: dict[str, Any]
 ) -> None:
-    said = _answer(rig, Sampling(seed=seed, **changes), Regex("[ab]{4,12}"), compiler)
-    assert re.fullmatch("[ab]{4,12}", _text(rig, said))
-    assert said[-1] in rig.model.end_tokens
+    drawn = _answer(rig, Sampling(seed=seed, **changes), Regex("[ab]{4,12}"), compiler)
+    assert re.fullmatch("[ab]{4,12}", _text(rig, drawn))
+    assert drawn[-1] in rig.model.end_tokens
 
 
-def test_penalties_beyond_any_float_leave_something_to_draw() -> None:
-    """Tokens that lose as much as that are equal, not impossible."""
+def test_penalties_beyond_the_float_range_leave_a_token_to_draw() -> None:
+    """Tokens with such a penalty are equally likely, not impossible."""
     drawn = set()
     for seed in range(20):
         penalties = Sampler().add("penalties", 64, 8, 1.0, 1e38, 1e38)
@@ -223,7 +223,7 @@ def test_penalties_beyond_any_float_leave_something_to_draw() -> None:
 
 
 def test_dry_ends_a_repetition(rig: EngineRig) -> None:
-    """Greedily the best token stands first for ever; with DRY another one follows, but across a breaker."""
+    """Greedy sampling repeats the best token without an end; with DRY another one follows."""
     logits = _logits(rig)
     gate = rig.model.tokenize("a")[-1]
     runs = []
@@ -240,24 +240,24 @@ def test_dry_ends_a_repetition(rig: EngineRig) -> None:
     assert runs[1] == [gate] * 12
 
 
-def test_no_end_is_drawn_before_the_least_length(rig: EngineRig) -> None:
-    """Tokens drawn elsewhere count."""
+def test_end_is_not_drawn_before_min_tokens(rig: EngineRig) -> None:
+    """Tokens of a resumed answer count."""
     logits = _logits(rig)
     end = min(rig.model.end_tokens)
     for elsewhere, expected in ((0, 5), (3, 2), (9, 0)):
         sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, min_tokens=5), 0, 64)
         sampler.accept([300] * elsewhere)
-        said: list[int] = []
-        while end not in said:
+        drawn: list[int] = []
+        while end not in drawn:
             logits[:] = 0.0
             logits[end], logits[301] = 5.0, 4.0
-            said.append(sampler.sample(2))
+            drawn.append(sampler.sample(2))
         sampler.close()
-        assert said == [301] * expected + [end]
+        assert drawn == [301] * expected + [end]
 
 
-def test_a_form_that_is_over_ends_the_answer_before_the_least_length(rig: EngineRig, compiler: Compiler) -> None:
-    """And one that may go on does so until then."""
+def test_completed_form_ends_the_answer_before_min_tokens(rig: EngineRig, compiler: Compiler) -> None:
+    """And one that may continue does so until then."""
     sampling = Sampling(temperature=1.0, seed=1, min_tokens=20)
     assert _text(rig, _answer(rig, sampling, Regex("yes|no"), compiler)) in ("yes", "no")
     assert len(_answer(rig, sampling, Regex("[a-z ]{1,300}"), compiler)) > 20
@@ -270,10 +270,10 @@ BREAKERS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(breakers=BREAKERS)
-def test_breakers_of_any_characters_are_compared_with_any_vocabulary(
+def test_dry_breakers_of_any_characters_work_with_any_vocabulary(
     rig: EngineRig, sentencepiece: llama.Model, breakers: list[str]
 ) -> None:
-    """Also where a token is a part of a character: llama.cpp tokenizes the rest of it."""
+    """Also if a token is a part of a character: llama.cpp tokenizes the rest of it."""
     for model in (rig.model, sentencepiece):
         prototypes = DryPrototypes(model.vocab)
         chain = Sampler().add_part(prototypes.sampler(Dry(1.0, 2.0, 1, 8, tuple(breakers))))
@@ -282,8 +282,8 @@ def test_breakers_of_any_characters_are_compared_with_any_vocabulary(
         prototypes.close()
 
 
-def test_dry_settings_are_prepared_once_and_forgotten_in_turn(rig: EngineRig) -> None:
-    """What was forgotten is made again."""
+def test_dry_settings_are_cached_with_a_limit(rig: EngineRig) -> None:
+    """Settings that were dropped from the cache are prepared again."""
     prototypes = DryPrototypes(rig.model.vocab)
     wanted = [Dry(1.0, 2.0, length, 8, ("x",)) for length in range(MOST_PROTOTYPES + 5)]
     for dry in [*wanted, *wanted]:

@@ -1,4 +1,4 @@
-"""A worker leaves its device and comes back, in the same process or in another one, with what its sequences held."""
+"""A worker leaves its device and returns, in the same process or another one, with its saved sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORY = "hello world, " * 60
 
 @pytest.fixture
 def keep() -> Iterator[int]:
-    """Memory that outlives workers, as the authority has it."""
+    """A memory file that outlives workers, as the authority creates it."""
     handle = os.memfd_create("test-keep")
     yield handle
     os.close(handle)
@@ -29,17 +29,17 @@ def keep() -> Iterator[int]:
 
 def ask(rig: WorkerRig, text: str, tenant: str = "alice") -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 16}
-    status, said = rig.post(CHAT, body, {"x-headgate-tenant": tenant})
-    assert status == 200, said
-    return said
+    status, response = rig.post(CHAT, body, {"x-headgate-tenant": tenant})
+    assert status == 200, response
+    return response
 
 
-def text_of(said: dict[str, Any]) -> str:
-    return str(said["choices"][0]["message"]["content"])
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["choices"][0]["message"]["content"])
 
 
-def cached(said: dict[str, Any]) -> int:
-    return int(said["usage"]["prompt_tokens_details"]["cached_tokens"])
+def cached(response: dict[str, Any]) -> int:
+    return int(response["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def offloaded(rig: WorkerRig, *, stays: bool, most_bytes: int = PLENTY) -> worker_link.Offloaded:
@@ -52,54 +52,54 @@ def anonymous_bytes(rig: WorkerRig) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def test_a_worker_that_stays_gives_its_context_back_and_answers_as_before(tmp_path: Path, keep: int) -> None:
-    """The same answer from the same process, the prompt found computed, again and again; less memory in between."""
+def test_offloaded_worker_releases_its_context_and_restores_it(tmp_path: Path, keep: int) -> None:
+    """The same process gives the same answer with a reused prompt, several times; it uses less memory in between."""
     grant = grant_for(tiny_gguf.generative(), context_length=8192, parallel=1)
     with WorkerRig(tmp_path, grant, keep=keep) as rig:
         context_bytes = sum(buffer.bytes for buffer in rig.ready().buffers if buffer.kind != "weights")
         first = ask(rig, "hello world")
         for _ in range(2):
             before = anonymous_bytes(rig)
-            said = offloaded(rig, stays=True)
-            assert said.sequences >= 1
-            assert said.tokens > 0
+            saved = offloaded(rig, stays=True)
+            assert saved.sequences >= 1
+            assert saved.tokens > 0
             assert anonymous_bytes(rig) < before - context_bytes // 2
             rig.send(grant)
             ready = rig.ready()
-            assert ready.restored_tokens == said.tokens
+            assert ready.restored_tokens == saved.tokens
             assert ready.restore_seconds > 0
             assert sum(buffer.bytes for buffer in ready.buffers if buffer.kind != "weights") == context_bytes
             again = ask(rig, "hello world")
             assert text_of(again) == text_of(first)
             assert cached(again) == again["usage"]["prompt_tokens"] - 1
-            assert os.fstat(keep).st_size == 0, "what was saved is given back once it is restored"
+            assert os.fstat(keep).st_size == 0, "saved bytes are released after the restore"
 
 
-def test_another_process_goes_on_with_what_the_first_one_saved(tmp_path: Path, keep: int) -> None:
-    """It holds the file, waits without a model, and then answers like the first one; tenants stay apart."""
+def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int) -> None:
+    """It inherits the file, waits without a model, and then answers like the first one; tenants stay separate."""
     grant = grant_for(tiny_gguf.generative())
     (tmp_path / "a").mkdir()
     with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
         rig.ready()
         first = ask(rig, STORY)
-        ask(rig, "and a second one, from somebody else", tenant="bob")
-        said = offloaded(rig, stays=False)
+        ask(rig, "and a second one, from another tenant", tenant="bob")
+        saved = offloaded(rig, stays=False)
         assert rig.wait() == 0
-    assert said.sequences == 2
+    assert saved.sequences == 2
     with WorkerRig(tmp_path, keep=keep) as rig:
         rig.send(worker_link.Hold(grant.path))
         assert rig.expect(worker_link.Held).count_bytes == Path(grant.path).stat().st_size
         assert rig.fresh_beat().active == 0
         rig.send(grant)
-        assert rig.ready().restored_tokens == said.tokens
+        assert rig.ready().restored_tokens == saved.tokens
         assert cached(ask(rig, STORY, tenant="carol")) <= 2
         again = ask(rig, STORY)
         assert text_of(again) == text_of(first)
         assert cached(again) == again["usage"]["prompt_tokens"] - 1
 
 
-def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp_path: Path, keep: int) -> None:
-    """Without room nothing is saved; a cache of another form starts empty and answers all the same."""
+def test_sequences_are_saved_within_the_limit_and_restored_only_if_they_match(tmp_path: Path, keep: int) -> None:
+    """Without room nothing is saved; a cache of another form starts empty."""
     grant = grant_for(tiny_gguf.generative())
     (tmp_path / "a").mkdir()
     with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
@@ -119,15 +119,15 @@ def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp
         assert text_of(ask(rig, "hello world")) != ""
 
 
-def test_a_file_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
-    """The authority is told why, and the process ends."""
+def test_missing_file_fails_the_load(tmp_path: Path) -> None:
+    """The authority gets the reason, and the process ends."""
     with WorkerRig(tmp_path) as rig:
         rig.send(worker_link.Hold(str(tmp_path / "none.gguf")))
         assert "cannot copy" in rig.expect(worker_link.Failed).message
         assert rig.wait() == 1
 
 
-def test_a_pooling_model_stays_and_comes_back(tmp_path: Path) -> None:
+def test_pooling_model_can_be_offloaded_and_restored(tmp_path: Path) -> None:
     """It has no sequences to save; its vectors are the same."""
     grant = grant_for(tiny_gguf.generative(), capabilities=("embeddings",))
     with WorkerRig(tmp_path, grant) as rig:

@@ -1,4 +1,4 @@
-"""Real workers and how models pool: each kind of pooling against its definition, and what is refused at load."""
+"""How models pool: each kind of pooling against its definition, and what is refused at load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATH = "/v1/embeddings"
 
 
 def embedded(worker: WorkerRig, texts: list[str]) -> np.ndarray:
-    status, said = worker.post(PATH, {"input": texts})
-    assert status == 200, said
-    return np.array([item["embedding"] for item in said["data"]])
+    status, response = worker.post(PATH, {"input": texts})
+    assert status == 200, response
+    return np.array([item["embedding"] for item in response["data"]])
 
 
-def test_a_causal_model_that_pools_its_last_token_reads_in_pieces(tmp_path: Path) -> None:
-    """A physical batch of 16 tokens gives what one of 256 gives, and holds outputs for 16 tokens only."""
+def test_causal_model_with_last_token_pooling_reads_in_pieces(tmp_path: Path) -> None:
+    """A physical batch of 16 tokens gives the result of one of 256."""
     model = tiny_gguf.embedding("last")
     texts = ["water " * 40, "a mill", "the gate " * 20]
     with WorkerRig(tmp_path, grant_for(model, context_length=256, batch=64, ubatch=16)) as small:
@@ -36,8 +36,8 @@ def test_a_causal_model_that_pools_its_last_token_reads_in_pieces(tmp_path: Path
     assert abs(float(pieces[0] @ pieces[1])) < 0.99
 
 
-def test_an_encoder_pools_as_its_file_says(tmp_path: Path) -> None:
-    """The same weights with two poolings give two vectors; a text is the same alone and in company."""
+def test_encoder_pools_as_its_file_says(tmp_path: Path) -> None:
+    """The same weights with two poolings give two vectors; a text has the same vector alone and in a batch."""
     found = {}
     for pooling in ("cls", "mean"):
         with WorkerRig(tmp_path, grant_for(tiny_bert.embedding(pooling=pooling), context_length=128)) as worker:
@@ -59,9 +59,9 @@ def test_an_encoder_pools_as_its_file_says(tmp_path: Path) -> None:
         (lambda: tiny_gguf.yes_no_reranker(labels=("score",)), None, "this one has 1"),
         (lambda: tiny_gguf.generative(), ("chat", "rerank"), "configure one model per use"),
     ],
-    ids=["none", "no pooling", "no head", "not an embedder", "a classifier", "one answer", "two trades"],
+    ids=["none", "no pooling", "no head", "not an embedder", "a classifier", "one answer", "two tasks"],
 )
-def test_what_cannot_be_is_refused_at_load(
+def test_unsupported_pooling_is_refused_at_load(
     tmp_path: Path, model: Callable[[], Path], capabilities: tuple[str, ...] | None, says: str
 ) -> None:
     with WorkerRig(tmp_path, grant_for(model(), context_length=128, capabilities=capabilities)) as worker:

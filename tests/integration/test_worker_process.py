@@ -1,4 +1,4 @@
-"""The life of a worker process: hello, a load or a failure in words, drain, stop, and never outliving its parent."""
+"""The life of a worker process: hello, load or failure, drain, stop, end with its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rigs.worker_rig import CPU, WorkerRig, grant_for
 CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
 AWHILE = LONG | {"max_tokens": 150}
-"""What lasts some tenths of a second of a slow model, where its end is waited for."""
+"""Long enough to last some tenths of a second on a slow model."""
 
 
 def modules_mapped(pid: int) -> str:
@@ -31,7 +31,7 @@ def modules_mapped(pid: int) -> str:
 
 
 def test_hello_comes_before_llama_cpp_is_loaded(tmp_path: Path) -> None:
-    """A worker in waiting holds no device; the grant makes it load, and it says what it allocated."""
+    """A waiting worker uses no device; the grant starts the load, and the worker reports its buffers."""
     with WorkerRig(tmp_path) as rig:
         hello = rig.expect(worker_link.Hello)
         assert hello.pid == rig.process.pid
@@ -50,7 +50,7 @@ def test_hello_comes_before_llama_cpp_is_loaded(tmp_path: Path) -> None:
             assert connection.getresponse().status == 200
 
 
-def test_an_idle_worker_beats(tmp_path: Path) -> None:
+def test_idle_worker_sends_heartbeats(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative())) as rig:
         rig.ready()
         started = time.monotonic()
@@ -74,7 +74,7 @@ BROKEN: list[tuple[str, dict[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "cause", "words"), [entry[1:] for entry in BROKEN], ids=[e[0] for e in BROKEN])
-def test_a_load_that_fails_says_why_and_ends(
+def test_failed_load_is_explained_and_ends_the_worker(
     tmp_path: Path, changes: dict[str, object], cause: str, words: str
 ) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), **changes)) as rig:
@@ -85,8 +85,8 @@ def test_a_load_that_fails_says_why_and_ends(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a running process, which Linux alone can")
-def test_a_cache_that_cannot_be_allocated_is_a_clean_failure(tmp_path: Path) -> None:
-    """llama.cpp returns NULL: no crash, and the cause is memory."""
+def test_cache_that_cannot_be_allocated_fails_the_load(tmp_path: Path) -> None:
+    """llama.cpp returns NULL; the cause is memory."""
     import resource
 
     model = tiny_gguf.generative(layers=4, width=256, heads_kv=4)
@@ -101,26 +101,26 @@ def test_a_cache_that_cannot_be_allocated_is_a_clean_failure(tmp_path: Path) -> 
 
 
 def _refused(rig: WorkerRig) -> tuple[int, dict[str, Any]] | None:
-    """The refusal of a short request, None while requests are taken: a long one would outlast the stream."""
-    status, said = rig.post(CHAT, LONG | {"max_tokens": 1})
-    return None if status == 200 else (status, said)
+    """The refusal of a short request; None while requests are accepted. A long request would outlast the stream."""
+    status, response = rig.post(CHAT, LONG | {"max_tokens": 1})
+    return None if status == 200 else (status, response)
 
 
 def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
-    """Then the process ends by itself with status 0."""
+    """Then the process ends with status 0."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
         next(frames)
         rig.send(worker_link.Drain())
-        status, said = wait_until("it drains", lambda: _refused(rig))
-        assert (status, said["error"]["code"]) == (503, "model_loading")
+        status, response = wait_until("the worker drains", lambda: _refused(rig))
+        assert (status, response["error"]["code"]) == (503, "model_loading")
         rest = list(frames)
         assert rest[-1] == b"data: [DONE]"
         assert rig.wait() == 0
 
 
-def test_sigterm_is_a_drain_and_ctrl_c_is_not_ours(tmp_path: Path) -> None:
+def test_sigterm_drains_and_sigint_is_ignored(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
@@ -138,8 +138,8 @@ def test_sigterm_before_the_grant_ends_at_once(tmp_path: Path) -> None:
         assert rig.wait(2) == 0
 
 
-def test_stop_ends_streams_honestly(tmp_path: Path) -> None:
-    """An error frame and no [DONE]; requests that are not streamed get a 503."""
+def test_stop_ends_streams_with_an_error(tmp_path: Path) -> None:
+    """An error frame without [DONE]; whole answers get a 503."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         frames = rig.stream(CHAT, LONG)
@@ -147,7 +147,7 @@ def test_stop_ends_streams_honestly(tmp_path: Path) -> None:
         answers: list[int] = []
         thread = threading.Thread(target=lambda: answers.append(rig.post(CHAT, LONG)[0]))
         thread.start()
-        wait_until("both run", lambda: rig.fresh_beat().active == 2)
+        wait_until("both requests run", lambda: rig.fresh_beat().active == 2)
         started = time.monotonic()
         rig.send(worker_link.Stop())
         rest = list(frames)
@@ -158,8 +158,8 @@ def test_stop_ends_streams_honestly(tmp_path: Path) -> None:
         assert time.monotonic() - started < 10
 
 
-def test_the_end_of_the_link_is_the_end_of_the_worker(tmp_path: Path) -> None:
-    """Also in the middle of a stream."""
+def test_worker_ends_when_its_link_closes(tmp_path: Path) -> None:
+    """Also during a stream."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         next(rig.stream(CHAT, LONG))
@@ -167,8 +167,8 @@ def test_the_end_of_the_link_is_the_end_of_the_worker(tmp_path: Path) -> None:
         assert rig.wait(2) == 1
 
 
-def test_kill_leaves_nothing(tmp_path: Path) -> None:
-    """The stream breaks off, so the service in front sees a truncated answer, and nothing listens any more."""
+def test_killed_worker_leaves_no_open_port(tmp_path: Path) -> None:
+    """The stream breaks off and the port is closed."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         frames = rig.stream(CHAT, LONG)
@@ -200,8 +200,8 @@ time.sleep(60)
 """
 
 
-def test_the_death_of_the_parent_is_the_end_of_the_worker(tmp_path: Path) -> None:
-    """Even when somebody else, here the worker itself, still holds the other end of the link open."""
+def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Even if another process, here the worker itself, keeps the other end of the link open."""
     script = textwrap.dedent(PARENT)
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "s")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -214,22 +214,22 @@ def test_the_death_of_the_parent_is_the_end_of_the_worker(tmp_path: Path) -> Non
         wait_until("the worker is gone", lambda: not is_alive(worker), seconds=5)
 
 
-def test_started_by_hand_it_says_what_it_is(tmp_path: Path) -> None:
+def test_worker_started_by_a_user_prints_a_hint(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "inference.worker"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2
     assert "started by the inference service" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_parent_is_noticed(tmp_path: Path) -> None:
-    """The parent died before the worker could look."""
+def test_worker_with_a_wrong_parent_ends(tmp_path: Path) -> None:
+    """The parent ended before the worker could check it."""
     env = {**os.environ, worker_link.LINK_FD_ENV: "0", worker_link.SOCKET_FD_ENV: "1", worker_link.PARENT_ENV: "1"}
     done = subprocess.run([sys.executable, "-m", "inference.worker"], env=env, capture_output=True, timeout=20)
     assert done.returncode == 1
 
 
-def test_a_crash_shows_ggmls_last_words(tmp_path: Path) -> None:
-    """An abort inside ggml reaches stderr with the log lines before it, and ends the process by SIGABRT."""
+def test_abort_in_ggml_is_written_to_stderr(tmp_path: Path) -> None:
+    """An abort inside ggml writes to stderr after the log lines before it and ends the process by SIGABRT."""
     script = (
         "import sys; from inference.worker import llama; from inference.worker.llama import ggml_library, llama_log\n"
         "tail = llama_log.LogTail(print); llama.start(tail); tail.feed(2, 'the line before\\n')\n"
@@ -242,7 +242,7 @@ def test_a_crash_shows_ggmls_last_words(tmp_path: Path) -> None:
     assert "the line before" in done.stderr
 
 
-def test_a_lora_changes_what_the_model_says(tmp_path: Path) -> None:
+def test_lora_adapter_changes_the_answer(tmp_path: Path) -> None:
     body = {"prompt": "the water", "max_tokens": 20, "temperature": 0}
     texts = []
     for name, lora in (("plain", ()), ("adapted", (str(tiny_gguf.lora()),))):
@@ -253,7 +253,7 @@ def test_a_lora_changes_what_the_model_says(tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_quantized_cache_needs_flash_attention(tmp_path: Path) -> None:
+def test_quantized_cache_needs_flash_attention(tmp_path: Path) -> None:
     model = tiny_gguf.generative(width=128, heads=2, heads_kv=1)
     with WorkerRig(tmp_path, grant_for(model, kv_type="q8_0")) as rig:
         rig.ready()
@@ -263,19 +263,19 @@ def test_a_quantized_cache_needs_flash_attention(tmp_path: Path) -> None:
         assert "flash_attention" in rig.expect(worker_link.Failed).message
 
 
-def test_no_template_means_no_chat(tmp_path: Path) -> None:
+def test_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(template=None), devices=(CPU,))) as rig:
         assert rig.ready().capabilities == ("completions",)
-        status, said = rig.post(CHAT, LONG)
-        error = said["error"]
+        status, response = rig.post(CHAT, LONG)
+        error = response["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
         assert error["message"] == "model 'tiny' does not support chats; it supports /v1/completions"
-        status, said = rig.post("/tokenize", {"messages": LONG["messages"]})
-        assert (status, said["error"]["param"]) == (400, "messages")
+        status, response = rig.post("/tokenize", {"messages": LONG["messages"]})
+        assert (status, response["error"]["param"]) == (400, "messages")
 
 
-def test_progress_comments_while_a_stream_waits(tmp_path: Path) -> None:
-    """One sequence at a time: the second stream is told its place until it runs."""
+def test_waiting_stream_gets_progress_comments(tmp_path: Path) -> None:
+    """One sequence at a time: the second stream gets its place in the queue until it runs."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), parallel=1, context_length=4000)) as rig:
         rig.ready()
         first = rig.stream(CHAT, {**LONG, "max_tokens": 3900})
@@ -287,21 +287,21 @@ def test_progress_comments_while_a_stream_waits(tmp_path: Path) -> None:
         assert list(second)[-1] == b"data: [DONE]"
 
 
-def test_a_request_past_its_deadline_is_a_504(tmp_path: Path) -> None:
+def test_request_past_its_deadline_is_504(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), parallel=1)) as rig:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
         next(frames)
-        status, said = rig.post(CHAT, LONG, {"x-headgate-deadline-ms": "1"})
-        assert (status, said["error"]["code"]) == (504, "deadline_exceeded")
+        status, response = rig.post(CHAT, LONG, {"x-headgate-deadline-ms": "1"})
+        assert (status, response["error"]["code"]) == (504, "deadline_exceeded")
         assert list(frames)[-1] == b"data: [DONE]"
 
 
-def test_a_full_queue_is_a_429(tmp_path: Path) -> None:
+def test_full_queue_is_429(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), parallel=1, queue_limit=0)) as rig:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
         next(frames)
-        status, said = rig.post(CHAT, {**LONG, "stream": True})
-        assert (status, said["error"]["code"]) == (429, "queue_full")
+        status, response = rig.post(CHAT, {**LONG, "stream": True})
+        assert (status, response["error"]["code"]) == (429, "queue_full")
         assert list(frames)[-1] == b"data: [DONE]"

@@ -1,4 +1,4 @@
-"""Real workers with rerankers: a score is what the network's arithmetic says, alone and in company."""
+"""Real workers with rerankers: scores match the arithmetic of the network, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.rigs.worker_rig import WorkerRig, grant_for
 PATH = "/v1/rerank"
 MODELS = {
     "cross-encoder": lambda: tiny_bert.cross_encoder(),
-    "asked yes or no": lambda: tiny_gguf.yes_no_reranker(),
+    "yes or no": lambda: tiny_gguf.yes_no_reranker(),
 }
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
-    """`ubatch` is small, so that the generative one goes through in pieces."""
+    """`ubatch` is small, so that the generative model reads in pieces."""
     grant = grant_for(MODELS[request.param](), context_length=256, batch=128, ubatch=32)
     with WorkerRig(tmp_path_factory.mktemp("worker"), grant) as rig:
         assert rig.ready().capabilities == ("rerank",)
@@ -30,11 +30,11 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ranked(worker: WorkerRig, query: str, documents: list[Any], **more: object) -> list[dict[str, Any]]:
-    status, said = worker.post(PATH, {"query": query, "documents": documents, **more})
-    assert status == 200, said
-    assert said["object"] == "list"
-    assert said["model"] == "tiny"
-    results: list[dict[str, Any]] = said["results"]
+    status, response = worker.post(PATH, {"query": query, "documents": documents, **more})
+    assert status == 200, response
+    assert response["object"] == "list"
+    assert response["model"] == "tiny"
+    results: list[dict[str, Any]] = response["results"]
     return results
 
 
@@ -64,7 +64,7 @@ def test_top_n_and_documents(worker: WorkerRig) -> None:
     assert len(ranked(worker, "water", documents, top_n=50)) == 3
 
 
-def test_company_changes_nothing(worker: WorkerRig) -> None:
+def test_scores_are_the_same_in_a_batch(worker: WorkerRig) -> None:
     """More pairs than slots, more tokens than a batch."""
     documents = [f"text number {number} " * (1 + number % 5) for number in range(20)]
     together = scores(worker, "which number", documents)
@@ -72,23 +72,23 @@ def test_company_changes_nothing(worker: WorkerRig) -> None:
         assert scores(worker, "which number", [documents[number]])[0] == pytest.approx(together[number], abs=5e-3)
 
 
-def test_too_long_a_pair_names_the_document_and_both_lengths(worker: WorkerRig) -> None:
-    status, said = worker.post(PATH, {"query": "water", "documents": ["mill", "x" * 400]})
-    error = said["error"]
+def test_pair_that_is_too_long_is_refused_with_the_document_and_both_lengths(worker: WorkerRig) -> None:
+    status, response = worker.post(PATH, {"query": "water", "documents": ["mill", "x" * 400]})
+    error = response["error"]
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "documents[1]")
     assert str(error["headgate"]["prompt_tokens"]) in error["message"]
     assert str(error["headgate"]["context_length"]) in error["message"]
     assert scores(worker, "water", ["mill"])
 
 
-def test_other_endpoints_say_that_the_model_only_reranks(worker: WorkerRig) -> None:
+def test_other_endpoints_are_refused(worker: WorkerRig) -> None:
     for path, body in (
         ("/v1/embeddings", {"input": "x"}),
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ):
-        status, said = worker.post(path, body)
-        error = said["error"]
+        status, response = worker.post(path, body)
+        error = response["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
         assert error["message"].endswith("; it supports /v1/rerank")
 
@@ -100,8 +100,8 @@ def test_usage_counts_every_pair(worker: WorkerRig) -> None:
     assert two["usage"]["prompt_tokens"] == 2 * one["usage"]["prompt_tokens"]
 
 
-def test_a_cross_encoder_is_asked_with_its_own_separators(tmp_path: Path) -> None:
-    """[CLS] query [SEP] document [SEP] through the network, computed here from the file's tensors."""
+def test_cross_encoder_uses_its_own_separators(tmp_path: Path) -> None:
+    """[CLS] query [SEP] document [SEP], computed here from the tensors of the file."""
     model = tiny_bert.cross_encoder(positions=64)
     with WorkerRig(tmp_path, grant_for(model, context_length=64)) as worker:
         worker.ready()

@@ -1,4 +1,4 @@
-"""A real worker goes on with answers that broke off, from each of their tokens: text, limits and counts."""
+"""A real worker continues answers that broke off, from each of their tokens: text, limits and counts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
 
 
 def ask(rig: WorkerRig, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Text and the whole answer."""
-    status, said = rig.post(path, body)
-    assert status == 200, said
-    choice = said["choices"][0]
-    return choice["text"] if path == COMPLETIONS else choice["message"]["content"], said
+    """Text and the whole response."""
+    status, response = rig.post(path, body)
+    assert status == 200, response
+    choice = response["choices"][0]
+    return choice["text"] if path == COMPLETIONS else choice["message"]["content"], response
 
 
 @pytest.mark.parametrize(
@@ -44,33 +44,37 @@ def ask(rig: WorkerRig, path: str, body: dict[str, Any]) -> tuple[str, dict[str,
         (COMPLETIONS, WATER, {}),
     ],
 )
-def test_an_answer_is_the_same_from_each_of_its_tokens(
+def test_resumed_answer_is_the_same_from_each_of_its_tokens(
     rig: WorkerRig, path: str, body: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """To the byte, with the same reason to end and the same counts."""
+    """With the same bytes, finish reason and counts."""
     body = {**body, **more}
     text, whole = ask(rig, path, body)
     cuts = shown(rig, path, body)[:-1]
     assert len(cuts) > 3
     for cut in cuts:
         assert text.startswith(cut)
-        rest, said = ask(rig, path, {**body, "answer_so_far": {"content": cut}})
+        rest, response = ask(rig, path, {**body, "answer_so_far": {"content": cut}})
         assert cut + rest == text
-        assert said["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+        assert response["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-        assert [said["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
+        assert [response["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
 
 
 def shown(rig: WorkerRig, path: str, body: dict[str, Any]) -> list[str]:
-    """What a stream has shown after each of its frames with text."""
+    """The text that a stream has shown after each of its frames."""
     choices = [choice for chunk in rig.chunks(path, body) for choice in chunk["choices"]]
     texts = [choice["text"] if path == COMPLETIONS else choice["delta"].get("content") for choice in choices]
     return [*itertools.accumulate(text for text in texts if text)]
 
 
-def test_an_answer_longer_than_the_context_is_refused(rig: WorkerRig) -> None:
-    """And one that has all it may have already says so."""
-    status, said = rig.post(CHAT, {**MILL, "answer_so_far": {"content": "water " * 400}})
-    assert (status, said["error"]["code"], said["error"]["param"]) == (400, "context_length_exceeded", "answer_so_far")
-    rest, said = ask(rig, CHAT, {**MILL, "max_tokens": 3, "answer_so_far": {"content": "A water mill is a house"}})
-    assert (rest, said["choices"][0]["finish_reason"]) == ("", "length")
+def test_resumed_answer_longer_than_the_context_is_refused(rig: WorkerRig) -> None:
+    """A complete answer ends at once."""
+    status, response = rig.post(CHAT, {**MILL, "answer_so_far": {"content": "water " * 400}})
+    assert (status, response["error"]["code"], response["error"]["param"]) == (
+        400,
+        "context_length_exceeded",
+        "answer_so_far",
+    )
+    rest, response = ask(rig, CHAT, {**MILL, "max_tokens": 3, "answer_so_far": {"content": "A water mill is a house"}})
+    assert (rest, response["choices"][0]["finish_reason"]) == ("", "length")

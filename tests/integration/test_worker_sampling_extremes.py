@@ -1,6 +1,6 @@
-"""Whatever a request may ask of sampling, llama.cpp neither ends the process nor returns what is no token.
+"""With any sampling parameters, llama.cpp neither ends the process nor returns an invalid token.
 
-In this process, so that an assertion of llama.cpp would end the test run.
+The model runs in this process, so that an assertion of llama.cpp would end the test run.
 """
 
 from __future__ import annotations
@@ -64,15 +64,17 @@ def rig() -> Iterator[EngineRig]:
 
 @pytest.fixture
 def fresh() -> Iterator[EngineRig]:
-    """One whose memory is empty and stays unknown to its engine."""
+    """A context with empty memory that its engine does not use."""
     with engine_rig(demo.bundled_path("demo"), context_length=256) as opened:
         yield opened
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sampling=EXTREMES, n=st.sampled_from([1, 1, 2, 16]), logprobs=st.sampled_from([None, 0, 20]))
-def test_every_combination_draws_tokens(rig: EngineRig, sampling: Sampling, n: int, logprobs: int | None) -> None:
-    """Every choice ends by itself or at its length, with log probabilities that are numbers."""
+def test_every_combination_of_parameters_draws_tokens(
+    rig: EngineRig, sampling: Sampling, n: int, logprobs: int | None
+) -> None:
+    """Every choice ends, with log probabilities that are numbers."""
     prompt = rig.model.tokenize("Water runs over the wheel of the")
     outputs = rig.answer(prompt, sampling=sampling, n=n, logprobs=logprobs, max_tokens=5)
     assert sorted(output.choice for output in outputs if output.finish) == list(range(n))
@@ -87,8 +89,8 @@ def test_every_combination_draws_tokens(rig: EngineRig, sampling: Sampling, n: i
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=0, min_p=0.0), Sampling(typical_p=0.5)])
-def test_logits_that_are_no_numbers_end_one_request_only(rig: EngineRig, wrong: float, sampling: Sampling) -> None:
-    """The other sequences of the same batch go on."""
+def test_logits_that_are_nan_fail_only_one_request(rig: EngineRig, wrong: float, sampling: Sampling) -> None:
+    """The other sequences of the same batch continue."""
     make = rig.engine._make_sampler
 
     class Poisoned(ChainSampler):
@@ -100,7 +102,9 @@ def test_logits_that_are_no_numbers_end_one_request_only(rig: EngineRig, wrong: 
                 logits[7] = wrong
             return super().sample(index)
 
-    rig.engine._make_sampler = lambda said, choice, most, _none: Poisoned(rig.model, rig.context, said, choice, most)
+    rig.engine._make_sampler = lambda parameters, choice, most, _none: Poisoned(
+        rig.model, rig.context, parameters, choice, most
+    )
     bad = rig.ask([3, 4, 5], sampling=sampling)
     rig.engine._run_commands()
     rig.engine._make_sampler = make
@@ -112,8 +116,8 @@ def test_logits_that_are_no_numbers_end_one_request_only(rig: EngineRig, wrong: 
     assert rig.outputs(good)[-1].finish in ("stop", "length")
 
 
-def test_more_outputs_than_were_reserved_are_refused_and_not_computed(fresh: EngineRig) -> None:
-    """Where llama.cpp itself would end the process."""
+def test_step_with_more_outputs_than_reserved_is_refused(fresh: EngineRig) -> None:
+    """llama.cpp itself would end the process."""
     tokens = [1] * (fresh.context.n_outputs + 1)
     assert fresh.context.decode([Row(0, 0, 0, tokens, True, True)]) == (Decode.BAD_BATCH, [])
     with pytest.raises(LookupError):
@@ -130,10 +134,10 @@ def test_more_outputs_than_were_reserved_are_refused_and_not_computed(fresh: Eng
     min_p=st.floats(0.01, 1.0),
     temperature=st.floats(0.1, 2.0),
 )
-def test_drawing_among_few_gives_what_drawing_among_all_gives(
+def test_drawing_among_few_tokens_gives_the_result_of_all_tokens(
     seed: int, spread: float, top_k: int, min_p: float, temperature: float
 ) -> None:
-    """Also after many draws: both use up as many random numbers."""
+    """Also after many draws: both use the same number of random numbers."""
     values = (np.random.default_rng(seed).standard_normal(MOST_CANDIDATES) * spread).astype(np.float32)
     chains = [Sampler(), Sampler()]
     for chain in chains:
@@ -148,8 +152,8 @@ def test_drawing_among_few_gives_what_drawing_among_all_gives(
         chain.close()
 
 
-def test_drawing_among_few_is_what_llama_cpp_draws_from_a_context(fresh: EngineRig) -> None:
-    """The demo's vocabulary is too small for the short way, so it is taken here by hand."""
+def test_drawing_among_few_tokens_gives_the_result_of_llama_cpp(fresh: EngineRig) -> None:
+    """The vocabulary of the demo model is too small for the fast path, so the test calls it directly."""
     _status, last = fresh.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
     logits = fresh.context.logits(last[0])
     near = (logits >= logits.max() - np.float32(3.5)).nonzero()[0]

@@ -1,4 +1,4 @@
-"""Drawing with any parameters from distributions of any flatness gives what llama.cpp's own chain draws among all
+"""Any parameters on distributions of any flatness give the result of the chain of llama.cpp over all
 tokens.
 """
 
@@ -23,7 +23,7 @@ VOCABULARY = 12_000
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[EngineRig]:
-    """A context whose only logits the tests overwrite, with a vocabulary that is large enough for the short way."""
+    """A context whose logits the tests overwrite, with a vocabulary large enough for the fast path."""
     with engine_rig(tiny_gguf.generative(extra_words=VOCABULARY), context_length=64, threads=1) as opened:
         _status, last = opened.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
         assert last == [2]
@@ -31,7 +31,7 @@ def rig() -> Iterator[EngineRig]:
 
 
 def _chain(rig: EngineRig, sampling: Sampling) -> Sampler:
-    """llama.cpp's own, in its own order."""
+    """The chain of llama.cpp in its order."""
     whole = Sampler()
     penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if penalties != (1.0, 0.0, 0.0):
@@ -49,7 +49,7 @@ def _chain(rig: EngineRig, sampling: Sampling) -> Sampler:
 
 
 def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) -> tuple[list[int], list[int], int]:
-    """What a sampler draws, what llama.cpp's own chain draws, and how often the first asked only few tokens."""
+    """The draws of a sampler, those of llama.cpp, and how often the first one used the fast path."""
     short = ChainSampler(rig.model, rig.context, sampling, 0, 64)
     whole = _chain(rig, sampling)
     among, few = short._chain.sample_among, []
@@ -77,7 +77,7 @@ def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) 
     min_p=st.sampled_from([0.0, 0.01, 0.05, 0.5]),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
 )
-def test_any_flatness_draws_what_llama_cpp_draws(
+def test_any_flatness_gives_the_draws_of_llama_cpp(
     rig: EngineRig,
     seed: int,
     spreads: list[float],
@@ -109,15 +109,15 @@ EFFECTS: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("changes", EFFECTS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))
-def test_typicality_and_penalties_draw_what_llama_cpp_draws(rig: EngineRig, changes: dict[str, float]) -> None:
-    """At every step, with the tokens that were drawn before it counted; and each changes what is drawn."""
+def test_typicality_and_penalties_give_the_draws_of_llama_cpp(rig: EngineRig, changes: dict[str, float]) -> None:
+    """At every step, counting earlier tokens; and each parameter changes the result."""
     logits = rig.context.logits(2)
     shape = np.full(len(logits), -20.0, np.float32)
     shape[100:130] = np.random.default_rng(5).standard_normal(30) * 1.5 + 1.0
     drawn: list[list[int]] = []
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
-    for asked in (plain | changes, plain):
-        sampling = Sampling(**asked)  # type: ignore[arg-type]
+    for parameters in (plain | changes, plain):
+        sampling = Sampling(**parameters)  # type: ignore[arg-type]
         ours, whole = ChainSampler(rig.model, rig.context, sampling, 0, 64), _chain(rig, sampling)
         ours.accept([101, 102, 101])
         for token in (101, 102, 101):
@@ -133,8 +133,8 @@ def test_typicality_and_penalties_draw_what_llama_cpp_draws(rig: EngineRig, chan
     assert drawn[0] != drawn[1]
 
 
-def test_greedy_answers_are_penalized_too(rig: EngineRig) -> None:
-    """Presence takes the same off however often a token stands there, frequency each time, repetition by a factor."""
+def test_penalties_apply_to_greedy_sampling(rig: EngineRig) -> None:
+    """Presence penalizes once, frequency for each occurrence, repetition by a factor."""
     logits = rig.context.logits(2)
     penalties = (
         ("presence_penalty", 1.0, [100, 101, 100, 100]),
@@ -143,34 +143,34 @@ def test_greedy_answers_are_penalized_too(rig: EngineRig) -> None:
     )
     for name, value, expected in penalties:
         sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, **{name: value}), 0, 64)  # type: ignore[arg-type]
-        said = []
+        drawn = []
         for _step in range(4):
             logits[:] = 0.0
             logits[100:103] = (3.0, 2.5, 1.95)
-            said.append(sampler.sample(2))
+            drawn.append(sampler.sample(2))
         sampler.close()
-        assert said == expected, name
+        assert drawn == expected, name
 
 
 @pytest.mark.parametrize("spread", [0.85, 2.0, 6.0])
-def test_the_short_way_is_found_for_flat_distributions_too(rig: EngineRig, spread: float) -> None:
+def test_fast_path_is_used_for_flat_distributions(rig: EngineRig, spread: float) -> None:
     _drawn, _expected, few = _draws(rig, Sampling(seed=3), [spread] * 64, 3)
     assert few >= 48
 
 
-def test_looking_in_vain_ends(rig: EngineRig) -> None:
-    """Thousands that are as good as the best: no distance finds few of them."""
+def test_search_for_few_tokens_ends_without_a_result(rig: EngineRig) -> None:
+    """Thousands of tokens are as good as the best, so no distance leaves only few of them."""
     drawn, expected, few = _draws(rig, Sampling(seed=3), [0.0] * 24 + [2.0] * 24, 3)
     assert (few, drawn) == (0, expected)
 
 
-def test_a_look_that_cannot_be_narrowed_is_taken_once(rig: EngineRig) -> None:
-    """Without `top_k` whatever `min_p` leaves has to be found."""
+def test_search_that_cannot_be_narrowed_is_done_once(rig: EngineRig) -> None:
+    """Without `top_k` every token that `min_p` leaves has to be found."""
     drawn, expected, few = _draws(rig, Sampling(seed=3, top_k=0), [2.0, 0.85, 6.0, 6.0], 3)
     assert (few, drawn) == (1, expected)
 
 
-def test_views_of_logits_are_kept_and_stay_true(rig: EngineRig) -> None:
+def test_views_of_logits_are_cached_and_current(rig: EngineRig) -> None:
     view = rig.context.logits(2)
     assert rig.context.logits(2) is view
     rig.context.remove(0)

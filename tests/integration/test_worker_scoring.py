@@ -1,4 +1,4 @@
-"""Log probabilities are a log-softmax of the model's logits; those of a prompt are of its own tokens, however its
+"""Log probabilities are a log-softmax of the logits of the model; those of a prompt do not depend on how its
 computation was divided.
 """
 
@@ -29,7 +29,7 @@ def scores(outputs: list[Output]) -> list[TokenLogprob]:
 
 
 def computed(rig: EngineRig, tokens: list[int]) -> np.ndarray:
-    """Token by token, the log probabilities (double precision) of every token behind each of them."""
+    """For each token, the log probabilities (double precision) of every next token."""
     rig.context.forget_all()
     found = []
     for position, token in enumerate(tokens):
@@ -42,13 +42,13 @@ def computed(rig: EngineRig, tokens: list[int]) -> np.ndarray:
 
 
 def expected(rig: EngineRig, prompt: list[int]) -> list[float]:
-    """Of each token of a prompt behind those before it."""
+    """Of each token of a prompt after the tokens before it."""
     known = computed(rig, prompt[:-1])
     return [float(line[token]) for line, token in zip(known, prompt[1:], strict=True)]
 
 
 def token_of(rig: EngineRig, piece: bytes) -> int:
-    """The token whose text this is, control tokens included."""
+    """The token with this text, control tokens included."""
     (token,) = [token for token in range(rig.model.n_vocab) if rig.model.piece(token, special=True) == piece]
     return token
 
@@ -59,16 +59,16 @@ def token_of(rig: EngineRig, piece: bytes) -> int:
         Sampling(temperature=0.0),
         Sampling(temperature=1.5, top_k=5, seed=4, logit_bias=((40, 3.0),), frequency_penalty=1.0),
     ],
-    ids=["greedy", "bent"],
+    ids=["greedy", "changed"],
 )
-def test_a_generated_token_tells_what_the_model_gave_it(rig: EngineRig, sampling: Sampling) -> None:
-    """The token and its alternatives, whatever sampling parameters bend."""
+def test_generated_token_has_its_log_probability(rig: EngineRig, sampling: Sampling) -> None:
+    """For the token and its alternatives, independent of the sampling parameters."""
     outputs = rig.answer(PROMPT, sampling=sampling, logprobs=5, max_tokens=12)
-    told = [item for output in outputs for item in output.logprobs]
-    drawn = [token_of(rig, item.piece) for item in told]
+    reported = [item for output in outputs for item in output.logprobs]
+    drawn = [token_of(rig, item.piece) for item in reported]
     known = computed(rig, PROMPT + drawn)[len(PROMPT) - 1 : -1]
-    assert len(told) >= 10
-    for item, token, line in zip(told, drawn, known, strict=True):
+    assert len(reported) >= 10
+    for item, token, line in zip(reported, drawn, known, strict=True):
         assert item.logprob == pytest.approx(line[token], abs=2e-3)
         assert [value for _piece, value in item.top] == pytest.approx(np.sort(line)[:-6:-1], abs=2e-3)
         assert [line[token_of(rig, piece)] for piece, _value in item.top] == pytest.approx(
@@ -76,7 +76,7 @@ def test_a_generated_token_tells_what_the_model_gave_it(rig: EngineRig, sampling
         )
 
 
-def test_a_prompt_is_scored_before_the_answer_begins(rig: EngineRig) -> None:
+def test_scores_of_a_prompt_are_sent_before_the_answer(rig: EngineRig) -> None:
     known = expected(rig, PROMPT)
     outputs = rig.answer(PROMPT, score_prompt=True, logprobs=3)
     found = scores(outputs)
@@ -87,12 +87,12 @@ def test_a_prompt_is_scored_before_the_answer_begins(rig: EngineRig) -> None:
     assert all(len(item.top) == 3 and item.top[0][1] >= item.top[1][1] >= item.top[2][1] for item in found[1:])
     texts = [bool(output.text or output.finish) for output in outputs]
     scored = [bool(output.prompt_logprobs) for output in outputs]
-    assert scored.index(False) == sum(scored), "a score came after the first text"
+    assert scored.index(False) == sum(scored), "a score was sent after the first text"
     assert not any(text and score for text, score in zip(texts, scored, strict=True))
     assert sum(len(output.logprobs) for output in outputs) == 8
 
 
-def test_scoring_alone_generates_nothing(rig: EngineRig) -> None:
+def test_scoring_without_an_answer_generates_nothing(rig: EngineRig) -> None:
     before = rig.engine.counters.generated_tokens
     outputs = rig.answer(PROMPT, score_prompt=True, logprobs=0, max_tokens=0)
     assert len(scores(outputs)) == len(PROMPT)
@@ -100,12 +100,12 @@ def test_scoring_alone_generates_nothing(rig: EngineRig) -> None:
     assert rig.engine.counters.generated_tokens == before
 
 
-def test_a_single_token_has_a_score_that_is_none(rig: EngineRig) -> None:
+def test_score_of_a_single_token_is_none(rig: EngineRig) -> None:
     outputs = rig.answer([5], score_prompt=True, logprobs=0, max_tokens=0)
     assert [item.logprob for item in scores(outputs)] == [None]
 
 
-def test_a_scored_prompt_reuses_nothing_and_is_reused(rig: EngineRig) -> None:
+def test_scored_prompt_does_not_reuse_a_prefix_and_can_be_reused(rig: EngineRig) -> None:
     rig.answer(PROMPT)
     scored = rig.answer(PROMPT, score_prompt=True, logprobs=0, max_tokens=1)
     assert scored[-1].cached == 0
@@ -113,8 +113,8 @@ def test_a_scored_prompt_reuses_nothing_and_is_reused(rig: EngineRig) -> None:
     assert rig.answer(PROMPT)[-1].cached == len(PROMPT) - 1
 
 
-def test_offsets_of_a_prompt_count_its_characters(rig: EngineRig) -> None:
-    """Also where a character is divided over tokens."""
+def test_offsets_of_a_prompt_are_in_characters(rig: EngineRig) -> None:
+    """Also if a character is divided between tokens."""
     prompt = list("aé漢b".encode())
     tokens = [token for byte in prompt for token in rig.model.tokenize(bytes([byte]).decode("latin-1"))]
     found = scores(rig.answer(tokens, score_prompt=True, logprobs=0, max_tokens=0))
@@ -123,7 +123,7 @@ def test_offsets_of_a_prompt_count_its_characters(rig: EngineRig) -> None:
     assert found[-1].offset == len(text) - 1
 
 
-def test_choices_and_prompts_each_tell_their_scores_while_others_answer(rig: EngineRig) -> None:
+def test_all_choices_and_prompts_have_scores_in_a_batch(rig: EngineRig) -> None:
     busy = rig.ask([9, 8, 7], max_tokens=40)
     ticket = rig.ask([], prompts=[PROMPT, PROMPT[:20]], n=2, score_prompt=True, logprobs=0, max_tokens=2)
     rig.run()

@@ -1,4 +1,4 @@
-"""A worker that holds a file has imported what a load needs: coming back is no time for that."""
+"""A waiting worker has imported everything that a load needs, because a return must be fast."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.rigs.worker_rig import WorkerRig, grant_for
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are held in memory on Linux only")
 
 
-def test_nothing_that_takes_time_is_imported_once_the_file_is_held(tmp_path: Path) -> None:
-    """By the interpreter's own list of imports; libraries that are looked for in vain are no import."""
+def test_no_module_is_imported_during_a_load(tmp_path: Path) -> None:
+    """By the interpreter's list of imports; failed searches for libraries are not imports."""
     grant = grant_for(tiny_gguf.generative())
     with WorkerRig(tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}) as rig:
         rig.send(worker_link.Hold(grant.path))

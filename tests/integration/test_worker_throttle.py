@@ -1,4 +1,4 @@
-"""A worker that is held back: fewer sequences at once, nothing retained, and nobody's answer changes by it."""
+"""A throttled worker: fewer sequences at once, nothing retained, the same answers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "igno
 
 
 def most_at_once(rig: EngineRig) -> int:
-    """The largest number of sequences that hold a slot while everything runs to its end."""
+    """The largest number of sequences with a slot until all requests end."""
     most = 0
     while rig.engine._iterate():
         most = max(most, rig.engine._scheduler.active)
     return most
 
 
-def test_a_limit_holds_back_who_waits_and_is_lifted_again() -> None:
+def test_limit_delays_waiting_requests_and_can_be_lifted() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
         free = [rig.answer(prompt) for prompt in PROMPTS]
         rig.engine.limit(1)
         held_back = [rig.ask(prompt) for prompt in PROMPTS]
         assert most_at_once(rig) == 1
-        assert [rig.outputs(ticket)[-1].finish for ticket in held_back] == [said[-1].finish for said in free]
+        assert [rig.outputs(ticket)[-1].finish for ticket in held_back] == [results[-1].finish for results in free]
         rig.engine.limit(4)
         for prompt in PROMPTS:
             rig.ask(prompt)
         assert most_at_once(rig) == 4
 
 
-def test_who_has_a_slot_keeps_it_when_the_limit_falls() -> None:
+def test_running_request_keeps_its_slot_when_the_limit_is_lowered() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
         tickets = [rig.ask(prompt) for prompt in PROMPTS]
         rig.engine._iterate()
@@ -50,7 +50,7 @@ def test_who_has_a_slot_keeps_it_when_the_limit_falls() -> None:
         assert all(rig.outputs(ticket)[-1].finish for ticket in [*tickets, late])
 
 
-def test_what_is_retained_is_forgotten_when_told_and_not_what_runs() -> None:
+def test_retained_prefixes_are_dropped_and_running_sequences_are_not() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
         prompt = list(range(5, 45))
         rig.answer(prompt)
@@ -61,30 +61,30 @@ def test_what_is_retained_is_forgotten_when_told_and_not_what_runs() -> None:
         assert rig.outputs(running)[-1].finish
 
 
-def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
+def test_worker_applies_limits_from_its_link(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         rig.send(worker_link.Limit(1))
         rig.fresh_beat()
-        said: list[Any] = []
+        results: list[Any] = []
         seen = threading.Event()
 
         def ask() -> None:
-            """One question after the other: an answer may be over before the next beat."""
+            """One request after the other: an answer may end before the next heartbeat."""
             while not seen.is_set():
-                said.append(rig.post("/v1/chat/completions", LONG)[0])
+                results.append(rig.post("/v1/chat/completions", LONG)[0])
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until("one runs", lambda: (beat := rig.fresh_beat()).active == 1 and beat.queued == 2)
+        wait_until("one request runs", lambda: (beat := rig.fresh_beat()).active == 1 and beat.queued == 2)
         rig.send(worker_link.Limit(4))
-        wait_until("all run", lambda: rig.fresh_beat().active == 3)
+        wait_until("all requests run", lambda: rig.fresh_beat().active == 3)
         seen.set()
         for thread in threads:
             thread.join(60)
-        assert len(said) >= 3
-        assert set(said) == {200}
+        assert len(results) >= 3
+        assert set(results) == {200}
         short = {**LONG, "max_tokens": 1}
 
         def cached() -> int:
@@ -97,7 +97,7 @@ def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
         assert cached() == 0
 
 
-def test_a_model_that_pools_is_told_and_goes_on(tmp_path: Path) -> None:
+def test_pooling_model_ignores_limits(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.embedding())) as rig:
         rig.ready()
         rig.send(worker_link.Limit(1))

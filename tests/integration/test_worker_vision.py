@@ -1,4 +1,4 @@
-"""Real workers with an image projector: what they see is in the answer, alone, in company and in the next turn."""
+"""Real workers with an image projector: results match llama.cpp, alone, in a batch and in the next turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Kind:
-    """A language model, its projector, and how many tokens an image of 24 x 24 pixels takes, marks included."""
+    """A language model, its projector, and the number of tokens of a 24 x 24 pixel image, marks included."""
 
     model: Path
     projector: Path
@@ -70,16 +70,16 @@ def body(*content: Any, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answer(worker: WorkerRig, said: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Log probabilities of the first token's alternatives, and the usage."""
-    status, got = worker.post(PATH, said)
+def answer(worker: WorkerRig, response: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Log probabilities of the alternatives of the first token, and the usage."""
+    status, got = worker.post(PATH, response)
     assert status == 200, got
     first = got["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return [item["logprob"] for item in first], got["usage"]
 
 
 def reference(root: Path, kind: Kind, content: str, *seeds: int) -> dict[str, Any]:
-    """What llama.cpp's own helper makes of the same prompt."""
+    """The result of llama.cpp's own helper for the same prompt."""
     files = []
     for seed in seeds:
         files.append(root / f"{seed}.png")
@@ -92,15 +92,15 @@ def reference(root: Path, kind: Kind, content: str, *seeds: int) -> dict[str, An
     return found
 
 
-def test_an_answer_is_what_llama_cpp_itself_computes(worker: WorkerRig, kind: Kind, tmp_path: Path) -> None:
-    """Two images and text around them, in several steps here, in one there."""
+def test_answer_equals_that_of_llama_cpp(worker: WorkerRig, kind: Kind, tmp_path: Path) -> None:
+    """Two images with text around them; the worker takes several steps, the helper one."""
     top, usage = answer(worker, body("look: ", image(1), " and ", image(2), " what is it?" * 5))
-    said = reference(tmp_path, kind, "look: <__media__> and <__media__> what is it?" + " what is it?" * 4, 1, 2)
-    assert usage["prompt_tokens"] == said["tokens"]
-    assert top == pytest.approx(said["top"], abs=0.03)
+    response = reference(tmp_path, kind, "look: <__media__> and <__media__> what is it?" + " what is it?" * 4, 1, 2)
+    assert usage["prompt_tokens"] == response["tokens"]
+    assert top == pytest.approx(response["top"], abs=0.03)
 
 
-def test_an_image_changes_the_answer_and_counts(worker: WorkerRig) -> None:
+def test_image_changes_the_answer_and_the_usage(worker: WorkerRig) -> None:
     plain, without = answer(worker, body("what is this"))
     one, usage = answer(worker, body("what is ", image(1), "this"))
     other, _usage = answer(worker, body("what is ", image(2), "this"))
@@ -109,36 +109,36 @@ def test_an_image_changes_the_answer_and_counts(worker: WorkerRig) -> None:
     assert one != pytest.approx(plain, abs=0.05)
 
 
-def test_company_is_neither_disturbed_nor_seen(worker: WorkerRig) -> None:
-    """Texts and images of many requests at once; each gets what it gets alone."""
-    asked = [body("number ", image(20 + n), f" of {n}") if n % 2 else body(f"number {n} of many") for n in range(12)]
-    alone = [answer(worker, said)[0] for said in asked]
+def test_answers_with_images_are_the_same_in_a_batch(worker: WorkerRig) -> None:
+    """Texts and images of many requests at once; each gets the result it gets alone."""
+    bodies = [body("number ", image(20 + n), f" of {n}") if n % 2 else body(f"number {n} of many") for n in range(12)]
+    alone = [answer(worker, response)[0] for response in bodies]
     fresh = [body("number ", image(40 + n), " of it") for n in range(6)]
     with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda said: answer(worker, said)[0], [*asked, *fresh, *asked]))
+        together = list(pool.map(lambda response: answer(worker, response)[0], [*bodies, *fresh, *bodies]))
     for expected, found in zip([*alone, *alone], [*together[:12], *together[18:]], strict=True):
         assert found == pytest.approx(expected, abs=0.05)
 
 
-def test_choices_share_an_image_and_streams_carry_on(worker: WorkerRig) -> None:
-    status, said = worker.post(PATH, body("what is ", image(5), " this", n=3, seed=1, temperature=1.0))
-    assert (status, len(said["choices"])) == (200, 3)
+def test_choices_share_an_image_and_streams_work(worker: WorkerRig) -> None:
+    status, response = worker.post(PATH, body("what is ", image(5), " this", n=3, seed=1, temperature=1.0))
+    assert (status, len(response["choices"])) == (200, 3)
     chunks = worker.chunks(PATH, body(image(5), " goes on", max_tokens=20))
     assert len(chunks) > 5
 
 
-def test_a_chat_goes_on_below_its_image(worker: WorkerRig) -> None:
-    """The second turn holds the first, image included, and computes only what is new."""
+def test_next_turn_reuses_its_image(worker: WorkerRig) -> None:
+    """The second turn computes only its new part."""
     first = body("see ", image(6), " there")
-    said = worker.post(PATH, first)[1]["choices"][0]["message"]["content"]
-    turn = [{"role": "assistant", "content": said}, {"role": "user", "content": "and then?"}]
+    response = worker.post(PATH, first)[1]["choices"][0]["message"]["content"]
+    turn = [{"role": "assistant", "content": response}, {"role": "user", "content": "and then?"}]
     status, got = worker.post(PATH, {**first, "messages": [*first["messages"], *turn]})
     assert status == 200
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > got["usage"]["prompt_tokens"] / 2
 
 
-def test_clients_that_leave_give_their_turn_back(worker: WorkerRig) -> None:
-    """More of them than requests with images are under way at once; whoever stays is answered."""
+def test_client_disconnect_frees_its_turn(worker: WorkerRig) -> None:
+    """More clients disconnect than requests with images may run at once."""
     raw = json.dumps(body("look ", image(9), " here", max_tokens=200)).encode()
     for _ in range(10):
         with worker.connection() as connection:
@@ -146,7 +146,7 @@ def test_clients_that_leave_give_their_turn_back(worker: WorkerRig) -> None:
     assert answer(worker, body("look ", image(9), " here"))
 
 
-def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -> None:
+def test_invalid_image_is_refused_without_affecting_other_requests(worker: WorkerRig) -> None:
     broken = bytearray(tiny_projector.png())
     broken[45:60] = bytes(15)
     for part, says in (
@@ -158,29 +158,29 @@ def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -
         ),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "text and images only"),
     ):
-        status, said = worker.post(PATH, body("look", part))
-        assert status == 400, said
-        assert says in said["error"]["message"]
+        status, response = worker.post(PATH, body("look", part))
+        assert status == 400, response
+        assert says in response["error"]["message"]
     answer(worker, body("look ", image(1), " again"))
 
 
-def test_tokens_of_images_are_not_counted_without_an_answer(worker: WorkerRig) -> None:
-    status, said = worker.post("/tokenize", {"messages": body("look ", image())["messages"]})
-    assert (status, said["error"]["code"]) == (400, "unsupported_parameter")
-    assert "the usage of an answer includes them" in said["error"]["message"]
+def test_token_count_of_images_is_refused(worker: WorkerRig) -> None:
+    status, response = worker.post("/tokenize", {"messages": body("look ", image())["messages"]})
+    assert (status, response["error"]["code"]) == (400, "unsupported_parameter")
+    assert "the usage of an answer includes them" in response["error"]["message"]
     assert worker.post("/tokenize", {"messages": body("look")["messages"]})[0] == 200
 
 
-def test_too_many_tokens_of_images_are_a_prompt_that_is_too_long(worker: WorkerRig) -> None:
-    status, said = worker.post(PATH, body(*[image(n) for n in range(16)], "x" * 1200))
-    assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+def test_images_beyond_the_context_are_refused(worker: WorkerRig) -> None:
+    status, response = worker.post(PATH, body(*[image(n) for n in range(16)], "x" * 1200))
+    assert (status, response["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_the_next_turn_finds_the_image_again(worker: WorkerRig) -> None:
-    """The same bytes are the same prefix; other bytes are not."""
-    said = body("look at ", image(3), " and at the mill")
-    first, fresh = answer(worker, said)
-    again, usage = answer(worker, said)
+def test_same_image_bytes_reuse_the_prefix(worker: WorkerRig) -> None:
+    """Prefixes are equal if the bytes of the images are."""
+    response = body("look at ", image(3), " and at the mill")
+    first, fresh = answer(worker, response)
+    again, usage = answer(worker, response)
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
     _other, usage = answer(worker, body("look at ", image(4), " and at the mill"))
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 8
@@ -188,7 +188,7 @@ def test_the_next_turn_finds_the_image_again(worker: WorkerRig) -> None:
     assert fresh["prompt_tokens"] == usage["prompt_tokens"]
 
 
-WIDE = lambda: tiny_projector.projector(into=128)  # noqa: E731 - made when a test needs it
+WIDE = lambda: tiny_projector.projector(into=128)  # noqa: E731 - created when a test needs it
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ WIDE = lambda: tiny_projector.projector(into=128)  # noqa: E731 - made when a te
         (lambda: tiny_gguf.generative(template=None), tiny_projector.projector, {}, "images need chat"),
         (tiny_gguf.generative, None, {"capabilities": ("chat", "vision")}, "mmproj is not set"),
     ],
-    ids=["another width", "no projector", "no file", "an embedding model", "no template", "nothing to see with"],
+    ids=["another width", "no projector", "no file", "an embedding model", "no template", "no image encoder"],
 )
 def test_invalid_projector_is_rejected_at_load(
     tmp_path: Path,
@@ -218,25 +218,25 @@ def test_invalid_projector_is_rejected_at_load(
         assert worker.wait() == 1
 
 
-def test_an_image_larger_than_a_batch_is_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_image_larger_than_a_batch_is_refused_with_both_sizes(tmp_path: Path) -> None:
     grant = grant_for(tiny_gguf.generative(), mmproj=str(tiny_projector.projector()), batch=16, ubatch=8)
     with WorkerRig(tmp_path, grant) as worker:
         worker.ready()
-        status, said = worker.post(PATH, body("look ", image(), " here"))
-        assert (status, said["error"]["param"]) == (400, "messages")
-        assert "takes 16 tokens" in said["error"]["message"]
-        assert "at most 12" in said["error"]["message"]
+        status, response = worker.post(PATH, body("look ", image(), " here"))
+        assert (status, response["error"]["param"]) == (400, "messages")
+        assert "takes 16 tokens" in response["error"]["message"]
+        assert "at most 12" in response["error"]["message"]
 
 
-def test_a_model_without_a_projector_refuses_images(tmp_path: Path) -> None:
+def test_model_without_a_projector_refuses_images(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative())) as worker:
         assert "vision" not in worker.ready().capabilities
-        status, said = worker.post(PATH, body("look ", image()))
-        assert (status, said["error"]["code"]) == (400, "unsupported_parameter")
-        assert "reads text only" in said["error"]["message"]
+        status, response = worker.post(PATH, body("look ", image()))
+        assert (status, response["error"]["code"]) == (400, "unsupported_parameter")
+        assert "reads text only" in response["error"]["message"]
 
 
-def test_a_projectors_buffers_are_not_taken_for_the_models(tmp_path: Path) -> None:
+def test_buffers_of_a_projector_are_reported_separately(tmp_path: Path) -> None:
     found = []
     for name, mmproj in (("without", None), ("with", str(tiny_projector.projector()))):
         (tmp_path / name).mkdir()
