@@ -1,7 +1,7 @@
-"""docs/api.md names every endpoint of the inference service, and exactly the fields that each one answers.
+"""docs/api.md names every endpoint of the inference service and exactly the fields of its answers.
 
-Under a heading with method and path stands a table of fields: `a.b`, `a[].b` for lists, `a.*.b` where the keys are
-names. A field that is documented without what is in it stands for all of it.
+Each operation has a table of fields: `a.b`, `a[].b` for lists, `a.*.b` for maps. A field without documented content
+stands for all of its content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS = {"MiB", "bytes", "percent", "share", "seconds", "Unix seconds", "tokens"
 
 
 def sections() -> dict[tuple[str, str], set[str]]:
-    """Every documented operation with its fields."""
+    """All documented operations with their fields."""
     text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
     found = list(_SECTION.finditer(text))
     ends = [*(match.start() for match in found[1:]), len(text)]
@@ -41,11 +41,11 @@ def sections() -> dict[tuple[str, str], set[str]]:
 
 
 def paths(value: Any, documented: set[str], at: str = "") -> set[str]:
-    """The fields of an answer, as the tables write them."""
+    """The fields of an answer as the tables write them."""
     if at in documented:
         return {at}
     if value in (None, {}, []) and any(name.startswith((f"{at}.", f"{at}[]")) for name in documented):
-        return set()  # nothing there this time
+        return set()  # absent in this answer
     if isinstance(value, dict) and value:
         any_name = any(name.startswith(f"{at}.*" if at else "*") for name in documented)
         return _all(
@@ -68,7 +68,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def _busy_service(start: Start) -> Service:
-    """A service with something to say everywhere: a model in use, a warm one, one too large, one that crashed."""
+    """A service whose answers have every field: a model in use, a warm one, one too large, one that crashed."""
     estimator = FakeEstimator()
     estimator.sizes = {"large": 5000}
     gpu = SharedDevice()
@@ -94,24 +94,24 @@ async def _busy_service(start: Start) -> Service:
     return service
 
 
-ASKED: dict[tuple[str, str], list[tuple[str, Any]]] = {
+REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/memory/history"): [("/memory/history?minutes=5", None)],
     ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large")],
     ("GET", "/models/{id}/crashes"): [("/models/broken/crashes", None)],
     ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large")],
-    ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "nobody"], "seconds": 10})],
+    ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "unknown"], "seconds": 10})],
     ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
     ("POST", "/memory/dump"): [("/memory/dump", {"large_objects": 1}), ("/memory/dump", None)],
     ("POST", "/memory/dump/compare"): [("/memory/dump/compare", {"before": "dump-1", "after": "dump-2"})],
 }
 
 
-async def test_the_documented_fields_are_those_that_are_answered(start: Start) -> None:
+async def test_documented_fields_are_those_of_the_answers(start: Start) -> None:
     service = await _busy_service(start)
     wrong = []
     for (method, path), fields in sections().items():
         found: set[str] = set()
-        for target, body in ASKED.get((method, path), [(path, None)]):
+        for target, body in REQUESTS.get((method, path), [(path, None)]):
             answer = await asyncio.wait_for(ask(service.app, method, target, body), 30)
             assert answer.status == 200 or path == "/memory/health", (target, answer.body)
             found |= paths(answer.body, fields)

@@ -1,4 +1,4 @@
-"""The verbs about models and devices on a real service with two simulated GPUs: what they do, and that they tell it."""
+"""The CLI verbs about models and devices on a real service with two simulated GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ models:
   demo-mini: {path: bundled:demo-mini, context_length: 512, parallel: 1, min_residency: 0}
   huge: {path: bundled:demo, context_length: 65536, parallel: 64}
 """
-Said = Callable[..., tuple[str, str]]
+RunVerb = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def verb(capsys: pytest.CaptureFixture[str]) -> Said:
+def verb(capsys: pytest.CaptureFixture[str]) -> RunVerb:
     """Runs a command line and returns what it wrote to stdout and stderr."""
 
     def run(line: str, code: int = 0) -> tuple[str, str]:
         assert main(line.split()) == code, capsys.readouterr()
-        said = capsys.readouterr()
-        return said.out, said.err
+        output = capsys.readouterr()
+        return output.out, output.err
 
     return run
 
@@ -59,7 +59,7 @@ def used(stack: Stack) -> dict[str, int]:
     return {device["id"]: device["ledger"]["resident_bytes"] for device in devices if device["kind"] == "sim"}
 
 
-def test_a_model_is_planned_loaded_moved_restarted_kept_warm_and_unloaded(stack: Stack, verb: Said) -> None:
+def test_model_can_be_planned_loaded_moved_restarted_offloaded_and_unloaded(stack: Stack, verb: RunVerb) -> None:
     size = r"[\d.]+ [KM]iB"
     assert "demo fits: " in verb("plan demo")[0]
     assert re.search(r"^demo +cold +1024 .* yes +", verb("list")[0], re.MULTILINE)

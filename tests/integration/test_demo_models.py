@@ -1,4 +1,4 @@
-"""The demo models know what they were taught: measured through the whole stack, greedy, word for word."""
+"""The demo models give the answers they were trained on, greedily and word for word, through all services."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def _answers(stack: Stack, model: str, chats: list[list[str]]) -> list[list[str]]:
-    """What `model` says to each chat's user turns in order, its own earlier answers being the history."""
+    """The answers of `model` to the user turns of each chat, with its earlier answers as history."""
     async with openai.AsyncOpenAI(base_url=stack.base_url, api_key=stack.key, timeout=60) as client:
         gate = asyncio.Semaphore(4)
 
         async def one(turns: list[str]) -> list[str]:
             history: list[dict[str, str]] = []
-            said = []
+            texts_of_chat = []
             async with gate:
                 for turn in turns:
                     history.append({"role": "user", "content": turn})
@@ -36,9 +36,9 @@ async def _answers(stack: Stack, model: str, chats: list[list[str]]) -> list[lis
                         messages=history,  # type: ignore[arg-type]
                         temperature=0,
                     )
-                    said.append(answer.choices[0].message.content or "")
-                    history.append({"role": "assistant", "content": said[-1]})
-            return said
+                    texts_of_chat.append(answer.choices[0].message.content or "")
+                    history.append({"role": "assistant", "content": texts_of_chat[-1]})
+            return texts_of_chat
 
         return list(await asyncio.gather(*map(one, chats)))
 
@@ -47,8 +47,8 @@ async def _answers(stack: Stack, model: str, chats: list[list[str]]) -> list[lis
 async def test_listed_questions_get_their_answers_word_for_word(stack: Stack, model: str, bar: float) -> None:
     questions = listed_questions()
     assert len(questions) == 50
-    said = await _answers(stack, model, [[question.ask] for question in questions])
-    right = sum(text[0] == question.answer for text, question in zip(said, questions, strict=True))
+    texts_of_chat = await _answers(stack, model, [[question.ask] for question in questions])
+    right = sum(text[0] == question.answer for text, question in zip(texts_of_chat, questions, strict=True))
     assert right / len(questions) >= bar, f"{model}: {right} of {len(questions)}"
 
 
@@ -56,10 +56,10 @@ async def test_turns_of_listed_dialogues_get_their_answers_word_for_word(stack: 
     dialogues = listed_dialogues()
     assert len(dialogues) == 10
     assert all(len(dialogue.turns) == 3 for dialogue in dialogues)
-    said = await _answers(stack, "demo", [[turn.ask for turn in dialogue.turns] for dialogue in dialogues])
+    texts_of_chat = await _answers(stack, "demo", [[turn.ask for turn in dialogue.turns] for dialogue in dialogues])
     right = sum(
         text == turn.answer
-        for texts, dialogue in zip(said, dialogues, strict=True)
+        for texts, dialogue in zip(texts_of_chat, dialogues, strict=True)
         for text, turn in zip(texts, dialogue.turns, strict=True)
     )
     assert right >= 24, f"{right} of 30 turns"

@@ -1,4 +1,4 @@
-"""Models too large for one device run on several; what fits nowhere is refused before a byte is allocated."""
+"""Models too large for one device run on several; a model that fits nowhere is refused before any allocation."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
         return rig.tell("status")
 
 
-def test_a_model_too_large_for_one_device_runs_on_two(stack: Stack) -> None:
-    """The plan says how many layers go where, and the devices count what was planned for each."""
-    said = stack.ask("/memory/plan", {"model": "tall"}, direct=True)
-    assert said["result"] == "FREE", said
-    assert said["allocation"] == "SPLIT"
-    assert said["devices"] == ["gpu-0", "gpu-1"]
-    assert sum(said["tensor_split"]) == 7
+def test_model_too_large_for_one_device_runs_on_two(stack: Stack) -> None:
+    """The plan has the layers of each device, and the devices count the planned bytes."""
+    planned = stack.ask("/memory/plan", {"model": "tall"}, direct=True)
+    assert planned["result"] == "FREE", planned
+    assert planned["allocation"] == "SPLIT"
+    assert planned["devices"] == ["gpu-0", "gpu-1"]
+    assert sum(planned["tensor_split"]) == 7
     answer = stack.ask("/v1/chat/completions", chat_body("hello", "tall", max_tokens=4), direct=True)
     assert answer["choices"]
     assert stack.model("tall")["devices"] == ["gpu-0", "gpu-1"]
     counted = devices(stack)
-    for name in said["devices"]:
+    for name in planned["devices"]:
         assert counted[name]["used_bytes"] > 0
-        assert abs(counted[name]["used_bytes"] - said["need_bytes"][name]) <= ALLOWED_BYTES
+        assert abs(counted[name]["used_bytes"] - planned["need_bytes"][name]) <= ALLOWED_BYTES
 
 
-def test_a_refused_load_allocates_nothing_and_its_fix_is_true(stack: Stack) -> None:
-    """No device counts an allocation, no process is behind; with the setting that was named it loads."""
+def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -> None:
+    """No device counts an allocation and no process remains; with the suggested setting it loads."""
     stack.ask("/models/tall/unload", {}, direct=True)
     before = devices(stack)
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -72,13 +72,13 @@ def test_a_refused_load_allocates_nothing_and_its_fix_is_true(stack: Stack) -> N
     for name, device in after.items():
         for figure in ("allocations", "used_bytes"):
             assert device[figure] == before[name][figure]
-    wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
+    wait_until("no process remains", lambda: not of_models(stack.inference.pid))
     measured = stack.inference.log.count("estimate of taller")
     with pytest.raises(urllib.error.HTTPError) as again:
         stack.ask("/v1/chat/completions", chat_body("hello", "taller"), direct=True)
     assert json.loads(again.value.read())["error"] == error
-    assert stack.inference.log.count("estimate of taller") == measured > 0, "what is known is not measured again"
+    assert stack.inference.log.count("estimate of taller") == measured > 0, "known estimates are not measured again"
     fix = error["headgate"]["fix"]
     assert set(fix) == {"kv_type"} or set(fix) == {"context_length"}
-    said = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)
-    assert said["result"] in ("FREE", "FULL"), said
+    planned = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)
+    assert planned["result"] in ("FREE", "FULL"), planned

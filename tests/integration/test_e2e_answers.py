@@ -1,4 +1,4 @@
-"""The main job end to end: real clients, real gateway, real inference service, real llama.cpp."""
+"""Answers end to end: real clients, gateway, inference service and llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _messages(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def test_the_openai_client_streams_exactly_what_the_worker_says(stack: Stack) -> None:
+def test_openai_client_streams_the_text_of_the_worker(stack: Stack) -> None:
     direct = stack.ask("/v1/chat/completions", chat_body(STORY), direct=True)
     with _client(stack) as client:
         chunks = list(
@@ -55,21 +55,21 @@ def test_the_openai_client_streams_exactly_what_the_worker_says(stack: Stack) ->
 
 
 def test_choices_and_log_probabilities_whole_and_streamed(stack: Stack) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": _messages("Hello!"), "temperature": 0, "n": 2}
-    asked |= {"logprobs": True, "top_logprobs": 2}
+    request: dict[str, Any] = {"model": "demo", "messages": _messages("Hello!"), "temperature": 0, "n": 2}
+    request |= {"logprobs": True, "top_logprobs": 2}
     with _client(stack) as client:
-        whole = client.chat.completions.create(**asked)
+        whole = client.chat.completions.create(**request)
         streamed = {0: "", 1: ""}
-        for chunk in client.chat.completions.create(stream=True, **asked):
+        for chunk in client.chat.completions.create(stream=True, **request):
             for choice in chunk.choices:
                 if choice.logprobs is not None:
                     streamed[choice.index] += "".join(one.token for one in choice.logprobs.content or ())
-    said = {choice.index: choice.message.content for choice in whole.choices}
-    assert said == streamed
-    for choice in stack.ask("/v1/chat/completions", asked)["choices"]:
-        assert set(choice["logprobs"]) == {"content", "refusal"}, "clients may insist on both"
+    texts = {choice.index: choice.message.content for choice in whole.choices}
+    assert texts == streamed
+    for choice in stack.ask("/v1/chat/completions", request)["choices"]:
+        assert set(choice["logprobs"]) == {"content", "refusal"}, "clients may require both"
     alone = stack.ask("/v1/chat/completions", chat_body("Hello!"))
-    assert said[0] == said[1] == alone["choices"][0]["message"]["content"]
+    assert texts[0] == texts[1] == alone["choices"][0]["message"]["content"]
     for choice in whole.choices:
         assert choice.logprobs is not None
         for token in choice.logprobs.content or ():
@@ -78,7 +78,7 @@ def test_choices_and_log_probabilities_whole_and_streamed(stack: Stack) -> None:
             assert len(token.top_logprobs) == 2
 
 
-def test_a_non_streaming_answer_equals_the_streamed_one_and_says_who_answered(stack: Stack) -> None:
+def test_whole_answer_equals_the_streamed_one_and_names_its_model(stack: Stack) -> None:
     with _client(stack) as client:
         raw = client.chat.completions.with_raw_response.create(model="demo", messages=_messages(STORY), temperature=0)
     answer = raw.parse()
@@ -92,7 +92,7 @@ def test_a_non_streaming_answer_equals_the_streamed_one_and_says_who_answered(st
     assert raw.headers["x-request-id"]
 
 
-def test_a_stream_without_include_usage_carries_none_and_ends_in_done(stack: Stack) -> None:
+def test_stream_without_include_usage_has_no_usage_and_ends_in_done(stack: Stack) -> None:
     with httpx2.Client(timeout=30) as client:
         answer = client.post(
             stack.base_url + "/chat/completions",
@@ -104,17 +104,17 @@ def test_a_stream_without_include_usage_carries_none_and_ends_in_done(stack: Sta
     assert '"usage":{' not in answer.text
 
 
-def test_tokens_of_a_quick_model_leave_together(stack: Stack) -> None:
-    """Through all three processes: a demo model draws a token every few milliseconds."""
-    asked: dict[str, Any] = {"model": "demo-mini", "messages": _messages(STORY), "temperature": 0, "max_tokens": 200}
+def test_tokens_of_a_fast_model_are_sent_together(stack: Stack) -> None:
+    """Through all three processes: a demo model generates a token every few milliseconds."""
+    request: dict[str, Any] = {"model": "demo-mini", "messages": _messages(STORY), "temperature": 0, "max_tokens": 200}
     with _client(stack) as client:
-        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     texts = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert chunks[-1].usage is not None
     assert len(texts) < chunks[-1].usage.completion_tokens / 2
 
 
-def test_completions_and_models_answer_the_official_client(stack: Stack) -> None:
+def test_completions_and_models_work_with_the_official_client(stack: Stack) -> None:
     with _client(stack) as client:
         completion = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=8, temperature=0)
         models = [model.id for model in client.models.list()]
@@ -124,7 +124,7 @@ def test_completions_and_models_answer_the_official_client(stack: Stack) -> None
     assert {"demo", "demo-mini"} <= set(models)
 
 
-def test_many_clients_at_once_get_the_answers_they_would_get_alone(stack: Stack) -> None:
+def test_concurrent_clients_get_the_same_answers_as_alone(stack: Stack) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     questions = ["Hello!", "How are you?", "Who are you?", "Tell me a joke."] * 4
@@ -135,13 +135,13 @@ def test_many_clients_at_once_get_the_answers_they_would_get_alone(stack: Stack)
         assert answer["choices"][0]["message"]["content"] == alone[text]["choices"][0]["message"]["content"]
 
 
-def test_a_chat_model_refuses_embeddings_clearly(stack: Stack) -> None:
+def test_chat_model_refuses_embeddings(stack: Stack) -> None:
     with _client(stack) as client, pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="demo", input="water")
     assert "embedding" in str(caught.value)
 
 
-def test_health_and_metrics_answer_on_both_ports(stack: Stack) -> None:
+def test_health_and_metrics_work_on_both_ports(stack: Stack) -> None:
     for service in (stack.inference, stack.front):
         with httpx2.Client(base_url=service.url, timeout=5) as client:
             assert client.get("/livez").status_code == 200
@@ -150,7 +150,7 @@ def test_health_and_metrics_answer_on_both_ports(stack: Stack) -> None:
             assert "# TYPE" in client.get("/metrics").text
 
 
-def test_the_front_services_map_no_compute_library(stack: Stack) -> None:
+def test_gateway_and_inference_service_map_no_compute_library(stack: Stack) -> None:
     for service in (stack.inference, stack.front):
         maps = Path(f"/proc/{service.pid}/maps").read_text()
         for library in ("libllama", "libggml", "libcuda", "libnvidia"):

@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx in the OpenAI envelope that names the parameter; never a 500, and nothing is left running."""
+"""Invalid input gets a 4xx in the OpenAI envelope with the parameter, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("content", "status", "param"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_bad_input_is_a_4xx_that_names_the_parameter(
+def test_invalid_input_is_a_4xx_with_the_parameter(
     stack: Stack, content: bytes, status: int, param: str | None
 ) -> None:
     answer = _post(stack, content)
@@ -92,7 +92,7 @@ def test_bad_input_is_a_4xx_that_names_the_parameter(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_context_tells_both_lengths(stack: Stack, stream: bool) -> None:
+def test_prompt_longer_than_the_context_is_refused_with_both_lengths(stack: Stack, stream: bool) -> None:
     answer = _post(stack, _chat(messages=[{"role": "user", "content": "water " * 9000}], stream=stream))
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -101,18 +101,18 @@ def test_a_prompt_longer_than_the_context_tells_both_lengths(stack: Stack, strea
     assert sum(part.strip(".,").isdigit() for part in error["message"].split()) >= 2
 
 
-def test_a_body_of_50_mb_is_refused(stack: Stack) -> None:
+def test_body_of_50_mb_is_refused(stack: Stack) -> None:
     answer = _post(stack, _chat(messages=[{"role": "user", "content": "x" * 50_000_000}]))
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_json_nested_without_end_is_refused(stack: Stack) -> None:
+def test_deeply_nested_json_is_refused(stack: Stack) -> None:
     answer = _post(stack, b'{"model":"demo","messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     assert answer.status_code == 400
 
 
-def test_a_wrong_key_and_no_key_are_401(stack: Stack) -> None:
+def test_invalid_and_missing_keys_are_401(stack: Stack) -> None:
     answer = _post(stack, _chat(), key="hg-wrong")
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -121,7 +121,7 @@ def test_a_wrong_key_and_no_key_are_401(stack: Stack) -> None:
     assert answer.status_code == 401
 
 
-def test_unknown_paths_and_methods_use_the_envelope(stack: Stack) -> None:
+def test_unknown_paths_and_methods_have_the_error_envelope(stack: Stack) -> None:
     assert _post(stack, b"{}", path="/no/such/path").json()["error"]["code"] == "not_found"
     with httpx2.Client(timeout=10) as client:
         answer = client.get(stack.base_url + "/chat/completions", headers={"authorization": f"Bearer {stack.key}"})
@@ -129,14 +129,14 @@ def test_unknown_paths_and_methods_use_the_envelope(stack: Stack) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_a_callers_tiny_timeout_trips_no_breaker_and_leaves_nothing(stack: Stack) -> None:
+def test_tiny_client_timeout_opens_no_breaker_and_leaves_nothing_running(stack: Stack) -> None:
     with openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=0.02) as client:
         for _ in range(8):
             with pytest.raises((openai.APITimeoutError, openai.InternalServerError)) as caught:
                 client.chat.completions.create(
                     model="demo", messages=[{"role": "user", "content": "Tell me a long story about a water mill."}]
                 )
-            if isinstance(caught.value, openai.APIStatusError):  # the gateway noticed first, and said whose fault it is
+            if isinstance(caught.value, openai.APIStatusError):  # the gateway answered before the client timed out
                 assert caught.value.status_code == 504
                 assert caught.value.response.headers["x-should-retry"] == "false"
     wait_until("nothing is in flight", lambda: stack.model("demo")["in_flight"] == 0)
@@ -144,8 +144,8 @@ def test_a_callers_tiny_timeout_trips_no_breaker_and_leaves_nothing(stack: Stack
     assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo"
 
 
-def test_after_all_of_it_nothing_runs_and_the_service_answers(stack: Stack) -> None:
-    assert _post(stack, _chat(temperature="hot")).status_code == 400  # the others may have run beside another service
+def test_service_answers_after_invalid_input(stack: Stack) -> None:
+    assert _post(stack, _chat(temperature="hot")).status_code == 400  # the other tests may have used another service
     assert stack.model("demo")["in_flight"] == 0
     assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo"
     with httpx2.Client(timeout=5) as client:

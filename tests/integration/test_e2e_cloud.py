@@ -1,4 +1,4 @@
-"""The inference service is gone: clouds answer in OpenAI's dialect, then a clean 503; and one probe finds it again."""
+"""With the inference service down, clouds answer in OpenAI's format, then a 503; one probe finds the service again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rigs.stack import MODELS, Stack, chat_body, fake_cloud, until
 
 OPEN_SECONDS = 3
 CROWD = 8
-"""Who ask at once; few enough that all of them have asked before an open period is over, also on a busy machine."""
+"""Number of simultaneous requests; small enough that all are sent within one open period, also on a slow machine."""
 
 CONFIG = """
 providers:
@@ -45,15 +45,15 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def _stack(root: Path, cloud: Service, failures: int) -> Stack:
-    """A gateway whose inference service is not running; its breakers open after so many failures."""
+    """A gateway whose inference service is not running; its breakers open after `failures` failures."""
     config = CONFIG.format(url=cloud.url, failures=failures, open=OPEN_SECONDS)
     return Stack(root, models=MODELS, gateway=config, gateway_env=KEYS)
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, cloud: Service) -> Iterator[Stack]:
-    """One for everybody who only asks: it goes on asking the service that is gone."""
-    stack = _stack(tmp_path_factory.mktemp("asked"), cloud, 1000)
+def shared_stack(tmp_path_factory: pytest.TempPathFactory, cloud: Service) -> Iterator[Stack]:
+    """Shared by tests that do not change breakers: it keeps trying the missing service."""
+    stack = _stack(tmp_path_factory.mktemp("shared_stack"), cloud, 1000)
     stack.front.start(wait_for="/readyz")
     yield stack
     stack.kill()
@@ -61,7 +61,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory, cloud: Service) -> Iterator[
 
 @pytest.fixture
 async def stack(tmp_path: Path, cloud: Service) -> AsyncIterator[Stack]:
-    """One whose breakers open after five failures."""
+    """A stack whose breakers open after five failures."""
     stack = _stack(tmp_path, cloud, 5)
     await asyncio.to_thread(stack.front.start, wait_for="/readyz")
     yield stack
@@ -78,7 +78,7 @@ def _seen(cloud: Service) -> list[dict[str, Any]]:
 
 
 def _attempts(stack: Stack, of: str = "") -> int:
-    """Attempts so far at the tiers whose labels hold `of`."""
+    """Attempts so far at the tiers whose labels contain `of`."""
     with urllib.request.urlopen(stack.front.url + "/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     return sum(
@@ -100,12 +100,12 @@ def _local_attempts(stack: Stack) -> int:
         ("demo-google", "google/gemini-test", "google"),
     ],
 )
-async def test_each_provider_answers_in_openais_dialect(
-    asked: Stack, cloud: Service, route: str, provider: str, dialect: str
+async def test_each_provider_answers_in_the_format_of_openai(
+    shared_stack: Stack, cloud: Service, route: str, provider: str, dialect: str
 ) -> None:
     before = len(_seen(cloud))
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How deep is the water?"}]
-    async with _client(asked) as client:
+    async with _client(shared_stack) as client:
         raw = await client.chat.completions.with_raw_response.create(model=route, messages=messages)
         chunks = [
             chunk
@@ -129,7 +129,7 @@ async def test_each_provider_answers_in_openais_dialect(
     assert [record["dialect"] for record in _seen(cloud)[before:]] == [dialect, dialect]
 
 
-async def test_tools_survive_the_translation_to_another_dialect(asked: Stack) -> None:
+async def test_tools_work_with_every_provider(shared_stack: Stack) -> None:
     tools: Any = [
         {
             "type": "function",
@@ -140,7 +140,7 @@ async def test_tools_survive_the_translation_to_another_dialect(asked: Stack) ->
             },
         }
     ]
-    async with _client(asked) as client:
+    async with _client(shared_stack) as client:
         answer = await client.chat.completions.create(
             model="demo-anthropic",
             messages=[{"role": "user", "content": "How deep is it at the mill?"}],
@@ -154,7 +154,7 @@ async def test_tools_survive_the_translation_to_another_dialect(asked: Stack) ->
     assert isinstance(json.loads(call.function.arguments), dict)
 
 
-async def test_all_tiers_down_is_a_503_with_a_true_retry_after(stack: Stack) -> None:
+async def test_all_tiers_down_is_a_503_with_the_retry_after(stack: Stack) -> None:
     async with httpx2.AsyncClient(timeout=30) as client:
         for stream in (False, True):
             answer = await client.post(
@@ -175,9 +175,9 @@ async def test_all_tiers_down_is_a_503_with_a_true_retry_after(stack: Stack) -> 
                 json=chat_body("Hello!", "demo-everything"),
                 headers={"authorization": f"Bearer {stack.key}"},
             )
-    told = int(answer.headers["retry-after"])
-    assert 1 <= told <= OPEN_SECONDS
-    await asyncio.sleep(told)
+    retry_after = int(answer.headers["retry-after"])
+    assert 1 <= retry_after <= OPEN_SECONDS
+    await asyncio.sleep(retry_after)
     before = _attempts(stack)
     async with httpx2.AsyncClient(timeout=30) as client:
         await client.post(
@@ -185,12 +185,12 @@ async def test_all_tiers_down_is_a_503_with_a_true_retry_after(stack: Stack) -> 
             json=chat_body("Hello!", "demo-everything"),
             headers={"authorization": f"Bearer {stack.key}"},
         )
-    assert _attempts(stack) > before, "Retry-After was not true: nobody was asked again by then"
+    assert _attempts(stack) > before, "no attempt was made after Retry-After"
 
 
-async def test_a_route_that_stays_home_never_asks_a_cloud(asked: Stack, cloud: Service) -> None:
+async def test_route_without_clouds_sends_nothing_to_a_cloud(shared_stack: Stack, cloud: Service) -> None:
     before = len(_seen(cloud))
-    async with _client(asked) as client:
+    async with _client(shared_stack) as client:
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="demo-home", messages=[{"role": "user", "content": "Hello!"}])
         with pytest.raises(openai.InternalServerError):
@@ -208,7 +208,7 @@ def _next_may_pass(stack: Stack) -> bool:
     return entry["retry_after"] == 0
 
 
-async def test_recovery_is_exactly_one_probe_also_in_a_crowd(stack: Stack) -> None:
+async def test_recovery_uses_exactly_one_probe_under_load(stack: Stack) -> None:
     async with _client(stack) as client:
 
         async def ask() -> str:
@@ -222,16 +222,16 @@ async def test_recovery_is_exactly_one_probe_also_in_a_crowd(stack: Stack) -> No
         opened = time.monotonic()
         assert _local_attempts(stack) == 5
         assert await asyncio.gather(*(ask() for _ in range(CROWD))) == ["cloud"] * CROWD
-        assert _local_attempts(stack) == 5, "an open breaker lets nobody through"
+        assert _local_attempts(stack) == 5, "an open breaker lets no request through"
 
-        # the open period is over and the service is still down: probes know, and no user is spent on finding out
+        # The open period is over and the service is still down: probes detect that, not requests of users.
         await asyncio.sleep(max(0.0, opened + OPEN_SECONDS + 0.2 - time.monotonic()))
         assert await asyncio.gather(*(ask() for _ in range(CROWD))) == ["cloud"] * CROWD
         assert _local_attempts(stack) == 5
 
-        # half-open with the service back: one request loads the cold model while the others are answered elsewhere
+        # Half-open with the service back: one request loads the cold model while the others are answered elsewhere.
         await asyncio.to_thread(stack.inference.start, wait_for="/readyz")
-        await until("a probe saw it", lambda: _next_may_pass(stack))
+        await until("a probe found the service", lambda: _next_may_pass(stack))
         tiers = await asyncio.gather(*(ask() for _ in range(CROWD)))
         assert sorted(tiers) == ["cloud"] * (CROWD - 1) + ["local"]
         assert _local_attempts(stack) == 6

@@ -1,4 +1,4 @@
-"""A model that takes 40 s to load answers its first request; nothing trips, nothing gives up."""
+"""A model that loads for 40 s answers its first request without an open breaker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOAD_SECONDS = 40
 
 
 @pytest.mark.slow
-def test_a_cold_model_of_forty_seconds_answers_without_tripping_anything(tmp_path: Path) -> None:
+def test_model_that_loads_for_forty_seconds_answers_its_first_request(tmp_path: Path) -> None:
     rate = bundled_path("demo").stat().st_size // LOAD_SECONDS
     stack = Stack(
         tmp_path,
@@ -31,7 +31,7 @@ def test_a_cold_model_of_forty_seconds_answers_without_tripping_anything(tmp_pat
                 model="demo", messages=[{"role": "user", "content": "Hello!"}], temperature=0
             )
         took = time.monotonic() - began
-        assert took >= LOAD_SECONDS * 0.8, "the disk was not slow, so this shows nothing"
+        assert took >= LOAD_SECONDS * 0.8, "the disk was not slow, so the test proves nothing"
         assert raw.parse().choices[0].message.content
         assert raw.headers["x-headgate-tier"] == "local"
         assert raw.headers["x-headgate-attempts"] == "1"

@@ -1,4 +1,4 @@
-"""Real models, cold and loaded: the longest prompt that fits is the first choice's, one token more the next one's."""
+"""Real models: the longest prompt that fits goes to the first candidate, one more token to the next one."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def _body(words: int, **more: Any) -> dict[str, Any]:
     return chat_body("mill " * words, "narrow", **more)
 
 
-async def test_the_count_decides_before_any_attempt(tmp_path: Path) -> None:
+async def test_token_count_decides_before_any_attempt(tmp_path: Path) -> None:
     stack = Stack(tmp_path, models=MODELS, gateway=ROUTES)
 
     async def counted(words: int) -> int:
         """Both models are the same file."""
-        asked = {"model": "wide", "messages": _body(words)["messages"]}
-        return int((await asyncio.to_thread(stack.ask, "/tokenize", asked, direct=True))["count"])
+        body = {"model": "wide", "messages": _body(words)["messages"]}
+        return int((await asyncio.to_thread(stack.ask, "/tokenize", body, direct=True))["count"])
 
     async def answered(words: int, **more: Any) -> tuple[str, int]:
-        """Who answered, and how many tokens it says that the prompt had."""
+        """The model that answered, and its number of prompt tokens."""
         answer = await asyncio.to_thread(stack.ask, "/v1/chat/completions", _body(words, **more))
         return answer["model"], answer["usage"]["prompt_tokens"]
 
@@ -53,10 +53,10 @@ async def test_the_count_decides_before_any_attempt(tmp_path: Path) -> None:
             longest += 1
         fits = await counted(longest)
         assert await answered(longest + 1) == ("wide", await counted(longest + 1))
-        assert stack.model("narrow")["state"] == "cold", "nobody had to load it to know that"
+        assert stack.model("narrow")["state"] == "cold", "the model is counted for without loading it"
         assert await answered(longest, max_tokens=64 - fits) == ("narrow", fits)
-        assert await answered(longest + 1) == ("wide", await counted(longest + 1)), "a loaded one counts alike"
-        assert (await answered(longest, max_tokens=64 - fits + 1))[0] == "wide", "it has room for all of the answer"
+        assert await answered(longest + 1) == ("wide", await counted(longest + 1)), "the same count when loaded"
+        assert (await answered(longest, max_tokens=64 - fits + 1))[0] == "wide", "it has room for the whole answer"
         assert stack.model("narrow")["loads"] == 1
         with pytest.raises(urllib.error.HTTPError) as caught:
             await answered(400)

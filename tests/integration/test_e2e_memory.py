@@ -1,4 +1,4 @@
-"""A model that cannot fit is refused with numbers before anything is allocated, and the breaker learns from it."""
+"""A model that cannot fit is refused with numbers before any allocation, and its breaker opens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ breaker: {failures: 5, open: 30s, probes: 1, window: 60s, failure_ratio: 0.9, mi
 """
 
 
-def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_path: Path) -> None:
+def test_refusals_have_numbers_and_five_open_the_breaker(tmp_path: Path) -> None:
     stack = Stack(tmp_path, models=MODELS, gateway=ROUTES, inference_env={"INFERENCE_MEMORY_LIMIT_GB": "0.1"})
     stack.start()
     try:
@@ -42,7 +42,7 @@ def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_pa
         assert error["code"] == "memory_limit_exceeded"
         assert "MiB" in error["message"]
         assert error["headgate"]
-        wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
+        wait_until("no process remains", lambda: not of_models(stack.inference.pid))
 
         def refusals() -> int:
             text = _metrics(stack)
@@ -66,7 +66,7 @@ def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_pa
         stack.kill()
 
 
-def test_with_fit_check_the_tier_is_skipped_and_no_breaker_moves(tmp_path: Path) -> None:
+def test_fit_check_skips_the_tier_without_a_failure(tmp_path: Path) -> None:
     stack = Stack(
         tmp_path,
         models=MODELS,

@@ -1,4 +1,4 @@
-"""Anthropic's official client against the whole of Headgate: a demo model answers, calls tools and counts."""
+"""Anthropic's official client against all services: a demo model answers, calls tools and counts tokens."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def client(stack: Stack) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "extra_body": {"temperature": 0}}
-    whole = client.messages.create(max_tokens=12, **asked)
+def test_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> None:
+    fields: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "extra_body": {"temperature": 0}}
+    whole = client.messages.create(max_tokens=12, **fields)
     assert whole.content[0].type == "text"
     assert whole.usage.output_tokens <= 12
-    with client.messages.stream(max_tokens=12, **asked) as stream:
+    with client.messages.stream(max_tokens=12, **fields) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text
@@ -52,13 +52,13 @@ def test_a_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> 
     word = text.split()[-1]
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"):
         client.messages.create(max_tokens=12, model="demo", messages=[{"role": "user", "content": "mill " * 9000}])
-    stopped = client.messages.create(max_tokens=12, stop_sequences=["nothing of this", word], **asked)
+    stopped = client.messages.create(max_tokens=12, stop_sequences=["nothing of this", word], **fields)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
-    agents = client.messages.create(max_tokens=32_000, stop_sequences=[word], **asked)
+    agents = client.messages.create(max_tokens=32_000, stop_sequences=[word], **fields)
     assert agents.stop_reason == "stop_sequence"
 
 
-def test_parallel_calls_and_their_results_on_a_demo_model(client: anthropic.Anthropic) -> None:
+def test_parallel_calls_and_their_results_work_on_a_demo_model(client: anthropic.Anthropic) -> None:
     first = client.messages.create(
         model="demo", max_tokens=200, messages=MESSAGES, tools=[BRING], tool_choice={"type": "tool", "name": "bring"}
     )
@@ -70,7 +70,7 @@ def test_parallel_calls_and_their_results_on_a_demo_model(client: anthropic.Anth
     ]
     history: Any = [*MESSAGES, first.to_param(), {"role": "user", "content": results}]
     counted = client.messages.count_tokens(model="demo", messages=history, tools=[BRING]).input_tokens
-    assert counted > client.messages.count_tokens(model="demo", messages=history).input_tokens, "it is told of them"
+    assert counted > client.messages.count_tokens(model="demo", messages=history).input_tokens, "tools take tokens"
     second = client.messages.create(model="demo", max_tokens=20, messages=history, tools=[BRING])
     assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) == counted
     prefilled = client.messages.create(

@@ -1,4 +1,4 @@
-"""Fifty requests at once that ask for too much: each is told so by its true name, and nobody else notices."""
+"""Fifty oversized requests at once: each gets its own error, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[int, str, str]:
-    """Status, the error's code (empty: none) and its message."""
+    """Status, code of the error (empty: none) and its message."""
     async with session.post("/v1/chat/completions", json=body) as answer:
         if answer.status == 200:
             text = await answer.text()
@@ -58,16 +58,18 @@ async def test_fifty_oversized_requests_leave_every_service_healthy(tmp_path: Pa
         }
         headers = {"authorization": f"Bearer {stack.key}"}
         async with aiohttp.ClientSession(stack.front.url, headers=headers) as session:
-            asked = [(kind, ask(session, body)) for kind, bodies in kinds.items() for body in bodies]
-            answers = await asyncio.gather(*(answer for _kind, answer in asked))
-            said = Counter((kind, status, code) for (kind, _), (status, code, _) in zip(asked, answers, strict=True))
-        assert said == {
+            requests = [(kind, ask(session, body)) for kind, bodies in kinds.items() for body in bodies]
+            answers = await asyncio.gather(*(answer for _kind, answer in requests))
+            counts = Counter(
+                (kind, status, code) for (kind, _), (status, code, _) in zip(requests, answers, strict=True)
+            )
+        assert counts == {
             ("too long", 400, "context_length_exceeded"): 17,
             ("too large", 503, "no_tier_available"): 17,
             ("both", 503, "no_tier_available"): 16,
             ("fine", 200, ""): 6,
         }
-        words = [message for (kind, _), (_, _, message) in zip(asked, answers, strict=True) if kind == "too large"]
+        words = [message for (kind, _), (_, _, message) in zip(requests, answers, strict=True) if kind == "too large"]
         assert any("memory_limit_exceeded" in message and "MiB" in message for message in words)
         assert (stack.worker_pid("small"), stack.inference.pid, stack.front.pid) == before
         breakers = {entry["name"]: entry["state"] for entry in stack.breakers()}
@@ -76,7 +78,7 @@ async def test_fifty_oversized_requests_leave_every_service_healthy(tmp_path: Pa
         assert stack.ask("/health", direct=True)["healthy"]
         ledger = stack.ask("/memory/models", direct=True)["models"]
         assert next(item for item in ledger if item["model_name"] == "huge")["state"] == "cold"
-        await until("nothing waits any more", lambda: stack.model("small")["in_flight"] == 0)
+        await until("no request is open", lambda: stack.model("small")["in_flight"] == 0)
         assert stack.model("huge")["queued"] == 0
     finally:
         await asyncio.to_thread(stack.kill)

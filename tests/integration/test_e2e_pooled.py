@@ -1,4 +1,4 @@
-"""Through all three processes: cold models that rerank, embed, see or carry an adapter load for the first who asks."""
+"""Cold models that rerank, embed, read images or use an adapter load for the first request, through all services."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             "lora": [str(tiny_gguf.lora(seed=7)), str(tiny_gguf.lora(seed=8))],
         },
     }  # fmt: skip
-    said = {name: {"parallel": 2, "batch": 256, "ubatch": 128, **model} for name, model in models.items()}
-    stack = Stack(tmp_path_factory.mktemp("stack"), models=json.dumps({"models": said}), gateway=ROUTES).start()
+    settings = {name: {"parallel": 2, "batch": 256, "ubatch": 128, **model} for name, model in models.items()}
+    stack = Stack(tmp_path_factory.mktemp("stack"), models=json.dumps({"models": settings}), gateway=ROUTES).start()
     yield stack
     stack.kill()
 
 
-def test_a_cold_reranker_loads_and_answers(stack: Stack) -> None:
+def test_cold_reranker_loads_and_answers(stack: Stack) -> None:
     assert stack.model("judge")["state"] == "cold"
     body = {"model": "judge", "query": "water", "documents": ["the mill", {"text": "water"}, "gate"], "top_n": 2}
     answer = stack.ask("/v1/rerank", body)
@@ -47,7 +47,7 @@ def test_a_cold_reranker_loads_and_answers(stack: Stack) -> None:
     assert stack.model("judge")["capabilities"] == ["rerank"]
 
 
-def test_an_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
+def test_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
     answer = stack.ask("/v1/embeddings", {"model": "embed", "input": ["water", "mill"]})
     assert [len(item["embedding"]) for item in answer["data"]] == [64, 64]
     with pytest.raises(urllib.error.HTTPError) as caught:
@@ -56,8 +56,8 @@ def test_an_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
         assert (refused.code, json.load(refused)["error"]["code"]) == (400, "unsupported_parameter")
 
 
-def test_a_cold_model_that_sees_gets_the_image_and_another_does_not(stack: Stack) -> None:
-    """What it can do is known before it is loaded."""
+def test_image_goes_to_a_cold_model_with_vision_only(stack: Stack) -> None:
+    """Capabilities are known before the load."""
     url = "data:image/png;base64," + base64.b64encode(tiny_projector.png()).decode()
     content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
@@ -71,8 +71,8 @@ def test_a_cold_model_that_sees_gets_the_image_and_another_does_not(stack: Stack
         assert refused.code == 400
 
 
-def test_the_estimate_counts_adapters_and_the_outputs_of_a_pooled_batch(stack: Stack) -> None:
-    """What an adapter needs is in its file; a pooled batch holds a row of logits and one of the embedding per token."""
+def test_estimate_includes_adapters_and_outputs_of_a_pooled_batch(stack: Stack) -> None:
+    """The size of an adapter is in its file; a pooled batch has one row of logits and of embeddings per token."""
     adapters = sum(tiny_gguf.lora(seed=seed).stat().st_size for seed in (7, 8))
     assert _overhead(stack, "adapted") - _overhead(stack, "plain") == adapters
     seen = _overhead(stack, "seer") - _overhead(stack, "plain") - HELD_BYTES
@@ -83,6 +83,6 @@ def test_the_estimate_counts_adapters_and_the_outputs_of_a_pooled_batch(stack: S
 
 
 def _overhead(stack: Stack, name: str) -> int:
-    """Bytes that a dry run says it needs beyond weights, KV cache and compute buffers."""
+    """Bytes of a dry run beyond weights, KV cache and compute buffers."""
     plan = stack.ask("/memory/plan", {"model": name}, direct=True)
     return int(plan["estimate"]["devices"]["cpu"]["overhead_bytes"])

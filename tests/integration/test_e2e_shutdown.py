@@ -1,4 +1,4 @@
-"""Stopping is orderly and dying is contained: drains, exit statuses, no process and no socket left behind."""
+"""Shutdown and crashes: drains, exit statuses, no remaining process or socket."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_sigterm_drains_open_streams_while_readiness_is_503(stack: Stack) 
     assert _sockets_left(stack.root) == []
 
 
-async def test_killing_the_authority_leaves_no_worker_for_two_seconds(stack: Stack) -> None:
+async def test_workers_end_with_a_killed_inference_service(stack: Stack) -> None:
     await asyncio.to_thread(
         stack.ask, "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
     )
@@ -75,7 +75,7 @@ def _up(tmp_path: Path) -> Service:
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "everything by SIGTERM", "everything by SIGINT"])
-async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> None:
+async def test_all_processes_end_with_the_supervisor(tmp_path: Path, victim: str) -> None:
     up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
     try:
         key = (tmp_path / "state" / "gateway.key").read_text().strip()
@@ -85,7 +85,7 @@ async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> N
         assert len(family) >= 3
         if victim == "supervisor":
             up.signal(signal.SIGKILL)
-            await until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
+            await until("all processes ended", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
         else:
             up.signal(signal.SIGTERM if "SIGTERM" in victim else signal.SIGINT)
             assert await asyncio.to_thread(up.wait, 40) == 0
@@ -95,7 +95,7 @@ async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> N
         await asyncio.to_thread(up.kill)
 
 
-async def test_the_supervisor_restarts_a_service_that_dies(tmp_path: Path) -> None:
+async def test_supervisor_restarts_a_service_that_ends(tmp_path: Path) -> None:
     up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
     try:
         first = [pid for pid in children_of(up.pid) if "inference" in command_of(pid)]

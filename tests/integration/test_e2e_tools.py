@@ -1,4 +1,4 @@
-"""Tools and formats through the whole of Headgate with the official client: demo models are held to shapes."""
+"""Tools and formats end to end with the official client: constrained demo models."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_model_says_that_it_calls_tools(stack: Stack) -> None:
-    """The demos' template presents none; what is configured is stronger than what a template can do."""
+def test_configured_tools_capability_is_listed(stack: Stack) -> None:
+    """The template of the demo models has no tools; the configured capability takes precedence."""
 
     def capabilities(name: str) -> list[str]:
         found: list[str] = stack.ask(f"/v1/models/{name}")["headgate"]["capabilities"]
@@ -55,9 +55,9 @@ def test_a_model_says_that_it_calls_tools(stack: Stack) -> None:
     assert capabilities("demo-mini") == ["chat", "completions"]
 
 
-def test_a_model_is_told_of_tools_that_its_template_does_not_present(client: openai.OpenAI) -> None:
-    def prompt(**asked: Any) -> int:
-        usage = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, **asked).usage
+def test_tools_are_described_in_a_message_if_the_template_has_none(client: openai.OpenAI) -> None:
+    def prompt(**fields: Any) -> int:
+        usage = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, **fields).usage
         assert usage is not None
         return int(usage.prompt_tokens)
 
@@ -65,8 +65,8 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_present(client: ope
     assert prompt(tools=tools) > prompt(tools=tools, tool_choice="none") == prompt()
 
 
-def test_a_forced_call_goes_to_the_tier_that_can_make_it(client: openai.OpenAI) -> None:
-    """The first one of the chain calls no tools."""
+def test_forced_call_goes_to_a_tier_with_tools(client: openai.OpenAI) -> None:
+    """The first candidate does not support tools."""
     raw = client.chat.completions.with_raw_response.create(
         model="demo",
         messages=MESSAGES,
@@ -85,7 +85,7 @@ def test_a_forced_call_goes_to_the_tier_that_can_make_it(client: openai.OpenAI) 
     Bring.model_validate_json(call.function.arguments)
 
 
-def test_a_streamed_call_is_gathered_by_the_official_client(client: openai.OpenAI) -> None:
+def test_official_client_assembles_a_streamed_call(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model="demo",
         messages=MESSAGES,
@@ -103,14 +103,14 @@ def test_a_streamed_call_is_gathered_by_the_official_client(client: openai.OpenA
     assert final.usage.completion_tokens > 0
 
 
-def test_the_inference_service_says_the_same(stack: Stack, client: openai.OpenAI) -> None:
-    """But for what names the answer, and for pieces of arguments that leave the gateway together."""
+def test_inference_service_streams_the_same_chunks(stack: Stack, client: openai.OpenAI) -> None:
+    """Apart from names, and from parts of arguments that the gateway joins."""
     token = stack.state.read_secret(INFERENCE_TOKEN)
     assert token is not None
-    said = []
+    result = []
     with openai.OpenAI(base_url=stack.inference.url + "/v1", api_key=token, max_retries=0, timeout=60) as direct:
-        for asked in (direct, client):
-            chunks = asked.chat.completions.create(
+        for fields in (direct, client):
+            chunks = fields.chat.completions.create(
                 model="demo",
                 messages=MESSAGES,
                 tools=[openai.pydantic_function_tool(Bring)],
@@ -119,9 +119,9 @@ def test_the_inference_service_says_the_same(stack: Stack, client: openai.OpenAI
                 temperature=0,
                 stream=True,
             )
-            said.append(_joined([_nameless(chunk.model_dump(exclude_unset=True)) for chunk in chunks]))
-    assert said[0] == said[1]
-    assert said[0][0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
+            result.append(_joined([_nameless(chunk.model_dump(exclude_unset=True)) for chunk in chunks]))
+    assert result[0] == result[1]
+    assert result[0][0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
 
 
 def _nameless(chunk: dict[str, Any]) -> dict[str, Any]:
@@ -132,23 +132,25 @@ def _nameless(chunk: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in chunk.items() if name not in ("id", "created", "usage")}
 
 
-def test_a_format_is_kept_by_every_tier(client: openai.OpenAI) -> None:
+def test_every_tier_keeps_the_format(client: openai.OpenAI) -> None:
     for model in ("demo", "mini"):
         parsed = client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Bring)
         assert isinstance(parsed.choices[0].message.parsed, Bring)
 
 
-def test_extensions_pass_the_gateway(client: openai.OpenAI) -> None:
-    said = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body={"guided_choice": ["yes", "no"]})
-    assert said.choices[0].message.content in ("yes", "no")
+def test_gateway_passes_extensions_on(client: openai.OpenAI) -> None:
+    result = client.chat.completions.create(
+        model="demo", messages=MESSAGES, extra_body={"guided_choice": ["yes", "no"]}
+    )
+    assert result.choices[0].message.content in ("yes", "no")
     text = client.completions.create(model="demo", prompt="Water", extra_body={"regex": "[a-c]{3}"})
     assert len(text.choices[0].text) == 3
     assert set(text.choices[0].text) <= set("abc")
 
 
-def test_a_conversation_with_a_result_goes_on(client: openai.OpenAI) -> None:
+def test_conversation_with_a_tool_result_can_be_continued(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "Bring", "arguments": json.dumps({"litres": 2})}}
-    said = client.chat.completions.create(
+    result = client.chat.completions.create(
         model="demo",
         messages=[
             *MESSAGES,
@@ -158,10 +160,10 @@ def test_a_conversation_with_a_result_goes_on(client: openai.OpenAI) -> None:
         tools=[openai.pydantic_function_tool(Bring)],
         max_tokens=8,
     )
-    assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert result.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
-def test_what_no_tier_can_do_is_told_as_such(client: openai.OpenAI) -> None:
+def test_request_that_no_tier_supports_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="mini", messages=MESSAGES, tools=[openai.pydantic_function_tool(Bring)])
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
@@ -171,16 +173,16 @@ def test_what_no_tier_can_do_is_told_as_such(client: openai.OpenAI) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> None:
-    """One turn calls a function, the next builds on it, a third holds to a format; streamed and whole say the same."""
+def test_agent_uses_the_responses_api_with_a_local_model(client: openai.OpenAI) -> None:
+    """One turn calls a function, the next builds on it, a third has a format; streamed and whole are equal."""
     schema = openai.pydantic_function_tool(Bring)["function"]
-    asked: Any = {
+    fields: Any = {
         "model": "demo", "instructions": "You bring water.", "tools": [{"type": "function", **schema}],
         "tool_choice": {"type": "function", "name": "Bring"}, "temperature": 0,
     }  # fmt: skip
     question: Any = [{"type": "message", "role": "user", "content": MESSAGES[0]["content"]}]
-    whole = client.responses.create(input=question, **asked)
-    with client.responses.stream(input=question, **asked) as stream:
+    whole = client.responses.create(input=question, **fields)
+    with client.responses.stream(input=question, **fields) as stream:
         numbers = [event.sequence_number for event in stream]
         streamed = stream.get_final_response()
     assert numbers == list(range(len(numbers)))
@@ -189,8 +191,8 @@ def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> 
     assert call.arguments == same.arguments
     Bring.model_validate_json(call.arguments)
     output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
-    asked_again: Any = {"previous_response_id": whole.id, "tools": asked["tools"], "max_output_tokens": 16}
-    after = client.responses.create(model="demo", input=output, **asked_again)
+    next_fields: Any = {"previous_response_id": whole.id, "tools": fields["tools"], "max_output_tokens": 16}
+    after = client.responses.create(model="demo", input=output, **next_fields)
     assert after.status in ("completed", "incomplete")
     assert after.usage is not None
     assert whole.usage is not None
@@ -200,7 +202,7 @@ def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> 
 
 
 def _joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chunks that only continue the arguments of a call are added to the one before."""
+    """Chunks with only arguments of a call are joined to the one before."""
     whole: list[dict[str, Any]] = []
     for chunk in chunks:
         before, now = (_continued(item) for item in (whole[-1] if whole else {}, chunk))
@@ -212,7 +214,7 @@ def _joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _continued(chunk: dict[str, Any]) -> dict[str, Any] | None:
-    """The function of a chunk that brings arguments and nothing else."""
+    """The function of a chunk that has only arguments."""
     calls = [call for choice in chunk.get("choices", ()) for call in choice["delta"].get("tool_calls") or ()]
     is_more = len(calls) == 1 and "id" not in calls[0] and set(calls[0]["function"]) == {"arguments"}
     return calls[0]["function"] if is_more else None

@@ -1,4 +1,4 @@
-"""Two real models with memory for one of them: mixed traffic, every request answered, swaps all along."""
+"""Two real models with memory for one of them: under mixed traffic every request is answered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ models:
 """
 SWAPS = 3
 LIMIT_GB = "0.1"
-"""The two need some 79 and 70 MiB."""
+"""The two models need about 79 and 70 MiB."""
 
 
-def test_two_models_that_cannot_coexist_are_both_answered_under_mixed_load(tmp_path: Path) -> None:
+def test_two_models_that_do_not_fit_together_both_answer_under_load(tmp_path: Path) -> None:
     gateway = LOCAL_ROUTES.replace(", local/demo-mini", "")
     stack = Stack(tmp_path, MODELS, gateway, {"INFERENCE_MEMORY_LIMIT_GB": LIMIT_GB})
     stack.start()

@@ -1,4 +1,4 @@
-"""kill -9 of a worker, idle or at work: the next request succeeds, the one in flight is answered elsewhere."""
+"""SIGKILL of a worker, idle or busy: the next request succeeds, the running one is answered elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rigs.processes import is_alive
 from tests.rigs.stack import Stack, chat_body, until
 
 STALL_SECONDS = 2.0
-"""A pause longer than this is a stall, also on a busy machine of two cores."""
+"""A longer pause is a stall, also on a busy machine with two cores."""
 
 STORY = "Tell me a long story about a water mill."
 
@@ -30,18 +30,18 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     await asyncio.to_thread(stack.kill)
 
 
-async def test_a_worker_killed_while_idle_is_back_for_the_next_request(stack: Stack) -> None:
+async def test_worker_killed_while_idle_is_restarted_for_the_next_request(stack: Stack) -> None:
     before = stack.worker_pid("demo")
     os.kill(before, signal.SIGKILL)
     answer = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body("Hello!"))
     assert answer["choices"][0]["message"]["content"]
-    await until("its death was noticed", lambda: stack.model("demo")["pid"] != before)
+    await until("the exit was noticed", lambda: stack.model("demo")["pid"] != before)
     answer = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body("Hello!"))
-    assert answer["model"] == "demo", "the model itself is back, not only its fallback"
+    assert answer["model"] == "demo", "the model itself answers, not its fallback"
     assert stack.worker_pid("demo") != before
 
 
-async def test_memory_of_a_killed_worker_is_given_back(stack: Stack) -> None:
+async def test_memory_of_a_killed_worker_is_released(stack: Stack) -> None:
     def resident() -> int:
         return int(stack.ask("/memory/stats", direct=True)["allocated_mb"])
 
@@ -52,7 +52,7 @@ async def test_memory_of_a_killed_worker_is_given_back(stack: Stack) -> None:
 
 
 async def _listen(client: openai.AsyncOpenAI, stop: asyncio.Event) -> tuple[list[str], float]:
-    """Streams the story from demo-mini, again and again until `stop`: every text, and the longest pause in seconds."""
+    """Streams the story from demo-mini until `stop`: all texts, and the longest pause in seconds."""
     texts: list[str] = []
     longest = 0.0
     while not stop.is_set():
@@ -70,13 +70,13 @@ async def _listen(client: openai.AsyncOpenAI, stop: asyncio.Event) -> tuple[list
     return texts, longest
 
 
-async def test_a_request_in_flight_is_answered_by_another_tier_and_neighbors_never_pause(stack: Stack) -> None:
+async def test_running_request_is_answered_by_another_tier_without_pauses_of_other_streams(stack: Stack) -> None:
     pid = stack.worker_pid("demo")
     stop = asyncio.Event()
     async with openai.AsyncOpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=30) as client:
         neighbors = [asyncio.create_task(_listen(client, stop)) for _ in range(2)]
         os.kill(pid, signal.SIGSTOP)
-        asked = asyncio.create_task(
+        request = asyncio.create_task(
             client.chat.completions.with_raw_response.create(
                 model="demo", messages=[{"role": "user", "content": "Hello!"}], temperature=0
             )
@@ -87,10 +87,10 @@ async def test_a_request_in_flight_is_answered_by_another_tier_and_neighbors_nev
 
         await until("the request reached the worker", reached)
         os.kill(pid, signal.SIGKILL)
-        raw = await asked
+        raw = await request
         again = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body("Hello!"))
         stop.set()
-        heard = await asyncio.gather(*neighbors)
+        streams = await asyncio.gather(*neighbors)
     assert raw.headers["x-headgate-tier"] == "local-fallback"
     assert raw.headers["x-headgate-model"] == "local/demo-mini"
     assert raw.headers["x-headgate-attempts"] == "2"
@@ -98,17 +98,17 @@ async def test_a_request_in_flight_is_answered_by_another_tier_and_neighbors_nev
     assert raw.parse().choices[0].message.content
     assert again["choices"][0]["message"]["content"]
     alone = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body(STORY, "demo-mini"))
-    for texts, longest in heard:
+    for texts, longest in streams:
         assert set(texts) == {alone["choices"][0]["message"]["content"]}
         assert longest < STALL_SECONDS, f"a neighbor's stream paused for {longest:.2f} s"
 
 
-async def test_a_stream_that_cannot_go_on_ends_in_an_error_frame_and_no_done(stack: Stack) -> None:
-    """Log probabilities of two models are no log probabilities of one answer."""
+async def test_stream_that_cannot_be_resumed_ends_in_an_error_frame_without_done(stack: Stack) -> None:
+    """Log probabilities of two models cannot be mixed in one answer."""
     import httpx2
 
     pid = stack.worker_pid("demo")
-    # it never ends by itself
+    # the answer does not end by itself
     body = chat_body(STORY, stream=True, logit_bias={"2": -100}, max_tokens=1900, logprobs=True)
     seen = b""
     async with (

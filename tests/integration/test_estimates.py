@@ -1,4 +1,4 @@
-"""What a model will take is known before it is loaded: predicted bytes are those that are allocated, in every case."""
+"""Estimated bytes of a model equal the allocated bytes, in every case."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_predicted_bytes_are_allocated_bytes(family: str, tmp_path: Path) -> None:
-    """Within 1 % or 16 MiB on every device, as the worker tells it and as the simulated devices count it."""
+async def test_estimated_bytes_equal_allocated_bytes(family: str, tmp_path: Path) -> None:
+    """Within 1 % or 16 MiB on every device, as the worker reports and the simulated devices count."""
     form = Form(family, heads_kv=8 if family in ("moe", "window") else 4)
     async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
         for kv_type, gpu_layers, parallel, counts in CASES[family]:
@@ -32,8 +32,8 @@ async def test_predicted_bytes_are_allocated_bytes(family: str, tmp_path: Path) 
             assert set(outcome.counted) == ({"gpu-0", "gpu-1"} if counts else {"gpu-0"} if gpu_layers else set())
 
 
-async def test_an_estimate_serves_every_device_of_one_make(tmp_path: Path) -> None:
-    """The second device asks no helper: what was measured for the first is said in its name."""
+async def test_estimate_applies_to_every_device_of_one_model(tmp_path: Path) -> None:
+    """The second device needs no helper; the estimate of the first one applies."""
     case = Case(Form("gqa"), 4096, gpu_layers=-1)
     async with EstimateRig(tmp_path, [100 * MIB] * 2) as rig:
         assert rig.sims is not None

@@ -1,4 +1,4 @@
-"""`make gpu-check`: what it measures on simulated devices, and what it says where there is nothing to measure."""
+"""`make gpu-check`: its figures on simulated devices, and its output without a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.rigs import tiny_gguf
 from tests.rigs.cuda_stub import CudaStub
 
 
-def test_predictions_are_held_against_what_the_device_counts(
+def test_estimates_are_compared_with_the_counts_of_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A simulated device costs nothing beside its buffers, so that predicted and observed bytes are the same."""
+    """A simulated device has no cost beside its buffers, so estimated and observed bytes are equal."""
     (tmp_path / "models.yaml").write_text("models: {}\n")
     config = settings.load(tmp_path, {"INFERENCE_DEVICES": "sim:600MiB"}, {})
     wanted = [Case("first", tiny_gguf.generative(), 256, 1), Case("second", tiny_gguf.generative(), 1024, 4)]
@@ -39,21 +39,21 @@ def test_predictions_are_held_against_what_the_device_counts(
     assert "warm restore: " in out
 
 
-def test_without_a_gpu_it_says_so_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported_without_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main({"INFERENCE_DEVICES": "cpu"}) == 0
     assert "skipped, because llama.cpp sees no NVIDIA GPU here" in capsys.readouterr().out
 
 
-def test_an_error_is_a_share_of_what_is_allowed() -> None:
-    """1 % of everything, or 16 MiB where that is more; what a process costs beside its buffers is no error."""
+def test_error_is_relative_to_the_allowed_difference() -> None:
+    """1 %, or 16 MiB if that is more; the cost of a process beside its buffers does not count."""
     small, large = Sample("s", 100 * MIB, 508 * MIB), Sample("l", 10_000 * MIB, 10_450 * MIB)
     assert (small.error_bytes(400 * MIB), small.error(400 * MIB)) == (8 * MIB, 0.5)
     assert large.error(400 * MIB) == pytest.approx(50 / 104)
     assert not gpu_check.report([Sample("first", 0, 0), Sample("wrong", 0, 17 * MIB)]).reached
 
 
-def test_what_a_checkpoint_took_is_told_as_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Decimal gigabytes of what the worker held, or why there is no figure."""
+def test_duration_of_a_checkpoint_is_reported_as_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Decimal gigabytes per second, or the reason why there is no figure."""
     done = Sample("done", 0, 2 * 10**9, Checkpoint(0.5, 0.25, 0))
     gpu_check.report([Sample("first", 0, 0), done, Sample("not", 0, 0, Unmeasured("suspend: why"))])
     out = capsys.readouterr().out
@@ -62,8 +62,8 @@ def test_what_a_checkpoint_took_is_told_as_a_rate(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library's name is Linux's")
-def test_the_link_is_measured_by_the_driver_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Rates of all three ways; without what checkpoints need, too."""
+def test_link_is_measured_by_the_driver_in_a_separate_process(tmp_path: Path) -> None:
+    """Rates of all three ways, even if checkpoints are not supported."""
     stub = CudaStub(tmp_path / "cuda")
     stub.say("version 11040")
     found = gpu_check.link_rate(stub.env, 2 * MIB)
@@ -79,7 +79,7 @@ def test_the_link_is_measured_by_the_driver_in_a_process_of_its_own(tmp_path: Pa
         ("error cuMemHostAlloc 999", "cuMemHostAlloc failed with CUDA_ERROR_UNKNOWN (999)"),
     ],
 )
-def test_a_link_that_cannot_be_measured_has_a_reason_and_no_rate(
+def test_link_that_cannot_be_measured_has_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str
 ) -> None:
     stub = CudaStub(tmp_path / "cuda")
@@ -90,8 +90,8 @@ def test_a_link_that_cannot_be_measured_has_a_reason_and_no_rate(
     assert gpu_check.link_rate(stub.env, 2 * MIB) == Unmeasured(late)
 
 
-def test_a_restore_is_told_as_a_share_of_the_links_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Decimal gigabytes of weights on the device; without a link no share."""
+def test_restore_is_reported_as_a_share_of_the_link_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Decimal gigabytes of weights on the device; without a link there is no share."""
     samples = [Sample("first", 0, 0), Sample("model", 0, 0, None, Restore(0.5, 2 * 10**9))]
     gpu_check.report(samples, Link(16e9, 8e9, 10e9))
     out = capsys.readouterr().out

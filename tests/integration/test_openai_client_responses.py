@@ -1,4 +1,4 @@
-"""OpenAI's own client and the Responses API: every helper, against the local tier and against clouds behind it."""
+"""OpenAI's client with the Responses API: every helper, against the local tier and clouds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def client(running: Tiers) -> openai.AsyncOpenAI:
     return running.client
 
 
-async def said(client: openai.AsyncOpenAI, **body: Any) -> list[Any]:
+async def events_of(client: openai.AsyncOpenAI, **body: Any) -> list[Any]:
     """The events of one streamed request."""
     body = {"model": "demo", "input": "Hi", **body}
     stream: Any = await client.responses.create(stream=True, **body)
@@ -83,13 +83,13 @@ async def said(client: openai.AsyncOpenAI, **body: Any) -> list[Any]:
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", ["demo", "gpt", "claude"])
-async def test_the_same_answer_comes_whole_and_streamed_from_every_tier(client: openai.AsyncOpenAI, model: str) -> None:
+async def test_every_tier_gives_the_same_answer_whole_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
     whole = await client.responses.create(model=model, input="Hi", instructions="Be brief.")
     strictly(Response, whole.to_dict())
     assert whole.status == "completed"
     assert whole.usage is not None
     assert whole.usage.output_tokens > 0
-    events = await said(client, model=model, instructions="Be brief.")
+    events = await events_of(client, model=model, instructions="Be brief.")
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (events[0].type, events[1].type) == ("response.created", "response.in_progress")
     assert events[-1].type == "response.completed"
@@ -98,33 +98,35 @@ async def test_the_same_answer_comes_whole_and_streamed_from_every_tier(client: 
 
 
 @pytest.mark.parametrize("model", ["gpt", "claude"])
-async def test_functions_are_called_in_parallel_and_answered(
+async def test_parallel_function_calls_and_their_outputs_work(
     client: openai.AsyncOpenAI, cloud: FakeProvider, model: str
 ) -> None:
-    """What an agent does: it sends back every item it was given, and the functions' outputs."""
+    """An agent sends back every item that it received, and the outputs of the functions."""
     tools = (ToolUse("add", {"a": 1, "b": 2}), ToolUse("add", {"a": 3, "b": 4}))
     cloud.answers.set(fake_provider.Answer(text="Let me.", tools=tools, stop="tool_calls"))
-    asked: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+    conversation: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
     options: dict[str, Any] = {
         "model": model, "tools": [ADD], "store": False, "parallel_tool_calls": True, "tool_choice": "auto",
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "c", "instructions": "You are an agent.",
         "reasoning": {"effort": "medium", "summary": "auto"}, "extra_body": {"client_metadata": {"x": "y"}},
     }  # fmt: skip
-    events = await said(client, input=asked, **options)
+    events = await events_of(client, input=conversation, **options)
     output = events[-1].response.output
     calls = [item for item in output if item.type == "function_call"]
     assert [json.loads(call.arguments) for call in calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
     assert [event.item for event in events if event.type == "response.output_item.done"] == output
     cloud.answers.clear()
-    asked += [item.to_dict() for item in output]
-    asked += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
-    answer = await client.responses.create(input=asked, **options)
+    conversation += [item.to_dict() for item in output]
+    conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+    answer = await client.responses.create(input=conversation, **options)
     assert answer.output_text
     sent = json.dumps((await cloud.record()).body)
     assert all(call.call_id in sent for call in calls)
 
 
-async def test_reasoning_is_an_item_that_comes_back_sealed(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
+async def test_reasoning_is_an_encrypted_item_that_is_sent_back(
+    client: openai.AsyncOpenAI, cloud: FakeProvider
+) -> None:
     cloud.answers.set(fake_provider.Answer(text="4", reasoning="2 and 2"))
     include: Any = ["reasoning.encrypted_content"]
     answer = await client.responses.create(model="claude", input="2+2?", include=include)
@@ -134,7 +136,7 @@ async def test_reasoning_is_an_item_that_comes_back_sealed(client: openai.AsyncO
     assert thought.content is not None
     assert thought.content[0].text == "2 and 2"
     assert thought.encrypted_content is not None
-    events = await said(client, model="claude", include=include)
+    events = await events_of(client, model="claude", include=include)
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "2 and 2"
 
 
@@ -164,7 +166,7 @@ async def test_function_arguments_are_parsed_by_the_client(client: openai.AsyncO
     assert (await cloud.record()).body["tool_choice"] == "required"
 
 
-async def test_log_probabilities_come_with_their_text(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
+async def test_log_probabilities_are_sent_with_their_text(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
     include: Any = ["message.output_text.logprobs"]
     answer = await client.responses.create(model="gpt", input="Hi", include=include, top_logprobs=2)
     message = answer.output[0]
@@ -172,19 +174,19 @@ async def test_log_probabilities_come_with_their_text(client: openai.AsyncOpenAI
     assert message.content[0].type == "output_text"
     assert "".join(one.token for one in message.content[0].logprobs or ()) == answer.output_text
     assert (await cloud.record()).body["top_logprobs"] == 2
-    events = await said(client, model="gpt", include=include)
+    events = await events_of(client, model="gpt", include=include)
     assert all(event.logprobs for event in events if event.type == "response.output_text.delta")
 
 
-async def test_an_answer_cut_by_its_limit_is_incomplete(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+async def test_answer_cut_by_its_limit_is_incomplete(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(finish="length")
-    events = await said(client, max_output_tokens=3)
+    events = await events_of(client, max_output_tokens=3)
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
     assert fake.seen[-1].body["max_completion_tokens"] == 3
 
 
-async def test_an_image_reaches_the_tier_and_a_foreign_address_does_not(
+async def test_image_data_is_sent_to_the_tier_and_an_unlisted_url_is_refused(
     client: openai.AsyncOpenAI, cloud: FakeProvider
 ) -> None:
     url = "data:image/png;base64,iVBORw0KGgo="
@@ -198,11 +200,11 @@ async def test_an_image_reaches_the_tier_and_a_foreign_address_does_not(
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
-async def test_an_answer_can_be_built_on_read_and_forgotten(
+async def test_response_can_be_continued_read_and_deleted(
     gateway: Gateway, client: openai.AsyncOpenAI, fake: FakeInference
 ) -> None:
     first = await client.responses.create(model="demo", input="One", instructions="Be brief.")
-    events = await said(client, input="Two", previous_response_id=first.id)
+    events = await events_of(client, input="Two", previous_response_id=first.id)
     second = events[-1].response
     assert second.previous_response_id == first.id
     assert fake.seen[-1].body["messages"] == [
@@ -227,27 +229,27 @@ async def test_an_answer_can_be_built_on_read_and_forgotten(
         await client.responses.retrieve(second.id, stream=True)
 
 
-async def test_input_tokens_are_counted_as_they_would_be_asked(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+async def test_input_token_count_uses_the_same_request(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     fake.counts["demo"] = 42
     first = await client.responses.create(model="demo", input="One")
-    asked: dict[str, Any] = {"model": "demo", "input": "Two", "previous_response_id": first.id}
-    counted = await client.responses.input_tokens.count(**asked)
+    body: dict[str, Any] = {"model": "demo", "input": "Two", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(**body)
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", 42)
-    await client.responses.create(**asked)
+    await client.responses.create(**body)
     assert fake.counted[-1]["messages"] == fake.seen[-1].body["messages"]
     counted = await client.responses.input_tokens.count(model="claude", input="Two")
     assert counted.input_tokens > 0
 
 
-async def test_nothing_is_kept_of_what_is_not_to_be_stored(client: openai.AsyncOpenAI) -> None:
+async def test_response_with_store_false_is_not_kept(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(model="demo", input="One", store=False)
-    streamed = (await said(client, store=False))[-1].response
+    streamed = (await events_of(client, store=False))[-1].response
     for answer in (whole, streamed):
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(answer.id)
 
 
-async def test_no_word_of_a_conversation_reaches_log_or_record(
+async def test_conversations_are_not_in_logs_or_records(
     gateway: Gateway, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -262,7 +264,7 @@ async def test_no_word_of_a_conversation_reaches_log_or_record(
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
-async def test_a_stream_that_breaks_off_fails_for_who_follows_and_raises_for_who_collects(
+async def test_broken_stream_has_a_failed_event_and_raises_in_the_helper(
     client: openai.AsyncOpenAI, gateway: Gateway
 ) -> None:
     stream: Any = await client.responses.create(model="cut", input="one two three four", stream=True)
@@ -282,9 +284,7 @@ async def test_a_stream_that_breaks_off_fails_for_who_follows_and_raises_for_who
         await client.responses.retrieve(events[-1].response.id)
 
 
-async def test_an_answer_that_breaks_off_and_goes_on_is_one_sequence(
-    client: openai.AsyncOpenAI, fake: FakeInference
-) -> None:
+async def test_resumed_answer_is_one_sequence_of_events(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     words = ("one ", "two ", "three ", "four")
     fake.queue["demo"] = [Answer(words=words[:2], cut=True), Answer(words=words)]
     async with client.responses.stream(model="demo", input="Count") as stream:
@@ -307,7 +307,7 @@ async def test_an_answer_that_breaks_off_and_goes_on_is_one_sequence(
         ({"temperature": 3}, "invalid_request", "temperature"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     client: openai.AsyncOpenAI, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -315,7 +315,7 @@ async def test_what_cannot_be_is_refused_by_name(
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
-async def test_compacting_is_not_there_and_is_not_taken_for_an_answer(client: openai.AsyncOpenAI) -> None:
+async def test_compact_endpoint_is_not_found(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.responses.compact(model="demo", input="Hi")
     assert caught.value.code == "not_found"
@@ -323,7 +323,7 @@ async def test_compacting_is_not_there_and_is_not_taken_for_an_answer(client: op
         await client.with_options(api_key="wrong").responses.compact(model="demo", input="Hi")
 
 
-async def test_tools_that_run_elsewhere_are_left_out_where_the_operator_says_so(
+async def test_hosted_tools_are_dropped_if_configured(
     gateway: Gateway, client: openai.AsyncOpenAI, cloud: FakeProvider
 ) -> None:
     gateway.environ["GATEWAY_HOSTED_TOOLS"] = "leave_out"
@@ -337,20 +337,20 @@ async def test_tools_that_run_elsewhere_are_left_out_where_the_operator_says_so(
     assert len((await cloud.record()).body["tools"]) == 1
 
 
-async def test_a_tiers_own_complaint_names_the_callers_field(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+async def test_error_of_a_tier_names_the_field_of_the_client(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="demo", input="Hi")
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
 
 
-async def test_progress_comments_are_no_events(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+async def test_progress_comments_are_not_events(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(comments=2)
-    events = await said(client)
+    events = await events_of(client)
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-async def test_the_synchronous_client_and_raw_answers(gateway: Gateway) -> None:
+async def test_synchronous_client_and_raw_answers_work(gateway: Gateway) -> None:
     def work() -> None:
         with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0, timeout=20) as client:
             whole = client.responses.create(model="demo", input="Hi")
@@ -370,8 +370,8 @@ async def test_the_synchronous_client_and_raw_answers(gateway: Gateway) -> None:
     await asyncio.to_thread(work)
 
 
-async def test_the_shapes_of_the_wire(gateway: Gateway) -> None:
-    """Without the client in between: one event type and one line of data per frame."""
+async def test_frames_have_one_event_type_and_one_line_of_data(gateway: Gateway) -> None:
+    """Without the client: one event type and one line of data per frame."""
     async with httpx2.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {KEY}"}) as plain:
         answer = await plain.post("/v1/responses", json={"model": "demo", "input": "Hi", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -1,4 +1,4 @@
-"""A real model's process that aborts on one prompt: its neighbors get their whole answers, and it is refused."""
+"""A real worker that aborts on one prompt: other requests get their answers, and the prompt is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = "canary-token-90c2"
 TEXTS = ("Tell me of a canary mill.", "Tell me of a canary river.")
 CULPRIT = f"This canary {MARK}."
 REPORTS = (("POST", "/memory/dump"), ("GET", "/models/m/crashes"), ("GET", "/quarantine"), ("GET", "/v1/models/m"))
-"""Where the operator reads what went wrong."""
+"""Where operators read what went wrong."""
 
 
 def _chat(service: Service, text: str, **more: Any) -> asyncio.Task[Answer]:
@@ -33,16 +33,16 @@ def _chat(service: Service, text: str, **more: Any) -> asyncio.Task[Answer]:
 
 
 async def _reports(service: Service) -> str:
-    """Everything of it as text."""
+    """All reports as text."""
     answers = [await ask(service.app, method, path, key=TOKEN) for method, path in REPORTS]
     assert [answer.status for answer in answers] == [200] * len(REPORTS)
     return json.dumps([answer.body for answer in answers])
 
 
-async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
+async def test_other_requests_are_answered_when_a_prompt_aborts_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no word of a prompt or of the token is in any report, log or file, whatever the worker said at its end."""
+    """No report, log or file contains a prompt or the token."""
     caplog.set_level("DEBUG")
     monkeypatch.setenv("HEADGATE_LOG_LEVEL", "debug")
     model = {"path": "bundled:demo-mini", "context_length": 256, "parallel": 4}
@@ -65,8 +65,8 @@ async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
         os.kill(pid, signal.SIGCONT)
         refused, *answers = await asyncio.gather(culprit, *neighbors)
         # before or after a first comment
-        said = refused.body if refused.status == 200 else json.dumps(refused.body).encode()
-        assert b'"code":"poison_request"' in said.replace(b": ", b":")
+        body = refused.body if refused.status == 200 else json.dumps(refused.body).encode()
+        assert b'"code":"poison_request"' in body.replace(b": ", b":")
         assert [answer.status for answer in answers] == [200, 200]
         assert [answer.body["choices"][0]["message"]["content"] for answer in answers] == alone
         newest = service.crashes.of("m")[0]
@@ -81,6 +81,6 @@ async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
     finally:
         await service.authority.close()
     files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
-    told = (*reports, caplog.text, *capfd.readouterr(), *(path.read_text(errors="replace") for path in files))
-    found = [text[max(0, at - 80) : at + 80] for text in told for at in [text.lower().find("canary")] if at >= 0]
+    outputs = (*reports, caplog.text, *capfd.readouterr(), *(path.read_text(errors="replace") for path in files))
+    found = [text[max(0, at - 80) : at + 80] for text in outputs for at in [text.lower().find("canary")] if at >= 0]
     assert found == []

@@ -24,7 +24,7 @@ def put(source: Path, target: Path) -> None:
 
 
 class Replacing(Rig):
-    """A service with the model `a` and the words that these tests use."""
+    """A service with the model `a`, with shortcuts for these tests."""
 
     def __init__(self, root: Path, path: Path, **more: Any) -> None:
         super().__init__(root, {"a": {"path": str(path), **SETTINGS, **more}})
@@ -39,7 +39,7 @@ class Replacing(Rig):
         return int(answer["estimate"]["total_bytes"])
 
     def load(self) -> int:
-        """Loads the model; the bytes that its worker allocated."""
+        """Loads the model; returns the bytes that its worker allocated."""
         status, answer, _ = self.ask("/models/a/load", method="POST")
         assert status == 200, answer
         return int(answer["headgate"]["actual_bytes"])

@@ -1,4 +1,4 @@
-"""A whole service on simulated devices: models live there, the numbers are true, and what is lost is told."""
+"""A whole service on simulated devices: loads, correct numbers, and lost devices."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def control(stack: Stack) -> Control:
     return Control(socket_directory(stack.state) / SOCKET_NAME)
 
 
-def test_models_live_on_simulated_devices_until_they_are_cut(stack: Stack) -> None:
-    """Predicted bytes are what the device counts; a cut device loses its models, and the other one takes them."""
+def test_models_run_on_simulated_devices_until_they_are_cut(stack: Stack) -> None:
+    """Estimated bytes equal the count of the device; a cut device loses its models to the other one."""
     shown = {device["id"]: device for device in stack.ask("/devices", direct=True)["devices"]}
     assert [(name, device["kind"]) for name, device in shown.items()] == [
         ("gpu-0", "sim"),
@@ -49,18 +49,18 @@ def test_models_live_on_simulated_devices_until_they_are_cut(stack: Stack) -> No
         assert there[other]["allocations"] == 0
         rig.tell("cut", device)
         assert rig.tell("status")[device]["used_bytes"] == 0
-        # a worker that computes nothing does not notice; the next request finds out, and is answered elsewhere
+        # An idle worker does not notice; the next request does, and is answered elsewhere.
         assert stack.ask("/v1/chat/completions", chat_body("hello again", max_tokens=4))["choices"]
-        wait_until("the service has seen it", lambda: state_of(stack, device) == "lost")
+        wait_until("the loss is shown", lambda: state_of(stack, device) == "lost")
         crashes = stack.ask("/models/demo/crashes", direct=True)["crashes"]
         assert crashes[0]["cause"] == "device_lost"
         assert rig.tell("status")[other]["allocations"] > 0
         rig.tell("return", device)
-        wait_until("it is back by itself", lambda: state_of(stack, device) == "healthy")
+        wait_until("the device is healthy", lambda: state_of(stack, device) == "healthy")
 
 
-def test_with_every_device_gone_requests_fail_at_once_and_all_is_well_when_one_is_back(stack: Stack) -> None:
-    """What is told is true: which device, why, and when it is tried again; nothing is ever computed on the CPU."""
+def test_requests_fail_fast_without_devices_and_succeed_when_one_returns(stack: Stack) -> None:
+    """The error has the device, the reason and the time of the next try; nothing runs on the CPU."""
     stack.ask("/models/demo/load", {}, direct=True)
     with control(stack) as rig:
         rig.tell("cut")
@@ -78,11 +78,11 @@ def test_with_every_device_gone_requests_fail_at_once_and_all_is_well_when_one_i
             "the model 'demo' cannot be loaded: gpu-0 is lost (it was cut), gpu-1 is lost (it was cut)"
         )
         assert time.monotonic() - began < 5
-        wait_until("the gateway knows", lambda: "gpu-0 is lost" in refusal(stack, "/v1/chat/completions", ask)[1])
+        wait_until("the gateway refuses", lambda: "gpu-0 is lost" in refusal(stack, "/v1/chat/completions", ask)[1])
         status, health = refused_health(stack)
         assert (status, health["message"]) == (503, "gpu-0 is lost; gpu-1 is lost")
         rig.tell("return", "gpu-1")
-        wait_until("one is back", lambda: state_of(stack, "gpu-1") == "healthy")
+        wait_until("one device is healthy", lambda: state_of(stack, "gpu-1") == "healthy")
         stack.ask("/models/demo/load", {}, direct=True)
         assert stack.model("demo")["devices"] == ["gpu-1"]
         assert stack.ask("/devices/gpu-0/recover", {}, direct=True)["device"]["state"] == "lost"
@@ -92,7 +92,7 @@ def test_with_every_device_gone_requests_fail_at_once_and_all_is_well_when_one_i
 
 
 def refused_health(stack: Stack) -> tuple[int, dict[str, Any]]:
-    """Status and body of /health while it is not well."""
+    """Status and body of /health while it is not ok."""
     with pytest.raises(urllib.error.HTTPError) as failed:
         stack.ask("/health", direct=True)
     with failed.value as answer:
@@ -104,8 +104,8 @@ def state_of(stack: Stack, device: str) -> str:
     return str(next(item["state"] for item in devices if item["id"] == device))
 
 
-def test_an_allocation_that_fails_although_it_was_planned_is_told_and_can_be_tried_again(stack: Stack) -> None:
-    """Memory that only looked free: the load fails cleanly with its cause, holds nothing, and the next one succeeds."""
+def test_failed_planned_allocation_is_reported_and_can_be_repeated(stack: Stack) -> None:
+    """Memory only seemed free: the load fails with its cause, holds nothing, and the next one succeeds."""
     with control(stack) as rig:
         rig.tell("refuse", count=1)
         status, message = refusal(stack, "/models/demo/load", {}, direct=True)
@@ -114,27 +114,27 @@ def test_an_allocation_that_fails_although_it_was_planned_is_told_and_can_be_tri
         assert sum(device["used_bytes"] for device in rig.tell("status").values()) == 0
         crashes = stack.ask("/models/demo/crashes", direct=True)["crashes"]
         assert crashes[0]["cause"] == "oom_load"
-        wait_until("it may be tried again", lambda: stack.model("demo")["state"] == "cold")
+        wait_until("a load is possible", lambda: stack.model("demo")["state"] == "cold")
         stack.ask("/models/demo/load", {}, direct=True)
         models = stack.ask("/memory/models", direct=True)["models"]
         estimate = next(model["estimate"] for model in models if model["model_name"] == "demo")
-        assert sum(part["headroom_bytes"] for part in estimate["devices"].values()) > 0, "the ledger has learned"
+        assert sum(part["headroom_bytes"] for part in estimate["devices"].values()) > 0, "head-room was learned"
         assert sum(device["allocations"] for device in rig.tell("status").values()) > 0
 
 
-def test_the_end_of_the_simulator_is_the_loss_of_its_devices_and_not_of_the_service(stack: Stack) -> None:
-    """A request is answered with what happened, quickly; the service lives, says what is lost, and never hangs."""
+def test_end_of_the_simulator_loses_its_devices_and_not_the_service(stack: Stack) -> None:
+    """Requests fail fast with the reason, and the service keeps running."""
     assert stack.ask("/v1/chat/completions", chat_body("hello", max_tokens=4))["choices"]
     os.kill(simulator_pid(stack), signal.SIGKILL)
-    wait_until("the service has seen it", lambda: state_of(stack, "gpu-0") == state_of(stack, "gpu-1") == "lost")
-    for _ in range(2):  # the first finds the worker dying, the second no device at all
+    wait_until("the loss is shown", lambda: state_of(stack, "gpu-0") == state_of(stack, "gpu-1") == "lost")
+    for _ in range(2):  # the first request finds the dying worker, the second no device
         assert refusal(stack, "/v1/chat/completions", chat_body("hello", max_tokens=4))[0] == 503
     assert stack.ask("/livez", direct=True)
     assert stack.model("demo")["state"] not in ("ready", "busy")
 
 
 def refusal(stack: Stack, path: str, body: Any, *, direct: bool = False) -> tuple[int, str]:
-    """Status and message of a request that fails."""
+    """Status and message of a failing request."""
     with pytest.raises(urllib.error.HTTPError) as failed:
         stack.ask(path, body, direct=direct)
     with failed.value as answer:
