@@ -1,4 +1,4 @@
-"""What changes something needs the admin key; what only uses models or looks needs the token."""
+"""Requests that change something need the admin key; requests that use models or read need the token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_every_route_that_changes_something_needs_the_admin_key(start: Sta
     assert service.authority.models["a"].loads == 0
 
 
-async def test_the_admin_key_may_do_everything_and_the_token_may_use_and_look(start: Start) -> None:
+async def test_admin_key_allows_everything_and_the_token_allows_use_and_reading(start: Start) -> None:
     service = await start({"a": {}}, ADMIN_KEY="admin")
     for key in ("token", "admin"):
         assert (await ask(service.app, "GET", "/memory/stats", key=key)).status == 200
@@ -41,7 +41,7 @@ async def test_the_admin_key_may_do_everything_and_the_token_may_use_and_look(st
     assert (await ask(service.app, "POST", "/models/a/unload", key="admin")).status == 200
 
 
-async def test_without_an_admin_key_the_token_is_it(start: Start) -> None:
+async def test_token_is_the_admin_key_if_none_is_configured(start: Start) -> None:
     service = await start({"a": {}})
     assert (await ask(service.app, "POST", "/models/a/load")).status == 200
     assert (await ask(service.app, "POST", "/models/a/load", key="")).status == 401

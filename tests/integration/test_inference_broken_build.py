@@ -1,4 +1,4 @@
-"""A build of llama.cpp that does not compute on this CPU: refused at the start, found out when a worker dies."""
+"""A build of llama.cpp that does not compute on this CPU: refused at the start, detected when a worker ends."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def stack(tmp_path: Path, broken: BrokenLlama) -> Iterator[Stack]:
     stack.kill()
 
 
-def _doubted(stack: Stack) -> Path:
-    """The record of a service that ended because this build does not compute, which has the next one check it."""
+def _state_with_doubted_build(stack: Stack) -> Path:
+    """The state of a service that ended because its build does not compute; the next one checks it."""
     engine = package()
     assert engine is not None
     record = stack.state.root / "build.json"
@@ -51,7 +51,7 @@ def _doubted(stack: Stack) -> Path:
 
 
 def _refusal(stack: Stack, *, direct: bool = False) -> dict[str, Any]:
-    """The error of a request that fails."""
+    """The error of a failing request."""
     with pytest.raises(urllib.error.HTTPError) as caught:
         stack.ask("/v1/chat/completions", QUESTION, direct=direct, seconds=60.0)
     return {"status": caught.value.code, **json.load(caught.value)["error"]}
@@ -61,19 +61,19 @@ def _refusal(stack: Stack, *, direct: bool = False) -> dict[str, Any]:
 def test_service_with_a_broken_build_ends_with_70_before_it_is_ready(
     stack: Stack, broken: BrokenLlama, how: str
 ) -> None:
-    _doubted(stack)
+    _state_with_doubted_build(stack)
     broken.breaks(how)
-    with contextlib.suppress(AssertionError):  # it may end before it was seen to answer
+    with contextlib.suppress(AssertionError):  # it may end before it answers
         stack.inference.start()
         assert http_status(stack.inference.url + "/readyz") in (503, None)
     assert stack.inference.wait() == Exit.RESTART_OUTSIDE
-    (said,) = [line for line in stack.inference.log.splitlines() if "does not compute" in line]
-    assert "`make clean`, then `make serve`" in said
+    (line,) = [line for line in stack.inference.log.splitlines() if "does not compute" in line]
+    assert "`make clean`, then `make serve`" in line
     assert "inference answers on" not in stack.inference.log
 
 
 def test_doubted_build_that_computes_is_recorded_and_served(stack: Stack) -> None:
-    record = _doubted(stack)
+    record = _state_with_doubted_build(stack)
     stack.start()
     assert "passed" in json.loads(record.read_text())
     assert stack.ask("/v1/chat/completions", QUESTION)["choices"]
@@ -81,7 +81,7 @@ def test_doubted_build_that_computes_is_recorded_and_served(stack: Stack) -> Non
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["while it loads", "while it answers"])
 def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: BrokenLlama, loaded: bool) -> None:
-    """Whatever is asked meanwhile is told that the service stops; no model's breaker opens for it."""
+    """Requests get an error that says so, and no breaker of a model opens."""
     stack.start()
     if loaded:
         stack.ask("/models/demo/load", {}, direct=True)
@@ -99,12 +99,12 @@ def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: 
 
 
 def _causes(stack: Stack) -> list[str]:
-    """The causes of the model's recorded crashes, the newest first."""
+    """The causes of the recorded crashes of the model, newest first."""
     return [crash["cause"] for crash in stack.ask("/models/demo/crashes", direct=True)["crashes"]]
 
 
 def test_model_that_crashes_at_its_first_step_fails_alone(stack: Stack, broken: BrokenLlama) -> None:
-    """The build computes, so the service goes on, and the next death is an ordinary one."""
+    """The build computes, so the service continues, and the next exit is an ordinary one."""
     stack.start()
     broken.breaks("sigsegv", only=WORKERS)
     causes: list[str] = []
@@ -112,15 +112,15 @@ def test_model_that_crashes_at_its_first_step_fails_alone(stack: Stack, broken: 
         assert _refusal(stack, direct=True)["code"] == "model_failed"
         causes.insert(0, cause)
         wait_until("the crash is recorded", lambda: _causes(stack) == causes)
-        wait_until("its backoff is over", lambda: stack.model("demo")["state"] == "cold")
+        wait_until("the backoff ended", lambda: stack.model("demo")["state"] == "cold")
     assert "llama.cpp computes; the crash is attributed to the model" in stack.inference.log
     broken.computes()
     assert stack.ask("/v1/chat/completions", QUESTION, direct=True)["choices"]
 
 
 def test_requests_during_the_check_are_answered_and_end_with_the_service(stack: Stack, broken: BrokenLlama) -> None:
-    """The port answers before the check is over; a gateway that listens to events does not delay the end."""
-    _doubted(stack)
+    """The port answers during the check; a gateway that listens to events does not delay the exit."""
+    _state_with_doubted_build(stack)
     broken.breaks("late")
     stack.inference.start()
     stack.front.start()

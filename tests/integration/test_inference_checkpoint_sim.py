@@ -1,4 +1,4 @@
-"""Checkpoints on simulated devices, real workers and real bytes: who is suspended comes back as it was, or is cold."""
+"""Checkpoints on simulated devices with real workers: a suspended model is restored exactly, or becomes cold."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     started.kill()
 
 
-def told(stack: Stack, do: str = "status", **amount: float) -> dict[str, Any]:
-    """What the device itself counts, after a command."""
+def device_status(stack: Stack, do: str = "status", **amount: float) -> dict[str, Any]:
+    """The counts of the device after a command."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         return rig.tell(do, "gpu-0", **amount)["gpu-0"]
 
 
 def answered(stack: Stack) -> tuple[str, int]:
-    """The model's answer, and how much of the prompt was found computed."""
-    said = stack.ask("/v1/chat/completions", BODY, direct=True)
-    return said["choices"][0]["message"]["content"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+    """The answer of the model, and how much of the prompt was cached."""
+    answer = stack.ask("/v1/chat/completions", BODY, direct=True)
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def suspended(stack: Stack) -> tuple[str, int]:
-    """An answer of the model, and its process, which is suspended now."""
+    """An answer of the model, and the pid of its process, which is then suspended."""
     first, _found = answered(stack)
     stack.ask("/models/demo/offload", {}, direct=True)
     (kept,) = stack.ask("/memory/offloaded", direct=True)["offloaded"]
@@ -57,20 +57,20 @@ def suspended(stack: Stack) -> tuple[str, int]:
     return first, stack.worker_pid("demo")
 
 
-def test_a_suspended_model_holds_nothing_of_its_device_and_comes_back_as_it_was(stack: Stack) -> None:
-    """The same process, the same answer, its prompt found computed; its bytes are booked on the host meanwhile."""
+def test_suspended_model_uses_no_device_memory_and_is_restored_exactly(stack: Stack) -> None:
+    """The same process and answer with a cached prompt; its bytes are booked on the host in between."""
     answered(stack)
-    used = told(stack)["used_bytes"]
+    used = device_status(stack)["used_bytes"]
     first, pid = suspended(stack)
-    there = told(stack)
+    there = device_status(stack)
     assert (there["used_bytes"], there["suspended_bytes"]) == (0, used)
-    wait_until("the device is free in the books", lambda: devices(stack)["gpu-0"]["allocated_mb"] == 0)
+    wait_until("the booking on the device is released", lambda: devices(stack)["gpu-0"]["allocated_mb"] == 0)
     assert devices(stack)["gpu-0"]["used_mb"] == 0
     assert devices(stack)["cpu"]["allocated_mb"] >= used / MIB
     records = stack.ask("/memory/evictions", direct=True)["evictions"]
     assert (records[-1]["model_name"], records[-1]["action"]) == ("demo", "offload")
     again, found = answered(stack)
-    assert (again, stack.worker_pid("demo"), told(stack)["used_bytes"]) == (first, pid, used)
+    assert (again, stack.worker_pid("demo"), device_status(stack)["used_bytes"]) == (first, pid, used)
     assert found > 100
     assert stack.ask("/memory/offloaded", direct=True)["offloaded"] == []
 
@@ -79,26 +79,26 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
     return dict(stack.ask("/memory/stats", direct=True)["per_device"])
 
 
-def test_a_lost_device_takes_what_was_to_come_back_onto_it(stack: Stack) -> None:
-    """Cut while the model is suspended: it is dropped, and loaded from its file when the device is back."""
+def test_lost_device_drops_its_suspended_model(stack: Stack) -> None:
+    """The suspended model is dropped, and loaded from its file when the device returns."""
     first, pid = suspended(stack)
-    assert told(stack, "cut")["suspended_bytes"] == 0
-    wait_until("it is dropped", lambda: stack.model("demo")["state"] == "cold")
-    told(stack, "return")
-    wait_until("the device is back", lambda: devices(stack)["gpu-0"]["state"] == "healthy")
+    assert device_status(stack, "cut")["suspended_bytes"] == 0
+    wait_until("the model is dropped", lambda: stack.model("demo")["state"] == "cold")
+    device_status(stack, "return")
+    wait_until("the device is healthy", lambda: devices(stack)["gpu-0"]["state"] == "healthy")
     assert answered(stack)[0] == first
     assert stack.worker_pid("demo") != pid
 
 
-def test_without_room_for_it_a_suspended_model_is_dropped_and_refused(stack: Stack) -> None:
-    """Somebody else took the device a moment ago; when he leaves, it is loaded, and suspended as before."""
+def test_suspended_model_without_room_is_dropped_and_refused(stack: Stack) -> None:
+    """Another program took the device; when it releases it, the model is loaded and suspended again."""
     first, _pid = suspended(stack)
-    told(stack, "foreign", bytes=290 * MIB)
+    device_status(stack, "foreign", bytes=290 * MIB)
     with pytest.raises(urllib.error.HTTPError, match="503"):
         answered(stack)
-    assert told(stack)["suspended_bytes"] == 0
-    told(stack, "heal")
-    wait_until("it answers again", lambda: is_answered(stack, first))
+    assert device_status(stack)["suspended_bytes"] == 0
+    device_status(stack, "heal")
+    wait_until("the model answers again", lambda: is_answered(stack, first))
     suspended(stack)
 
 
@@ -109,38 +109,38 @@ def is_answered(stack: Stack, wanted: str) -> bool:
         return False
 
 
-def test_a_suspended_worker_that_is_killed_leaves_nothing(stack: Stack) -> None:
+def test_killed_suspended_worker_leaves_nothing(stack: Stack) -> None:
     _first, pid = suspended(stack)
     os.kill(pid, signal.SIGKILL)
-    wait_until("it is cold", lambda: stack.model("demo")["state"] == "cold")
-    wait_until("its bytes are gone", lambda: told(stack)["suspended_bytes"] == 0)
+    wait_until("the model is cold", lambda: stack.model("demo")["state"] == "cold")
+    wait_until("its bytes are released", lambda: device_status(stack)["suspended_bytes"] == 0)
 
 
-def test_a_simulator_that_is_killed_takes_everything_with_it(stack: Stack) -> None:
-    """A fresh one brings the device back empty, and the model is loaded from its file."""
-    wait_until("it answers", lambda: is_answered(stack, answered(stack)[0]))
+def test_killed_simulator_drops_its_suspended_models(stack: Stack) -> None:
+    """A new simulator has an empty device, and the model is loaded from its file."""
+    wait_until("the model answers", lambda: is_answered(stack, answered(stack)[0]))
     first, _pid = suspended(stack)
     (simulator,) = [pid for pid in family(stack.inference.pid) if "inference.devices.simgpu" in arguments(pid)]
     servers = children_of(simulator)
     os.kill(simulator, signal.SIGKILL)
-    wait_until("it is dropped", lambda: stack.model("demo")["state"] == "cold")
-    wait_until("its servers are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers))
-    wait_until("it answers again", lambda: is_answered(stack, first))
+    wait_until("the model is dropped", lambda: stack.model("demo")["state"] == "cold")
+    wait_until("its servers ended", lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers))
+    wait_until("the model answers again", lambda: is_answered(stack, first))
 
 
-def test_a_service_that_is_killed_leaves_nothing(stack: Stack) -> None:
-    """Neither the suspended worker nor the servers in which its bytes are."""
+def test_killed_service_leaves_no_process(stack: Stack) -> None:
+    """Neither the suspended worker nor the servers with its bytes remain."""
     suspended(stack)
-    everybody = family(stack.inference.pid)
-    assert len(everybody) >= 3
+    processes = family(stack.inference.pid)
+    assert len(processes) >= 3
     stack.inference.kill()
-    wait_until("all are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in everybody))
+    wait_until("all are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     with pytest.raises(SimulatorError):
-        told(stack)
+        device_status(stack)
 
 
 def family(pid: int) -> list[int]:
-    """Everybody whom it started, and whom these did."""
+    """All descendants of the process."""
     return [found for child in children_of(pid) for found in (child, *family(child))]
 
 

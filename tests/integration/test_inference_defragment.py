@@ -1,4 +1,4 @@
-"""What defragmenting gives back is what workers held a moment ago, and a load that was refused then succeeds."""
+"""Defragmenting releases retained prefixes of workers, so that a refused load succeeds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def retained(stack: Stack) -> int:
     return sum(model["kv_cells_retained"] for model in stack.ask("/memory/kv", direct=True)["models"])
 
 
-def test_a_model_that_wants_a_device_for_itself_is_refused_and_fits_after_defragmenting(stack: Stack) -> None:
-    """Right after an answer: no heartbeat has told of its cells yet."""
+def test_dedicated_model_is_refused_and_fits_after_defragmenting(stack: Stack) -> None:
+    """Right after an answer, before a heartbeat has reported its cells."""
     post(stack, "/memory/preload", {"models": ["demo", "demo-mini", "host"]})
     (home,) = stack.model("demo")["devices"]
     post(stack, "/models/demo-mini/move", {"device": OTHER[home]})

@@ -1,4 +1,4 @@
-"""A dump holds everything about memory at one moment; two of them tell what changed in between."""
+"""A dump has everything about memory at one moment; two dumps can be compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_what_a_load_and_a_request_changed_is_told_by_path(start: Start) -> None:
+async def test_difference_of_two_dumps_lists_changes_by_path(start: Start) -> None:
     service = await start({"a": {}, "b": {}})
     before = (await ask(service.app, "POST", "/memory/dump")).body
     assert await service.authority.ask(service.authority.resolve("a")).wait(10)
@@ -41,7 +41,7 @@ async def test_what_a_load_and_a_request_changed_is_told_by_path(start: Start) -
     assert answer["seconds"] >= 0
 
 
-async def test_what_rests_after_a_failure_is_in_the_dump(start: Start) -> None:
+async def test_dump_has_backoffs_after_a_failure(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"fail": "startup"}})
     model = service.authority.resolve("a")
     service.authority.ask(model)
@@ -52,7 +52,7 @@ async def test_what_rests_after_a_failure_is_in_the_dump(start: Start) -> None:
     assert "startup" in recovery["failure"]
 
 
-async def test_the_last_dumps_are_kept(start: Start) -> None:
+async def test_latest_dumps_are_kept(start: Start) -> None:
     service = await start({"a": {}})
     ids = [(await ask(service.app, "POST", "/memory/dump")).body["id"] for _ in range(MOST_DUMPS + 1)]
     gone = await ask(service.app, "POST", "/memory/dump/compare", {"before": ids[0], "after": ids[-1]})

@@ -1,4 +1,4 @@
-"""Every metric of the inference service is there under its name and labels, and moves when what it counts happens."""
+"""Every metric of the inference service exists with its labels and changes with the counted event."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES: dict[str, set[str]] = {
 
 
 class LosableDevice(FakeAccelerator):
-    """Says that it is lost when told to."""
+    """A device that the test can lose."""
 
     lost = False
 
@@ -62,7 +62,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def value(service: Service, name: str, **labels: str) -> float | None:
-    """One sample; its labels are the promised ones."""
+    """One sample; checks its labels."""
     found = service.metrics.registry.get_sample_value(name, labels)
     if found is not None:
         assert name in NAMES
@@ -75,7 +75,7 @@ TABLE: dict[tuple[str, ...], Shown] = {}
 
 
 def shows(*names: str) -> Callable[[Shown], Shown]:
-    """Enters a function that moves these metrics."""
+    """Registers a function that changes these metrics."""
 
     def enter(function: Shown) -> Shown:
         TABLE[tuple("inference_" + name for name in names)] = function
@@ -172,7 +172,7 @@ async def _a_load_is_tried_with_less(start: Start, _patch: pytest.MonkeyPatch) -
 
 
 @shows("queue_depth", "timeouts_total")
-async def _requests_wait_in_vain(start: Start, _patch: pytest.MonkeyPatch) -> None:
+async def _waiting_requests_fail(start: Start, _patch: pytest.MonkeyPatch) -> None:
     estimator = FakeEstimator()
     estimator.gate = asyncio.Event()
     service = await start({"a": {}}, {"a": {"load_seconds": 60}}, estimator=estimator)
@@ -191,11 +191,11 @@ async def _requests_wait_in_vain(start: Start, _patch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(name.removeprefix("inference_") for name in names))
-async def test_the_metric_moves(names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metric_changes(names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     await TABLE[names](start, monkeypatch)
 
 
-def test_they_are_documented_with_their_labels() -> None:
+def test_metrics_are_documented_with_their_labels() -> None:
     table = DOCUMENT.read_text(encoding="utf-8").partition("### Metrics\n")[2].partition("\n### ")[0]
     rows = re.findall(r"^\| `(inference_\w+)` \| ([^|]*) \|", table, re.MULTILINE)
     assert {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows} == {
@@ -203,11 +203,11 @@ def test_they_are_documented_with_their_labels() -> None:
     }
 
 
-def test_no_metric_is_left_out() -> None:
+def test_every_metric_has_a_test() -> None:
     assert sorted(name for names in TABLE for name in names) == sorted(NAMES)
 
 
-async def test_the_scrape_has_these_metrics_and_no_others(start: Start) -> None:
+async def test_scrape_has_exactly_these_metrics(start: Start) -> None:
     service = await start({"a": {}})
     families = {family.name for family in service.metrics.registry.collect()}
     assert families == {name.removesuffix("_count").removesuffix("_total") for name in NAMES}

@@ -1,4 +1,4 @@
-"""Every key of a model in models.yaml does something: one test each, over the real authority; one without fails."""
+"""Every key of a model in models.yaml has an effect: one test each; a key without a test fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE: dict[tuple[str, ...], Shown] = {}
 
 
 class TwoAccelerators(FakeAccelerator):
-    """Two of them, on which nobody else has anything."""
+    """Two accelerators without other users."""
 
     def readings(self) -> tuple[Reading, ...]:
         (first,) = super().readings()
@@ -32,7 +32,7 @@ class TwoAccelerators(FakeAccelerator):
 
 
 def shows(*keys: str) -> Callable[[Shown], Shown]:
-    """Enters a function that shows what these keys do."""
+    """Registers a function that tests these keys."""
 
     def enter(function: Shown) -> Shown:
         TABLE[keys] = function
@@ -48,7 +48,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
-    """The devices of each model, which are loaded one after the other."""
+    """The devices of each model, loaded one after the other."""
     for name in names:
         await service.authority.load(service.authority.resolve(name), 10)
     return [service.authority.status(service.authority.resolve(name)).devices for name in names]
@@ -58,39 +58,39 @@ async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
     "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
     "lora", "mmproj", "capabilities",
 )  # fmt: skip
-async def _what_a_worker_is_told(directory: Path, start: Start) -> None:
+async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     other = directory / "other.gguf"
     other.write_bytes(b"GGUF")
-    said: dict[str, dict[str, Any]] = {
+    settings_of: dict[str, dict[str, Any]] = {
         "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
         "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False},
         "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"]},
     }
-    behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*said, "plain"]}
-    service = await start({**said, "plain": {}}, behavior, accelerator=FakeAccelerator())
+    behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
+    service = await start({**settings_of, "plain": {}}, behavior, accelerator=FakeAccelerator())
     await load(service, *behavior)
-    told = {name: json.loads((directory / f"{name}.json").read_text()) for name in behavior}
-    for name, keys in said.items():
-        assert {key: told[name][key] for key in keys} == keys
-        assert all(told["plain"][key] != value for key, value in keys.items())
+    granted = {name: json.loads((directory / f"{name}.json").read_text()) for name in behavior}
+    for name, keys in settings_of.items():
+        assert {key: granted[name][key] for key in keys} == keys
+        assert all(granted["plain"][key] != value for key, value in keys.items())
 
 
 @shows("aliases")
-async def _other_names_of_it(directory: Path, start: Start) -> None:
+async def _aliases(directory: Path, start: Start) -> None:
     service = await start({"a": {"aliases": ["other"]}, "b": {}})
     assert service.authority.resolve("other") == service.authority.resolve("a")
 
 
 @shows("gpu_index", "dedicated")
-async def _which_device_it_goes_to_and_whether_others_may(directory: Path, start: Start) -> None:
-    """Where nothing is said the fuller device is taken, so that the other one stays whole."""
+async def _device_and_dedicated(directory: Path, start: Start) -> None:
+    """Without a setting the fuller device is used, so that the other one stays empty."""
     models: dict[str, dict[str, Any]] = {"first": {"gpu_index": 1}, "alone": {"dedicated": True}, "last": {}}
     service = await start(models, accelerator=TwoAccelerators())
     assert await load(service, *models) == [("gpu-1",), ("gpu-0",), ("gpu-1",)]
 
 
 @shows("idle_timeout", "warm")
-async def _how_long_it_stays_idle_and_what_becomes_of_it_then(directory: Path, start: Start) -> None:
+async def _idle_timeout_and_retention(directory: Path, start: Start) -> None:
     models: dict[str, dict[str, Any]] = {"a": {"idle_timeout": 0.1}, "b": {"idle_timeout": 0.1, "warm": False}, "c": {}}
     service = await start(models)
     await load(service, *models)
@@ -100,8 +100,8 @@ async def _how_long_it_stays_idle_and_what_becomes_of_it_then(directory: Path, s
 
 
 @shows("min_residency", "pinned")
-async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
-    """The one that may be was used last, long after the others. What others use of the machine's memory is left out."""
+async def _protection_from_eviction(directory: Path, start: Start) -> None:
+    """The evictable model was used last. Memory of other programs is not counted."""
     models: dict[str, dict[str, Any]] = {"young": {"min_residency": 1000}, "pinned": {"pinned": True}, "a": {}, "b": {}}
     service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false", ENABLE_MEMORY_GOVERNOR="false")
     await load(service, "young", "pinned")
@@ -111,7 +111,7 @@ async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
 
 
 @shows("oom_policy")
-async def _what_happens_when_it_does_not_fit(directory: Path, start: Start) -> None:
+async def _oom_policy(directory: Path, start: Start) -> None:
     estimator = FakeEstimator()
     estimator.sizes = {"a": 2000, "b": 2000}
     models = {"a": {"oom_policy": "cpu"}, "b": {}}
@@ -122,8 +122,8 @@ async def _what_happens_when_it_does_not_fit(directory: Path, start: Start) -> N
 
 
 @shows("memory_overhead")
-async def _what_is_reserved_beside_its_buffers(directory: Path, start: Start) -> None:
-    """In place of the 64 MiB that every worker takes of the host."""
+async def _overhead(directory: Path, start: Start) -> None:
+    """Instead of the 64 MiB of host memory that every worker reserves."""
     same = {"path": str(tiny_gguf.generative()), "context_length": 256, "parallel": 1}
     state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "estimates")})
     service = await start(
@@ -135,9 +135,9 @@ async def _what_is_reserved_beside_its_buffers(directory: Path, start: Start) ->
 
 
 @pytest.mark.parametrize("keys", TABLE, ids=lambda keys: "-".join(keys))
-async def test_the_key_does_something(keys: tuple[str, ...], tmp_path: Path, start: Start) -> None:
+async def test_key_has_an_effect(keys: tuple[str, ...], tmp_path: Path, start: Start) -> None:
     await TABLE[keys](tmp_path, start)
 
 
-def test_no_key_is_left_out() -> None:
+def test_every_key_has_a_test() -> None:
     assert sorted(key for keys in TABLE for key in keys) == sorted(ModelEntry.model_fields)

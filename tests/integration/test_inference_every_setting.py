@@ -1,6 +1,6 @@
-"""Every INFERENCE_* setting does something: one test each, over the real authority, that a value changes what happens.
+"""Every INFERENCE_* setting has an effect: one test each.
 
-Those that are listed as without effect in `inference.environment_settings` are left out; one on neither list fails.
+Settings without effect are listed in `inference.environment_settings`; a setting on neither list fails.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LONG_STEP = 60.5
 
 
 class TwoAccelerators(FakeAccelerator):
-    """Two of them."""
+    """Two accelerators."""
 
     def readings(self) -> tuple[Reading, ...]:
         (first,) = super().readings()
         return first, Reading("gpu-1", "cuda", "fake", first.total_bytes, first.free_bytes, first.used_bytes)
 
 
-class Elsewhere(Process):
+class OtherAddress(Process):
     """A service that listens on another loopback address."""
 
     @property
@@ -59,7 +59,7 @@ class Elsewhere(Process):
 
 @dataclass
 class Bench:
-    """What a test is given: services, a directory, and a way to change what the rig uses."""
+    """The tools of a test: services, a directory, and changes of the rig."""
 
     directory: Path
     patch: pytest.MonkeyPatch
@@ -76,14 +76,14 @@ class Bench:
         return service
 
     async def loaded(self, models: dict[str, dict[str, Any]] | None = None, **environ: Any) -> tuple[Service, Model]:
-        """A service in which the model `a` is loaded."""
+        """A service with the loaded model `a`."""
         service = await self.start(models or {"a": {}}, **environ)
         model = service.authority.resolve("a")
         await service.authority.load(model, 10)
         return service, model
 
     async def grant(self, **environ: str) -> dict[str, Any]:
-        """What the worker of a model that says nothing itself is told to load."""
+        """The grant of the worker of a model without its own settings."""
         path = self.directory / "grant.json"
         await self.loaded(behavior={"a": {"grant_file": str(path)}}, accelerator=FakeAccelerator(), **environ)
         return dict(json.loads(path.read_text()))
@@ -100,7 +100,7 @@ class Bench:
         return True
 
     async def queue_takes(self, priority: Priority, **environ: str) -> bool:
-        """Whether one request may wait for a model that is measured for ever."""
+        """Whether one request may wait for a model whose measurement never ends."""
         estimator = FakeEstimator()
         estimator.gate = asyncio.Event()
         service = await self.start({"a": {}}, estimator=estimator, **environ)
@@ -114,7 +114,7 @@ class Bench:
         return True
 
     async def failure(self, behavior: dict[str, Any], **environ: str) -> str:
-        """What a model says whose worker behaves like that, once it has failed."""
+        """The error of a model whose worker has this behavior."""
         service = await self.start({"a": {}}, {"a": behavior}, **environ)
         model = service.authority.resolve("a")
         ticket = service.authority.ask(model)
@@ -123,7 +123,7 @@ class Bench:
         return str(model.failure)
 
     def configured(self, text: str = "models: {}", **environ: str) -> settings.InferenceConfig:
-        """A configuration of its own."""
+        """A configuration in its own directory."""
         (self.directory / "models.yaml").write_text(text)
         return settings.load(self.directory, {PREFIX + name: value for name, value in environ.items()}, {})
 
@@ -133,7 +133,7 @@ TABLE: dict[tuple[str, ...], Shown] = {}
 
 
 def shows(*names: str) -> Callable[[Shown], Shown]:
-    """Enters a function that shows what these settings do."""
+    """Registers a function that tests these settings."""
 
     def enter(function: Shown) -> Shown:
         TABLE[names] = function
@@ -150,12 +150,12 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 # --- the service -----------------------------------------------------------------------------------------------------
 @shows("HOST", "PORT", "TOKEN")
-async def _where_it_listens_and_for_whom(bench: Bench) -> None:
+async def _address_and_token(bench: Bench) -> None:
     (bench.directory / "models.yaml").write_text("models: {}")
     port = free_port()
     environ = {"INFERENCE_HOST": "127.0.0.2", "INFERENCE_PORT": str(port), "INFERENCE_TOKEN": "known"}
     argv = [sys.executable, "-m", "inference", "--config-dir", str(bench.directory)]
-    service = Elsewhere(argv, private_env(bench.directory, environ), bench.directory, port)
+    service = OtherAddress(argv, private_env(bench.directory, environ), bench.directory, port)
     try:
         await asyncio.to_thread(service.start)
         assert http_status(f"http://127.0.0.1:{port}/livez") is None
@@ -168,14 +168,14 @@ async def _where_it_listens_and_for_whom(bench: Bench) -> None:
 
 
 @shows("ADMIN_KEY")
-async def _who_may_change_something(bench: Bench) -> None:
+async def _admin_key(bench: Bench) -> None:
     service = await bench.start({"a": {}}, ADMIN_KEY="admin")
     assert (await ask(service.app, "POST", "/models/a/unload", key="token")).status == 403
     assert (await ask(service.app, "POST", "/models/a/unload", key="admin")).status == 200
 
 
 @shows("MODELS_DIR")
-async def _where_relative_paths_begin(bench: Bench) -> None:
+async def _base_directory(bench: Bench) -> None:
     (bench.directory / "here").mkdir()
     (bench.directory / "here" / "x.gguf").write_bytes(b"GGUF")
     config = bench.configured("models: {a: {path: x.gguf}}", MODELS_DIR=str(bench.directory / "here"))
@@ -183,22 +183,22 @@ async def _where_relative_paths_begin(bench: Bench) -> None:
 
 
 @shows("BACKEND")
-async def _only_the_backend_that_there_is(bench: Bench) -> None:
+async def _backend(bench: Bench) -> None:
     assert bench.configured(BACKEND="llamacpp").settings.backend == "llamacpp"
     with pytest.raises(ConfigError, match="INFERENCE_BACKEND"):
         bench.configured(BACKEND="vllm")
 
 
 @shows("DRAIN_SECONDS")
-async def _how_long_answers_may_finish(bench: Bench) -> None:
+async def _drain_time(bench: Bench) -> None:
     service, model = await bench.loaded(DRAIN_SECONDS="0.1")
-    assert await service.authority.ask(model).wait(5)  # a request that never ends
+    assert await service.authority.ask(model).wait(5)  # a request without an end
     await asyncio.wait_for(service.authority.unload(model), 10)
     assert model.running is None
 
 
 @shows("MAX_BODY_MB")
-async def _how_long_a_body_may_be(bench: Bench) -> None:
+async def _body_limit(bench: Bench) -> None:
     service = await bench.start({"a": {}}, MAX_BODY_MB="0.001")
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x" * 2000})
     assert (answer.status, answer.body["error"]["code"]) == (413, "body_too_large")
@@ -206,19 +206,24 @@ async def _how_long_a_body_may_be(bench: Bench) -> None:
 
 # --- what models do not say themselves -------------------------------------------------------------------------------
 @shows("GPU_LAYERS", "CONTEXT_LENGTH", "PARALLEL", "KV_TYPE", "BATCH", "UBATCH", "THREADS", "FLASH_ATTENTION")
-async def _what_a_worker_is_told(bench: Bench) -> None:
+async def _grant_of_the_worker(bench: Bench) -> None:
     other = {
         "GPU_LAYERS": "3", "CONTEXT_LENGTH": "777", "PARALLEL": "3", "KV_TYPE": "q8_0", "BATCH": "128", "UBATCH": "64",
         "THREADS": "1",
     }  # fmt: skip
-    told = await bench.grant(**other)
-    assert (told["gpu_layers"], told["context_length"], told["parallel"], told["kv_type"]) == (3, 777, 3, "q8_0")
-    assert (told["batch"], told["ubatch"], told["threads"], told["flash_attention"]) == (128, 64, 1, True)
+    granted = await bench.grant(**other)
+    assert (granted["gpu_layers"], granted["context_length"], granted["parallel"], granted["kv_type"]) == (
+        3,
+        777,
+        3,
+        "q8_0",
+    )
+    assert (granted["batch"], granted["ubatch"], granted["threads"], granted["flash_attention"]) == (128, 64, 1, True)
     assert (await bench.grant(FLASH_ATTENTION="false"))["flash_attention"] is False
 
 
 @shows("GPU_INDEX")
-async def _the_accelerator_for_models_that_name_none(bench: Bench) -> None:
+async def _default_device(bench: Bench) -> None:
     for index in ("0", "1"):
         _, model = await bench.loaded(accelerator=TwoAccelerators(), GPU_INDEX=index)
         assert model.running is not None
@@ -226,19 +231,19 @@ async def _the_accelerator_for_models_that_name_none(bench: Bench) -> None:
 
 
 @shows("OOM_POLICY")
-async def _what_happens_to_a_model_that_does_not_fit(bench: Bench) -> None:
+async def _oom_policy(bench: Bench) -> None:
     assert not await bench.fits(2000, on=FakeAccelerator())
     assert await bench.fits(2000, on=FakeAccelerator(), OOM_POLICY="cpu")
 
 
 @shows("MODEL_IDLE_TIMEOUT_SECONDS")
-async def _how_long_an_idle_model_stays(bench: Bench) -> None:
+async def _idle_timeout(bench: Bench) -> None:
     _, model = await bench.loaded(MODEL_IDLE_TIMEOUT_SECONDS="0.1", ENABLE_CPU_OFFLOAD="false")
     await model.becomes(ModelState.COLD)
 
 
 @shows("ENABLE_CPU_OFFLOAD")
-async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
+async def _retention(bench: Bench) -> None:
     for enabled, state in (("true", ModelState.WARM), ("false", ModelState.COLD)):
         service, model = await bench.loaded(ENABLE_CPU_OFFLOAD=enabled, MODEL_IDLE_TIMEOUT_SECONDS="0.1")
         await model.becomes(state)
@@ -246,13 +251,13 @@ async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
 
 
 @shows("WARM_CHECKPOINT")
-async def _which_devices_keep_models_by_a_checkpoint(bench: Bench) -> None:
+async def _checkpoints(bench: Bench) -> None:
     stub = CudaStub(bench.directory / "cuda")
     for name, value in stub.env.items():
         bench.patch.setenv(name, value)
-    for said, mechanism in (("off", "resident"), ("simulated", "resident"), ("auto", "checkpoint")):
-        service, model = await bench.loaded(accelerator=FakeAccelerator(), WARM_CHECKPOINT=said)
-        wanted = None if said == "auto" else f"INFERENCE_WARM_CHECKPOINT is {said}"
+    for value, mechanism in (("off", "resident"), ("simulated", "resident"), ("auto", "checkpoint")):
+        service, model = await bench.loaded(accelerator=FakeAccelerator(), WARM_CHECKPOINT=value)
+        wanted = None if value == "auto" else f"INFERENCE_WARM_CHECKPOINT is {value}"
         await service.authority.shell.reached(lambda state: "cuda" in state.devices.suspension)
         assert service.authority.state.devices.suspension["cuda"] == wanted
         await service.authority.offload(model)
@@ -260,47 +265,47 @@ async def _which_devices_keep_models_by_a_checkpoint(bench: Bench) -> None:
 
 
 @shows("MIN_RESIDENCY_SECONDS")
-async def _how_long_nobody_evicts_it(bench: Bench) -> None:
-    said: dict[str, dict[str, Any]] = {"a": {"min_residency": None}}
+async def _min_residency(bench: Bench) -> None:
+    models: dict[str, dict[str, Any]] = {"a": {"min_residency": None}}
     for seconds, standing in (("0", Standing.IDLE), ("1000", Standing.YOUNG)):
-        service, model = await bench.loaded(said, MIN_RESIDENCY_SECONDS=seconds)
+        service, model = await bench.loaded(models, MIN_RESIDENCY_SECONDS=seconds)
         assert service.authority.state.standing(model.record, service.authority.now) is standing
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 @shows("MEMORY_LIMIT_GB")
-async def _the_sum_over_all_models(bench: Bench) -> None:
+async def _total_limit(bench: Bench) -> None:
     assert await bench.fits(100, on=None, MEMORY_LIMIT_GB="0.1")
     assert not await bench.fits(100, on=None, MEMORY_LIMIT_GB="0.09")
 
 
 @shows("GPU_MEMORY_MAX_PERCENT")
-async def _the_share_of_an_accelerator(bench: Bench) -> None:
+async def _accelerator_share(bench: Bench) -> None:
     assert await bench.fits(850, on=FakeAccelerator())
     assert not await bench.fits(850, on=FakeAccelerator(), GPU_MEMORY_MAX_PERCENT="0.8")
 
 
 @shows("CPU_MEMORY_MAX_PERCENT")
-async def _the_share_of_the_host(bench: Bench) -> None:
+async def _host_share(bench: Bench) -> None:
     assert await bench.fits(100, on=None)
     assert not await bench.fits(100, on=None, CPU_MEMORY_MAX_PERCENT="0.00001")
 
 
 @shows("GPU_MEMORY_LIMIT_MB")
-async def _the_bytes_of_an_accelerator(bench: Bench) -> None:
+async def _accelerator_bytes(bench: Bench) -> None:
     assert await bench.fits(300, on=FakeAccelerator(), GPU_MEMORY_LIMIT_MB="300")
     assert not await bench.fits(300, on=FakeAccelerator(), GPU_MEMORY_LIMIT_MB="299")
 
 
 @shows("GPU_MEMORY_RESERVE_MB")
-async def _what_is_left_free(bench: Bench) -> None:
+async def _reserve(bench: Bench) -> None:
     whole = {"GPU_MEMORY_MAX_PERCENT": "1"}
     assert await bench.fits(980, on=FakeAccelerator(), GPU_MEMORY_RESERVE_MB="0", **whole)
     assert not await bench.fits(980, on=FakeAccelerator(), GPU_MEMORY_RESERVE_MB="30", **whole)
 
 
 @shows("MAX_MODELS", "MAX_MODELS_PER_DEVICE")
-async def _how_many_at_once(bench: Bench) -> None:
+async def _number_of_models(bench: Bench) -> None:
     for name, most in (("MAX_MODELS", 1), ("MAX_MODELS_PER_DEVICE", 1), ("MAX_MODELS", 2)):
         service, _ = await bench.loaded({"a": {}, "b": {}}, ENABLE_CPU_OFFLOAD="false", **{name: str(most)})
         await service.authority.load(service.authority.resolve("b"), 10)
@@ -308,7 +313,7 @@ async def _how_many_at_once(bench: Bench) -> None:
 
 
 @shows("FORCE_CPU_MODE")
-async def _as_if_there_were_no_accelerator(bench: Bench) -> None:
+async def _forced_cpu_mode(bench: Bench) -> None:
     for forced, device in (("false", "gpu-0"), ("true", CPU)):
         _, model = await bench.loaded(accelerator=FakeAccelerator(), FORCE_CPU_MODE=forced)
         assert model.running is not None
@@ -316,9 +321,9 @@ async def _as_if_there_were_no_accelerator(bench: Bench) -> None:
 
 
 @shows("DEVICES")
-async def _which_devices_there_are(bench: Bench) -> None:
-    for said, expected in (("cpu", ["cpu"]), ("sim:64MiB", ["gpu-0", "cpu"])):
-        inventory = Inventory.of(bench.configured(DEVICES=said).settings)
+async def _devices(bench: Bench) -> None:
+    for value, expected in (("cpu", ["cpu"]), ("sim:64MiB", ["gpu-0", "cpu"])):
+        inventory = Inventory.of(bench.configured(DEVICES=value).settings)
         await inventory.start()
         try:
             assert [reading.id for reading in inventory.readings()] == expected
@@ -327,7 +332,7 @@ async def _which_devices_there_are(bench: Bench) -> None:
 
 
 @shows("ENABLE_LAZY_MODEL_LOADING")
-async def _whether_models_are_loaded_at_start(bench: Bench) -> None:
+async def _load_at_start(bench: Bench) -> None:
     service = await bench.start({"a": {}, "b": {}}, ENABLE_LAZY_MODEL_LOADING="false")
     await service.authority.reached(lambda: all(model.loads for model in service.authority.models.values()))
     service = await bench.start({"a": {}, "b": {}})
@@ -336,7 +341,7 @@ async def _whether_models_are_loaded_at_start(bench: Bench) -> None:
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
 @shows("QUEUE_HIGH", "QUEUE_NORMAL", "QUEUE_LOW")
-async def _how_many_may_wait(bench: Bench) -> None:
+async def _queue_size(bench: Bench) -> None:
     for priority in Priority:
         assert not await bench.queue_takes(priority, **{f"QUEUE_{priority.upper()}": "0"})
         assert await bench.queue_takes(
@@ -345,7 +350,7 @@ async def _how_many_may_wait(bench: Bench) -> None:
 
 
 @shows("ACQUIRE_TIMEOUT_SECONDS")
-async def _the_longest_wait(bench: Bench) -> None:
+async def _queue_timeout(bench: Bench) -> None:
     estimator = FakeEstimator()
     estimator.gate = asyncio.Event()
     service = await bench.start({"a": {}}, estimator=estimator, ACQUIRE_TIMEOUT_SECONDS="0.05")
@@ -355,7 +360,7 @@ async def _the_longest_wait(bench: Bench) -> None:
 
 
 @shows("ESTIMATE_TIMEOUT_SECONDS")
-async def _how_long_an_estimate_may_take(bench: Bench) -> None:
+async def _estimate_timeout(bench: Bench) -> None:
     path = tiny_gguf.generative()
     for number, (environ, source) in enumerate((({"ESTIMATE_TIMEOUT_SECONDS": "0.01"}, "header"), ({}, "llama.cpp"))):
         config = bench.configured(f"models: {{a: {{path: {path}}}}}", FORCE_CPU_MODE="true", **environ)
@@ -368,31 +373,31 @@ async def _how_long_an_estimate_may_take(bench: Bench) -> None:
 
 # --- supervision -----------------------------------------------------------------------------------------------------
 @shows("LOAD_TIMEOUT_SECONDS")
-async def _the_longest_load(bench: Bench) -> None:
+async def _load_timeout(bench: Bench) -> None:
     assert "not loaded within" in await bench.failure({"load_seconds": 60}, LOAD_TIMEOUT_SECONDS="0.3")
 
 
 @shows("WORKER_START_SECONDS")
-async def _how_long_a_worker_may_take_to_greet(bench: Bench) -> None:
+async def _hello_timeout(bench: Bench) -> None:
     bench.patch.setattr(authority_rig, "COMMAND", ("/bin/sleep", "60"))
     assert "no sign of life" in await bench.failure({}, WORKER_START_SECONDS="0.3")
 
 
 @shows("WORKER_SILENCE_SECONDS")
-async def _how_long_a_worker_may_be_silent(bench: Bench) -> None:
+async def _silence_timeout(bench: Bench) -> None:
     assert "silent for" in await bench.failure({"silent_after": 0.1}, WORKER_SILENCE_SECONDS="0.8")
 
 
 @shows("STEP_TIMEOUT_SECONDS", "STEP_TIMEOUT_SECONDS_PER_TOKEN")
-async def _how_long_a_step_may_take(bench: Bench) -> None:
+async def _step_timeout(bench: Bench) -> None:
     for environ in ({"STEP_TIMEOUT_SECONDS": "59"}, {"STEP_TIMEOUT_SECONDS_PER_TOKEN": "0"}):
-        said = await bench.failure({"step_seconds": LONG_STEP}, **environ)
-        assert "takes longer than 60 s" in said
+        error = await bench.failure({"step_seconds": LONG_STEP}, **environ)
+        assert "takes longer than 60 s" in error
 
 
 # --- pressure --------------------------------------------------------------------------------------------------------
 @shows("PRESSURE_MODERATE", "PRESSURE_HIGH", "PRESSURE_CRITICAL", "PRESSURE_EMERGENCY")
-async def _where_the_levels_begin(bench: Bench) -> None:
+async def _pressure_levels(bench: Bench) -> None:
     levels = ("moderate", "high", "critical", "emergency")
     for number, level in enumerate(levels, 1):
         accelerator = FakeAccelerator()
@@ -404,20 +409,20 @@ async def _where_the_levels_begin(bench: Bench) -> None:
         assert found["per_device"]["gpu-0"]["pressure_level"] == level
 
 
-async def _presses(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, Any]:
-    """An idle model beside which others take memory, on a device that is looked at ten times a second."""
+async def _evicts_under_pressure(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, Any]:
+    """An idle model on a device where others take memory; the device is read ten times a second."""
     accelerator = SharedDevice()
-    said = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false", **environ}
-    service, model = await bench.loaded(accelerator=accelerator, **said)
+    settings_of_test = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false", **environ}
+    service, model = await bench.loaded(accelerator=accelerator, **settings_of_test)
     accelerator.service, accelerator.foreign_mib = service, foreign_mb
     return model, service
 
 
 @shows("ENABLE_MEMORY_GOVERNOR")
-async def _whether_pressure_is_acted_on(bench: Bench) -> None:
-    model, _ = await _presses(bench, 850)
+async def _pressure_governor(bench: Bench) -> None:
+    model, _ = await _evicts_under_pressure(bench, 850)
     await model.becomes(ModelState.COLD)
-    model, site = await _presses(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
+    model, site = await _evicts_under_pressure(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
     await site.authority.reached(
         lambda: site.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level == "critical"
     )
@@ -425,18 +430,18 @@ async def _whether_pressure_is_acted_on(bench: Bench) -> None:
 
 
 @shows("PRESSURE_EAGER", "EVICTION_IDLE_THRESHOLD_SECONDS")
-async def _whether_it_is_acted_on_before_memory_is_wanted(bench: Bench) -> None:
-    model, _ = await _presses(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
+async def _eager_eviction(bench: Bench) -> None:
+    model, _ = await _evicts_under_pressure(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
     await model.becomes(ModelState.COLD)
     for environ in ({"PRESSURE_EAGER": "true"}, {"EVICTION_IDLE_THRESHOLD_SECONDS": "0"}):
-        model, site = await _presses(bench, 10, **environ)
+        model, site = await _evicts_under_pressure(bench, 10, **environ)
         await site.clock.advance(2.0)
         assert len(site.authority.state.pressure.history) >= 4
         assert model.state is ModelState.READY
 
 
 @shows("PRESSURE_CHECK_INTERVAL_SECONDS")
-async def _how_often_devices_are_looked_at(bench: Bench) -> None:
+async def _pressure_interval(bench: Bench) -> None:
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator(), PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
     await service.authority.reached(lambda: len(service.authority.state.pressure.history) >= 3)
     service = await bench.start({"a": {}}, accelerator=FakeAccelerator())
@@ -444,7 +449,7 @@ async def _how_often_devices_are_looked_at(bench: Bench) -> None:
 
 
 @shows("ENABLE_MEMORY_ALERTS")
-async def _whether_alerts_are_told(bench: Bench) -> None:
+async def _alerts(bench: Bench) -> None:
     for enabled in ("true", "false"):
         accelerator = FakeAccelerator()
         accelerator.used_bytes = 950 * MIB
@@ -455,11 +460,11 @@ async def _whether_alerts_are_told(bench: Bench) -> None:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(names))
-async def test_the_setting_does_something(names: tuple[str, ...], bench: Bench) -> None:
+async def test_setting_has_an_effect(names: tuple[str, ...], bench: Bench) -> None:
     await TABLE[names](bench)
 
 
-def test_no_setting_is_left_out() -> None:
+def test_every_setting_has_a_test() -> None:
     shown = [PREFIX + name for names in TABLE for name in names]
     without = [PREFIX + name.upper() for name in WITHOUT_EFFECT]
     assert sorted([*shown, *without]) == sorted(environment_names())

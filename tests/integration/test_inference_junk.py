@@ -1,4 +1,4 @@
-"""Whatever is sent to the cold routes, the answer is in the envelope and never a failure of the service itself."""
+"""Invalid requests to any route get an error envelope and never an internal error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_junk_is_refused_in_the_envelope(start: Start) -> None:
+async def test_invalid_requests_get_the_error_envelope(start: Start) -> None:
     service = await start({"a": {}})
     for method, path in operations(service.app):
         if path in ("/events", "/memory/gc", "/memory/defragment"):  # endless, or slow and without parameters

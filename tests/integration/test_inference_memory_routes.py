@@ -1,4 +1,4 @@
-"""What `/memory/*` says is what the ledger, the devices and the records say, in MiB and percent."""
+"""`/memory/*` agrees with the ledger, the devices and the records, in MiB and percent."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ async def post(service: Service, path: str, body: Any = None, status: int = 200)
     return answer.body
 
 
-async def test_totals_are_those_of_the_accelerators(start: Start) -> None:
+async def test_totals_are_the_sums_of_the_accelerators(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {}, "b": {}}, accelerator=accelerator)
     await service.authority.load(service.authority.resolve("a"), 10)
-    accelerator.used_bytes = 350 * MIB  # 100 of them are the model's
+    accelerator.used_bytes = 350 * MIB  # 100 MiB of it are the model
     stats = await get(service, "/memory/stats")
     device = stats["per_device"]["gpu-0"]
     assert (stats["total_mb"], stats["used_mb"], stats["free_mb"]) == (1000, 350, 650)
@@ -52,7 +52,7 @@ async def test_totals_are_those_of_the_accelerators(start: Start) -> None:
     accelerator.used_bytes = 0
 
 
-async def test_without_an_accelerator_totals_are_the_hosts(start: Start) -> None:
+async def test_totals_without_an_accelerator_are_those_of_the_host(start: Start) -> None:
     service = await start({"a": {}}, MEMORY_LIMIT_GB="0.5")
     await service.authority.load(service.authority.resolve("a"), 10)
     stats = await get(service, "/memory/stats")
@@ -61,7 +61,7 @@ async def test_without_an_accelerator_totals_are_the_hosts(start: Start) -> None
     assert stats["limit_mb"] == stats["budget_usable_mb"] == 512
 
 
-async def test_leaving_is_counted_and_listed_with_its_reason(start: Start) -> None:
+async def test_evictions_are_counted_and_listed_with_their_reason(start: Start) -> None:
     service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     for name in ("a", "b", "a"):
         with service.authority.ask(service.authority.resolve(name)) as ticket:
@@ -77,7 +77,7 @@ async def test_leaving_is_counted_and_listed_with_its_reason(start: Start) -> No
     assert last["timestamp"] > 1e9
 
 
-async def test_models_say_where_they_are_and_how_they_are_used(start: Start) -> None:
+async def test_models_have_their_devices_and_usage(start: Start) -> None:
     service = await start({"a": {}, "b": {}})
     model = service.authority.resolve("a")
     lease = await service.authority.ask(model).wait(10)
@@ -94,7 +94,7 @@ async def test_models_say_where_they_are_and_how_they_are_used(start: Start) -> 
     assert idle["idle_seconds"] >= 0
 
 
-async def test_a_warm_model_holds_host_memory_and_says_so(start: Start) -> None:
+async def test_warm_model_is_listed_with_its_host_memory(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"saved": 2**20}})
     model = service.authority.resolve("a")
     await service.authority.load(model, 10)
@@ -116,7 +116,7 @@ async def test_a_warm_model_holds_host_memory_and_says_so(start: Start) -> None:
     assert (await post(service, "/memory/gc"))["models"] == ["a"]
 
 
-async def test_fragmentation_holds_the_books_against_what_is_seen(start: Start) -> None:
+async def test_fragmentation_compares_the_ledger_with_readings(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {"context_length": 512, "parallel": 2}}, {"a": {}}, accelerator=accelerator)
     loaded = service.authority.resolve("a")
@@ -135,7 +135,7 @@ async def test_fragmentation_holds_the_books_against_what_is_seen(start: Start) 
     accelerator.used_bytes = 0
 
 
-async def test_running_out_of_memory_and_trying_again_with_less_are_counted(start: Start) -> None:
+async def test_out_of_memory_and_reduced_loads_are_counted(start: Start) -> None:
     estimator = FakeEstimator()
     estimator.sizes["b"] = 200
     models = {"a": {}, "b": {"oom_policy": "reduce"}}
@@ -148,7 +148,7 @@ async def test_running_out_of_memory_and_trying_again_with_less_are_counted(star
     assert (found["num_alloc_retries"], found["num_ooms"]) == (2, 1)
 
 
-async def test_health_says_which_device_is_full_and_of_whose_memory(start: Start) -> None:
+async def test_health_names_the_full_device_and_the_users_of_its_memory(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {}}, accelerator=accelerator)
     well = await get(service, "/memory/health")
@@ -161,7 +161,7 @@ async def test_health_says_which_device_is_full_and_of_whose_memory(start: Start
     assert (await ask(service.app, "GET", "/health", key=None)).body["message"] == ill["message"]
 
 
-async def test_evicting_by_hand_answers_with_the_memory_that_came_back(start: Start) -> None:
+async def test_evict_command_returns_the_released_memory(start: Start) -> None:
     service = await start({"a": {"min_residency": 1000}, "b": {"pinned": True}})
     assert await post(service, "/memory/evict/a") == {"model_name": "a", "evicted": False, "memory_freed_mb": 0}
     for name in ("a", "b"):
@@ -179,13 +179,13 @@ async def test_evicting_by_hand_answers_with_the_memory_that_came_back(start: St
     assert service.authority.resolve("b").running is not None
 
 
-async def test_evicting_a_busy_model_waits_for_its_answers_within_the_drain_time(start: Start) -> None:
+async def test_evict_command_waits_for_running_answers_within_the_drain_time(start: Start) -> None:
     service = await start({"a": {}}, DRAIN_SECONDS="0.2")
     assert await service.authority.ask(service.authority.resolve("a")).wait(10)
     assert (await post(service, "/memory/evict/a"))["evicted"]
 
 
-async def test_collecting_unloads_idle_models_and_nobody_else(start: Start) -> None:
+async def test_gc_unloads_only_idle_models(start: Start) -> None:
     models: dict[str, Any] = {"idle": {}, "busy": {}, "young": {"min_residency": 1000}, "pinned": {"pinned": True}}
     service = await start(models, MEMORY_LIMIT_GB="1")
     for name in models:
@@ -198,8 +198,8 @@ async def test_collecting_unloads_idle_models_and_nobody_else(start: Start) -> N
     assert [model.id for model in service.authority.models.values() if model.running] == ["busy", "young", "pinned"]
 
 
-async def test_a_load_that_was_refused_fits_after_defragmenting(start: Start) -> None:
-    """A worker grew beyond its reservation, and lets go of what it grew by when it drops what it retains."""
+async def test_refused_load_fits_after_defragmenting(start: Start) -> None:
+    """A worker grew beyond its reservation, and shrinks when it drops retained prefixes."""
     service = await start({"a": {"pinned": True}, "b": {}}, {"a": {"grow": 250 * MIB}}, MEMORY_LIMIT_GB="0.35")
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model, 10)
@@ -217,7 +217,7 @@ async def test_a_load_that_was_refused_fits_after_defragmenting(start: Start) ->
 
 
 class TwoDevices(SharedDevice):
-    """Two GPUs of 1,000 MiB on which nobody else uses anything."""
+    """Two GPUs of 1,000 MiB without other users."""
 
     def readings(self) -> tuple[Reading, ...]:
         self._id = "gpu-0"
@@ -227,7 +227,7 @@ class TwoDevices(SharedDevice):
         return first, second
 
 
-async def test_idle_models_are_moved_together_so_that_a_large_one_fits(start: Start) -> None:
+async def test_defragmenting_moves_idle_models_so_that_a_large_one_fits(start: Start) -> None:
     estimator = FakeEstimator()
     estimator.sizes = {"a": 400, "b": 300, "large": 700}
     machine = TwoDevices()
@@ -249,7 +249,7 @@ async def test_idle_models_are_moved_together_so_that_a_large_one_fits(start: St
     assert all(model.running for model in service.authority.models.values())
 
 
-async def test_bad_input_is_told_in_the_envelope(start: Start) -> None:
+async def test_invalid_input_gets_the_error_envelope(start: Start) -> None:
     service = await start({"a": {}})
     for method, path, body, status, code in (
         ("POST", "/memory/evict/nope", None, 404, "model_not_found"),

@@ -1,4 +1,4 @@
-"""What a killed service left is ended by the next one, and nothing else is: by token and start time, not by pid."""
+"""A service ends only the processes that an earlier service left, identified by token and start time, not by pid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GONE = 2**22 + 1
 
 
 class Strays:
-    """Processes that no parent's death ends."""
+    """Processes that do not end with their parent."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
@@ -61,7 +61,7 @@ def _write(state: StateDir, token: str, pid: int, began_at: int) -> None:
     (state.root / "family.json").write_text(json.dumps([{"token": token, "pid": pid, "began": began_at}]))
 
 
-def test_only_who_has_the_token_is_ended(state: StateDir, strays: Strays) -> None:
+def test_only_processes_with_the_token_are_ended(state: StateDir, strays: Strays) -> None:
     mine, stopped = strays.start("token-1"), strays.start("token-1", stopped=True)
     others = [strays.start("token-2"), strays.start(None)]
     first = start_ticks(mine.pid)
@@ -76,7 +76,7 @@ def test_only_who_has_the_token_is_ended(state: StateDir, strays: Strays) -> Non
     assert len(own["token"]) == 32
 
 
-def test_what_began_before_the_service_is_nobody_of_it(state: StateDir, strays: Strays) -> None:
+def test_process_older_than_the_service_is_not_ended(state: StateDir, strays: Strays) -> None:
     stray = strays.start("token-1")
     started = start_ticks(stray.pid)
     assert started is not None
@@ -85,7 +85,7 @@ def test_what_began_before_the_service_is_nobody_of_it(state: StateDir, strays: 
     assert stray.poll() is None
 
 
-def test_the_children_of_a_service_that_lives_are_left_alone(state: StateDir, strays: Strays) -> None:
+def test_children_of_a_running_service_are_not_ended(state: StateDir, strays: Strays) -> None:
     living, child = strays.start(None), strays.start("token-1")
     started = start_ticks(living.pid)
     assert started is not None
@@ -95,12 +95,12 @@ def test_the_children_of_a_service_that_lives_are_left_alone(state: StateDir, st
 
 
 @pytest.mark.parametrize("text", ["", "{}", '[{"token": 1}]', '[{"token": "", "pid": 1, "began": 0}]', "[3]"])
-def test_a_damaged_record_ends_nobody(state: StateDir, text: str) -> None:
+def test_damaged_record_ends_no_process(state: StateDir, text: str) -> None:
     (state.root / "family.json").write_text(text)
     assert end_orphans(state, {}) == []
 
 
-def test_where_processes_cannot_be_seen_nothing_is_ended(state: StateDir, strays: Strays, tmp_path: Path) -> None:
+def test_no_process_is_ended_without_proc(state: StateDir, strays: Strays, tmp_path: Path) -> None:
     stray = strays.start("token-1")
     _write(state, "token-1", GONE, 0)
     assert end_orphans(state, {}, tmp_path / "no-proc") == []

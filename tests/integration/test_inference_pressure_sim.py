@@ -1,4 +1,4 @@
-"""A foreign process takes memory of a simulated GPU: an idle model goes to host memory, and nobody's request fails."""
+"""Another program takes memory of a simulated GPU: an idle model moves to host memory, and no request fails."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def chat(stack: Stack, model: str) -> Any:
     return stack.ask("/v1/chat/completions", chat_body("hello", model, max_tokens=4), direct=True)["choices"]
 
 
-def test_idle_models_make_room_for_others_before_anything_fails(stack: Stack) -> None:
+def test_idle_models_make_room_for_other_programs_before_a_failure(stack: Stack) -> None:
     assert chat(stack, "demo")
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         used = rig.tell("status")["gpu-0"]["used_bytes"]
         assert used > 0
         rig.tell("foreign", "gpu-0", bytes=int(TOTAL * 0.85) - used)
-        (record,) = wait_until("it left", lambda: stack.ask("/memory/evictions", direct=True)["evictions"])
+        (record,) = wait_until("the model left", lambda: stack.ask("/memory/evictions", direct=True)["evictions"])
         assert (record["model_name"], record["reason"], record["action"]) == ("demo", "pressure", "offload")
         assert "gpu-0 is at high: 340.0 MiB of 400.0 MiB are in use" in record["explanation"][0]
         assert record["memory_freed_mb"] > 0
         status = rig.tell("status")["gpu-0"]
-        assert status["used_bytes"] == status["foreign_bytes"], "nothing of ours is left on the device"
-        (kept,) = wait_until("it is warm", lambda: stack.ask("/memory/offloaded", direct=True)["offloaded"])
+        assert status["used_bytes"] == status["foreign_bytes"], "the service uses nothing on the device"
+        (kept,) = wait_until("the model is warm", lambda: stack.ask("/memory/offloaded", direct=True)["offloaded"])
         assert (kept["model_key"], kept["original_device"]) == ("demo", "gpu-0")
         rig.tell("foreign", "gpu-0", bytes=0)
         assert chat(stack, "demo")
@@ -65,8 +65,8 @@ def test_idle_models_make_room_for_others_before_anything_fails(stack: Stack) ->
         assert {"low", "high"} <= {sample["devices"]["gpu-0"]["pressure_level"] for sample in samples}
 
 
-def test_a_service_that_starts_beside_a_full_device_says_so_and_serves_once_there_is_room(tmp_path: Path) -> None:
-    """Others had 95 % before it first looked: it is ready all the same, refuses with numbers, and leaves nothing."""
+def test_service_that_starts_with_a_full_device_reports_it_and_serves_when_there_is_room(tmp_path: Path) -> None:
+    """With 95 % in use at the start the service is ready, refuses with numbers, and leaves no process."""
     env = {"INFERENCE_DEVICES": "sim:400MiB", "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.5"}
     env |= {"TAKEN_BYTES": str(int(TOTAL * 0.95)), "PYTHONPATH": str(REPOSITORY)}
     stack = Stack(tmp_path, models=MODELS, inference_env=env)
@@ -79,9 +79,9 @@ def test_a_service_that_starts_beside_a_full_device_says_so_and_serves_once_ther
         with pytest.raises(urllib.error.HTTPError) as unwell:
             stack.ask("/memory/health", direct=True)
         with unwell.value as answer:
-            said = json.load(answer)["message"]
-        assert said == "gpu-0 is at critical pressure: 380 MiB of 400 MiB are in use, 380 MiB of it by others"
-        wait_until("it is measured", lambda: not of_models(stack.inference.pid))
+            message = json.load(answer)["message"]
+        assert message == "gpu-0 is at critical pressure: 380 MiB of 400 MiB are in use, 380 MiB of it by others"
+        wait_until("the estimate ended", lambda: not of_models(stack.inference.pid))
         before = allocations(stack)
         with pytest.raises(urllib.error.HTTPError) as refused:
             chat(stack, "demo")
@@ -92,10 +92,10 @@ def test_a_service_that_starts_beside_a_full_device_says_so_and_serves_once_ther
         assert (short["device"], short["short_bytes"]) == ("gpu-0", short["need_bytes"] - short["free_bytes"])
         assert 0 <= short["free_bytes"] < short["need_bytes"]
         assert allocations(stack) == before
-        wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
+        wait_until("no process remains", lambda: not of_models(stack.inference.pid))
         with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
             rig.tell("foreign", "gpu-0", bytes=0)
-            wait_until("it is over", lambda: level(stack) == "low")
+            wait_until("the pressure is over", lambda: level(stack) == "low")
         assert chat(stack, "demo-mini")
     finally:
         stack.kill()
@@ -106,6 +106,6 @@ def level(stack: Stack) -> str:
 
 
 def allocations(stack: Stack) -> int:
-    """How many there ever were on the device."""
+    """All allocations on the device so far."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         return int(rig.tell("status")["gpu-0"]["allocations"])

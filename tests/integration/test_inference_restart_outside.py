@@ -1,4 +1,4 @@
-"""What no process of the service can heal ends it with status 70, and no next one turns GPUs into CPU."""
+"""If only a new process can help, the service ends with status 70, and the next one does not use the CPU instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ELSE = [
 
 
 def service(root: Path, gpus: int, **env: str) -> Service:
-    """On the bundled models, with a GPU that cannot be reached if it is shown at all."""
+    """A service with the demo models and a GPU that cannot be reached."""
     (root / "config").mkdir(exist_ok=True)
     (root / "config" / "models.yaml").write_text('models: {demo: {path: "bundled:demo"}}')
     env = {"UNREACHABLE_GPUS": str(gpus), "PYTHONPATH": str(REPOSITORY), **env}
@@ -37,13 +37,13 @@ def service(root: Path, gpus: int, **env: str) -> Service:
 
 def refused(service: Service) -> str:
     """The log of a service that ends with status 70."""
-    with contextlib.suppress(AssertionError):  # it may end before it was heard to answer
+    with contextlib.suppress(AssertionError):  # it may end before it answers
         service.start()
     assert service.wait() == Exit.RESTART_OUTSIDE
     return service.log
 
 
-def test_the_service_asks_to_be_restarted_and_never_comes_back_on_the_cpu(tmp_path: Path) -> None:
+def test_service_ends_with_70_and_does_not_restart_on_the_cpu(tmp_path: Path) -> None:
     first = service(tmp_path, 1)
     try:
         first.start()
@@ -54,57 +54,57 @@ def test_the_service_asks_to_be_restarted_and_never_comes_back_on_the_cpu(tmp_pa
         first.kill()
 
 
-def test_a_killed_service_never_comes_back_on_the_cpu_unless_it_is_told_to(tmp_path: Path) -> None:
+def test_killed_service_restarts_on_the_cpu_only_if_configured(tmp_path: Path) -> None:
     killed = service(tmp_path, 1, GPUS_READ_WELL="1")
-    told = service(tmp_path, 0, INFERENCE_FORCE_CPU_MODE="true")
+    on_cpu = service(tmp_path, 0, INFERENCE_FORCE_CPU_MODE="true")
     try:
         killed.start(wait_for="/readyz")
         killed.kill()
-        said = refused(service(tmp_path, 0))
-        assert "1 accelerators were in use and 0 can be reached" in said
-        assert "INFERENCE_FORCE_CPU_MODE=true" in said
-        told.start(wait_for="/readyz")
+        log = refused(service(tmp_path, 0))
+        assert "1 accelerators were in use and 0 can be reached" in log
+        assert "INFERENCE_FORCE_CPU_MODE=true" in log
+        on_cpu.start(wait_for="/readyz")
     finally:
         killed.kill()
-        told.kill()
+        on_cpu.kill()
 
 
 def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_asked: bool = False) -> Unreached:
-    """What a start does that finds so many."""
+    """Simulates a start that finds `count` accelerators."""
     unreached = Unreached(StateDir(root), under)
     unreached.check(found, cpu_asked=cpu_asked)
     return unreached
 
 
-def test_accelerators_that_were_there_are_expected(tmp_path: Path) -> None:
-    start(tmp_path, 0)  # never any: the CPU is what there is
+def test_accelerators_of_earlier_starts_are_expected(tmp_path: Path) -> None:
+    start(tmp_path, 0)  # no accelerator before: the CPU is expected
     assert not (tmp_path / NAME).exists()
     start(tmp_path, 2)
     for _ in range(2):
         with pytest.raises(OutOfReachError, match="2 accelerators were in use and 0 can be reached") as caught:
             start(tmp_path, 0)
     assert caught.value.exit_code == Exit.RESTART_OUTSIDE
-    start(tmp_path, 1)  # one was taken out, or died for good: there is no surprise in that
+    start(tmp_path, 1)  # one was removed: the number is not checked
     with pytest.raises(OutOfReachError, match="1 accelerators"):
         start(tmp_path, 0)
 
 
-def test_who_ended_because_of_them_expects_all_of_them(tmp_path: Path) -> None:
+def test_all_accelerators_are_expected_after_an_exit_with_70(tmp_path: Path) -> None:
     start(tmp_path, 2).note(2)
     with pytest.raises(OutOfReachError, match="2 accelerators were in use and 1 can be reached"):
         start(tmp_path, 1)
     start(tmp_path, 3)
-    start(tmp_path, 1)  # they were back meanwhile
+    start(tmp_path, 1)  # they were available in between
 
 
-def test_each_way_out_that_the_refusal_names_is_one(tmp_path: Path) -> None:
+def test_each_remedy_of_the_message_works(tmp_path: Path) -> None:
     start(tmp_path, 2).note(2)
     with pytest.raises(OutOfReachError) as caught:
         start(tmp_path, 1)
     message = str(caught.value)
     assert "INFERENCE_FORCE_CPU_MODE=true" in message
     start(tmp_path, 0, cpu_asked=True)
-    with pytest.raises(OutOfReachError):  # the CPU was meant for that one time
+    with pytest.raises(OutOfReachError):  # the CPU was allowed once
         start(tmp_path, 1)
     assert "restart the machine" in message
     start(tmp_path, 0, replace(NOW, boot="boot-2"))
@@ -114,10 +114,10 @@ def test_each_way_out_that_the_refusal_names_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("under", ELSE, ids=["devices", "visible", "boot", "backends"])
-def test_under_other_circumstances_nothing_is_expected(tmp_path: Path, under: Circumstances) -> None:
+def test_no_accelerator_is_expected_under_other_circumstances(tmp_path: Path, under: Circumstances) -> None:
     start(tmp_path, 2)
     start(tmp_path, 0, under)
-    with pytest.raises(OutOfReachError):  # what found none says nothing about those before
+    with pytest.raises(OutOfReachError):  # a start without accelerators does not replace the record
         start(tmp_path, 0)
     start(tmp_path, 1, under)
     start(tmp_path, 0)
@@ -132,7 +132,7 @@ def test_under_other_circumstances_nothing_is_expected(tmp_path: Path, under: Ci
     ],
     ids=["devices", "boot", "backends"],
 )
-def test_models_that_go_to_the_cpu_after_such_a_change_are_announced(
+def test_use_of_the_cpu_after_such_a_change_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Circumstances, words: str | None
 ) -> None:
     start(tmp_path, 2)
@@ -142,7 +142,7 @@ def test_models_that_go_to_the_cpu_after_such_a_change_are_announced(
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"version": 1, "count": 0}', '{"version": 2}', "\xff"])
-def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
+def test_damaged_record_is_ignored(tmp_path: Path, damage: str) -> None:
     (tmp_path / NAME).write_text(damage, encoding="latin-1")
     start(tmp_path, 0)
     start(tmp_path, 2)
@@ -150,13 +150,13 @@ def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
         start(tmp_path, 0)
 
 
-def test_what_cannot_be_kept_stops_nobody(tmp_path: Path) -> None:
+def test_record_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     start(tmp_path, 1).note(1)
     start(tmp_path, 0)
 
 
-def test_circumstances_are_read_without_the_engine(tmp_path: Path) -> None:
+def test_circumstances_are_read_without_llama_cpp(tmp_path: Path) -> None:
     boot, engine = tmp_path / "boot_id", tmp_path / "llama_cpp"
     (engine / "lib").mkdir(parents=True)
     for name in ("libggml-base.so", "libggml-cuda.so.0", "libggml-cuda.so", "libggml-cpu.dylib", "libllama.so"):
@@ -170,7 +170,7 @@ def test_circumstances_are_read_without_the_engine(tmp_path: Path) -> None:
     assert Circumstances.now("auto", environ, boot=boot, engine=engine) == replace(unknown, boot="3c1f")
 
 
-def test_this_process_has_circumstances(tmp_path: Path) -> None:
+def test_circumstances_of_this_process_are_read(tmp_path: Path) -> None:
     here = Circumstances.now("auto")
     assert {"base", "cpu"} <= set(here.backends)
     assert here == Circumstances.now("auto")

@@ -1,4 +1,4 @@
-"""The inference service with real processes: loads, serves, outlives its workers, refuses what does not fit, ends."""
+"""The inference service with real processes: loads, requests, ends of workers, refusals, shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKEN = "test-token"
 
 
 class Rig:
-    """One service with tiny models, and the words to talk to it."""
+    """A service with tiny models, with shortcuts for requests."""
 
     def __init__(
         self, root: Path, models: Mapping[str, Mapping[str, Any]], env: Mapping[str, str] | None = None
@@ -94,7 +94,7 @@ def tiny(seed: int = 1, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Rig]:
-    """A service for whoever ends it or changes its models."""
+    """A service for tests that end it or change its models."""
     rig = Rig(tmp_path, {"a": tiny(1, aliases=["org/alias"]), "b": tiny(2)}).start()
     yield rig
     rig.service.kill()
@@ -102,7 +102,7 @@ def own(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """A service that lives on, for everybody else."""
+    """A service that the other tests share."""
     rig = Rig(tmp_path_factory.mktemp("shared"), {"a": tiny(1, aliases=["org/alias"]), "b": tiny(2)}).start()
     yield rig
     rig.service.kill()
@@ -110,13 +110,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig(shared: Rig) -> Rig:
-    """The shared service with its models cold."""
+    """The shared service with cold models."""
     for name in ("a", "b"):
         assert shared.ask(f"/models/{name}/unload", method="POST")[1]["headgate"]["state"] == "cold"
     return shared
 
 
-def test_a_model_loads_on_its_first_request_and_unloads_by_hand(rig: Rig) -> None:
+def test_model_is_loaded_by_its_first_request_and_unloaded_by_command(rig: Rig) -> None:
     before = rig.status()
     assert before["state"] == "cold"
     status, answer, headers = rig.chat("org/alias")
@@ -136,15 +136,15 @@ def test_a_model_loads_on_its_first_request_and_unloads_by_hand(rig: Rig) -> Non
     assert answer["headgate"]["state"] == "ready"
 
 
-def test_a_worker_killed_while_idle_is_noticed_at_once_and_reloaded_on_the_next_request(rig: Rig) -> None:
+def test_exit_of_an_idle_worker_is_noticed_at_once_and_the_next_request_reloads(rig: Rig) -> None:
     rig.chat("a")
     rig.chat("b")
     both, neighbor = rig.allocated(), rig.status("b")["pid"]
     victim = rig.status("a")["pid"]
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
-    wait_until("the death is noticed", lambda: rig.status("a")["pid"] is None, every=0.01)
-    assert time.monotonic() - began < 2.0, "a heartbeat would have noticed it later"
+    wait_until("the exit is noticed", lambda: rig.status("a")["pid"] is None, every=0.01)
+    assert time.monotonic() - began < 2.0, "a missing heartbeat would be noticed later"
     assert rig.allocated() == pytest.approx(both / 2, rel=0.2)
     assert rig.chat("a")[0] == 200
     assert rig.status("b")["pid"] == neighbor
@@ -152,7 +152,7 @@ def test_a_worker_killed_while_idle_is_noticed_at_once_and_reloaded_on_the_next_
     assert (crash["cause"], crash["pid"], crash["requests"]) == ("killed", victim, [])
 
 
-async def test_a_worker_killed_at_work_breaks_only_its_own_requests(rig: Rig) -> None:
+async def test_exit_of_a_busy_worker_fails_only_its_own_requests(rig: Rig) -> None:
     await asyncio.to_thread(rig.chat, "a")
     await asyncio.to_thread(rig.chat, "b")
     victim = rig.status("a")["pid"]
@@ -174,8 +174,8 @@ async def test_a_worker_killed_at_work_breaks_only_its_own_requests(rig: Rig) ->
     assert len(record["requests"]) == 2
 
 
-async def test_a_stream_whose_worker_dies_after_its_first_token_ends_in_an_error_frame(tmp_path: Path) -> None:
-    """Of a model that is slow enough not to have ended by then."""
+async def test_stream_ends_in_an_error_frame_if_its_worker_ends_after_the_first_token(tmp_path: Path) -> None:
+    """The model is slow enough not to end before."""
     rig = Rig(tmp_path, {"a": {"path": str(tiny_gguf.slow()), "context_length": 1024, "parallel": 1}}).start()
     try:
         await asyncio.to_thread(rig.chat, "a")
@@ -196,21 +196,21 @@ async def test_a_stream_whose_worker_dies_after_its_first_token_ends_in_an_error
         rig.service.kill()
 
 
-async def test_unloading_by_hand_never_fails_a_request(rig: Rig) -> None:
+async def test_unload_command_fails_no_request(rig: Rig) -> None:
     async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
-        asked = []
+        pending = []
         for number in range(12):
-            asked.append(asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))))
+            pending.append(asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))))
             if number % 4 == 3:
                 async with session.post("/models/a/unload") as answer:
                     assert answer.status == 200
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*pending)
     assert [status for status, _ in answers] == [200] * 12
     assert all(b"error" not in body for _, body in answers)
     assert (rig.status()["queued"], rig.status()["in_flight"]) == (0, 0)
 
 
-def test_what_does_not_fit_is_refused_with_numbers_before_any_process_starts(tmp_path: Path) -> None:
+def test_model_that_does_not_fit_is_refused_with_numbers_before_a_process_starts(tmp_path: Path) -> None:
     rig = Rig(
         tmp_path,
         {"big": tiny(1, context_length=65536, parallel=64), "small": tiny(2)},
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_with_numbers_before_any_process_starts(tmp
         rig.service.kill()
 
 
-def test_an_idle_model_leaves_for_one_that_needs_its_room(tmp_path: Path) -> None:
+def test_idle_model_is_evicted_for_one_that_needs_its_memory(tmp_path: Path) -> None:
     models = {"a": tiny(1, min_residency=0), "b": tiny(2, min_residency=0)}
     rig = Rig(tmp_path, models, {"INFERENCE_MEMORY_LIMIT_GB": "0.1"}).start()
     try:
@@ -249,7 +249,7 @@ def test_an_idle_model_leaves_for_one_that_needs_its_room(tmp_path: Path) -> Non
         rig.service.kill()
 
 
-async def test_thirty_two_waiters_share_one_load_and_those_who_leave_hold_nothing_up(tmp_path: Path) -> None:
+async def test_thirty_two_requests_share_one_load_and_disconnects_do_not_delay_it(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 6))
     await asyncio.to_thread(rig.start)
@@ -274,14 +274,14 @@ async def test_thirty_two_waiters_share_one_load_and_those_who_leave_hold_nothin
         rig.service.kill()
 
 
-async def test_everybody_leaving_during_a_load_leaves_nothing_stuck(tmp_path: Path) -> None:
+async def test_load_finishes_when_all_clients_disconnect(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 3))
     await asyncio.to_thread(rig.start)
     try:
         async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
             tasks = [asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))) for number in range(4)]
-            await _until("it loads", lambda: rig.status()["state"] == "loading")
+            await _until("the model loads", lambda: rig.status()["state"] == "loading")
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -292,7 +292,7 @@ async def test_everybody_leaving_during_a_load_leaves_nothing_stuck(tmp_path: Pa
         rig.service.kill()
 
 
-def test_impatience_while_loading_is_model_loading_with_a_true_retry_after(tmp_path: Path) -> None:
+def test_deadline_during_a_load_is_model_loading_with_retry_after(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 5)).start()
     try:
@@ -308,7 +308,7 @@ def test_impatience_while_loading_is_model_loading_with_a_true_retry_after(tmp_p
         rig.service.kill()
 
 
-def test_a_probe_never_loads_and_never_counts_as_use(rig: Rig) -> None:
+def test_probe_loads_nothing_and_does_not_count_as_use(rig: Rig) -> None:
     wait_until("measured", lambda: rig.status()["fits"] is True)
     loads = rig.status()["loads"]
     probe = {"x-headgate-probe": "1"}
@@ -322,19 +322,19 @@ def test_a_probe_never_loads_and_never_counts_as_use(rig: Rig) -> None:
     assert rig.status()["idle_seconds"] > before
 
 
-def test_an_idle_model_unloads_after_its_timeout_and_a_pinned_one_stays(tmp_path: Path) -> None:
+def test_idle_model_is_unloaded_after_its_timeout_and_a_pinned_one_stays(tmp_path: Path) -> None:
     rig = Rig(
         tmp_path, {"a": tiny(1, idle_timeout="1s", warm=False), "b": tiny(2, idle_timeout="1s", pinned=True)}
     ).start()
     try:
         assert (rig.chat("a")[0], rig.chat("b")[0]) == (200, 200)
-        wait_until("a left", lambda: rig.status("a")["state"] == "cold", seconds=5)
+        wait_until("a is unloaded", lambda: rig.status("a")["state"] == "cold", seconds=5)
         assert rig.status("b")["state"] == "ready"
     finally:
         rig.service.kill()
 
 
-def test_a_second_authority_ends_and_names_the_first(rig: Rig) -> None:
+def test_second_service_on_a_machine_ends_and_names_the_first(rig: Rig) -> None:
     argv = [*rig.service.argv[:-1], str(rig.service.port + 1)]
     done = subprocess.run(argv, env=dict(rig.service.env), capture_output=True, text=True, timeout=20, cwd=rig.root)
     assert done.returncode == 1
@@ -342,14 +342,14 @@ def test_a_second_authority_ends_and_names_the_first(rig: Rig) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_taken_port_names_its_owner(rig: Rig, tmp_path: Path) -> None:
+def test_port_in_use_is_reported_with_its_owner(rig: Rig, tmp_path: Path) -> None:
     env = {**rig.service.env, "HEADGATE_LOCK_DIR": str(tmp_path)}
     done = subprocess.run(list(rig.service.argv), env=env, capture_output=True, text=True, timeout=20, cwd=rig.root)
     assert done.returncode == 1
     assert f"pid {rig.service.pid}" in done.stderr
 
 
-def test_killing_the_authority_ends_its_workers_within_two_seconds(own: Rig) -> None:
+def test_workers_end_within_two_seconds_after_the_service_was_killed(own: Rig) -> None:
     own.chat("a")
     family = children_of(own.service.pid)
     (record,) = json.loads((own.root / "state" / "family.json").read_text())
@@ -358,16 +358,16 @@ def test_killing_the_authority_ends_its_workers_within_two_seconds(own: Rig) -> 
     assert all(mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in family)
     stray = subprocess.Popen(["sleep", "600"], env={FAMILY_ENV: record["token"], "PATH": os.environ["PATH"]})
     own.service.signal(signal.SIGKILL)
-    wait_until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
+    wait_until("all processes ended", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
     own.service.wait()
-    assert stray.poll() is None, "it stands for one whose tie was cut"
+    assert stray.poll() is None, "it represents a process whose link was cut"
     own.service.start(wait_for="/readyz")
     assert stray.wait(10) == -signal.SIGKILL
     assert own.chat("a")[0] == 200
-    assert len(list((own.root / "state").rglob("*.sock"))) <= 1, "the old worker's socket is gone"
+    assert len(list((own.root / "state").rglob("*.sock"))) <= 1, "the socket of the old worker is removed"
 
 
-async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(own: Rig) -> None:
+async def test_sigterm_drains_streams_with_readiness_503_and_ends_with_0(own: Rig) -> None:
     await asyncio.to_thread(own.chat, "a")
     async with (
         aiohttp.ClientSession(own.service.url, headers=own.headers) as session,
@@ -386,45 +386,45 @@ async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(own
     assert "Traceback" not in own.service.log
 
 
-def test_sigint_ends_with_0_while_a_model_loads(tmp_path: Path) -> None:
+def test_sigint_during_a_load_ends_with_0(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, {**slow_disk_env(tmp_path, size // 60), "INFERENCE_DRAIN_SECONDS": "1"}).start()
     try:
-        asked = threading.Thread(target=_ignore_errors, args=(rig.chat,), daemon=True)
-        asked.start()
-        wait_until("it loads", lambda: rig.status()["state"] == "loading", seconds=30)
+        pending = threading.Thread(target=_ignore_errors, args=(rig.chat,), daemon=True)
+        pending.start()
+        wait_until("the model loads", lambda: rig.status()["state"] == "loading", seconds=30)
         family = children_of(rig.service.pid)
         rig.service.signal(signal.SIGINT)
         assert rig.service.wait(20) == 0
         assert not [pid for pid in family if is_alive(pid)]
-        asked.join(5)
+        pending.join(5)
         assert "Traceback" not in rig.service.log
     finally:
         rig.service.kill()
 
 
-def test_reload_adds_changes_and_removes_models_and_keeps_the_old_on_errors(own: Rig) -> None:
+def test_reload_adds_changes_and_removes_models_and_keeps_the_old_ones_on_errors(own: Rig) -> None:
     own.chat("a")
     own.chat("b")
     kept = own.status("b")["pid"]
     (own.config / "models.yaml").write_text("models: {a: {pth: x}}")
     own.service.signal(signal.SIGHUP)
-    wait_until("the mistake is told", lambda: "did you mean 'path'" in own.service.log)
+    wait_until("the mistake is logged", lambda: "did you mean 'path'" in own.service.log)
     assert own.status("a")["state"] == "ready"
     own.write({"b": tiny(2, idle_timeout="900s"), "c": tiny(3)})
     own.service.signal(signal.SIGHUP)
-    wait_until("a is gone", lambda: own.ask("/v1/models/a")[0] == 404)
+    wait_until("a is removed", lambda: own.ask("/v1/models/a")[0] == 404)
     assert own.status("b")["pid"] == kept
     assert own.chat("c")[0] == 200
     assert "model a removed" in own.service.log
     own.write({"b": tiny(2, context_length=512), "c": tiny(3)})
     own.service.signal(signal.SIGHUP)
-    wait_until("b left to change", lambda: own.status("b")["pid"] is None)
+    wait_until("b is unloaded", lambda: own.status("b")["pid"] is None)
     assert own.chat("b")[0] == 200
     assert own.status("b")["context_length"] == 512
 
 
-def test_a_bad_gguf_is_told_by_name_and_the_service_lives(tmp_path: Path) -> None:
+def test_invalid_gguf_is_reported_by_name_and_the_service_continues(tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUX" + bytes(100))
     cut = tmp_path / "cut.gguf"
@@ -455,7 +455,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "status", "code", "param"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_bad_input_is_told_in_the_envelope(shared: Rig, body: bytes, status: int, code: str, param: str | None) -> None:
+def test_invalid_input_gets_the_error_envelope(
+    shared: Rig, body: bytes, status: int, code: str, param: str | None
+) -> None:
     got, answer, headers = shared.ask("/v1/chat/completions", body)
     assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
     assert headers["x-request-id"]
@@ -480,14 +482,14 @@ def test_every_error_has_the_envelope(
     assert set(answer["error"]) >= {"message", "type", "param", "code"}
 
 
-def test_wrong_headers_are_told(shared: Rig) -> None:
+def test_invalid_headers_are_refused(shared: Rig) -> None:
     for name, value in (("x-headgate-priority", "urgent"), ("x-headgate-deadline-ms", "soon")):
         status, answer, _ = shared.ask("/v1/chat/completions", chat(), headers={name: value})
         assert (status, answer["error"]["param"]) == (400, name)
 
 
-def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig) -> None:
-    """A cold model answers from its vocabulary alone; what is wrong with a question is told the same way."""
+def test_token_count_is_the_same_with_a_cold_and_a_loaded_model(rig: Rig) -> None:
+    """A cold model uses only its vocabulary; errors are the same."""
     loads = rig.status()["loads"]
     tokens = rig.ask("/tokenize", {"model": "a", "content": "hello world"})[1]["tokens"]
     tool = {"type": "function", "function": {"name": "add"}}
@@ -508,7 +510,7 @@ def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig
     assert [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions] == cold
 
 
-def test_the_service_maps_no_compute_library(rig: Rig) -> None:
+def test_service_maps_no_compute_library(rig: Rig) -> None:
     rig.chat("a")
     maps = Path(f"/proc/{rig.service.pid}/maps").read_text()
     for library in ("libllama", "libggml", "libcuda", "libnvidia"):
@@ -526,8 +528,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_the_estimate_is_what_a_load_allocates(tmp_path: Path) -> None:
-    """Kind by kind, predicted against the buffers that llama.cpp reports after a real load."""
+def test_estimate_equals_the_allocated_bytes(tmp_path: Path) -> None:
+    """Each kind is compared with the buffers that llama.cpp reports after a real load."""
     models = {}
     for name, (kind, shape) in SHAPES.items():
         path = "bundled:demo-mini" if kind == "demo-mini" else str(getattr(tiny_gguf, kind)(width=256))
@@ -551,7 +553,7 @@ def test_the_estimate_is_what_a_load_allocates(tmp_path: Path) -> None:
             assert allocated[kind] == pytest.approx(parts[part], abs=2**16), (name, kind)
 
 
-async def test_events_begin_with_a_snapshot_are_numbered_and_tell_of_a_load(rig: Rig) -> None:
+async def test_events_have_a_snapshot_numbers_and_load_progress(rig: Rig) -> None:
     async with (
         aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
         session.get("/events") as stream,
@@ -572,7 +574,7 @@ async def test_events_begin_with_a_snapshot_are_numbered_and_tell_of_a_load(rig:
         await asking
 
 
-async def test_events_beat_within_six_seconds_of_silence(shared: Rig) -> None:
+async def test_events_have_a_keep_alive_within_six_seconds(shared: Rig) -> None:
     async with (
         aiohttp.ClientSession(shared.service.url, headers=shared.headers) as session,
         session.get("/events") as stream,
@@ -582,7 +584,7 @@ async def test_events_beat_within_six_seconds_of_silence(shared: Rig) -> None:
             continue
 
 
-def test_full_queues_answer_429(tmp_path: Path) -> None:
+def test_full_queue_is_429(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     env = {**slow_disk_env(tmp_path, size // 3), "INFERENCE_QUEUE_NORMAL": "2"}
     rig = Rig(tmp_path, {"a": tiny(1)}, env).start()
@@ -605,7 +607,7 @@ def _workers(service: Service) -> list[int]:
 
 
 def _ignore_errors(call: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the answer of a service that is going away
+    with contextlib.suppress(OSError, ValueError):  # the service ends during the answer
         call()
 
 
@@ -625,7 +627,7 @@ async def _event(stream: aiohttp.ClientResponse) -> tuple[str, Any]:
     return kind, data
 
 
-def test_pipes_in_place_of_state_files_do_not_hold_up_the_start(tmp_path: Path) -> None:
+def test_pipes_instead_of_state_files_do_not_block_the_start(tmp_path: Path) -> None:
     """The service becomes ready, serves, and names each of them in the log."""
     state = tmp_path / "state"
     state.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The warm pool with real workers on the CPU: out of the way, and back with what was computed."""
+"""The warm pool with real workers on the CPU: models are suspended and restored with their prefixes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tell(stack: Stack, text: str) -> dict[str, Any]:
     return dict(post(stack, "/v1/chat/completions", chat_body(text, max_tokens=16)))
 
 
-def text_of(said: dict[str, Any]) -> str:
-    return str(said["choices"][0]["message"]["content"])
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def booked(stack: Stack) -> int:
@@ -49,8 +49,8 @@ def booked(stack: Stack) -> int:
 STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8
 
 
-def test_an_offloaded_model_answers_as_before_and_finds_its_prompt_computed(stack: Stack) -> None:
-    """Its process stays and holds less; the answer is the same, cached tokens show that its sequences are back."""
+def test_offloaded_model_gives_the_same_answer_with_a_cached_prompt(stack: Stack) -> None:
+    """Its process stays and uses less memory; cached tokens show that its sequences were restored."""
     first = tell(stack, STORY)
     pid, before = stack.worker_pid("demo"), booked(stack)
     assert post(stack, "/models/demo/offload")["headgate"]["state"] == "warm"
@@ -70,8 +70,8 @@ def test_an_offloaded_model_answers_as_before_and_finds_its_prompt_computed(stac
     assert (stats["total_offloads"], stats["total_restorations"], stats["models_offloaded"]) == (1, 1, 0)
 
 
-def test_a_model_that_says_so_is_not_kept(stack: Stack) -> None:
-    """By hand it is refused with the reason."""
+def test_model_configured_without_retention_is_not_kept(stack: Stack) -> None:
+    """The command is refused with the reason."""
     post(stack, "/models/demo-mini/load")
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(stack, "/models/demo-mini/offload")
@@ -80,8 +80,8 @@ def test_a_model_that_says_so_is_not_kept(stack: Stack) -> None:
     post(stack, "/models/demo-mini/unload")
 
 
-async def test_a_warm_model_that_dies_gives_everything_back(stack: Stack) -> None:
-    """kill -9 while it is warm: nothing stays booked, and the next request loads it from its file."""
+async def test_exit_of_a_warm_model_releases_its_memory(stack: Stack) -> None:
+    """SIGKILL while it is warm: nothing stays booked, and the next request loads it from its file."""
     tell(stack, "hello")
     post(stack, "/models/demo/offload")
     os.kill(stack.worker_pid("demo"), signal.SIGKILL)
@@ -91,8 +91,7 @@ async def test_a_warm_model_that_dies_gives_everything_back(stack: Stack) -> Non
     post(stack, "/models/demo/unload")
 
 
-def test_a_warm_model_can_be_unloaded(stack: Stack) -> None:
-    """Nothing of it is left."""
+def test_warm_model_can_be_unloaded(stack: Stack) -> None:
     tell(stack, "hello")
     post(stack, "/models/demo/offload")
     pid = stack.worker_pid("demo")

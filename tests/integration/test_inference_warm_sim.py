@@ -1,4 +1,4 @@
-"""The warm pool as GPUs have it by default, on a simulated one: nothing stays there, and models come back elsewhere."""
+"""The warm pool on simulated GPUs: nothing stays on the device, and models are restored on another one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def post(stack: Stack, path: str, body: Any = None) -> Any:
 
 
 def used_bytes(stack: Stack, device: str) -> int:
-    """What the device itself counts."""
+    """The count of the device."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         return int(rig.tell("status")[device]["used_bytes"])
 
 
-async def test_a_warm_model_holds_nothing_of_its_device_and_comes_back_onto_another(stack: Stack) -> None:
-    """Its answer is the same there, and its prompt is found computed."""
+async def test_warm_model_uses_no_device_memory_and_is_restored_on_another_device(stack: Stack) -> None:
+    """The answer is the same with a cached prompt."""
     body = chat_body(STORY, max_tokens=16)
     first = post(stack, "/v1/chat/completions", body)
     (home,) = stack.model("demo")["devices"]
@@ -50,7 +50,7 @@ async def test_a_warm_model_holds_nothing_of_its_device_and_comes_back_onto_anot
     (kept,) = stack.ask("/memory/offloaded", direct=True)["offloaded"]
     assert (kept["mechanism"], kept["original_device"]) == ("resident", home)
     assert kept["tokens"] > 100
-    post(stack, "/models/demo-mini/load")  # dedicated: it takes one device for itself
+    post(stack, "/models/demo-mini/load")  # dedicated: it takes a whole device
     (taken,) = stack.model("demo-mini")["devices"]
     again = post(stack, "/v1/chat/completions", body)
     (now,) = stack.model("demo")["devices"]
