@@ -16,11 +16,8 @@ from headgate.shared.state_directory import StateDir
 from inference.app import Service
 from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.handlers.running.oom_ladder import EASE_SECONDS
-from inference.authority.placement.ledger import Lack
-from inference.authority.placement.plan import Refusal
-from inference.authority.placement.reduction import REST_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
-from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.errors import MemoryRefused
 from inference.estimate.headroom import HALF_LIFE_SECONDS
 from inference.estimate.headrooms import Headrooms
 from inference.protocol import Code, ModelState
@@ -109,76 +106,6 @@ async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model
     assert again.of(spec, device).is_empty
 
 
-async def test_fail_fast_tries_nothing(start: Start) -> None:
-    """One load, one refusal, and the configured sizes stay."""
-    service = await begin(start, {}, {"most": {"ubatch": 128}})
-    with pytest.raises(MemoryRefused, match="ubatch is more than memory allows"):
-        await service.authority.load(service.authority.resolve("a"), 10)
-    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 1
-    assert service.metrics.total(service.metrics.alloc_retries) == 0
-
-
-async def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context(start: Start) -> None:
-    """Who waits gets the model in the end, with as much of it as memory allows; the ladder is gone down once."""
-    service = await begin(start, {"oom_policy": "reduce"}, {"most": {"ubatch": 128, "context_length": 2048}})
-    authority, model = service.authority, service.authority.resolve("a")
-    await authority.load(model, 20)
-    assert (model.effective.ubatch, model.effective.context_length) == (128, 2048)
-    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 3
-    assert service.metrics.total(service.metrics.alloc_retries) == 2
-    assert model.backoff.failures == 0
-    assert 0 < model.descent.rest(authority.now) <= REST_SECONDS
-    await authority.unload(model)
-    assert model.reduced is not None, "what helped is kept until the rest is over"
-    await service.clock.advance(REST_SECONDS + TICK_SECONDS)
-    assert model.reduced is None
-
-
-async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
-    """The error is the refusal's, there is a backoff, and within the rest nothing is tried again."""
-    service = await begin(start, {"oom_policy": "reduce"}, {"fail": "oom_load"})
-    authority, model = service.authority, service.authority.resolve("a")
-    with pytest.raises(MemoryRefused):
-        await authority.load(model, 20)
-    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 4
-    assert model.backoff.failures == 1
-    assert model.reduced is None
-    assert not authority.may_bend(model, Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit"))
-
-
-async def test_a_model_that_died_computing_comes_back_smaller(start: Start) -> None:
-    """Cleaning up alone would let it die again, so its batch is smaller at once."""
-    service = await begin(start, {"oom_policy": "reduce"}, {})
-    await die_computing(service)
-    model = service.authority.resolve("a")
-    await service.authority.load(model, 10)
-    assert model.effective.ubatch == 128
-
-
-async def test_cpu_takes_the_model_to_the_cpu_at_once(start: Start) -> None:
-    """Only this policy does, and it says so; nobody who waits is refused."""
-    service = await begin(start, {"oom_policy": "cpu"}, {"fail_on": {"gpu-0": "oom_load"}})
-    model = service.authority.resolve("a")
-    await service.authority.load(model, 10)
-    assert model.running is not None
-    assert model.running.placement.devices == ("cpu",)
-    assert model.backoff.failures == 0
-
-
-async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one, those who ask are told what it was, and not of memory."""
-    service = await begin(start, {}, {"fail": "oom_load"})
-    model = service.authority.resolve("a")
-    with pytest.raises(MemoryRefused):
-        await service.authority.load(model, 10)
-    monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"fail": "startup"}}))
-    await service.clock.advance(model.retry_at - service.authority.now)
-    with pytest.raises(InferenceError) as failed:
-        await service.authority.load(model, 10)
-    assert isinstance(failed.value, ModelFailed)
-    assert model.shortages == ()
-
-
 async def test_what_counts_less_by_now_is_measured_again(start: Start, tmp_path: Path) -> None:
     """A model that is not asked for would otherwise be refused for ever because of what it did long ago."""
     later = [0.0]
@@ -238,15 +165,6 @@ async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
     assert answer.headers["x-headgate-device"] == "gpu-0"
     assert service.metrics.total(service.metrics.recoveries, kind=("accelerator",)) == 1
-
-
-async def test_who_was_put_on_the_cpu_by_hand_stays_there(start: Start) -> None:
-    """That is no fallback, whatever the policy says."""
-    service = await begin(start, {"oom_policy": "cpu"}, {})
-    authority, model = service.authority, service.authority.resolve("a")
-    await authority.move(model, "cpu")
-    assert authority.status(model).devices == ("cpu",)
-    assert not authority.status(model).fallback
 
 
 async def test_a_stream_that_waited_says_in_a_comment_where_it_is_computed(start: Start) -> None:

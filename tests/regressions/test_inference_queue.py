@@ -12,7 +12,7 @@ import uvloop
 
 from inference.authority.clock import Clock
 from inference.authority.views import figures
-from inference.errors import DeadlineExceeded, ModelLoading, ModelNotFound, ShuttingDown
+from inference.errors import DeadlineExceeded, ModelNotFound, ShuttingDown
 from inference.protocol import DeviceState, ModelState
 from inference.settings import load
 from tests.rigs.authority_rig import FakeAccelerator, Start, rewrite, services
@@ -53,21 +53,6 @@ async def test_request_for_a_removed_model_fails_at_once(start: Start, tmp_path:
         with pytest.raises(ModelNotFound, match="configured models: b"):
             authority.ask(model)
         await authority.reached(lambda: model.running is None)
-
-
-async def test_deadline_during_a_restore_is_model_loading_with_retry_after(start: Start) -> None:
-    service = await start({"a": {}}, {"a": {"restore": "hang"}})
-    authority, model = service.authority, service.authority.resolve("a")
-    await authority.load(model)
-    await authority.offload(model)
-    assert model.state is ModelState.WARM
-    with authority.ask(model, seconds=30) as ticket:
-        assert model.state is ModelState.RESTORING
-        await service.clock.advance(30)
-        with pytest.raises(ModelLoading) as caught:
-            await asyncio.wait_for(ticket.wait(), 5)
-    assert caught.value.retry_after is not None
-    assert caught.value.retry_after >= 1
 
 
 async def test_suspended_service_ends_no_wait_and_no_worker_when_it_continues(start: Start) -> None:

@@ -11,6 +11,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
+from inference.settings import ModelSpec
 from tests.rigs.authority_world import MIB, World, configuration
 
 __all__ = ["MIB", "StepWorld", "begin"]
@@ -56,6 +57,9 @@ class StepWorld(World):
         return Estimate(
             {devices[0].id: Parts(size - OVERHEAD_BYTES, 0, 0)}, {devices[0].id: OVERHEAD_BYTES}, "", "", 4096
         )
+
+    def _files_of(self, spec: ModelSpec) -> Any:
+        return ((str(spec.path), (self.sizes[spec.id] * MIB, self.versions[spec.id], 1)),)
 
     def model(self, name: str) -> ModelRecord:
         """The record of a model."""

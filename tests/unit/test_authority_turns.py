@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from inference.authority import events
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.protocol import ModelState, Priority
 from tests.rigs.step_world import StepWorld, begin
 
@@ -200,15 +200,52 @@ def test_model_unloaded_by_hand_while_it_drains_is_unloaded_after_its_request() 
     assert world.state.evictions[-1].reason is Reason.BY_HAND
 
 
-def test_model_that_waits_for_room_in_the_warm_pool_leaves_at_once_for_a_stronger_reason() -> None:
-    world = begin({"w": {}, "a": {}}, gpus=("gpu-0",), cpu_memory_max_percent=0.08)
-    world.used("w")
-    world.command(events.Offload("w"))
-    world.live(5)
-    assert world.model("w").state is S.WARM
-    world.used("a")
-    world.send(events.DepartureWanted("a", str(Reason.BY_HAND), Action.OFFLOAD))
+def waiting_for_the_pool(reason: Reason) -> StepWorld:
+    """`a` has no request and leaves once the warm model `w`, which has a lower value, has left the pool."""
+    world = begin({"w": {}, "a": {}}, gpus=("gpu-0",), cpu_memory_max_percent=0.075)
+    for name, seconds in (("w", 1.0), ("a", 20.0)):
+        ticket = world.want(name)
+        world.live(seconds, events.Loaded)
+        world.arrive()
+        world.finish(world.grants[ticket])
+        if name == "w":
+            world.command(events.Offload("w"))
+            world.live(5)
+            assert world.model("w").state is S.WARM
+    world.send(events.DepartureWanted("a", str(reason), Action.OFFLOAD))
+    assert world.model("w").state is S.UNLOADING
+    return world
+
+
+def test_model_that_waits_for_the_pool_is_unloaded_at_once_when_its_settings_change() -> None:
+    world = waiting_for_the_pool(Reason.BY_HAND)
+    assert world.model("a").state is S.DRAINING
     world.send(events.DepartureWanted("a", str(Reason.CHANGED), Action.UNLOAD))
     assert world.model("a").state is S.UNLOADING
     world.live(5)
     assert world.model("a").state is S.COLD
+    assert not world.state.ledger.holdings
+
+
+def test_model_that_waits_for_the_pool_accepts_requests_and_finishes_them() -> None:
+    world = waiting_for_the_pool(Reason.MEMORY_WANTED)
+    assert world.model("a").state is S.READY
+    lease = world.grants[world.want("a")]
+    world.send(events.DepartureWanted("a", str(Reason.BY_HAND), Action.OFFLOAD))
+    world.live(5)
+    assert (world.model("w").state, world.model("a").state) == (S.COLD, S.DRAINING)
+    world.finish(lease)
+    world.live(5)
+    assert world.model("a").state is S.WARM
+
+
+def test_commands_overrule_other_reasons_and_unloading_overrules_offloading() -> None:
+    by_hand = Departure(Reason.BY_HAND)
+    kept_by_hand = Departure(Reason.BY_HAND, Action.OFFLOAD)
+    wanted = Departure(Reason.MEMORY_WANTED, Action.OFFLOAD)
+    assert by_hand.overrules(wanted)
+    assert kept_by_hand.overrules(wanted)
+    assert by_hand.overrules(kept_by_hand)
+    assert not kept_by_hand.overrules(by_hand)
+    assert not wanted.overrules(by_hand)
+    assert not Departure(Reason.PRESSURE).overrules(wanted)

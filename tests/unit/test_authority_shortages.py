@@ -1,0 +1,123 @@
+"""Memory that a device refuses although the plan allowed it: what each `oom_policy` tries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference.authority import events
+from inference.authority.handlers.running import oom_ladder
+from inference.authority.placement.ledger import Lack
+from inference.authority.placement.plan import Refusal
+from inference.authority.placement.reduction import REST_SECONDS
+from inference.authority.views.inference_metrics import cooldown_seconds
+from inference.errors import MemoryRefused, ModelFailed
+from inference.protocol import ExitCause, ModelState
+from tests.rigs.step_world import StepWorld
+from tests.rigs.step_world import begin as begin_world
+
+S = ModelState
+
+
+def begin(**keys: Any) -> StepWorld:
+    return begin_world({"a": keys}, {"a": 160}, gpus=("gpu-0",))
+
+
+def fail_load(world: StepWorld, cause: ExitCause = ExitCause.OOM_LOAD) -> None:
+    """The load that is under way fails."""
+    world.arrive(events.Loaded)
+    world.end(world.model("a").worker or "", cause, was_ready=False)
+    world.arrive(events.Loaded)
+
+
+def devices(world: StepWorld) -> tuple[str, ...]:
+    worker = world.state.worker_of(world.model("a"))
+    assert worker is not None
+    return worker.placement.devices
+
+
+def test_fail_fast_keeps_the_configured_sizes() -> None:
+    world = begin()
+    ticket = world.want("a")
+    fail_load(world)
+    assert isinstance(world.errors[ticket], MemoryRefused)
+    assert (world.model("a").state, world.model("a").reduced) == (S.FAILED, None)
+    assert not world.state.ledger.holdings
+
+
+def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context() -> None:
+    world = begin(oom_policy="reduce", context_length=4096)
+    ticket = world.want("a")
+    for _ in range(3):
+        fail_load(world)
+    world.arrive()
+    model = world.model("a")
+    assert ticket in world.grants
+    assert (model.effective.ubatch, model.effective.context_length) == (128, 2048)
+    assert model.backoff.failures == 0
+    assert 0 < model.descent.rest(world.now) <= REST_SECONDS
+    world.finish(world.grants[ticket])
+    world.command(events.Unload("a"))
+    world.live(5)
+    assert world.model("a").reduced is not None
+    world.live(REST_SECONDS)
+    assert world.model("a").reduced is None
+
+
+def test_reduce_fails_after_all_smaller_settings_were_tried() -> None:
+    world = begin(oom_policy="reduce", context_length=4096)
+    ticket = world.want("a")
+    for _ in range(10):
+        if ticket not in world.errors:
+            fail_load(world)
+    assert isinstance(world.errors[ticket], MemoryRefused)
+    model = world.model("a")
+    assert (model.backoff.failures, model.reduced) == (1, None)
+    refusal = Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit")
+    assert not oom_ladder.may_bend(model, refusal, world.now)
+
+
+def test_model_that_lacked_memory_while_it_computed_is_loaded_with_a_smaller_batch() -> None:
+    world = begin(oom_policy="reduce")
+    world.finish(world.leased("a"))
+    world.end(world.model("a").worker or "", ExitCause.OOM_COMPUTE)
+    world.live(5)
+    world.leased("a")
+    assert world.model("a").effective.ubatch == 128
+
+
+def test_cpu_policy_loads_the_model_on_the_cpu_and_later_moves_it_back() -> None:
+    world = begin(oom_policy="cpu")
+    ticket = world.want("a")
+    fail_load(world)
+    world.arrive()
+    assert ticket in world.grants
+    assert (devices(world), world.model("a").backoff.failures) == (("cpu",), 0)
+    assert oom_ladder.is_fallback(world.state, world.model("a"))
+    world.finish(world.grants[ticket])
+    rest = cooldown_seconds(world.model("a"), world.now)
+    assert rest > 0
+    world.live(rest / 2)
+    assert devices(world) == ("cpu",)
+    world.live(rest)
+    assert (devices(world), world.model("a").state) == (("gpu-0",), S.READY)
+    assert not oom_ladder.is_fallback(world.state, world.model("a"))
+
+
+def test_model_that_was_moved_to_the_cpu_by_hand_stays_there() -> None:
+    world = begin(oom_policy="cpu")
+    world.command(events.Move("a", "cpu", None))
+    world.live(100)
+    assert devices(world) == ("cpu",)
+    assert not oom_ladder.is_fallback(world.state, world.model("a"))
+
+
+def test_error_of_a_later_failure_does_not_name_memory() -> None:
+    world = begin()
+    world.want("a")
+    fail_load(world)
+    world.live(2)
+    ticket = world.want("a")
+    fail_load(world, ExitCause.STARTUP)
+    world.arrive()
+    assert type(world.errors[ticket]) is ModelFailed
+    assert world.model("a").shortages == ()
