@@ -13,8 +13,6 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 
@@ -22,6 +20,7 @@ from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
 from gateway.http.middleware import Edge
 from gateway.runtime import Runtime
 from headgate.shared.errors import HeadgateError
+from headgate.shared.wire import QuietServer, server_config
 
 log = logging.getLogger("gateway.gateway_server")
 
@@ -40,15 +39,6 @@ NEW_OBJECTS = 10_000
 
 OWN_DESCRIPTORS = 256
 """File descriptors that are not for clients."""
-
-
-class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which close the port first and exit with status 143."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to `Stopping`."""
-        yield
 
 
 class _Server(QuietServer):
@@ -117,17 +107,8 @@ def _drain_seconds(runtime: Runtime) -> float:
 
 async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
     """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError."""
-    options: dict[str, Any] = {
-        "http": _bounded_by(_descriptors()),
-        "ws": "none",
-        "lifespan": "on",
-        "log_config": None,
-        "access_log": False,
-        "proxy_headers": False,
-        "server_header": False,
-        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-    }
-    server = _Server(uvicorn.Config(app, **options))
+    http = _bounded_by(_descriptors())
+    server = _Server(server_config(app, http=http, lifespan="on", timeout_keep_alive=KEEP_ALIVE_SECONDS))
     stopping = Stopping(runtime, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,7 +7,6 @@ readiness goes before the port, open streams before the workers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ from starlette.routing import Route
 from headgate.shared.asgi import App, error_headers, request_id
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
-from headgate.shared.wire import WiredHttp
+from headgate.shared.wire import QuietServer, server_config
 from inference import settings
 from inference.api.relay import Relay
 from inference.api.routes import (
@@ -157,18 +156,9 @@ async def serve(
     running = Service(config, state, token)
     unreached = Unreached(state, Circumstances.now(config.settings.devices))
     cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
-    server = _Server(
-        uvicorn.Config(
-            running.app,
-            http=WiredHttp,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=round(config.settings.drain_seconds + CUT_SECONDS),
-        )
+    drain_seconds = round(config.settings.drain_seconds + CUT_SECONDS)
+    server = QuietServer(
+        server_config(running.app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=drain_seconds)
     )
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
@@ -196,15 +186,6 @@ async def serve(
         unreached.note(len(running.authority.inventory.accelerators()))
     log.info("inference has stopped")
     return stopping.status
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: it would close the port before anybody could see that we are not ready."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to `serve`."""
-        yield
 
 
 class _Stopping:

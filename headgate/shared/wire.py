@@ -7,9 +7,11 @@ of the time of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
@@ -205,6 +207,21 @@ class WiredHttp(HttpToolsProtocol):
         unanswered, self._unanswered = self._unanswered, ()
         for wire in unanswered:
             wire.disconnect()
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers, which close the port first and exit with status 143."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the process."""
+        yield
+
+
+def server_config(app: Any, *, http: type[HttpToolsProtocol] = WiredHttp, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration for every service: without its logs, WebSockets, proxy headers and `Server` header."""
+    common = {"ws": "none", "log_config": None, "access_log": False, "proxy_headers": False, "server_header": False}
+    return uvicorn.Config(app, http=http, **common, **options)  # type: ignore[arg-type]
 
 
 def take(scope: MutableMapping[str, Any]) -> Wire | None:

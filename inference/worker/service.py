@@ -246,11 +246,11 @@ class Worker:
     # --- serving -----------------------------------------------------------------------------------------------------
     async def _serve(self, model: WorkerModel) -> None:
         """Serves until the process ends, or until the model is offloaded."""
-        from inference.worker.api.worker_server import make_server
+        from headgate.shared.wire import QuietServer, server_config  # imported late, so that `hello` is fast
+        from inference.worker import assembly
 
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
-        from inference.worker import assembly  # imported late, so that `hello` is fast
 
         self._sight = self._sight or assembly.sight_of(model.loaded)
         engine, embedder = assembly.engines_of(model.loaded, model.grant, self._sight, self._fatal)
@@ -261,7 +261,11 @@ class Worker:
             engine.adopt(model.restored)
         readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._sight)
         app = assembly.app_of(model.loaded, engine, embedder, readers, self._sight)
-        server = make_server(app)
+        # Connections are kept: the only client owns the socket.
+        config = server_config(
+            app, lifespan="off", date_header=False, timeout_keep_alive=3600, timeout_graceful_shutdown=5
+        )
+        server = QuietServer(config)
         serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # serve closes the duplicate
         running.start()
         self._loop = loop

@@ -14,11 +14,11 @@ import httpx2
 import uvicorn
 
 from gateway.app import make_app
-from gateway.gateway_server import QuietServer
 from gateway.http.connection_limits import BoundedHttp
 from gateway.runtime import Runtime, Source
 from headgate.shared import ports
 from headgate.shared.state_directory import StateDir
+from headgate.shared.wire import QuietServer
 
 KEY = "test-key"
 ADMIN = "test-admin"

@@ -26,7 +26,7 @@ DATA = ("inference/demo/", "tests/unit/golden/", "LICENSE")
 
 ALLOWED: dict[str, int] = {
     "headgate/shared": 2,
-    "inference": 20,
+    "inference": 19,
     "inference/api": 6,
     "inference/authority": 1,
     "inference/authority/lifecycle": 2,
@@ -39,7 +39,7 @@ ALLOWED: dict[str, int] = {
     "tests/chaos": 76,
     "tests/contract": 65,
     "tests/fuzz": 29,
-    "tests/integration": 55,
+    "tests/integration": 52,
     "tests/promises": 7,
     "tests/property": 148,
     "tests/regressions": 1,

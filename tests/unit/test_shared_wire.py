@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvicorn
 
-from gateway.gateway_server import QuietServer
 from headgate.shared import wire
-from headgate.shared.wire import WiredHttp
+from headgate.shared.wire import QuietServer, server_config
 
 HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 
@@ -20,8 +18,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 @contextlib.asynccontextmanager
 async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, int]]:
     """Serve `app`, and yield its address."""
-    config = uvicorn.Config(app, port=0, http=WiredHttp, lifespan="off", log_config=None, ws="none", **options)
-    server = QuietServer(config)
+    server = QuietServer(server_config(app, port=0, lifespan="off", **options))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0)
@@ -113,7 +110,7 @@ async def test_answer_without_headers_has_a_head(begins: bool) -> None:
         else:
             assert found.answer(200, b"", b"all")
 
-    async with serving(app, server_header=False, date_header=False) as address:
+    async with serving(app, date_header=False) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(HEAD)
         length = b"transfer-encoding: chunked" if begins else b"content-length: 3"
