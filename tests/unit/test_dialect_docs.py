@@ -1,4 +1,4 @@
-"""docs/providers.md says what the tables of the code say."""
+"""docs/providers.md agrees with the tables in the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rows(columns: int) -> dict[str, tuple[str, ...]]:
     return {row[0]: tuple(row[1:]) for row in found}
 
 
-def test_the_field_table_is_the_codes() -> None:
+def test_documented_fields_agree_with_the_profiles() -> None:
     rows = _rows(4)
     assert len(rows) > 30
     for name, fates in rows.items():
@@ -40,7 +40,7 @@ def test_the_field_table_is_the_codes() -> None:
                 assert name in getattr(profile, FATES[fate]), f"{name}: {fate}"
 
 
-def test_the_field_table_has_every_field_a_caller_may_send_whose_fate_differs_or_surprises() -> None:
+def test_fields_with_different_treatment_are_documented() -> None:
     rows = _rows(4)
     same = {"model", "messages", "stream", "stream_options"}
     hosting = {name for name, why in provider_fields.GOOGLE_CHAT.drops.items() if "hosting" in why}
@@ -48,16 +48,16 @@ def test_the_field_table_has_every_field_a_caller_may_send_whose_fate_differs_or
     assert fields_of(Endpoint.CHAT) - same - hosting - samplers <= set(rows)
 
 
-def test_the_stop_reasons_are_the_codes() -> None:
+def test_documented_stop_reasons_agree_with_the_code() -> None:
     rows = {name: cells[0].strip("`") for name, cells in _rows(2).items() if name in anthropic_events.FINISH_REASONS}
     assert rows == dict(anthropic_events.FINISH_REASONS)
 
 
-def test_every_kind_of_failure_is_explained() -> None:
+def test_kinds_of_failures_are_documented() -> None:
     assert {str(kind) for kind in UpstreamKind} <= set(_rows(2))
 
 
-def test_the_faults_it_names_exist() -> None:
+def test_documented_faults_exist() -> None:
     named = re.findall(r"`fault-([a-z-]+)(?:=[\d.]+)?`", DOCS)
     assert named
     assert {name.replace("-", "_") for name in named} <= set(KINDS)

@@ -1,4 +1,4 @@
-"""OpenAI requests rewritten for Anthropic, Google and OpenAI: what is said how, what is dropped, what is refused."""
+"""OpenAI requests for Anthropic, Google and OpenAI: translated, dropped and unsupported fields."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def result(id: str, content: Any = "3 m") -> dict[str, Any]:
 
 
 def translated(*messages: dict[str, Any], model: str = MODEL, **more: Any) -> dict[str, Any]:
-    """The request, checked as the API would and against the SDK's own type."""
+    """The request, after the checks of the API's rules and of the SDK's type."""
     request = to_anthropic({"messages": list(messages), "model": "x", **more}, model)
     rules.anthropic(request, "2023-06-01" if needs_sampling_version(request) else "2026-10-21")
     request_of(MessageCreateParamsStreaming, request)
     return request
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-def test_the_smallest_request_is_exactly_this() -> None:
+def test_minimal_request() -> None:
     assert translated(user("Hi")) == {
         "model": MODEL,
         "max_tokens": DEFAULT_MAX_TOKENS,
@@ -73,7 +73,7 @@ def test_the_smallest_request_is_exactly_this() -> None:
     }
 
 
-def test_system_and_developer_messages_become_one_system_prompt_in_order() -> None:
+def test_system_and_developer_messages_become_one_system_prompt() -> None:
     request = translated(
         {"role": "system", "content": "Be brief."},
         user("Hi"),
@@ -83,13 +83,13 @@ def test_system_and_developer_messages_become_one_system_prompt_in_order() -> No
     assert len(request["messages"]) == 1
 
 
-def test_a_system_prompt_alone_is_said_by_the_user() -> None:
+def test_system_prompt_without_other_messages_becomes_a_message_of_the_user() -> None:
     request = translated({"role": "system", "content": "Tell a joke."})
     assert "system" not in request
     assert request["messages"] == [user([text("Tell a joke.")])]
 
 
-def test_neighbors_of_one_role_become_one_turn() -> None:
+def test_adjacent_messages_of_one_role_become_one_turn() -> None:
     request = translated(user("A"), user("B"), {"role": "assistant", "content": "C"}, user("D"))
     assert request["messages"] == [
         user([text("A"), text("B")]),
@@ -98,12 +98,12 @@ def test_neighbors_of_one_role_become_one_turn() -> None:
     ]
 
 
-def test_a_conversation_that_begins_with_the_assistant_gets_an_opening() -> None:
+def test_conversation_that_starts_with_the_assistant_gets_an_opening() -> None:
     request = translated({"role": "assistant", "content": "Welcome!"}, user("Hi"))
     assert request["messages"][0] == user([text(OPENING)])
 
 
-def test_a_last_assistant_turn_is_a_prefill_without_trailing_space() -> None:
+def test_last_assistant_turn_is_a_prefill_without_trailing_space() -> None:
     messages = user("Hi"), {"role": "assistant", "content": "The answer is \n"}
     request = translated(*messages, model="claude-opus-4-5", continue_final_message=True)
     assert request["messages"][-1] == {"role": "assistant", "content": [text("The answer is")]}
@@ -113,7 +113,7 @@ def test_a_last_assistant_turn_is_a_prefill_without_trailing_space() -> None:
     ("model", "takes"),
     [("claude-3-haiku-x", True), ("claude-sonnet-4-5", True), ("claude-opus-4-6", False), ("claude-opus-5", False)],
 )
-def test_only_models_up_to_4_5_go_on_with_an_assistant_message(model: str, takes: bool) -> None:
+def test_prefill_is_unsupported_by_models_after_4_5(model: str, takes: bool) -> None:
     messages = [user(), {"role": "assistant", "content": "So"}, {"role": "system", "content": "Be brief."}, user(" ")]
     assert takes_prefill(model) is takes
     assert tuple(unsupported_params({"messages": messages}, model)) == (() if takes else ("messages",))
@@ -130,7 +130,7 @@ def test_blank_texts_are_left_out() -> None:
     assert request["messages"] == [user([text("Hi")])]
 
 
-def test_images_come_from_data_urls_and_from_addresses() -> None:
+def test_images_from_data_urls_and_addresses() -> None:
     request = translated(
         user(
             [
@@ -146,34 +146,30 @@ def test_images_come_from_data_urls_and_from_addresses() -> None:
     ]
 
 
-def test_a_pdf_is_a_document() -> None:
+def test_pdf_is_a_document_with_an_optional_title() -> None:
     part = {"type": "file", "file": {"filename": "mill.pdf", "file_data": PDF}}
     block = translated(user([part]))["messages"][0]["content"][0]
     assert (block["type"], block["title"], block["source"]["media_type"]) == ("document", "mill.pdf", "application/pdf")
+    assert "title" not in translated(user([{"type": "file", "file": {"file_data": PDF}}]))["messages"][0]["content"][0]
 
 
-def test_a_pdf_needs_no_name() -> None:
-    block = translated(user([{"type": "file", "file": {"file_data": PDF}}]))["messages"][0]["content"][0]
-    assert "title" not in block
-
-
-def test_a_last_turn_that_calls_tools_is_left_as_it_is() -> None:
+def test_last_turn_with_tool_calls_is_not_changed() -> None:
     request = to_anthropic({"messages": [user(), calls("a")], "tools": [TOOL]}, "claude-opus-4-5")
     assert request["messages"][-1]["content"][0]["type"] == "tool_use"
 
 
-def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
+def test_refusal_in_the_history_is_text_of_the_assistant() -> None:
     request = translated(user("Hi"), {"role": "assistant", "content": None, "refusal": "No."}, user("Why?"))
     assert request["messages"][1]["content"] == [text("No.")]
 
 
-def test_reasoning_in_the_history_stays_behind() -> None:
+def test_reasoning_in_the_history_is_left_out() -> None:
     message = {"role": "assistant", "content": "4", "reasoning_content": "Two and two."}
     assert "Two and two" not in json.dumps(translated(user("2+2?"), message, user("Sure?")))
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
-def test_results_of_several_calls_come_first_in_one_user_turn() -> None:
+def test_results_of_several_calls_are_the_start_of_one_user_turn() -> None:
     request = translated(user("Levels?"), calls("a", "b"), result("a"), result("b"), user("Well?"), tools=[TOOL])
     assert request["messages"][1]["content"] == [
         {"type": "tool_use", "id": "a", "name": "level", "input": {}},
@@ -186,17 +182,17 @@ def test_results_of_several_calls_come_first_in_one_user_turn() -> None:
     ]
 
 
-def test_a_word_between_call_and_result_comes_after_the_result() -> None:
+def test_text_between_call_and_result_moves_after_the_result() -> None:
     request = translated(user(), calls("a"), user("Wait"), result("a"), tools=[TOOL])
     assert [block["type"] for block in request["messages"][2]["content"]] == ["tool_result", "text"]
 
 
-def test_an_empty_result_has_no_content() -> None:
+def test_empty_result_has_no_content() -> None:
     request = translated(user(), calls("a"), result("a", ""), tools=[TOOL])
     assert request["messages"][2]["content"] == [{"type": "tool_result", "tool_use_id": "a"}]
 
 
-def test_ids_outside_the_alphabet_are_renamed_alike_and_apart() -> None:
+def test_invalid_ids_are_replaced_consistently_and_uniquely() -> None:
     request = translated(user(), calls("f.x:1", "f_x_1"), result("f_x_1"), result("f.x:1"), tools=[TOOL])
     used = [block["id"] for block in request["messages"][1]["content"]]
     answered = [block["tool_use_id"] for block in request["messages"][2]["content"]]
@@ -218,7 +214,7 @@ def test_arguments_become_an_object(arguments: str, expected: dict[str, Any]) ->
     assert request["messages"][1]["content"][0]["input"] == expected
 
 
-def test_a_tool_has_name_description_schema_and_strictness() -> None:
+def test_tool_definitions() -> None:
     bare = {"type": "function", "function": {"name": "now", "strict": True}}
     assert translated(user(), tools=[TOOL, bare])["tools"] == [
         {"name": "level", "description": "River level.", "input_schema": {"type": "object", "properties": {}}},
@@ -248,7 +244,7 @@ def test_tool_choice(choice: Any, parallel: bool | None, expected: dict[str, Any
     assert request.get("tool_choice") == expected
 
 
-def test_tools_of_the_history_are_defined_though_none_may_be_called() -> None:
+def test_tools_in_the_history_are_defined_without_being_callable() -> None:
     request = translated(user(), calls("a"), result("a"))
     assert request["tools"] == [{"name": "level", "input_schema": {"type": "object"}}]
     assert request["tool_choice"] == {"type": "none"}
@@ -282,7 +278,7 @@ def test_max_tokens(given: dict[str, Any], expected: int) -> None:
         ({"top_k": -1}, {}),
     ],
 )
-def test_sampling_of_the_models_that_take_it(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_sampling_of_models_that_accept_it(given: dict[str, Any], expected: dict[str, Any]) -> None:
     for model in (
         "claude-sonnet-4-6",
         "claude-haiku-4-5-20251001",
@@ -295,7 +291,7 @@ def test_sampling_of_the_models_that_take_it(given: dict[str, Any], expected: di
 
 
 @pytest.mark.parametrize("model", ["claude-opus-4-7", "claude-sonnet-5-5", "claude-opus-5", "claude-of-tomorrow"])
-def test_sampling_never_reaches_a_model_that_refuses_it(model: str) -> None:
+def test_sampling_is_left_out_for_models_that_reject_it(model: str) -> None:
     request = translated(user(), model=model, temperature=0, top_p=0.5, top_k=3)
     assert not needs_sampling_version(request)
 
@@ -318,7 +314,7 @@ SHOWN = {"type": "adaptive", "display": "summarized"}
         ("claude-sonnet-4-5-20250929", "high", {}),
         ("claude-haiku-4-5", "high", {}),
         ("claude-opus-5", "none", {"thinking": {"type": "disabled"}}),
-        ("claude-opus-5", "unheard-of", {}),
+        ("claude-opus-5", "unknown", {}),
     ],
 )
 def test_reasoning_effort(model: str, effort: str, expected: dict[str, Any]) -> None:
@@ -326,7 +322,7 @@ def test_reasoning_effort(model: str, effort: str, expected: dict[str, Any]) -> 
     assert {name: request[name] for name in ("output_config", "thinking") if name in request} == expected
 
 
-def test_thinking_makes_way_for_what_cannot_be_had_together_with_it() -> None:
+def test_thinking_is_left_out_beside_forced_tools_or_sampling() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     for choice, thinks in (
         ("auto", True),
@@ -339,7 +335,7 @@ def test_thinking_makes_way_for_what_cannot_be_had_together_with_it() -> None:
     assert "thinking" in translated(user(), reasoning_effort="high", temperature=0.5)
 
 
-def test_a_schema_is_closed_to_what_it_does_not_name() -> None:
+def test_objects_of_a_schema_are_closed() -> None:
     point = {"type": "object", "properties": {"x": {"type": "number"}}}
     schema = {
         "type": "object",
@@ -356,20 +352,19 @@ def test_a_schema_is_closed_to_what_it_does_not_name() -> None:
         "additionalProperties": False,
     }
     assert "additionalProperties" not in point
-    asked = {"messages": [user()], "response_format": shape}
-    assert tuple(unsupported_params(asked, "claude-3-5-haiku-latest")) == ("response_format",)
-    assert not unsupported_params(asked, "claude-haiku-4-5") and not unsupported_params(asked)
+    given = {"messages": [user()], "response_format": shape}
+    assert tuple(unsupported_params(given, "claude-3-5-haiku-latest")) == ("response_format",)
+    assert not unsupported_params(given, "claude-haiku-4-5") and not unsupported_params(given)
 
 
-def test_an_object_that_may_be_null_is_closed_too() -> None:
-    """OpenAI's clients write so what may be absent."""
+def test_nullable_object_of_a_schema_is_closed() -> None:
     schema = {"type": ["object", "null"], "properties": {}}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    asked = translated(user(), response_format=shape)["output_config"]["format"]["schema"]
-    assert asked == {**schema, "additionalProperties": False}
+    found = translated(user(), response_format=shape)["output_config"]["format"]["schema"]
+    assert found == {**schema, "additionalProperties": False}
 
 
-def test_a_json_schema_is_an_output_format() -> None:
+def test_json_schema_is_an_output_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     request = translated(user(), response_format=shape)
@@ -377,18 +372,18 @@ def test_a_json_schema_is_an_output_format() -> None:
     assert "output_config" not in translated(user(), response_format={"type": "text"})
 
 
-def test_the_user_is_metadata() -> None:
+def test_user_is_metadata() -> None:
     assert translated(user(), user="u-1")["metadata"] == {"user_id": "u-1"}
 
 
-def test_what_only_another_host_knows_is_dropped() -> None:
+def test_fields_of_other_providers_are_dropped() -> None:
     given = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "min_p": 0.1, "verbosity": "low"}
     assert translated(user(), **given) == translated(user())
 
 
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"logprobs": True}, "logprobs"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
@@ -421,8 +416,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "param"), REFUSED)
-def test_what_anthropic_cannot_do_is_refused_by_name(change: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("change", "param"), UNSUPPORTED)
+def test_unsupported_field_is_an_error_with_its_name(change: dict[str, Any], param: str) -> None:
     body = {"model": "x", "messages": [user()], **change}
     assert tuple(unsupported_params(body)) == (param,)
     with pytest.raises(UpstreamError) as caught:
@@ -442,12 +437,12 @@ def test_what_anthropic_cannot_do_is_refused_by_name(change: dict[str, Any], par
         {"modalities": ["text"]},
     ],
 )
-def test_a_value_that_asks_for_nothing_is_no_reason_to_refuse(harmless: dict[str, Any]) -> None:
+def test_default_values_of_unsupported_fields_are_accepted(harmless: dict[str, Any]) -> None:
     assert not unsupported_params({"messages": [user()], **harmless})
     assert translated(user(), **harmless) == translated(user())
 
 
-# --- OpenAI's dialect -------------------------------------------------------------------------------------------------
+# --- OpenAI's API -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("flavor", "audio", "refused"),
     [
@@ -458,8 +453,10 @@ def test_a_value_that_asks_for_nothing_is_no_reason_to_refuse(harmless: dict[str
         (Flavor.COMPATIBLE, {"voice": "alloy", "format": "wav"}, ()),
     ],
 )
-def test_audio_is_asked_for_where_it_can_be_streamed(flavor: Flavor, audio: Any, refused: tuple[str, ...]) -> None:
-    """Every answer is, also one that its caller gets whole; what other addresses stream is theirs to say."""
+def test_audio_of_openai_is_supported_in_formats_that_can_be_streamed(
+    flavor: Flavor, audio: Any, refused: tuple[str, ...]
+) -> None:
+    """Each answer is streamed from the provider, also one that the client gets as a whole."""
     body = {"model": "m", "messages": [user()], "audio": audio}
     assert tuple(unsupported_by_openai(body, flavor)) == refused
     if refused:
@@ -484,11 +481,11 @@ def test_audio_is_asked_for_where_it_can_be_streamed(flavor: Flavor, audio: Any,
         ("openrouter.ai", "/api/v1/", Flavor.COMPATIBLE),
     ],
 )
-def test_an_address_tells_its_flavor(host: str, path: str, flavor: Flavor) -> None:
+def test_flavor_follows_from_the_address(host: str, path: str, flavor: Flavor) -> None:
     assert flavor_of(host, path) is flavor
 
 
-def test_usage_is_always_asked_for() -> None:
+def test_usage_is_always_requested() -> None:
     for flavor in Flavor:
         body = {"messages": [user()], "stream": False, "stream_options": {"include_usage": False}}
         request = to_openai(Endpoint.CHAT, body, "m", flavor)
@@ -498,7 +495,7 @@ def test_usage_is_always_asked_for() -> None:
     assert keep["stream_options"] == {"include_usage": True, "include_obfuscation": False}
 
 
-def test_max_tokens_has_its_new_name_for_openai_alone() -> None:
+def test_max_tokens_is_renamed_for_openai_only() -> None:
     body = {"messages": [user()], "max_tokens": 5}
     assert to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)["max_completion_tokens"] == 5
     assert "max_tokens" not in to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)
@@ -513,7 +510,7 @@ NOTHING = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "l
 
 
 def sent_to_openai(model: str, **more: Any) -> dict[str, Any]:
-    """The request, as OpenAI would take it."""
+    """The request, after the checks of OpenAI's rules."""
     request = to_openai(Endpoint.CHAT, {"messages": [user()], **more}, model, Flavor.OPENAI)
     rules.openai_chat(request, "openai")
     return request
@@ -554,22 +551,20 @@ def sent_to_openai(model: str, **more: Any) -> dict[str, Any]:
         ("my-own-o3", None, True),
     ],
 )
-def test_what_only_tunes_a_sampler_is_left_out_for_models_of_openai_that_reason(
-    model: str, effort: str | None, samples: bool
-) -> None:
+def test_sampling_is_left_out_for_reasoning_models_of_openai(model: str, effort: str | None, samples: bool) -> None:
     sent = sent_to_openai(model, **SAMPLING, reasoning_effort=effort)
     assert (SAMPLING.items() <= sent.items(), SAMPLING.keys() <= sent.keys()) == (samples, samples)
     assert not unsupported_by_openai({**SAMPLING, **NOTHING}, Flavor.OPENAI, model=model)
     assert to_openai(Endpoint.CHAT, {**SAMPLING}, model, Flavor.COMPATIBLE)["temperature"] == 0
 
 
-def test_values_that_ask_for_nothing_reach_no_model_that_refuses_them_all_the_same() -> None:
+def test_default_values_are_left_out_for_reasoning_models() -> None:
     assert NOTHING.keys().isdisjoint(sent_to_openai("gpt-5", **NOTHING))
     assert sent_to_openai("gpt-5.4", **NOTHING, reasoning_effort="none")["logprobs"] is False
     assert sent_to_openai("gpt-4o", **NOTHING).items() >= NOTHING.items()
 
 
-REASONING_REFUSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+REASONING_UNSUPPORTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt-5", {"frequency_penalty": 0.5}, ("frequency_penalty",)),
     ("gpt-5.2", {"presence_penalty": -1, "reasoning_effort": "none"}, ("presence_penalty",)),
     ("o3", {"logit_bias": {"5": 1}}, ("logit_bias",)),
@@ -581,8 +576,8 @@ REASONING_REFUSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "change", "params"), REASONING_REFUSES)
-def test_what_callers_would_miss_makes_a_reasoning_model_unsuitable(
+@pytest.mark.parametrize(("model", "change", "params"), REASONING_UNSUPPORTED)
+def test_fields_with_a_visible_effect_make_a_reasoning_model_unsuitable(
     model: str, change: dict[str, Any], params: tuple[str, ...]
 ) -> None:
     body = {"messages": [user()], **change}
@@ -593,14 +588,13 @@ def test_what_callers_would_miss_makes_a_reasoning_model_unsuitable(
     assert not unsupported_by_openai(body, Flavor.COMPATIBLE, model=model)
 
 
-def test_what_some_reasoning_models_do_take_is_sent() -> None:
+def test_fields_that_some_reasoning_models_accept_are_sent() -> None:
     assert sent_to_openai("gpt-5.1", logprobs=True, reasoning_effort="none")["logprobs"] is True
     for model in ("o1", "o3-mini-2025-01-31", "gpt-4.1"):
         assert sent_to_openai(model, stop=["a", "b"])["stop"] == ["a", "b"]
 
 
-def test_more_stop_strings_than_openai_and_google_take_make_them_unsuitable() -> None:
-    """Others of the dialect may take more, and say so if they do not."""
+def test_more_than_four_stop_strings_are_unsupported_by_openai_and_google() -> None:
     for endpoint, flavor, refused in (
         (Endpoint.CHAT, Flavor.OPENAI, True),
         (Endpoint.COMPLETIONS, Flavor.OPENAI, True),
@@ -612,8 +606,8 @@ def test_more_stop_strings_than_openai_and_google_take_make_them_unsuitable() ->
             assert tuple(unsupported_by_openai({"stop": stop}, flavor, endpoint)) == (("stop",) if too_many else ())
 
 
-def test_a_schema_beside_json_object_is_for_servers_that_read_one_there() -> None:
-    """As llama.cpp does. OpenAI knows no such parameter; without it nobody would keep to the schema."""
+def test_schema_in_json_object_is_sent_to_compatible_servers_only() -> None:
+    """llama.cpp reads it; OpenAI and Google do not."""
     for shape, asks in (({"type": "json_object"}, False), ({"type": "json_object", "schema": {}}, True)):
         body = {"messages": [user()], "response_format": shape}
         for flavor in Flavor:
@@ -623,7 +617,7 @@ def test_a_schema_beside_json_object_is_for_servers_that_read_one_there() -> Non
                 assert to_openai(Endpoint.CHAT, body, "m", flavor)["response_format"] == shape
 
 
-def test_extensions_are_dropped_or_refused_by_what_they_mean() -> None:
+def test_sampling_extensions_are_dropped_and_grammars_are_unsupported() -> None:
     body = {"messages": [user()], "top_k": 3, "min_p": 0.1, "repeat_penalty": 1.1, "chat_template_kwargs": {}}
     for flavor in Flavor:
         request = to_openai(Endpoint.CHAT, body, "m", flavor)
@@ -631,19 +625,17 @@ def test_extensions_are_dropped_or_refused_by_what_they_mean() -> None:
         assert tuple(unsupported_by_openai({**body, "grammar": "x"}, flavor)) == ("grammar",)
 
 
-def test_google_gets_only_names_it_knows() -> None:
+def test_fields_for_google() -> None:
     body = {"messages": [user()], "user": "u", "store": True, "reasoning_effort": "xhigh", "temperature": 1.5}
     request = to_openai(Endpoint.CHAT, body, "gemini", Flavor.GOOGLE)
     rules.openai_chat(request, "google")
     assert request["reasoning_effort"] == "high"
     assert request["temperature"] == 1.5
-    assert tuple(unsupported_by_openai({"seed": 1, "parallel_tool_calls": False, "n": 2}, Flavor.GOOGLE)) == (
-        "parallel_tool_calls",
-        "seed",
-    )
+    unsupported = unsupported_by_openai({"seed": 1, "parallel_tool_calls": False, "n": 2}, Flavor.GOOGLE)
+    assert tuple(unsupported) == ("parallel_tool_calls", "seed")
 
 
-def test_reasoning_of_another_tier_reaches_neither_openai_nor_google() -> None:
+def test_reasoning_of_another_provider_is_sent_to_compatible_servers_only() -> None:
     message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     body = {"messages": [user(), message, user()]}
     assert to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)["messages"][1] == {"role": "assistant", "content": "4"}
@@ -680,8 +672,8 @@ CHAT_KEYS = _keys(chat_params.CompletionCreateParamsBase) | fields_of(Endpoint.C
         ),
     ],
 )
-def test_every_field_anyone_may_send_is_decided_once(profile: fields.Profile, known: set[str]) -> None:
-    """Fields of the installed SDK's types and of the gateway's own request checks."""
+def test_each_field_has_one_treatment(profile: fields.Profile, known: set[str]) -> None:
+    """Fields of the SDK's types and of the gateway's own request types."""
     decided: Mapping[str, int] = {
         name: (name in profile.takes)
         + (name in profile.refuses and name not in profile.takes)
@@ -691,26 +683,26 @@ def test_every_field_anyone_may_send_is_decided_once(profile: fields.Profile, kn
     assert {name: times for name, times in decided.items() if times != 1} == {}
 
 
-def test_what_openai_is_sent_is_what_its_sdk_knows() -> None:
+def test_fields_sent_to_openai_are_those_of_its_sdk() -> None:
     assert fields.OPENAI_CHAT.takes <= _keys(chat_params.CompletionCreateParamsBase) | {"stream"}
     assert fields.GOOGLE_CHAT.takes <= fields.OPENAI_CHAT.takes
 
 
-def test_endpoints_of_openai_s_dialect_that_a_provider_does_not_have_are_refused_by_name() -> None:
+def test_unsupported_endpoints_of_a_provider_are_an_error() -> None:
     for endpoint, flavor in ((Endpoint.RERANK, Flavor.OPENAI), (Endpoint.COMPLETIONS, Flavor.GOOGLE)):
         assert tuple(unsupported_by_openai({"model": "m"}, flavor, endpoint)) == ("model",)
         with pytest.raises(UpstreamError, match=f"it has no /v1/{endpoint}"):
             to_openai(endpoint, {"model": "m"}, "m", flavor)
 
 
-def test_text_is_streamed_and_vectors_are_not() -> None:
-    said = to_openai(Endpoint.COMPLETIONS, {"model": "a", "prompt": "Once"}, "m", Flavor.OPENAI)
-    assert said == {"model": "m", "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
+def test_completions_are_streamed_and_embeddings_are_not() -> None:
+    completion = to_openai(Endpoint.COMPLETIONS, {"model": "a", "prompt": "Once"}, "m", Flavor.OPENAI)
+    assert completion == {"model": "m", "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
     vectors = to_openai(Endpoint.EMBEDDINGS, {"model": "a", "input": "Once"}, "m", Flavor.OPENAI)
     assert vectors == {"model": "m", "input": "Once"}
 
 
-def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
+def test_effort_is_limited_to_the_highest_of_the_provider() -> None:
     body = {"messages": [user()], "reasoning_effort": "max"}
     sent = {flavor: to_openai(Endpoint.CHAT, body, "m", flavor)["reasoning_effort"] for flavor in Flavor}
     assert sent == {Flavor.OPENAI: "xhigh", Flavor.GOOGLE: "high", Flavor.COMPATIBLE: "max"}
@@ -748,17 +740,14 @@ def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
         (Flavor.GOOGLE, "gemini-2.5-pro", "max", "high"),
     ],
 )
-def test_an_effort_is_the_nearest_that_the_model_has(flavor: Flavor, model: str, effort: str, sent: str | None) -> None:
-    """Local models' templates know `none`; where such a request went on to a cloud, it was refused there.
-
-    Of OpenAI's models that is the next higher one, or the highest.
-    """
+def test_effort_is_the_next_higher_one_of_the_model(flavor: Flavor, model: str, effort: str, sent: str | None) -> None:
+    """Or the highest one."""
     body = to_openai(Endpoint.CHAT, {"messages": [user()], "reasoning_effort": effort}, model, flavor)
     assert body.get("reasoning_effort") == sent
     rules.openai_chat(body, flavor)
 
 
-def test_a_model_that_has_no_effort_none_is_not_sent_what_it_takes_without_thinking() -> None:
+def test_sampling_is_left_out_for_models_without_the_effort_none() -> None:
     body = {"messages": [user()], "reasoning_effort": "none", "temperature": 0}
     assert "temperature" in to_openai(Endpoint.CHAT, body, "gpt-5.2", Flavor.OPENAI)
     for model in ("gpt-5.2-pro", "gpt-5.2-codex", "gpt-5.2-chat-latest"):
@@ -767,7 +756,7 @@ def test_a_model_that_has_no_effort_none_is_not_sent_what_it_takes_without_think
         rules.openai_chat(sent, Flavor.OPENAI)
 
 
-def test_calls_in_a_history_are_as_each_address_takes_them() -> None:
+def test_thought_signatures_in_the_history_are_sent_as_each_provider_requires() -> None:
     signed = {"google": {"thought_signature": "s"}}
 
     def sent(flavor: Flavor, model: str, **more: Any) -> list[dict[str, Any]]:

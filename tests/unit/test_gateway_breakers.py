@@ -686,5 +686,5 @@ def test_open_inference_service_is_retried_within_probe_pace() -> None:
     assert isinstance(refused, Refused)
     assert (breakers.open_for("local", "m"), refused.retry_in) == (4.0, 4.0)
     assert breakers.open_for("cloud", "m") == 30.0
-    breaker = next(told for told in breakers.describe() if told["name"] == "local")
+    breaker = next(entry for entry in breakers.describe() if entry["name"] == "local")
     assert breaker["retry_after"] == 30.0

@@ -1,4 +1,4 @@
-"""Which deadline comes next, and whether one more attempt is allowed."""
+"""Deadlines and attempts of a request."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ BUDGET = Budget(LIMITS, started=1000.0)
     ],
     ids=[
         "silence",
-        "progress re-arms it",
+        "progress restarts it",
         "a cold model spills",
-        "the last tier waits on",
+        "the last candidate keeps waiting",
         "the total",
-        "a tie is silence",
-        "once something was sent the total is over",
+        "silence before the total",
+        "no total after something was sent",
         "between tokens",
-        "keep-alives re-arm it",
-        "but not for ever",
+        "keep-alives restart it",
+        "until load_wait",
         "keep-alives between tokens",
-        "nor there for ever",
+        "until a limit",
     ],
 )
-def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -> None:
+def test_next_deadline_and_its_meaning(phase: Phase, deadline: Deadline) -> None:
     assert next_deadline(BUDGET, phase) == deadline
 
 
 def test_shorter_timeout_of_the_client_ends_the_wait_without_a_failure() -> None:
-    """That of clients that wait so long for an answer to begin says nothing about what follows."""
+    """The timeout until the first byte does not apply to the rest of the answer."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert budget.commit_by == 5.0
     assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CLIENT)
@@ -62,7 +62,7 @@ def test_wait_for_admission_counts_as_time_of_the_client() -> None:
 
 
 def test_client_of_a_whole_answer_waits_for_its_first_byte() -> None:
-    """Our own total ends with the first token even so: a long answer is no slow one."""
+    """The total deadline of the gateway ends with the first token: a long answer is not slow."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CLIENT)
     impatient = Budget(Limits(30, 0.5, 300, 120, 2, client_silence=5.0), started=0.0)
@@ -70,7 +70,7 @@ def test_client_of_a_whole_answer_waits_for_its_first_byte() -> None:
     assert next_deadline(BUDGET, Phase(1000, 1400, answered=True, whole=True)) == Deadline(1415, Due.SILENCE)
 
 
-def test_whole_answer_ends_at_the_clients_longer_timeout() -> None:
+def test_unary_answer_ends_at_the_clients_longer_timeout() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 600.0, 600.0), started=0.0)
     assert (budget.commit_by, budget.commit_due) == (300.0, Due.TOTAL)
     assert budget.limit_text(300.0) == "the 300 s that a request has (deadlines.total)"
@@ -80,7 +80,7 @@ def test_whole_answer_ends_at_the_clients_longer_timeout() -> None:
 
 
 def test_gap_in_an_answer_is_at_most_the_clients_read_timeout() -> None:
-    """Half of the gap is kept for candidates that could resume; the client's own limit is no failure."""
+    """Half of the gap is kept for candidates that could resume; the client's limit is no failure."""
     budget = Budget(Limits(30, 15, 300, 120, 4, 10.0, 10.0), started=0.0)
     assert budget.has_short_gap
     assert next_deadline(budget, Phase(0, 400, answered=True)) == Deadline(405.0, Due.LOAD_WAIT)
@@ -92,7 +92,7 @@ def test_gap_in_an_answer_is_at_most_the_clients_read_timeout() -> None:
 
 
 def test_resume_has_its_own_time() -> None:
-    """As much time as the beginning had. The client's gap counts from its last byte until a stream is open."""
+    """As much time as the start had. The client's gap counts from its last byte until a stream is open."""
     limits = Limits(30, 15, 300, 120, 4, 10.0, 10.0)
     again = Budget(limits, 0.0, attempts=4).renewed(505.0, quiet_since=500.0)
     assert (again.commit_by, again.commit_due, again.attempts) == (805.0, Due.TOTAL, 4)
@@ -111,12 +111,12 @@ def test_short_timeout_of_the_client_is_shared_between_candidates() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, waiting=True)) == Deadline(10.0, Due.LOAD_WAIT)
-    assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CLIENT), "progress of a prefill goes on"
+    assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CLIENT), "a prefill makes progress"
     assert next_deadline(budget, Phase(10, 10)) == Deadline(15.0, Due.LOAD_WAIT)
 
 
 def test_keep_alives_do_not_extend_the_share_of_a_candidate() -> None:
-    """The next tier keeps its half of the time, however often the first one says that it is there."""
+    """The next candidate keeps its half of the time."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 9, idle_since=0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CLIENT)
@@ -124,9 +124,8 @@ def test_keep_alives_do_not_extend_the_share_of_a_candidate() -> None:
 
 def test_keep_alives_do_not_shorten_the_inter_token_deadline() -> None:
     budget = Budget(Limits(first_token=1, inter_token=15, total=300, load_wait=120, attempts=2), started=0.0)
-    assert next_deadline(budget, Phase(0, 10, answered=True, idle_since=9)) == Deadline(
-        24.0, Due.SILENCE, kept_alive=True
-    )
+    phase = Phase(0, 10, answered=True, idle_since=9)
+    assert next_deadline(budget, phase) == Deadline(24.0, Due.SILENCE, kept_alive=True)
 
 
 def test_attempts_and_time_are_one_budget() -> None:

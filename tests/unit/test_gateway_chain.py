@@ -1,18 +1,37 @@
-"""Which candidates are tried, and why the others are not."""
+"""Route lookup, selection of candidates, outcomes of attempts, and the error without an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
-from gateway.breaker.outcome import Ignore, Reason
+from gateway.breaker.outcome import End, Failure, Ignore, Observation, Reason, Scope, Success, Verdict
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import Facts, LikelyFailure
-from gateway.routing.candidate_outcomes import CandidateOutcome
-from gateway.routing.chain import Candidate, Drop, Requirements, RouteMatch, expand, find_route, passes_on, select
+from gateway.routing.candidate_outcomes import (
+    CLOCK_TOLERANCE_SECONDS,
+    CandidateOutcome,
+    CandidateOutcomes,
+    failed_attempt,
+    outcome_name,
+    ran_out_of_time,
+)
+from gateway.routing.chain import (
+    Candidate,
+    Drop,
+    Dropped,
+    Requirements,
+    RouteMatch,
+    expand,
+    find_route,
+    passes_on,
+    select,
+)
+from gateway.routing.explain_record import Record
 from gateway.routing.refusal import no_answer
 from inference.protocol import Code, Tier
 from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_params
@@ -20,7 +39,7 @@ from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_para
 ROUTES = ("demo", "big/model", "*")
 
 
-def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
+def test_routes_are_found_by_name_alias_or_star() -> None:
     aliases = {"small": "demo", "other": "thing"}
     assert find_route("demo", ROUTES, aliases) == RouteMatch("demo", "demo")
     assert find_route("big/model", ROUTES, aliases) == RouteMatch("big/model", "big/model")
@@ -30,7 +49,7 @@ def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
     assert find_route("nope", ("demo",), aliases) is None
 
 
-def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
+def test_entries_expand_to_candidates_without_repetitions() -> None:
     found = expand(("local/*", "local/demo", "openai/org/big", "local/demo"), "demo", {})
     assert [candidate.name for candidate in found] == ["local/demo", "openai/org/big"]
     assert [candidate.tier for candidate in found] == [Tier.LOCAL, Tier.CLOUD]
@@ -39,13 +58,13 @@ def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
 
 
 def test_aliases_of_local_models_become_their_ids() -> None:
-    """One written by an alias had breakers and limits of its own; a cloud's model of that name is another one."""
+    """The same name of a cloud is another model."""
     aliases = {"nick": "demo"}
     found = expand(("local/nick", "openai/nick", "local/demo", "local/*"), "other", aliases)
     assert [candidate.name for candidate in found] == ["local/demo", "openai/nick", "local/other"]
     assert [(candidate.position, candidate.named) for candidate in found] == [(0, True), (1, True), (2, False)]
     assert [candidate.name for candidate in expand(("local/*",), "nick", aliases)] == ["local/demo"]
-    assert expand(("local/demo",), "x", aliases) is expand(("local/demo",), "x", {}), "found once"
+    assert expand(("local/demo",), "x", aliases) is expand(("local/demo",), "x", {}), "results are cached"
 
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
@@ -76,13 +95,15 @@ VISION = Requirements(capabilities=frozenset({"vision"}))
         (CLOUD, Facts(fits=False), Requirements(), None),
     ],
 )
-def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Requirements, drop: Drop | None) -> None:
+def test_facts_drop_or_keep_a_candidate(
+    candidate: Candidate, facts: Facts, wants: Requirements, drop: Drop | None
+) -> None:
     chain = select([candidate], lambda _: facts, wants)
     assert [dropped.drop for dropped in chain.dropped] == ([] if drop is None else [drop])
     assert chain.kept == (() if drop else (candidate,))
 
 
-def test_the_order_stays_and_every_drop_has_its_reason() -> None:
+def test_order_is_kept_and_drops_have_reasons() -> None:
     known: Mapping[str, Facts] = {
         "local/a": Facts(breaker_open_for=5.0),
         "local/b": Facts(),
@@ -90,10 +111,8 @@ def test_the_order_stays_and_every_drop_has_its_reason() -> None:
     }
     chain = select([LOCAL, MINI, CLOUD], lambda candidate: known[candidate.name], Requirements())
     assert chain.kept == (MINI,)
-    assert [(dropped.candidate, dropped.drop) for dropped in chain.dropped] == [
-        (LOCAL, Drop.BREAKER),
-        (CLOUD, Drop.ABSENT),
-    ]
+    dropped = [(LOCAL, Drop.BREAKER), (CLOUD, Drop.ABSENT)]
+    assert [(one.candidate, one.drop) for one in chain.dropped] == dropped
     assert chain.dropped[0].retry_in == 5.0
 
 
@@ -115,25 +134,20 @@ def _none(*outcomes: CandidateOutcome, time_spent: str | None = None) -> Gateway
     return no_answer(REQUEST, outcomes, time_spent)
 
 
-def test_error_names_every_candidate_and_the_soonest_retry() -> None:
+def test_error_names_all_candidates_and_the_earliest_retry() -> None:
     error = _none(
         CandidateOutcome(LOCAL, "breaker_open", "breaker open", 12.2, Drop.BREAKER),
         CandidateOutcome(MINI, "status_500", "500: broken", 40.0),
         CandidateOutcome(CLOUD, "provider_absent", "no key", None, Drop.ABSENT),
     )
-    assert (error.status, error.code, error.retry_after, error.retryable) == (
-        503,
-        Code.NO_TIER_AVAILABLE,
-        13.0,
-        True,
-    )
+    found = (error.status, error.code, error.retry_after, error.retryable)
+    assert found == (503, Code.NO_TIER_AVAILABLE, 13.0, True)
     assert all(name in error.message for name in ("local/a: breaker open", "local/b: 500", "openai/c: no key"))
 
 
-def test_retry_after_has_a_default_when_nothing_is_known() -> None:
-    assert (
-        _none(CandidateOutcome(LOCAL, "connect", "refused"), CandidateOutcome(MINI, "x", "y", 9.0)).retry_after == 1.0
-    )
+def test_default_of_retry_after() -> None:
+    unknown = CandidateOutcome(LOCAL, "connect", "refused"), CandidateOutcome(MINI, "x", "y", 9.0)
+    assert _none(*unknown).retry_after == 1.0
     assert _none(CandidateOutcome(LOCAL, "cannot_fit", "no room", None, Drop.NO_FIT)).retry_after == 2.0
     assert _none().retry_after is None
 
@@ -151,7 +165,7 @@ def test_permanent_reasons_are_not_retried() -> None:
     assert (error.status, error.retry_after, error.retryable) == (503, None, False)
 
 
-def test_spent_time_is_a_504_unless_no_candidate_could_ever_answer() -> None:
+def test_time_out_is_a_504_unless_no_candidate_could_ever_answer() -> None:
     error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
     assert (error.status, error.code, error.retryable) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
@@ -165,18 +179,13 @@ def test_missing_capability_of_all_candidates_is_a_400() -> None:
     assert (missing.status, missing.param) == (400, "messages")
     error = no_answer(COMPLETION, [CandidateOutcome(LOCAL, "capability_missing", "no", None, Drop.CAPABILITY)], None)
     assert error.param == "model"
-    assert (
-        _none(CandidateOutcome(LOCAL, "context_too_small", "9 > 8", None, Drop.CONTEXT)).code
-        == Code.CONTEXT_LENGTH_EXCEEDED
-    )
-    gone = _none(
-        CandidateOutcome(LOCAL, "model_not_found", "no such"), CandidateOutcome(MINI, "model_not_found", "no such")
-    )
+    short = _none(CandidateOutcome(LOCAL, "context_too_small", "9 > 8", None, Drop.CONTEXT))
+    assert short.code == Code.CONTEXT_LENGTH_EXCEEDED
+    gone = _none(*(CandidateOutcome(candidate, "model_not_found", "no such") for candidate in (LOCAL, MINI)))
     assert (gone.status, gone.param) == (404, "model")
 
 
-def test_unsupported_parameters_say_what_would_help() -> None:
-    """Each unsupported parameter has its own message."""
+def test_each_unsupported_parameter_has_its_own_message() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     body = {"messages": messages, "response_format": {"type": "json_object"}, "n": 2}
     unsupported = unsupported_params(body, "claude-opus-5")
@@ -188,9 +197,8 @@ def test_unsupported_parameters_say_what_would_help() -> None:
 
 
 def test_unsupported_parameter_is_named_in_the_error() -> None:
-    dropped = select(
-        [CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Requirements()
-    ).dropped[0]
+    facts = Facts(unsupported={"seed": "no seed", "n": "one choice"})
+    dropped = select([CLOUD], lambda _: facts, Requirements()).dropped[0]
     assert (dropped.param, dropped.message) == ("seed", "no seed; one choice")
     error = _none(
         CandidateOutcome(LOCAL, "policy", "no", None, Drop.POLICY),
@@ -201,7 +209,7 @@ def test_unsupported_parameter_is_named_in_the_error() -> None:
         CandidateOutcome(LOCAL, "breaker_open", "open", 9.0, Drop.BREAKER),
         CandidateOutcome(CLOUD, "capability", dropped.message, None, Drop.CAPABILITY, param="seed"),
     )
-    assert (later.status, later.retry_after) == (503, 9.0), "the local tier may do it later"
+    assert (later.status, later.retry_after) == (503, 9.0), "the local candidate may support it later"
 
 
 def test_parameter_that_no_candidate_supports_gets_the_first_providers_error() -> None:
@@ -215,13 +223,8 @@ def test_parameter_that_no_candidate_supports_gets_the_first_providers_error() -
     )
     assert error is own
     assert error.body()["error"]["code"] == "unsupported_parameter"
-    assert (
-        _none(
-            CandidateOutcome(LOCAL, "unsupported_parameter", "no", upstream_error=own),
-            CandidateOutcome(MINI, "connect", "no"),
-        ).status
-        == 503
-    )
+    unknown = CandidateOutcome(LOCAL, "unsupported_parameter", "no", upstream_error=own)
+    assert _none(unknown, CandidateOutcome(MINI, "connect", "no")).status == 503
     assert CandidateOutcome(LOCAL, "x", "y", 3.0).with_wait(2.0).retry_in == 3.0
 
 
@@ -234,7 +237,7 @@ def test_full_queues_of_all_candidates_are_a_429() -> None:
     assert (error.status, error.code, error.retry_after) == (429, Code.QUEUE_FULL, 3.0)
 
 
-def test_unhealthy_candidates_are_tried_last() -> None:
+def test_candidates_that_will_probably_fail_are_tried_last() -> None:
     ill = Facts(likely_failure=LikelyFailure("the model failed: it aborted", 8.0))
     known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
@@ -244,7 +247,7 @@ def test_unhealthy_candidates_are_tried_last() -> None:
     assert (deferred.drop, deferred.message, deferred.retry_in) == (Drop.UNHEALTHY, "the model failed: it aborted", 8.0)
 
 
-def test_order_stays_when_all_candidates_are_unhealthy() -> None:
+def test_order_is_kept_if_all_candidates_will_probably_fail() -> None:
     known = {
         "local/demo": Facts(likely_failure=LikelyFailure("x")),
         "local/demo-mini": Facts(likely_failure=LikelyFailure("y")),
@@ -252,3 +255,108 @@ def test_order_stays_when_all_candidates_are_unhealthy() -> None:
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == list(known)
     assert chain.deferred == ()
+
+
+REJECTED = UpstreamError(UpstreamKind.STATUS, "no", status=422, retry_after=7.0)
+SEEN = Observation(UpstreamKind.STATUS, 422)
+
+
+def _end(candidate: Candidate, verdict: Verdict, error: Exception = REJECTED, **more: Any) -> Any:
+    arguments = {"larger_context_left": False, "request": REQUEST, **more}
+    request = arguments.pop("request")
+    return failed_attempt(request, candidate, verdict, SEEN, "it failed", error, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "observation", "name"),
+    [
+        (Success(), Observation(End.FINISHED), "success"),
+        (Ignore(Reason.SPILLED), Observation(End.SPILLED), "spilled"),
+        (Failure(Scope.PAIR), Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True), "model_failed"),
+        (Failure(Scope.PAIR), Observation(UpstreamKind.STATUS, 503, "made_up", is_local=True), "error"),
+        (Failure(Scope.PAIR), Observation(UpstreamKind.STATUS, 503, "made_up"), "status_503"),
+        (Failure(Scope.PROVIDER), Observation(UpstreamKind.CONNECT), "connect"),
+    ],
+)
+def test_outcome_names_are_bounded(verdict: Verdict, observation: Observation, name: str) -> None:
+    assert outcome_name(verdict, observation) == name
+
+
+def test_failure_keeps_the_providers_retry_after() -> None:
+    outcome = _end(CLOUD, Failure(Scope.PAIR, retry_after=9.0))
+    assert outcome == CandidateOutcome(CLOUD, "status_422", "it failed", 9.0)
+
+
+def test_full_queue_is_retried_after_the_time_of_the_local_service() -> None:
+    assert _end(LOCAL, Ignore(Reason.QUEUE_FULL)).retry_in == 7.0
+    assert _end(LOCAL, Ignore(Reason.QUEUE_FULL, skip_seconds=3.0)).retry_in == 3.0
+    assert _end(CLOUD, Ignore(Reason.QUEUE_FULL)).retry_in is None
+
+
+def test_ignored_end_without_an_upstream_error_continues_with_the_next_candidate() -> None:
+    outcome = _end(LOCAL, Ignore(Reason.SPILLED), RuntimeError())
+    assert outcome == CandidateOutcome(LOCAL, "spilled", "it failed")
+
+
+@pytest.mark.parametrize(
+    ("reason", "request_", "error", "status", "param"),
+    [
+        (Reason.BAD_REQUEST, REQUEST, REJECTED, 422, None),
+        (Reason.CONTEXT_LENGTH, REQUEST, REJECTED, 422, "messages"),
+        (Reason.CONTEXT_LENGTH, COMPLETION, REJECTED, 422, "prompt"),
+        (Reason.BAD_REQUEST, REQUEST, UpstreamError(UpstreamKind.STATUS, "no", status=400, param="n"), 400, "n"),
+        (Reason.BAD_REQUEST, REQUEST, UpstreamError(UpstreamKind.ERROR_FRAME, "no"), 400, None),
+        (Reason.CONTENT_POLICY, REQUEST, UpstreamError(UpstreamKind.STATUS, "no", status=503), 400, None),
+    ],
+)
+def test_error_of_the_request_ends_it_with_the_providers_4xx(
+    reason: Reason, request_: Any, error: UpstreamError, status: int, param: str | None
+) -> None:
+    ended = _end(LOCAL, Ignore(reason), error, request=request_)
+    assert isinstance(ended, PassedOnError)
+    assert (ended.status, ended.param) == (status, param)
+
+
+def test_unknown_model_named_by_the_client_is_an_error_of_the_request() -> None:
+    ended = _end(Candidate("openai", "c", 0, named=False), Ignore(Reason.NOT_FOUND))
+    assert isinstance(ended, PassedOnError)
+    assert ended.param == "model"
+    assert isinstance(_end(CLOUD, Ignore(Reason.NOT_FOUND)), CandidateOutcome)
+
+
+def test_prompt_too_long_for_one_candidate_is_sent_to_a_larger_one() -> None:
+    error = UpstreamError(
+        UpstreamKind.STATUS, "long", status=400, param="messages", details={"context_length": 8, "prompt_tokens": 9}
+    )
+    for candidate, is_larger_left in ((LOCAL, True), (MINI, False)):
+        outcome = _end(candidate, Ignore(Reason.CONTEXT_LENGTH), error, larger_context_left=is_larger_left)
+        assert isinstance(outcome, CandidateOutcome)
+        assert (outcome.param, outcome.details) == ("messages", {"context_length": 8, "prompt_tokens": 9})
+
+
+def test_error_of_an_unsupported_parameter_is_kept() -> None:
+    outcome = _end(LOCAL, Ignore(Reason.UNSUPPORTED))
+    assert isinstance(outcome.upstream_error, PassedOnError)
+
+
+def test_passed_deadline_ends_the_request() -> None:
+    assert ran_out_of_time(Ignore(Reason.DEADLINE), 20.0)
+    assert ran_out_of_time(Ignore(Reason.MODEL_LOADING), CLOCK_TOLERANCE_SECONDS / 2)
+    assert not ran_out_of_time(Ignore(Reason.MODEL_LOADING), CLOCK_TOLERANCE_SECONDS * 2)
+    assert not ran_out_of_time(Failure(Scope.PAIR), 0.0)
+
+
+def test_deferral_is_forgotten_when_the_attempt_starts() -> None:
+    record = Record("id", 0.0, "/")
+    outcomes = CandidateOutcomes(record)
+    outcomes.defer(Dropped(LOCAL, Drop.TOO_SLOW, "slow", 3.0))
+    outcomes.drop(Dropped(CLOUD, Drop.POLICY, "local only"))
+    assert outcomes.is_deferred(LOCAL)
+    assert outcomes.first.candidate == LOCAL
+    outcomes.start(LOCAL)
+    assert outcomes.is_deferred(LOCAL)
+    outcomes.fail(CandidateOutcome(MINI, "connect", "refused", 2.0))
+    outcomes.start(MINI)
+    waits = outcomes.in_chain_order(lambda outcome: 5.0 if outcome.candidate == MINI else 0.0)
+    assert [(outcome.candidate, outcome.retry_in) for outcome in waits] == [(MINI, 5.0), (CLOUD, 0.0)]
+    assert record.dropped == {"local/a": "predicted_too_slow: slow", "openai/c": "policy: local only"}

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
 from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import DeviceState, ModelState, ModelStatus
 from tests.rigs import virtual_time
 
 READY = ModelStatus("demo", ModelState.READY, devices=("gpu-0",), aliases=("d",))
@@ -270,3 +271,26 @@ def test_events_of_a_replaced_service_are_ignored() -> None:
     view, old, new = virtual_time.run(_reloaded())
     assert (len(old.opened), len(new.opened) > 0) == (1, True)
     assert view.models["demo"].state is ModelState.READY
+
+
+def test_failed_model_is_avoided_until_its_pause_is_nearly_over() -> None:
+    status = ModelStatus("m", ModelState.FAILED, retry_after_seconds=8.0, reason="it aborted")
+    assert likely_failure(status, {}, 0.0) == LikelyFailure("the model failed: it aborted", 8.0)
+    assert likely_failure(status, {}, 5.0) == LikelyFailure("the model failed: it aborted", 3.0)
+    assert likely_failure(status, {}, 6.0) is None, "the service waits for the rest of it"
+    assert likely_failure(ModelStatus("m", ModelState.FAILED), {}, 0.0) == LikelyFailure(
+        "the model failed: no reason given", None
+    )
+
+
+@pytest.mark.parametrize("state", list(DeviceState))
+def test_model_on_an_unusable_device_is_avoided(state: DeviceState) -> None:
+    status = ModelStatus("m", ModelState.READY, devices=("gpu-0", "gpu-1"))
+    failure = likely_failure(status, {"gpu-0": DeviceState.HEALTHY, "gpu-1": state}, 0.0)
+    gone = state in (DeviceState.QUARANTINED, DeviceState.LOST)
+    assert failure == (LikelyFailure(f"its device gpu-1 is {state}") if gone else None)
+
+
+def test_model_without_known_problems_is_not_avoided() -> None:
+    assert likely_failure(ModelStatus("m", ModelState.COLD), {"gpu-0": DeviceState.LOST}, 0.0) is None
+    assert likely_failure(ModelStatus("m", ModelState.READY, devices=("gpu-7",)), {}, 0.0) is None

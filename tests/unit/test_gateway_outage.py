@@ -175,9 +175,7 @@ async def _outage(provider: str, how: str, offset: float, at_once: int = 1, thin
 
 
 @pytest.mark.parametrize("how", ["refused", "reset", "500", "stopping", "silent"])
-def test_outage_of_inference_service_costs_at_most_four_requests(
-    how: str,
-) -> None:
+def test_outage_of_inference_service_costs_at_most_four_requests(how: str) -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("local", how, offset / 2))
         assert len(outage.reached) <= 4

@@ -1,4 +1,4 @@
-"""Which attempts count as silent: at each stage those that waited long and that no other attempt has passed."""
+"""Silent attempts: those that wait long at a stage and that no other attempt has passed."""
 
 from __future__ import annotations
 
@@ -132,9 +132,8 @@ def test_silence_after_first_byte_needs_samples(answers: int) -> None:
     for number in range(100, 100 + answers):
         _answer(detector, number, 0.0)
     _start(detector, 1.0)
-    assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, (
-        "where there is no byte there is no thinking"
-    )
+    silent = detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH)
+    assert silent == ENOUGH, "before the first byte a model is not thinking"
     _get_byte(detector, 2.0)
     assert (detector.silent_attempts(LONG, ENOUGH) == ENOUGH) is (answers == MIN_SAMPLES)
 
