@@ -1,4 +1,4 @@
-"""The thread of an event loop gets short time slices; its children get the default."""
+"""Scheduling attributes of event loop threads: short time slices for the thread, defaults for its children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORTEST = int(event_loop.SLICE_SECONDS * 1e9)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 as_usual = pytest.mark.skipif(
     hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) != 0,
-    reason="this process has a niceness of its own",
+    reason="this process has another niceness",
 )
 
 
@@ -33,7 +33,7 @@ def granted() -> int:
 
 
 def on_a_thread(work: Any) -> Any:
-    """The result of `work` on a thread of its own."""
+    """The result of `work` on a new thread."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import orjson
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.finish_reasons import Finishes, choices_of
+from gateway.apis.openai.frames import Data, DeltaKind, Done, Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.routing.resume_runner import Answer, Sink, assemble
+from tests.rigs.typed_bodies import decoded
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 5, "model": "demo", "system_fingerprint": "fp"}
 
@@ -231,3 +237,98 @@ def test_moderation_of_the_last_chunk_is_kept() -> None:
     del plain["system_fingerprint"]
     answer = _sum(plain, {**plain, "choices": [], "moderation": moderation})
     assert answer["moderation"] == moderation
+
+
+def chunk(*choices: tuple[Any, str | None]) -> bytes:
+    return orjson.dumps({"choices": [{"index": index, "finish_reason": reason} for index, reason in choices]})
+
+
+@pytest.mark.parametrize(
+    ("body", "choices"),
+    [
+        ({}, 1),
+        ({"n": None}, 1),
+        ({"n": 3}, 3),
+        ({"prompt": "a"}, 1),
+        ({"prompt": ["a"]}, 1),
+        ({"prompt": ["a", "b"], "n": 2}, 4),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": "a", "best_of": 4, "n": 2}, 2),
+    ],
+)
+def test_number_of_choices(body: dict[str, Any], choices: int) -> None:
+    endpoint = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
+    assert choices_of(decoded(body, endpoint)) == choices
+
+
+def test_one_choice_has_one_finish_reason() -> None:
+    finishes = Finishes()
+    assert not (finishes.are_any or finishes.are_all)
+    finishes.note(b"any frame with a finish reason")
+    assert finishes.are_any and finishes.are_all
+
+
+def test_answer_of_several_choices_is_complete_when_all_have_finished() -> None:
+    finishes = Finishes(3)
+    for payload in (chunk((1, "stop"), (0, None)), chunk((1, "stop")), b"{oops", chunk(([], "stop"))):
+        finishes.note(payload)
+        assert not finishes.are_all
+    assert finishes.are_any
+    finishes.note(chunk((2, "length"), (0, "stop")))
+    assert finishes.are_all
+
+
+def _data(delta: dict[str, Any], finish: str | None = None) -> Data:
+    chunk = {
+        "id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "demo",
+        "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+    }  # fmt: skip
+    return Data(orjson.dumps(chunk), DeltaKind.FINISH if finish else DeltaKind.CONTENT)
+
+
+class _Coming:
+    """An answer whose `pieces` arrive while a task waits for its end; counts the wake-ups of the task."""
+
+    def __init__(self, *pieces: Data) -> None:
+        self._pieces = list(pieces)
+        self._sink: Sink = lambda _: False
+        self.wakes = 0
+        self.last: list[Frame] = [_data({}, "stop")]
+
+    def begin(self) -> list[Frame]:
+        return [_data({"role": "assistant", "content": ""})]
+
+    def pass_on(self, sink: Sink) -> None:
+        self._sink = sink
+
+    async def next(self) -> list[Frame]:
+        self.wakes += 1
+        while self._pieces:
+            piece = self._pieces.pop(0)
+            if not self._sink([piece]):
+                return [piece]
+        return [*self.last, Done()]
+
+
+async def test_task_that_waits_for_a_unary_answer_wakes_once() -> None:
+    coming = _Coming(*(_data({"content": word}) for word in ("one ", "two ", "three")))
+    whole = await assemble(cast(Answer, coming))
+    assert whole["choices"][0]["message"]["content"] == "one two three"
+    assert coming.wakes == 1
+
+
+async def test_malformed_chunk_ends_the_wait_with_an_error() -> None:
+    coming = _Coming(_data({"content": "one"}), Data(b'{"choices":7}', DeltaKind.OTHER))
+    with pytest.raises(UpstreamError) as raised:
+        await assemble(cast(Answer, coming))
+    assert raised.value.kind is UpstreamKind.MALFORMED
+
+
+async def test_answer_without_finish_reason_is_an_error() -> None:
+    """Also with an end marker: a client of a unary answer could not see the difference."""
+    coming = _Coming(_data({"content": "one"}))
+    coming.last.clear()
+    with pytest.raises(UpstreamError, match="finish reason") as raised:
+        await assemble(cast(Answer, coming))
+    assert raised.value.kind is UpstreamKind.READ

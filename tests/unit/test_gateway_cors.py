@@ -21,7 +21,7 @@ def test_no_header_is_sent_while_no_origin_is_allowed() -> None:
     assert lines((), PAGE) == {}
 
 
-def test_an_allowed_page_reads_answers_and_headers_of_ours() -> None:
+def test_allowed_origin_reads_answers_and_headers_of_headgate() -> None:
     found = lines((PAGE, "http://localhost:5173"), PAGE)
     assert (found["access-control-allow-origin"], found["vary"]) == (PAGE, "Origin")
     exposed = found["access-control-expose-headers"].split(", ")
@@ -31,20 +31,20 @@ def test_an_allowed_page_reads_answers_and_headers_of_ours() -> None:
 
 
 @pytest.mark.parametrize("origin", [None, "https://other.example.org", "https://app.example.org.evil.test", "null"])
-def test_other_pages_get_no_permission_and_caches_keep_the_answers_apart(origin: str | None) -> None:
+def test_other_origins_get_no_permission_and_separate_cache_entries(origin: str | None) -> None:
     assert lines((PAGE,), origin) == {"vary": "Origin"}
 
 
-def test_every_page_is_allowed_without_its_cookies() -> None:
+def test_all_origins_are_allowed_without_cookies() -> None:
     found = lines(("*",), PAGE)
     assert found["access-control-allow-origin"] == "*"
     assert "access-control-allow-credentials" not in found
     assert lines(("*",), None) == {}
 
 
-def test_preflight_allows_what_clients_send_and_nothing_else() -> None:
-    asked = "authorization, X-Api-Key,anthropic-version, anthropic-dangerous-direct-browser-access, x-stainless-os, "
-    found = dict(cors.preflight_headers(asked + "x-headgate-policy, openai-beta, cookie, x-odd, x-headgate-\tq"))
+def test_preflight_allows_headers_of_clients_only() -> None:
+    names = "authorization, X-Api-Key,anthropic-version, anthropic-dangerous-direct-browser-access, x-stainless-os, "
+    found = dict(cors.preflight_headers(names + "x-headgate-policy, openai-beta, cookie, x-odd, x-headgate-\tq"))
     allowed = found[b"access-control-allow-headers"].decode().split(", ")
     assert {"authorization", "x-api-key", "content-type", "anthropic-version", "x-stainless-os"} <= set(allowed)
     assert {"anthropic-dangerous-direct-browser-access", "x-headgate-policy", "openai-beta"} <= set(allowed)
@@ -54,7 +54,7 @@ def test_preflight_allows_what_clients_send_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "says"),
+    ("origin", "message"),
     [
         ("app.example.org", "is not an origin"),
         ("https://app.example.org/", "no path"),
@@ -64,9 +64,9 @@ def test_preflight_allows_what_clients_send_and_nothing_else() -> None:
         ("http://app.example.org:80", "default port"),
     ],
 )
-def test_what_is_no_origin_is_a_problem_of_the_file(tmp_path: Path, origin: str, says: str) -> None:
+def test_invalid_origin_is_an_error_of_the_configuration(tmp_path: Path, origin: str, message: str) -> None:
     (tmp_path / "gateway.yaml").write_text(f"cors: {{origins: ['{origin}']}}\n")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         settings.load(tmp_path, {})
 
 

@@ -1,18 +1,33 @@
-"""docs/api.md: explain records, metrics, error codes and reasons of the gateway are those of the code."""
+"""docs/api.md agrees with the code: explain records, metrics, error codes, reasons, parameters."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import Counter, Gauge, Metric
 
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
+from gateway.apis.openai.generation_request import parse
+from gateway.apis.schema.responses_body import responses_schema
+from gateway.errors import RequestError
+from gateway.providers.provider_fields import OPENAI_CHAT
 from gateway.routing.chain import Drop
 from gateway.routing.explain_record import AttemptRecord, BreakRecord, Record
 from gateway.telemetry.gateway_metrics import Telemetry
+from headgate.shared.bodies.body_decoder import json_schema
+from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
+from inference.api.routes.openapi_route import BODIES
 from inference.protocol import CODES
+from inference.worker.api import generation_body
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -33,13 +48,12 @@ def _names(cell: str) -> list[str]:
 
 @pytest.mark.parametrize("part", [Record, AttemptRecord, BreakRecord], ids=lambda part: part.__name__)
 def test_explain_record_fields_are_documented(part: type) -> None:
-    """A renamed or new field is renamed or added in the table."""
     documented = set(re.findall(r"`(\w+)`", _section("Explain records")))
     assert sorted({field.name for field in fields(part)} - documented) == []
 
 
 def test_gateway_metrics_are_documented_with_their_labels() -> None:
-    """Each metric gets one sample with as many labels as the table has; the sample shows their names."""
+    """Each metric gets a sample with the labels of the table; the sample shows their names."""
     documented = {name: _names(row[1]) for row in _rows("Metrics of the gateway") for name in _names(row[0])}
     telemetry = Telemetry()
     telemetry.requests(*documented["gateway_requests_total"])
@@ -71,3 +85,100 @@ def test_error_codes_are_documented_with_their_status() -> None:
 def test_reasons_to_skip_or_move_back_a_candidate_are_documented() -> None:
     documented = {name for row in _rows("Which tier answers") for name in _names(row[0])}
     assert documented == {str(reason) for reason in Drop}
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+HELLO = [{"role": "user", "content": "hello"}]
+FACTS = Facts("tiny", 2**40, 300, 64, ("chat", "completions"))
+
+
+def _row(parameter: Parameter) -> str:
+    default = "" if parameter.default is None else f"`{_shown(parameter.default)}`"
+    sent = {"renamed": "sent as `logprobs`"}.get(parameter.clouds, parameter.clouds)
+    return f"| `{parameter.name}` | {parameter.values()} | {default} | {parameter.effect} | {sent} |"
+
+
+def _shown(value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def test_documented_table_of_parameters_is_current() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    table = re.search(r"\| parameter \| values \| default \| effect \| clouds \|\n\|[-|]+\|\n((?:\|.*\n)+)", text)
+    assert table is not None
+    assert table[1].splitlines() == [_row(parameter) for parameter in PARAMETERS]
+
+
+def test_defaults_are_those_of_sampling() -> None:
+    """Each field of `Sampling` except the bias has a row."""
+    ours = Sampling()
+    rows = {parameter.name: parameter.default for parameter in PARAMETERS if parameter.samples}
+    assert rows == {field.name: getattr(ours, field.name) for field in fields(Sampling) if field.name != "logit_bias"}
+    assert generation_body.chat({"messages": HELLO}, FACTS).sampling == ours
+
+
+def _good(parameter: Parameter) -> list[Any]:
+    match parameter.kind:
+        case "boolean":
+            return [True, False] if parameter.only is None else [parameter.only]
+        case "strings":
+            return [["a", "é"], ["x" * 40], []]
+    bounds = [bound for bound in (parameter.low, parameter.high) if not math.isinf(bound)]
+    return bounds + ([-1] if parameter.minus_one else [])
+
+
+def _bad(parameter: Parameter) -> list[Any]:
+    match parameter.kind:
+        case "boolean":
+            return ["true", 1, *([] if parameter.only is None else [not parameter.only])]
+        case "strings":
+            return ["a", [1], ["x" * 41], ["é" * 21], [""], ["\0"], ["x"] * 17, {}]
+    beyond = [parameter.low - 3, parameter.high * 2 + 1]
+    odd: list[Any] = ["1", True, [], {}, *([0.5] if parameter.kind == "integer" else [])]
+    return odd + [bound for bound in beyond if not math.isinf(bound)]
+
+
+def _gateway(name: str, value: Any) -> None:
+    parse(Endpoint.CHAT, json.dumps({"model": "m", "messages": HELLO, name: value}).encode())
+
+
+def _worker(name: str, value: Any) -> GenerateRequest:
+    return generation_body.chat({"messages": HELLO, name: value}, FACTS)
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
+def test_both_services_accept_and_reject_the_same_values(parameter: Parameter) -> None:
+    for value in [*_good(parameter), None]:
+        _gateway(parameter.name, value)
+        request = _worker(parameter.name, value)
+        if parameter.samples and value is not None and value != [] and not (parameter.minus_one and value == -1):
+            meant = min(value, FACTS.n_vocab) if parameter.name == "top_k" else value
+            assert getattr(request.sampling, parameter.name) == (tuple(meant) if isinstance(meant, list) else meant)
+    for value in _bad(parameter):
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            continue  # orjson reads it as a float
+        with pytest.raises(RequestError) as refused:
+            _gateway(parameter.name, value)
+        assert refused.value.param == parameter.name
+        with pytest.raises(BadRequestError) as caught:
+            _worker(parameter.name, value)
+        assert (caught.value.param, caught.value.code) == (parameter.name, refused.value.code)
+        assert caught.value.message in refused.value.message.replace("`", "")
+
+
+def test_schemas_and_profiles_contain_all_parameters() -> None:
+    chats = json_schema(GATEWAY_BODIES[Endpoint.CHAT][0])[0]["properties"].keys()
+    assert BY_NAME.keys() <= chats
+    assert BY_NAME.keys() <= BODIES["/v1/chat/completions"]["properties"].keys()
+    without = {"max_tokens", "max_completion_tokens", "n_probs"}
+    assert BY_NAME.keys() - without <= responses_schema()[0]["properties"].keys()
+    for parameter in PARAMETERS:
+        places = (OPENAI_CHAT.takes, OPENAI_CHAT.drops, OPENAI_CHAT.refuses)
+        fate = {"sent": 0, "left out": 1, "renamed": 1, "tier skipped": 2}[parameter.clouds]
+        assert parameter.name in places[fate], parameter.name
+
+
+def test_float_in_place_of_an_integer_is_quoted_unchanged() -> None:
+    with pytest.raises(RequestError, match=r"`max_tokens` must be a whole number; it is 1000\.0"):
+        _gateway("max_tokens", 1000.0)

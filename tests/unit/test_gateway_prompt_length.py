@@ -1,4 +1,4 @@
-"""When a prompt has to be counted, and what the count means for a context."""
+"""When a prompt has to be counted, and whether it fits into a context."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LOCAL = Candidate("local", "a", 0)
         (100, 0, 101, Fit.WHOLE),
     ],
 )
-def test_a_prompt_needs_room_for_one_token_and_an_answer_for_all_it_may_have(
+def test_context_needs_room_for_the_prompt_and_the_answer(
     tokens: int, most: int | None, context: int, found: Fit
 ) -> None:
     assert fit(tokens, most, context) is found
 
 
-def test_only_what_comes_near_the_context_is_counted() -> None:
+def test_only_prompts_near_the_context_length_are_counted() -> None:
     assert is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS)
     assert not is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS - 1)
     assert not is_far(1001, 100, 500 + 100 + TEMPLATE_TOKENS)
@@ -51,9 +51,7 @@ def test_only_what_comes_near_the_context_is_counted() -> None:
 
 
 @given(st.integers(0, 10**6), st.none() | st.integers(0, 10**6), st.integers(1, 10**6), st.data())
-def test_what_is_far_from_the_context_fits_unless_its_tokens_are_very_short(
-    size: int, most: int | None, context: int, data: st.DataObject
-) -> None:
+def test_prompt_that_is_not_counted_fits(size: int, most: int | None, context: int, data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, size // LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS))
     if is_far(size, most, context):
         assert fit(tokens, most, context) is Fit.WHOLE

@@ -1,4 +1,4 @@
-"""What an error repeats of a request is not kept."""
+"""Error messages do not repeat text of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _body(text: str) -> dict[str, object]:
     return {"model": "a-model-with-a-long-name", "messages": [{"role": "user", "content": [{"text": text}]}], "n": 1}
 
 
-def test_quotes_are_left_out_and_the_rest_stays() -> None:
+def test_quotes_are_removed_and_the_rest_is_kept() -> None:
     message = f"invalid value: '{SECRET}' for a-model-with-a-long-name, and again {SECRET[4:]}!"
     left = f"invalid value: '{LEFT_OUT}' for a-model-with-a-long-name, and again{LEFT_OUT}!"
     assert without_quotes(message, _body(f"I say: {SECRET}.")) == left
@@ -30,7 +30,7 @@ def test_error_about_a_very_long_request_is_withheld() -> None:
 
 
 @given(before=st.text(max_size=40), quote=st.text(min_size=QUOTE_CHARS, max_size=60), after=st.text(max_size=40))
-def test_no_quote_of_that_length_is_ever_kept(before: str, quote: str, after: str) -> None:
+def test_no_long_quote_is_kept(before: str, quote: str, after: str) -> None:
     kept = without_quotes(before + quote + after, _body(quote))
     pieces = [piece for part in kept.split(LEFT_OUT) for piece in (part[i:] for i in range(len(part)))]
     whole = quote if LEFT_OUT not in quote else ""

@@ -42,7 +42,7 @@ async def _listen() -> None:
     await asyncio.sleep(0.5)
     assert listening.silent_seconds() == 0.5
     await opening
-    assert listening.longest_silence == 0.0, "of its frames"
+    assert listening.longest_silence == 0.0, "the time until the stream is open does not count"
     for silence in (3.0, 3.0, 5.0):
         await asyncio.sleep(60.0)  # a client that reads slowly
         assert listening.silent_seconds() == 0.0

@@ -1,4 +1,4 @@
-"""When a tier is expected to answer, and when that is a reason to ask another one first."""
+"""Prediction of the time to the first token, and deferral of slow candidates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gateway.routing.ttft_prediction import Allowed, Prediction, deferral, too_s
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)
 READY = Prediction.of(Speed(0.0, 0.0, 100.0), 1000)
-NOTHING_KNOWN = Prediction.of(UNKNOWN, 1000)
+UNMEASURED = Prediction.of(UNKNOWN, 1000)
 ALLOWED = Allowed(60.0, 300.0)
 
 
-def test_load_queue_and_prompt_add_up() -> None:
+def test_load_queue_and_prefill_are_added() -> None:
     assert (COLD.wait_seconds, COLD.seconds) == (90, 100)
     assert str(COLD) == "100 s to the first token (80 s to load, 10 s in the queue, 10 s to read about 1000 tokens)"
     assert (READY.wait_seconds, READY.seconds) == (0, 10)
@@ -26,9 +26,9 @@ def test_load_queue_and_prompt_add_up() -> None:
 
 
 def test_unknown_parts_count_as_zero() -> None:
-    assert NOTHING_KNOWN.seconds == 0
-    assert too_slow(NOTHING_KNOWN, Allowed(0.0, 0.0)) is None
-    assert str(NOTHING_KNOWN) == "no known wait"
+    assert UNMEASURED.seconds == 0
+    assert too_slow(UNMEASURED, Allowed(0.0, 0.0)) is None
+    assert str(UNMEASURED) == "no known wait"
     assert Prediction.of(Speed(0, 0, 0.0), 1000).prefill_seconds is None
 
 
@@ -51,17 +51,17 @@ def test_candidate_is_deferred_only_for_a_quicker_one_or_a_cloud() -> None:
     assert verdict is not None
     assert (verdict.drop, verdict.retry_in) == (Drop.TOO_SLOW, 90)
     assert verdict.message.endswith("; local/b is tried first")
-    assert deferral(LOCAL, COLD, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is not None
-    assert deferral(LOCAL, COLD, ALLOWED, [(MINI, NOTHING_KNOWN)]) is None
+    assert deferral(LOCAL, COLD, ALLOWED, [(CLOUD, UNMEASURED)]) is not None
+    assert deferral(LOCAL, COLD, ALLOWED, [(MINI, UNMEASURED)]) is None
     assert deferral(LOCAL, COLD, ALLOWED, [(MINI, COLD)]) is None
     assert deferral(LOCAL, COLD, ALLOWED, []) is None
-    assert deferral(LOCAL, READY, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is None
+    assert deferral(LOCAL, READY, ALLOWED, [(CLOUD, UNMEASURED)]) is None
 
 
 def test_unmeasured_prefill_is_compared_by_wait() -> None:
     unread = Prediction.of(Speed(0.0, 0.0), 1000)
     assert unread.is_quicker_than(COLD)
-    assert not unread.is_quicker_than(READY), "neither waits"
+    assert not unread.is_quicker_than(READY), "neither has to wait"
     assert not Prediction.of(Speed(0.0, None, 100.0), 10).is_quicker_than(COLD)
 
 
@@ -74,7 +74,7 @@ def test_outstanding_requests_lengthen_the_reported_queue() -> None:
     assert queue_seconds(30.0, 9, 4, 2.0) == 30
 
 
-def test_high_priority_waits_for_one_place() -> None:
+def test_high_priority_waits_for_one_place_only() -> None:
     assert queue_seconds(30.0, 9, 4, 2.0, first=True) == 2
     assert queue_seconds(1.0, 0, 4, 2.0, first=True) == 1
     assert queue_seconds(30.0, 9, 4, None, first=True) == 30

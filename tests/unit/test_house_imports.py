@@ -23,7 +23,7 @@ NATIVE_FILES = ("_job.py", "cuda_driver.py", "checkpoint_subject.py")
 
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Every module a file imports, with the line; `from a import b` counts as `a` and as `a.b`."""
+    """The modules that a file imports, with the line; `from a import b` counts as `a` and as `a.b`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -52,7 +52,7 @@ def test_only_workers_and_helper_jobs_import_a_compute_library() -> None:
 
 
 def test_pure_modules_exist() -> None:
-    """A module that was renamed does not drop out of the list of pure modules."""
+    """A renamed module stays in the list of pure modules."""
     missing = [
         name for name in pure_modules()
         if not (ROOT / name.replace(".", "/")).is_dir() and not (ROOT / f"{name.replace('.', '/')}.py").is_file()
@@ -94,8 +94,7 @@ def test_only_the_api_imports_the_shell_of_the_authority() -> None:
     assert found == []
 
 
-def test_the_state_of_the_authority_is_assigned_in_its_shell_alone() -> None:
-    """A draft lives within one step, and is named so."""
+def test_only_the_shell_assigns_the_state_of_the_authority() -> None:
     package = ROOT / "inference"
     found = {
         str(path.relative_to(package))

@@ -1,4 +1,4 @@
-"""Alerts and what they recommend: each is a condition, and the recommended value makes it false."""
+"""Alerts and recommended settings; each recommended value removes its alert."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def only(fact: Fact) -> tuple[Kind, dict[str, str]]:
     return alert.kind, {change.setting: change.value for change in alert.changes}
 
 
-def test_a_device_in_distress_is_said_to_be_with_its_numbers() -> None:
+def test_pressure_alert_has_its_numbers() -> None:
     assert only(FULL) == (Kind.PRESSURE, {})
     (alert,) = advise([replace(FULL, level=Level.HIGH, rung=Rung.HALVE)])
     assert alert.message.endswith("600.0 MiB of it by others; 1/2 of the sequences are admitted at a time")
     assert advise([replace(FULL, level=Level.HIGH)]) == ()
 
 
-def test_our_share_beside_others_is_recommended_and_enough() -> None:
+def test_recommended_limit_beside_foreign_use_is_sufficient() -> None:
     assert only(CROWD) == (Kind.FOREIGN_USE, {"INFERENCE_GPU_MEMORY_LIMIT_MB": "430"})
     assert advise([replace(CROWD, budget_bytes=430 * MIB)]) == ()
     assert only(replace(CROWD, host=True)) == (Kind.FOREIGN_USE, {"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.43"})
@@ -55,11 +55,11 @@ def test_our_share_beside_others_is_recommended_and_enough() -> None:
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_where_others_alone_fill_a_device_no_setting_helps(host: bool) -> None:
+def test_no_setting_is_recommended_if_foreign_use_fills_a_device(host: bool) -> None:
     assert only(replace(CROWD, peak_bytes=950 * MIB, host=host)) == (Kind.FOREIGN_USE, {})
 
 
-def test_models_that_swap_are_made_to_fit_or_to_stay() -> None:
+def test_settings_for_swapping_models_make_them_fit_or_stay() -> None:
     fix = {"models.b.parallel": "1", "models.b.context_length": "512"}
     assert only(SWAPPING) == (Kind.THRASH, fix)
     stay = {f"models.{name}.min_residency": f"{RESIDENCY_SECONDS}s" for name in ("a", "b")}
@@ -68,23 +68,23 @@ def test_models_that_swap_are_made_to_fit_or_to_stay() -> None:
     assert advise([replace(SWAPPING, count=SWAPS - 1)]) == ()
 
 
-def test_a_misfit_carries_what_makes_it_fit() -> None:
+def test_alert_of_a_model_that_does_not_fit_has_the_fix() -> None:
     misfit = Misfit("a", "needs 2 GiB", (Change("INFERENCE_MEMORY_LIMIT_GB", "2"),))
     assert only(misfit) == (Kind.REFUSED, {"INFERENCE_MEMORY_LIMIT_GB": "2"})
 
 
-def test_an_overhead_is_recommended_that_covers_the_growth() -> None:
+def test_recommended_overhead_covers_the_growth() -> None:
     assert only(OUTGROWN) == (Kind.OUTGROWN, {"models.a.memory_overhead": "165MiB"})
     assert only(replace(OUTGROWN, configured_bytes=100 * MIB))[0] is Kind.OUTGROWN
     assert advise([replace(OUTGROWN, configured_bytes=165 * MIB)]) == ()
 
 
-def test_a_queue_is_recommended_that_would_have_held_everybody() -> None:
+def test_recommended_queue_would_have_held_all_rejected_requests() -> None:
     assert only(AWAY) == (Kind.QUEUE_FULL, {"INFERENCE_QUEUE_NORMAL": "55"})
     assert advise([replace(AWAY, count=TURNED_AWAY - 1)]) == ()
 
 
-def test_an_alert_as_others_read_it() -> None:
+def test_alert_as_json() -> None:
     (alert,) = advise([AWAY])
     assert alert.to_json() == {"kind": "queue_full", "subject": alert.subject, "message": alert.message}
     about = {"kind": "queue_full", "subject": alert.subject}
@@ -93,7 +93,7 @@ def test_an_alert_as_others_read_it() -> None:
     assert alert.recommendations() == []
 
 
-def test_a_pair_swaps_when_each_left_for_the_other() -> None:
+def test_two_models_swap_if_each_left_for_the_other() -> None:
     assert swaps([]) is None
     assert swaps([("a", "b"), ("a", "b"), ("c", "a")]) is None
     assert swaps([("a", "b"), ("b", "a"), ("a", "b"), ("c", "a"), ("a", "c")]) == (("a", "b"), 3)

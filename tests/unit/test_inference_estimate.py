@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference.demo import bundled_path
 from inference.estimate import estimate_job
-from inference.estimate.gguf import BadGgufError, read_facts
+from inference.estimate.gguf import BadGgufError, quantization_name, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula, formula_on, plausible
+from inference.worker.llama.binding import lib
 from inference.workers.helper_client import run_helper
 from tests.rigs import tiny_gguf, tiny_projector
 
@@ -128,3 +131,24 @@ def test_file_cut_at_any_place_is_described(tmp_path: Path) -> None:
 def test_missing_file_is_described() -> None:
     result = estimate_job.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
     assert "/no/such.gguf cannot be read" in result["error"]
+
+
+def test_bundled_model_is_q8_0() -> None:
+    path = bundled_path("demo")
+    assert path is not None
+    facts = read_facts(path)
+    assert (facts.architecture, facts.quantization) == ("llama", "Q8_0")
+
+
+def test_names_of_quantizations_are_those_of_llama_cpp() -> None:
+    kinds = {name: number for name, number in vars(lib).items() if name.startswith("LLAMA_FTYPE_")}
+    known = {name.removeprefix("LLAMA_FTYPE_MOSTLY_").removeprefix("LLAMA_FTYPE_ALL_"): kinds[name] for name in kinds}
+    assert len(known) > 30
+    for name, number in known.items():
+        if name != "LLAMA_FTYPE_GUESSED":
+            assert quantization_name({"general.file_type": number}) == name
+
+
+@pytest.mark.parametrize("metadata", [{}, {"general.file_type": 9999}, {"general.file_type": "Q4_0"}])
+def test_unknown_quantization_has_no_name(metadata: dict[str, Any]) -> None:
+    assert quantization_name(metadata) == ""

@@ -8,6 +8,7 @@ import pytest
 
 from inference.protocol import ExitCause
 from inference.workers.exit_cause import ExitEvidence, cause_of_text, classify, is_silent_abort, most_telling_line
+from inference.workers.kernel_oom_kills import LATELY_SECONDS, KernelOomKills
 
 ABORT, KILL, SEGV, ILL = -6, -9, -11, -4
 CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"
@@ -85,3 +86,41 @@ def test_abort_without_a_message_is_silent() -> None:
 )
 def test_cause_follows_from_the_strongest_evidence(remains: ExitEvidence, cause: ExitCause) -> None:
     assert classify(remains) is cause
+
+
+COUNTERS = {
+    "v2": ("0::/service", "sys/fs/cgroup/service/memory.events", "low 0\nhigh 0\nmax 7\noom 1\noom_kill {}\n"),
+    "v2 seen from within": ("0::/service", "sys/fs/cgroup/memory.events", "oom_kill {}\noom_group_kill 0\n"),
+    "v1": (
+        "4:memory:/service",
+        "sys/fs/cgroup/memory/service/memory.oom_control",
+        "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
+    ),
+    "no groups": ("", "proc/vmstat", "pgfault 5\noom_kill {}\n"),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_increase_of_a_counter_is_recent_for_a_moment(tmp_path: Path, kind: str) -> None:
+    """Kills before the start of the service do not count."""
+    groups, name, text = COUNTERS[kind]
+    for path, content in (("proc/self/cgroup", groups + "\n" if groups else ""), (name, text.format(3))):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    kills = KernelOomKills(tmp_path)
+    assert not kills.is_recent(10.0)
+    (tmp_path / name).write_text(text.format(4))
+    kills.update(11.0)
+    assert kills.is_recent(11.0 + LATELY_SECONDS)
+    assert not kills.is_recent(11.1 + LATELY_SECONDS)
+
+
+def test_missing_or_unreadable_counters_are_no_kills(tmp_path: Path) -> None:
+    assert not KernelOomKills(tmp_path).is_recent(0.0)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("oom_kill 1\n")
+    kills = KernelOomKills(tmp_path)
+    (tmp_path / "proc/vmstat").write_text("oom_kill what\n")
+    assert not kills.is_recent(0.0)
+    (tmp_path / "proc/vmstat").write_text("oom_kill 9\n")
+    assert not kills.is_recent(1.0)

@@ -23,7 +23,7 @@ CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver
 
 
 def full() -> Path:
-    """Where a file should go, on a disk without room for its directory."""
+    """The path of a file on a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/state")
 
 
@@ -49,9 +49,9 @@ def test_failing_writes_are_logged_once_and_again_when_they_work(
 
 
 def test_unsaved_crash_records_are_listed(state: StateDir) -> None:
-    """Their directory cannot be created. They are saved with the next record when it can."""
+    """They are saved with the next record when their directory can be created."""
     store = CrashStore(state)
-    (state.root / "crashes").write_bytes(b"in the way, as a full disk is")
+    (state.root / "crashes").write_bytes(b"a file in place of the directory")
     store.add("a", 1, EXIT, [])
     store.add("a", 2, EXIT, [])
     assert [record["pid"] for record in store.of("a")] == [2, 1]

@@ -1,4 +1,4 @@
-"""Which libraries of ggml are opened: linked backends, and those that are libraries of their own."""
+"""Opening the libraries of ggml: linked backends, and backends in separate libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from inference.devices.simgpu import rpc_server
 from inference.worker import ggml_backends
 from inference.worker.llama import ggml_library
+from inference.worker.llama.binding import lib as llama
 
 LIB = Path("/site-packages/llama_cpp/lib")
 
 
 class PaperFunction:
-    """A C function that counts how it is called."""
+    """A C function that records its calls."""
 
     def __init__(self, result: Any = None) -> None:
         self.result = result
@@ -33,7 +34,7 @@ def _library(backends: int, **more: PaperFunction) -> Any:
     return SimpleNamespace(**functions, **more)
 
 
-def test_backends_of_their_own_are_loaded_from_beside_llama_cpp() -> None:
+def test_separate_backends_are_loaded_from_the_folder_of_llama_cpp() -> None:
     lib = _library(0)
     assert ggml_backends.load(lib, LIB) is lib
     assert lib.ggml_backend_load_all_from_path.calls == [(str(LIB).encode(),)]
@@ -45,15 +46,15 @@ def test_backends_are_loaded_once() -> None:
     assert lib.ggml_backend_load_all_from_path.calls == []
 
 
-def test_linked_backends_are_not_touched() -> None:
-    """Counting them would open every device."""
+def test_linked_backends_are_not_counted() -> None:
+    """Counting would open each device."""
     lib = _library(0, ggml_backend_cpu_reg=PaperFunction())
     ggml_backends.load(lib, LIB)
     assert lib.ggml_backend_reg_count.calls == []
     assert lib.ggml_backend_load_all_from_path.calls == []
 
 
-def test_rpc_is_found_where_it_is_linked_and_where_it_is_not() -> None:
+def test_rpc_is_found_in_the_linked_and_in_the_separate_library() -> None:
     linked = _library(1, ggml_backend_rpc_start_server=PaperFunction())
     assert ggml_backends.rpc(linked, LIB) is linked
     installed = rpc_server.package()
@@ -65,10 +66,8 @@ def test_rpc_is_found_where_it_is_linked_and_where_it_is_not() -> None:
         ggml_backends.rpc(_library(1), LIB)
 
 
-def test_worker_sees_the_registry_that_llama_cpp_uses() -> None:
-    """A wheel holds libggml twice; the copy has a registry of its own."""
-    from inference.worker.llama.binding import lib as llama
-
+def test_worker_uses_the_registry_of_llama_cpp() -> None:
+    """A wheel contains libggml twice; the copy has another registry."""
     ours = ctypes.cast(ggml_library.library().ggml_backend_reg_count, ctypes.c_void_p).value
     theirs = ctypes.cast(ctypes.CDLL(llama._lib._name).ggml_backend_reg_count, ctypes.c_void_p).value
     assert ours == theirs

@@ -1,4 +1,4 @@
-"""A model's layers: told apart from one measurement, placed as llama.cpp places them, smaller with smaller settings."""
+"""Layers of a model: sizes from one measurement, placement as in llama.cpp, smaller settings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SIZES = (Sizes(100, 40), Sizes(100, 40), Sizes(100, 20, False), Sizes(100, 0))
 ALL = Parameters(1024, 2, gpu_layers=-1)
 
 
-def test_what_is_measured_on_one_device_is_found_again() -> None:
-    """Weights that the header does not explain are the head's, and the embeddings'; caches scale to the exact sum."""
+def test_sizes_of_layers_follow_from_a_measurement_on_one_device() -> None:
+    """Unexplained weights belong to the head and the embeddings; caches are scaled to the exact sum."""
     exact = {"gpu-0": Parts(470, 200, 30), "cpu": Parts(60, 0, 5)}
     layers = layers_of(ALL, exact, "gpu-0", SIZES)
     assert layers is not None
@@ -23,7 +23,7 @@ def test_what_is_measured_on_one_device_is_found_again() -> None:
     assert layers.need({"gpu-0": 5}, {"gpu-0": 7, "cpu": 9}) == {"gpu-0": 707, "cpu": 74}
 
 
-def test_some_layers_and_the_head_go_to_the_accelerator_last_first() -> None:
+def test_last_layers_and_the_head_are_offloaded_first() -> None:
     exact = {"gpu-0": Parts(270, 60, 30), "cpu": Parts(260, 40, 5)}
     layers = layers_of(Parameters(1024, 2, gpu_layers=3), exact, "gpu-0", SIZES)
     assert layers is not None
@@ -31,25 +31,25 @@ def test_some_layers_and_the_head_go_to_the_accelerator_last_first() -> None:
     assert layers.need({"gpu-0": 3}, {})["gpu-0"] == 200 + 20 + 70 + 30
 
 
-def test_a_model_on_the_host_is_all_there() -> None:
+def test_model_on_the_host_needs_host_memory_only() -> None:
     layers = layers_of(Parameters(1024, 2), {"cpu": Parts(500, 100, 30)}, None, SIZES)
     assert layers is not None
     assert layers.need({}, {"cpu": 4}) == {"cpu": 634}
 
 
 @pytest.mark.parametrize(("exact", "sizes"), [({}, SIZES), ({"gpu-0": Parts(1, 1, 1)}, ())])
-def test_layers_that_cannot_be_told_apart_are_none(exact: dict[str, Parts], sizes: tuple[Sizes, ...]) -> None:
+def test_inconsistent_measurement_gives_no_layers(exact: dict[str, Parts], sizes: tuple[Sizes, ...]) -> None:
     assert layers_of(ALL, exact, "gpu-0", sizes) is None
 
 
-def test_caches_that_nothing_is_said_of_are_alike() -> None:
+def test_caches_of_unknown_size_are_equal() -> None:
     layers = layers_of(ALL, {"gpu-0": Parts(400, 100, 0)}, "gpu-0", [Sizes(100, 0)] * 4)
     assert layers is not None
     assert {size.kv_bytes for size in layers.sizes} == {25}
 
 
-def test_several_devices_keep_copies_of_the_inputs() -> None:
-    """With all layers on accelerators, each holds four masks instead of one, so that they can work at the same time."""
+def test_several_devices_hold_copies_of_the_inputs() -> None:
+    """With all layers on accelerators, each device holds four masks, so that they work at the same time."""
     layers = Layers(Parameters(1000, 1, gpu_layers=-1, ubatch=10), (Sizes(1, 1),) * 4, 0, 0, 50_000, 0)
     assert layers.copies_bytes == 3 * 20_000
     divided = layers.need({"gpu-0": 2, "gpu-1": 3}, {})
@@ -58,7 +58,7 @@ def test_several_devices_keep_copies_of_the_inputs() -> None:
     assert partly.copies_bytes == 0
 
 
-def test_smaller_settings_shrink_what_follows_them() -> None:
+def test_smaller_settings_shrink_caches_and_buffers() -> None:
     layers = Layers(Parameters(1000, 4, gpu_layers=-1, ubatch=10), SIZES, 0, 0, 50_000, 0)
     half = layers.changed(context_length=500)
     assert [size.kv_bytes for size in half.sizes] == [21, 21, 20, 0]
@@ -80,7 +80,7 @@ def test_smaller_settings_shrink_what_follows_them() -> None:
         ({"kv_type": "q4_0"}, {}),
     ],
 )
-def test_the_next_smaller_suggestion(fix: dict[str, object], next_one: dict[str, object]) -> None:
+def test_next_smaller_fix(fix: dict[str, object], next_one: dict[str, object]) -> None:
     assert smaller(fix) == next_one
 
 
@@ -94,7 +94,7 @@ llama_memory_recurrent: size =    1.00 MiB (     4 cells,   3 layers,  4 seqs), 
 FACTS = Facts("x", 3, 8, 8, 8, 8, 8, 40, 30, by_layer=((10, 1), (10, 1), (10, 1)))
 
 
-def test_the_log_says_which_layer_has_which_cache() -> None:
+def test_caches_of_layers_are_read_from_the_log() -> None:
     trace = LayerTrace()
     for start in range(0, len(LOG), 50):
         trace.feed(LOG[start : start + 50])
@@ -102,7 +102,7 @@ def test_the_log_says_which_layer_has_which_cache() -> None:
     assert trace.layers(FACTS, 5 * mib) == [(10, 2 * mib, True), (10, mib, False), (10, 2 * mib, True)]
 
 
-def test_a_log_that_does_not_explain_the_sum_is_not_believed() -> None:
+def test_log_that_does_not_explain_the_sum_is_ignored() -> None:
     trace = LayerTrace()
     trace.feed(LOG)
     assert trace.layers(FACTS, 50 * 2**20) == [(10, 1, True)] * 3

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference.devices.nvml_reader import NvmlReader
-from inference.devices.reopen_policy import BEYOND_AFTER
+from inference.devices.reopen_policy import BEYOND_AFTER, MOST_SECONDS, Reopening
 from inference.devices.signs import Sign
 from inference.workers.helper_client import HelperError, ServingHelper
 
@@ -161,3 +163,45 @@ async def test_nvml_that_never_worked_is_not_beyond_reach(
 async def test_card_that_was_never_read_is_unknown(reader: NvmlReader, helper: PaperHelper) -> None:
     await read(reader, helper, reading(index=0, error="no", code=3))
     assert (reader.knows(ONE), reader.knows(TWO)) == (False, True)
+
+
+def test_pauses_between_restarts_grow_to_a_limit() -> None:
+    state, pauses = Reopening(), []
+    assert state.is_due(0.0)
+    for _ in range(8):
+        state = state.failed(100.0)
+        pauses.append(state.due_at - 100.0)
+        assert state.is_due(state.due_at)
+        assert state.is_due(100.0) is (pauses[-1] == 0)
+    assert pauses == [0, 1, 2, 4, 8, 8, 8, 8]
+    assert pauses[-1] == MOST_SECONDS
+
+
+def test_several_rejected_new_processes_are_beyond_reach() -> None:
+    """Failures of an old process do not count; another failure in between restarts the count."""
+    state = Reopening().failed(0.0)
+    for _ in range(BEYOND_AFTER - 1):
+        state = state.failed(0.0, is_refused=True)
+    assert not state.is_beyond
+    assert not state.failed(0.0).failed(0.0, is_refused=True).is_beyond
+    assert state.failed(0.0, is_refused=True).is_beyond
+
+
+def test_device_is_beyond_reach_after_fifteen_seconds() -> None:
+    """An old process fails, then new ones, each as soon as it is due."""
+    state, now = Reopening().failed(0.0), 0.0
+    while not state.is_beyond:
+        now = state.due_at
+        state = state.failed(now, is_refused=True)
+    assert now == 15.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.booleans()), max_size=12))
+def test_pauses_never_exceed_the_limit(failures: list[tuple[float, bool]]) -> None:
+    state = Reopening()
+    for now, is_refused in failures:
+        before = state
+        state = state.failed(now, is_refused=is_refused)
+        assert now <= state.due_at <= now + MOST_SECONDS
+        assert state.failures == before.failures + 1
+        assert state.refused <= state.failures

@@ -1,4 +1,4 @@
-"""What workers take beside buffers: a first figure, then the largest seen of late; kept, bounded, never fooled."""
+"""Overheads of workers beside buffers: learned per device, bounded, stored."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path)})
 
 
-def test_it_is_learned_per_device_model_driver_and_backend(state: StateDir) -> None:
-    """Three observations replace the first figure; another driver begins anew; a restart knows it still."""
+def test_overhead_is_learned_per_device_driver_and_backend(state: StateDir) -> None:
+    """Three observations replace the default; the file keeps them."""
     overheads = Overheads(state)
     assert overheads.of(CARD) == GPU_OVERHEAD_BYTES
     for seen in (300, 320, 310):
@@ -34,7 +34,7 @@ def test_it_is_learned_per_device_model_driver_and_backend(state: StateDir) -> N
     assert overheads.of(replace(CARD, driver="590.2")) == GPU_OVERHEAD_BYTES
 
 
-def test_more_than_the_first_figure_counts_at_once(state: StateDir) -> None:
+def test_overhead_above_the_default_is_used_at_once(state: StateDir) -> None:
     overheads = Overheads(state)
     overheads.learn(CARD, 700 * MIB)
     assert overheads.of(CARD) == int(700 * MIB * 1.1)
@@ -43,7 +43,7 @@ def test_more_than_the_first_figure_counts_at_once(state: StateDir) -> None:
     assert overheads.of(CARD) == int(200 * MIB * 1.1)
 
 
-def test_what_cannot_be_an_overhead_is_passed_over(state: StateDir) -> None:
+def test_implausible_overhead_is_ignored(state: StateDir) -> None:
     overheads = Overheads(state)
     overheads.learn(CARD, MOST_BYTES + 1)
     simulated = replace(CARD, kind="sim")
@@ -51,7 +51,7 @@ def test_what_cannot_be_an_overhead_is_passed_over(state: StateDir) -> None:
     assert (overheads.of(CARD), overheads.of(simulated)) == (GPU_OVERHEAD_BYTES, 0)
 
 
-def test_old_devices_are_forgotten(state: StateDir) -> None:
+def test_devices_that_were_not_seen_for_long_are_dropped(state: StateDir) -> None:
     overheads = Overheads(state)
     for number in range(70):
         overheads.learn(replace(CARD, name=str(number)), 1000 * MIB)
@@ -62,25 +62,18 @@ def test_old_devices_are_forgotten(state: StateDir) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "nonsense", '{"version": 9}', '{"version": 1, "seen": []}', '{"version": 1, "seen": {"a": 3}}']
 )
-def test_a_damaged_file_counts_as_none(text: str, state: StateDir) -> None:
+def test_damaged_file_is_ignored(text: str, state: StateDir) -> None:
     state.file("overheads.json").write_text(text)
     assert Overheads(state).of(CARD) == GPU_OVERHEAD_BYTES
 
 
-def test_figures_that_make_no_sense_are_left_out(state: StateDir) -> None:
+def test_invalid_figures_of_the_file_are_ignored(state: StateDir) -> None:
     seen = {"H200 / 580.1 / cuda": [-5, "x", True, 10**15, 5 * MIB, 5 * MIB, 5 * MIB]}
     state.file("overheads.json").write_text(json.dumps({"version": 1, "seen": seen}))
     assert Overheads(state).of(CARD) == int(5 * MIB * 1.1)
 
 
-def test_a_disk_that_is_full_is_no_reason_to_stop(state: StateDir) -> None:
-    overheads = Overheads(state)
-    state.file("overheads.json").mkdir()
-    overheads.learn(CARD, 700 * MIB)
-    assert overheads.of(CARD) == int(700 * MIB * 1.1)
-
-
-def test_an_observation_needs_a_device_on_which_nobody_else_moved() -> None:
+def test_overhead_is_observed_only_without_other_changes_on_the_device() -> None:
     ledger = Ledger().open(Account("gpu-0", 1000 * MIB, 1000 * MIB))
     ledger = ledger.reserve("old", "old", {"gpu-0": 100 * MIB}).commit("old", {"gpu-0": 100 * MIB})
     ledger = ledger.reserve("own", "own", {"gpu-0": 500 * MIB})
@@ -94,8 +87,8 @@ def test_an_observation_needs_a_device_on_which_nobody_else_moved() -> None:
     assert before.observed(after, other.commit("new", {"gpu-0": 1}), "own", 300 * MIB) is None
 
 
-def test_a_process_may_be_pinned_to_several_devices() -> None:
-    """Values are joined in order; llama.cpp numbers what it sees from zero."""
+def test_process_pinned_to_several_devices() -> None:
+    """Values are joined in order; llama.cpp numbers visible devices from zero."""
     first = replace(CARD, ggml_name="CUDA0", environment={"CUDA_VISIBLE_DEVICES": "GPU-a"})
     second = replace(first, id="gpu-1", environment={"CUDA_VISIBLE_DEVICES": "GPU-b"})
     assert environment_of([first, second]) == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
@@ -106,7 +99,5 @@ def test_a_process_may_be_pinned_to_several_devices() -> None:
     hidden = [replace(CARD, environment={"CUDA_VISIBLE_DEVICES": ""}) for _ in range(2)]
     assert environment_of(hidden) == {"CUDA_VISIBLE_DEVICES": ""}
     remote = [replace(CARD, id=f"gpu-{port}", rpc_endpoint=f"127.0.0.1:{port}") for port in (1, 2)]
-    assert [(grant.kind, grant.rpc_endpoint) for grant in grants_of(remote)] == [
-        ("gpu", "127.0.0.1:1"),
-        ("gpu", "127.0.0.1:2"),
-    ]
+    grants = [(grant.kind, grant.rpc_endpoint) for grant in grants_of(remote)]
+    assert grants == [("gpu", "127.0.0.1:1"), ("gpu", "127.0.0.1:2")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inference.authority.handlers.running.growth_watch import GROWTH_SLACK_BYTES, growth_bytes
+from inference.authority.placement.ledger import Account, Ledger, LedgerError
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, admit, grew, settle
 
 BOUNDS = Bounds()
@@ -85,3 +87,48 @@ def test_foreign_growth_accumulates_and_is_reported_once() -> None:
 
 def test_own_growth_is_no_foreign_growth() -> None:
     assert not grew(settled(use(0, 100)), use(800, 100))
+
+
+MIB = 2**20
+HELD = 100 * MIB
+SLACK = GROWTH_SLACK_BYTES + HELD // 10
+
+
+def ledger(*, capacity: int = 1000, budget: int = 500, limit: int | None = None, seen: int = 0) -> Ledger:
+    """One resident model of 100 MiB, and `seen` MiB of foreign use."""
+    books = Ledger(limit_bytes=None if limit is None else limit * MIB)
+    books = books.open(Account("cpu", capacity * MIB, budget * MIB)).reserve("a", "a", {"cpu": HELD})
+    used = HELD + seen * MIB
+    return books.commit("a", {"cpu": HELD}).observe("cpu", used, capacity * MIB - used)
+
+
+@pytest.mark.parametrize("seen", [0, HELD, HELD + SLACK])
+def test_growth_within_the_slack_is_ignored(seen: int) -> None:
+    assert growth_bytes(ledger(), "a", "cpu", seen) == 0
+
+
+def test_growth_that_fits_is_booked_to_its_model() -> None:
+    more = growth_bytes(ledger(seen=200), "a", "cpu", 300 * MIB)
+    grown = ledger(seen=200).grow("a", "cpu", more)
+    balance = grown.balance("cpu")
+    assert (more, balance.resident_bytes, balance.foreign_bytes) == (200 * MIB, 300 * MIB, 0)
+    assert growth_bytes(grown, "a", "cpu", 300 * MIB) == 0, "it is reported once"
+
+
+@pytest.mark.parametrize(
+    ("books", "bound"),
+    [
+        (ledger(seen=600, budget=600), "the share of the device"),
+        (ledger(seen=600, capacity=650, budget=2000), "the device"),
+        (ledger(seen=600, budget=2000, limit=400), "the memory limit"),
+    ],
+)
+def test_growth_that_does_not_fit_names_the_limit(books: Ledger, bound: str) -> None:
+    with pytest.raises(LedgerError, match=bound):
+        books.grow("a", "cpu", growth_bytes(books, "a", "cpu", 700 * MIB))
+
+
+def test_only_resident_models_grow() -> None:
+    books = ledger().leave("a")
+    with pytest.raises(LedgerError):
+        books.grow("a", "cpu", 1)

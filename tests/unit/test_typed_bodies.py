@@ -31,13 +31,13 @@ def refused(**fields: Any) -> RequestError:
 @pytest.mark.parametrize(
     "name", ["origin", "$origin", "$has_extra", "from_messages", "$from_messages", "answer_so_far", "$answer_so_far"]
 )
-def test_fields_of_the_gateway_cannot_be_sent_and_are_not_suggested(name: str) -> None:
+def test_internal_fields_cannot_be_sent_and_are_not_suggested(name: str) -> None:
     error = refused(**{name: True})
     assert (error.param, error.code) == (name, Code.UNSUPPORTED_PARAMETER)
     assert f"did you mean `{name}`" not in error.message
 
 
-def test_unknown_fields_inside_a_body_are_sent_on() -> None:
+def test_unknown_nested_fields_are_sent_on() -> None:
     body = {
         "model": "m",
         "messages": [
@@ -63,7 +63,7 @@ def test_unknown_fields_cannot_replace_known_ones() -> None:
     assert as_json(named)["messages"] == [{**HI, "y": 1}]
 
 
-def test_an_answer_so_far_is_written_under_its_name_and_the_origin_is_not() -> None:
+def test_answer_so_far_is_encoded_and_the_origin_is_not() -> None:
     raw = {"model": "m", "max_tokens": 5, "messages": [HI]}
     body = messages_request.parse(json.dumps(raw).encode()).body
     assert isinstance(body, ChatRequest) and body.origin is not None
@@ -88,16 +88,16 @@ def test_an_answer_so_far_is_written_under_its_name_and_the_origin_is_not() -> N
         ({"top_logprobs": 21, "logprobs": True}, "`top_logprobs` must be between 0 and 20; it is 21"),
     ],
 )
-def test_messages_name_the_parameter_and_the_accepted_values(fields: dict[str, Any], message: str) -> None:
+def test_error_names_the_parameter_and_the_accepted_values(fields: dict[str, Any], message: str) -> None:
     assert refused(**fields).message.startswith(message)
 
 
-def test_a_limit_without_an_upper_bound_is_described_by_its_lower_one() -> None:
+def test_error_without_an_upper_limit_names_the_lower_one() -> None:
     with pytest.raises(RequestError, match="`dimensions` must be at least 1; it is 0"):
         parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x","dimensions":0}')
 
 
-def test_fields_without_a_value_that_the_gateway_refuses_are_ignored() -> None:
+def test_null_and_empty_values_of_unsupported_fields_are_ignored() -> None:
     raw = {"model": "m", "max_tokens": 5, "messages": [HI], "container": None, "mcp_servers": []}
     assert messages_request.parse(json.dumps(raw).encode()).max_tokens == 5
 
@@ -114,19 +114,17 @@ def test_max_output_tokens_is_positive_or_minus_one(limit: int, is_accepted: boo
 
 def test_refusals_in_a_history_are_text_for_anthropic() -> None:
     history = [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI]
-    assert to_anthropic({"messages": history}, "claude-opus-5")["messages"][1]["content"] == [
-        {"type": "text", "text": "No."}
-    ]
+    turns = to_anthropic({"messages": history}, "claude-opus-5")["messages"]
+    assert turns[1]["content"] == [{"type": "text", "text": "No."}]
 
 
-def test_an_image_that_is_no_base64_makes_anthropic_unsuitable() -> None:
+def test_image_that_is_not_base64_is_unsupported_by_anthropic() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,x"}}
-    assert tuple(unsupported_by_anthropic({"messages": [{"role": "user", "content": [image]}]})) == (
-        "messages[0].content",
-    )
+    found = unsupported_by_anthropic({"messages": [{"role": "user", "content": [image]}]})
+    assert tuple(found) == ("messages[0].content",)
 
 
-def test_functions_of_the_old_kind_need_a_model_that_calls_tools() -> None:
+def test_deprecated_functions_need_the_capability_tools() -> None:
     raw = json.dumps({"model": "m", "messages": [HI], "functions": [{"name": "f"}], "function_call": "auto"}).encode()
     assert parse(Endpoint.CHAT, raw).needs == {"tools"}
 
@@ -135,7 +133,7 @@ def test_requests_without_a_stream_are_not_resumed() -> None:
     assert obstacle(parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x"}'), "any") == "shape"
 
 
-def test_decode_keeps_the_values_of_null_fields_absent() -> None:
+def test_null_fields_are_absent_after_decoding() -> None:
     body = decode({"model": "m", "messages": [HI], "temperature": None, "stop": None}, ChatRequest, "/v1")
     assert as_json(body) == {"model": "m", "messages": [HI]}
 
@@ -146,7 +144,7 @@ def test_unknown_fields_of_structured_outputs_are_sent_on_for_completions() -> N
     assert as_json(parse(Endpoint.COMPLETIONS, raw).body)["structured_outputs"] == shape
 
 
-def test_the_schema_of_a_tool_is_of_an_object() -> None:
+def test_schema_of_a_tool_must_be_of_an_object() -> None:
     tool = {"name": "t", "input_schema": {"type": "array"}}
     raw = json.dumps({"model": "m", "max_tokens": 5, "messages": [HI], "tools": [tool]}).encode()
     with pytest.raises(RequestError) as caught:
@@ -154,7 +152,7 @@ def test_the_schema_of_a_tool_is_of_an_object() -> None:
     assert caught.value.param == "tools[0].input_schema.type"
 
 
-def test_a_long_body_that_is_no_json_is_not_parsed_again_for_its_message() -> None:
+def test_position_of_invalid_json_in_a_long_body_is_not_computed() -> None:
     with pytest.raises(RequestError) as caught:
         parse(Endpoint.CHAT, b'{"user": "%b", "temperature": NaN}' % (b"x" * 2**20))
     assert (caught.value.code, caught.value.param) == (Code.INVALID_JSON, None)

@@ -1,38 +1,37 @@
-"""Pieces of a stream on their way through the relay: at once while they can be, in order whatever the reader does."""
+"""The relay of token streams: pieces, order, flow control; and the shape of a request in crash records."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
 
 from headgate.shared.hop import BrokenError
 from inference.api.flow_control import Flow
+from inference.api.request_shape import envelope_of, shape_of
 
 
 class FakeAnswer:
-    """A worker's answer that is played by hand."""
+    """An answer of a worker, driven by the test."""
 
     def __init__(self) -> None:
         self.paused = 0
         self.resumed = 0
 
     def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
-        """Keeps who listens."""
         self.on_piece, self.on_end = on_piece, on_end
 
     def pause(self) -> None:
-        """Counts."""
         self.paused += 1
 
     def resume(self) -> None:
-        """Counts."""
         self.resumed += 1
 
 
 class FakeOut:
-    """A caller: `takes_pieces` while it reads; what is awaited leaves once `reads` is set."""
+    """A client: accepts pieces while `takes_pieces`; awaited data is delivered when `reads` is set."""
 
     def __init__(self) -> None:
         self.takes_pieces = True
@@ -41,18 +40,16 @@ class FakeOut:
         self.got: list[bytes] = []
 
     def piece(self, data: bytes) -> None:
-        """At once."""
         assert self.takes_pieces
         self.got.append(data)
 
     async def data(self, data: bytes) -> None:
-        """When it reads."""
         await self.reads.wait()
         self.got.append(data)
 
 
 async def flowing() -> tuple[FakeAnswer, FakeOut, Flow, asyncio.Task[None]]:
-    """A flow whose task waits."""
+    """A flow with a waiting task."""
     answer, out = FakeAnswer(), FakeOut()
     flow = Flow(answer, out)  # type: ignore[arg-type]
     task = asyncio.create_task(flow.run())
@@ -60,7 +57,7 @@ async def flowing() -> tuple[FakeAnswer, FakeOut, Flow, asyncio.Task[None]]:
     return answer, out, flow, task
 
 
-async def test_pieces_leave_at_once_and_the_end_ends_it() -> None:
+async def test_pieces_are_relayed_at_once() -> None:
     answer, out, flow, task = await flowing()
     assert not flow.has_begun
     answer.on_piece(b"a")
@@ -70,13 +67,13 @@ async def test_pieces_leave_at_once_and_the_end_ends_it() -> None:
     await task
 
 
-async def test_a_reader_that_is_slow_gets_everything_in_order_and_holds_the_worker_up() -> None:
+async def test_slow_client_gets_all_pieces_in_order_and_pauses_the_worker() -> None:
     answer, out, _flow, task = await flowing()
     out.takes_pieces = False
     out.reads.clear()
     answer.on_piece(b"a")
     await asyncio.sleep(0)
-    out.takes_pieces = True  # it reads again, but what waits comes first
+    out.takes_pieces = True  # buffered pieces go first
     answer.on_piece(b"b")
     assert out.got == []
     assert answer.paused >= 1
@@ -91,7 +88,7 @@ async def test_a_reader_that_is_slow_gets_everything_in_order_and_holds_the_work
     await task
 
 
-async def test_a_broken_answer_is_told_after_what_came() -> None:
+async def test_error_of_the_worker_is_raised_after_its_pieces() -> None:
     answer, out, _flow, task = await flowing()
     out.takes_pieces = False
     answer.on_piece(b"a\n\n")
@@ -99,3 +96,21 @@ async def test_a_broken_answer_is_told_after_what_came() -> None:
     with pytest.raises(BrokenError, match="gone"):
         await task
     assert out.got == [b"a\n\n"]
+
+
+def test_shape_of_a_request_has_counts_and_no_text() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "a secret"}],
+        "tools": [{}, {}],
+        "max_tokens": 7,
+        "n": True,
+        "stream": True,
+        "regex": "secret",
+    }
+    shape = shape_of("/v1/chat/completions", 99, envelope_of(json.dumps(body).encode()))
+    assert shape == {
+        "path": "/v1/chat/completions", "body_bytes": 99, "stream": True, "messages": 1, "tools": 2, "max_tokens": 7,
+        "constrained": True,
+    }  # fmt: skip
+    tokenized = shape_of("/tokenize", 2, envelope_of(b'{"messages":"text"}'))
+    assert tokenized == {"path": "/tokenize", "body_bytes": 2, "stream": False}

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from inference.authority.handlers.running.thread_shares import shares
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Request, Standing, plan
+from inference.authority.placement.reduction import (
+    LEAST_CONTEXT,
+    LEAST_UBATCH,
+    REST_SECONDS,
+    Descent,
+    Step,
+    next_step,
+    smaller_context,
+    smaller_ubatch,
+)
 from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
 
 NOW = 10_000.0
@@ -86,3 +99,59 @@ def test_cost_of_eviction(standing: Standing, seconds: float, idle: float, cost:
     assert held.cost(NOW) == pytest.approx(cost)
     if standing is Standing.IDLE:
         assert Warm("a", 1000, seconds, NOW - idle).worth(NOW) == pytest.approx(cost)
+
+
+def test_each_step_is_taken_once_in_order() -> None:
+    """Cleaning, a smaller batch, a smaller context."""
+    descent = Descent()
+    taken = []
+    for _ in Step:
+        descent, step = next_step(descent, 10.0)
+        taken.append(step)
+    assert taken == [Step.CLEAN, Step.UBATCH, Step.CONTEXT]
+    assert next_step(descent, 20.0) == (descent, None)
+
+
+def test_failure_while_computing_skips_cleaning() -> None:
+    """The same sizes would fail again."""
+    _, step = next_step(Descent(), 0.0, without=(Step.CLEAN,))
+    assert step is Step.UBATCH
+
+
+def test_each_step_restarts_the_rest() -> None:
+    descent, _ = next_step(Descent(), 5.0)
+    descent, _ = next_step(descent, 9.0)
+    assert descent.rest(10.0) == REST_SECONDS - 1
+    assert descent.rested(10.0) is descent
+    assert descent.rest(9.0 + REST_SECONDS) == 0
+    assert descent.rested(9.0 + REST_SECONDS) == Descent()
+
+
+def test_sizes_have_a_minimum() -> None:
+    """A quarter of the batch, half of the context; None below the minimum."""
+    assert [smaller_ubatch(count) for count in (512, 64, LEAST_UBATCH, 1)] == [128, LEAST_UBATCH, None, None]
+    assert [smaller_context(count) for count in (4096, 300, LEAST_CONTEXT)] == [2048, LEAST_CONTEXT, None]
+
+
+def test_models_share_the_cores() -> None:
+    assert shares(4, {"a": None}) == {"a": 4}
+    assert shares(5, {"a": None, "b": None}) == {"a": 3, "b": 2}
+    assert shares(4, {}) == {}
+
+
+def test_configured_threads_are_kept_and_the_rest_is_shared() -> None:
+    assert shares(4, {"a": 3, "b": None}) == {"a": 3, "b": 1}
+    assert shares(4, {"a": 9, "b": None, "c": None}) == {"a": 9, "b": 1, "c": 1}
+
+
+@given(st.integers(1, 256), st.dictionaries(st.text(max_size=3), st.none() | st.integers(1, 64), max_size=12))
+def test_cores_are_not_assigned_twice_while_there_are_enough(cores: int, busy: dict[str, int | None]) -> None:
+    found = shares(cores, busy)
+    assert found.keys() == busy.keys()
+    free = {name: found[name] for name, count in busy.items() if count is None}
+    assert all(found[name] == count for name, count in busy.items() if count is not None)
+    left = cores - sum(count for count in busy.values() if count is not None)
+    if free:
+        assert min(free.values()) >= 1
+        assert max(free.values()) - min(free.values()) <= 1
+        assert sum(free.values()) == max(left, len(free))
