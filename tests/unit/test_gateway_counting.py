@@ -73,7 +73,7 @@ async def test_least_recently_used_count_is_dropped() -> None:
     service = Service()
     counter = Counter(service)
     for number in range(REMEMBERED + 1):
-        await counter.count("demo", {"prompt": f"{number}"}, 1.0)
+        await counter.count("demo", decoded({"prompt": f"{number}"}, Endpoint.COMPLETIONS), 1.0)
         await counter.count("demo", decoded({"prompt": "0"}, Endpoint.COMPLETIONS), 1.0)
     assert len(service.requests) == REMEMBERED + 1
     await counter.count("demo", decoded({"prompt": "1"}, Endpoint.COMPLETIONS), 1.0)

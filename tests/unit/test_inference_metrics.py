@@ -1,4 +1,4 @@
-"""Metrics have exactly the labels that are promised, and HELP says what their numbers mean."""
+"""Metrics have the documented labels and HELP texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rigs.authority_rig import FakeAccelerator, services
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 
-async def test_states_are_one_number_per_model_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_of_models_and_devices_is_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with services(tmp_path, monkeypatch) as start:
         service = await start({"a": {}, "b": {}}, accelerator=FakeAccelerator())
         await service.authority.load(service.authority.resolve("a"))
@@ -26,7 +26,7 @@ async def test_states_are_one_number_per_model_and_device(tmp_path: Path, monkey
         f'inference_model_state{{model="b"}} {cold:.1f}',
     ]
     for name in ("inference_model_state", "inference_device_state"):
-        (said,) = [line for line in lines if line.startswith(f"# HELP {name} ")]
-        numbers = said.removeprefix(f"# HELP {name} ")
+        (help_line,) = [line for line in lines if line.startswith(f"# HELP {name} ")]
+        numbers = help_line.removeprefix(f"# HELP {name} ")
         assert numbers.startswith("0 ")
         assert f"| `{name}` | {numbers} |" in DOCUMENT.read_text(encoding="utf-8")

@@ -46,7 +46,6 @@ ALLOWED: dict[str, int] = {
     "tests/rigs": 78,
     "tests/rigs/fake_provider": 29,
     "tests/rigs/nvml_stub": 1,
-    "tests/unit": 2,
 }
 
 

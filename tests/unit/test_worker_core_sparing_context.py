@@ -63,7 +63,7 @@ def test_decode_steps_spare_a_core_that_other_programs_use() -> None:
     assert machine.steps.count(0) < 100
 
 
-def test_an_idle_spared_core_is_taken_back_within_20_steps() -> None:
+def test_spared_core_that_is_idle_is_used_again_within_20_steps() -> None:
     """The pause between trials, which grew before, does not delay it."""
     machine = Machine()
     backend = machine.backend()
@@ -76,7 +76,7 @@ def test_an_idle_spared_core_is_taken_back_within_20_steps() -> None:
     assert machine.steps[-10:] == [0] * 10
 
 
-def test_no_trial_begins_while_no_core_is_lost() -> None:
+def test_no_core_is_spared_while_none_is_lost() -> None:
     machine = Machine(is_shared=False)
     backend = machine.backend()
     for _ in range(500):
@@ -161,7 +161,7 @@ def test_prefill_uses_every_thread() -> None:
     assert machine.steps[-1] == 1
 
 
-def test_a_single_long_sequence_always_uses_every_thread() -> None:
+def test_single_long_sequence_always_uses_every_thread() -> None:
     """Its sums would depend on the number of threads; those of a batch do not."""
     machine = Machine()
     backend = machine.backend()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from inference.worker.dialects import Dialect, detect
-from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.conversation import merge_into_results
 from inference.worker.dialects.dialect import Family
 from inference.worker.dialects.families.deepseek import DeepSeek
@@ -559,3 +559,78 @@ def test_text_of_the_user_after_results_is_joined_to_the_last_result() -> None:
         question, first, {"role": "tool", "content": "2\n\nBoth.\n\nNow."}
     ]  # fmt: skip
     assert merge_into_results([question, {"role": "assistant", "content": "This."}, more])[-1] == more
+
+
+THINKS = '{{ tools }}<tool_call> "name": <think></think>'
+HARMONY = "<|start|><|channel|><|message|>"
+SILENT = "{{ messages }}"
+
+
+def continued(template: str, opened: str, message: Mapping[str, Any], rest: str) -> tuple[str, str, str]:
+    """The text after the prompt, with markers in braces, and the reasoning and content parsed from the rest."""
+    dialect = detect(template, ())
+    begun = dialect.opening_of(message, opened=opened)
+    parser = dialect.parser(tools=(), opened=begun.opened)
+    parts = [*parser.push(rest), *parser.flush()]
+    return (
+        "".join("{" + part.text + "}" if isinstance(part, Marker) else part.text for part in begun.parts),
+        "".join(part.text for part in parts if isinstance(part, Reasoning)),
+        "".join(part.text for part in parts if isinstance(part, Content)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("opened", "message", "rest", "expected"),
+    [
+        ("", {"content": "ab"}, "c", ("ab", "", "c")),
+        ("", {"content": "ab", "reasoning_content": "t"}, "c", ("{<think>}\nt\n{</think>}\n\nab", "", "c")),
+        ("", {"content": "", "reasoning_content": "t"}, "u</think>c", ("{<think>}\nt", "u", "c")),
+        ("<think>\n", {"content": "ab"}, "c", ("\n{</think>}\n\nab", "", "c")),
+        ("<think>\n", {"content": "", "reasoning_content": "t"}, "u</think>c", ("t", "u", "c")),
+        ("<think>\n", {"content": ""}, "u</think>c", ("", "u", "c")),
+        ("", {"content": ""}, "<think> u</think> c", ("", "u", "c")),
+        ("", {"content": "ab"}, " <think>", ("ab", "", " <think>")),
+        ("", {"content": "", "reasoning_content": "t"}, " u </think> c", ("{<think>}\nt", " u", "c")),
+        ("<think>\n", {"content": "", "reasoning_content": "t"}, " u", ("t", " u", "")),
+        ("<think>\n", {"content": "ab"}, "\nc", ("\n{</think>}\n\nab", "", "\nc")),
+        ("<think></think>", {"content": "ab"}, " c", ("ab", "", " c")),
+        ("<think></think>", {"content": "", "reasoning_content": "t"}, " c", ("", "", "c")),
+        ("<think>\n\n</think>\n\n", {"content": "ab", "reasoning_content": "t"}, "c", ("ab", "", "c")),
+    ],
+)
+def test_reasoning_of_a_continued_answer_is_closed_before_content(
+    opened: str, message: Mapping[str, Any], rest: str, expected: tuple[str, str, str]
+) -> None:
+    assert continued(THINKS, "assistant\n" + opened, message, rest) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "rest", "expected"),
+    [
+        ({"content": "ab"}, "c", ("{<|channel|>}final{<|message|>}ab", "", "c")),
+        (
+            {"content": "ab", "reasoning_content": "t"},
+            "c",
+            (
+                "{<|channel|>}analysis{<|message|>}t{<|end|>}{<|start|>}assistant{<|channel|>}final{<|message|>}ab",
+                "",
+                "c",
+            ),
+        ),
+        (
+            {"content": "", "reasoning_content": "t"},
+            "u<|end|><|start|>assistant<|channel|>final<|message|>c",
+            ("{<|channel|>}analysis{<|message|>}t", "u", "c"),
+        ),
+        ({"content": ""}, "<|channel|>final<|message|>c", ("", "", "c")),
+    ],
+)
+def test_channels_of_a_continued_answer_are_opened_before_content(
+    message: Mapping[str, Any], rest: str, expected: tuple[str, str, str]
+) -> None:
+    assert continued(HARMONY, "<|end|><|start|>assistant", message, rest) == expected
+
+
+def test_continued_answer_without_reasoning_is_plain_text() -> None:
+    assert continued(SILENT, "assistant: ", {"content": "ab", "reasoning_content": "t"}, "c") == ("ab", "", "c")
+    assert continued("", "assistant: ", {"content": "ab"}, "c") == ("ab", "", "c")

@@ -21,7 +21,7 @@ BROKEN = 13
 
 @dataclass
 class FakePooling:
-    """Pools to [sum of tokens, 0]; an input that begins with BROKEN comes to no number, a status can be asked for."""
+    """Pools to [sum of tokens, 0]; NaN for an input that starts with BROKEN; `fate` is the status of all steps."""
 
     n_slots: int = 3
     pool_tokens: int = 10
@@ -31,7 +31,7 @@ class FakePooling:
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         lengths = [len(row.tokens) for row in rows]
         assert sum(lengths) <= self.pool_tokens
-        assert [row.slot for row in rows] == list(range(len(rows))), "one sequence each"
+        assert [row.slot for row in rows] == list(range(len(rows))), "each input is a sequence"
         self.batches.append(lengths)
         if self.fate is not Decode.OK:
             return self.fate, []
@@ -52,7 +52,7 @@ class Bench:
         found: dict[int, Vector] = {}
         while len(found) < len(inputs):
             vectors = await ticket.take(10)
-            assert vectors, "the thread went silent"
+            assert vectors, "no vectors within 10 s"
             for vector in vectors:
                 assert vector.index not in found
                 found[vector.index] = vector
@@ -82,7 +82,7 @@ async def test_embeddings_have_length_one_and_scores_are_raw(bench: Bench) -> No
 
 
 async def test_input_that_is_too_long_ends_with_an_error(bench: Bench) -> None:
-    """Validation refuses it long before; should that fail, llama.cpp still never sees it."""
+    """Validation rejects it earlier; llama.cpp never gets it."""
     found = await bench.ask([1], [2] * 11, [3])
     error = found[1].error
     assert error is not None
@@ -93,11 +93,8 @@ async def test_input_that_is_too_long_ends_with_an_error(bench: Bench) -> None:
 
 async def test_values_that_are_not_finite_end_only_their_input(bench: Bench) -> None:
     found = await bench.ask([1], [BROKEN], [2])
-    assert [vector.error and vector.error.code for _index, vector in sorted(found.items())] == [
-        None,
-        Code.MODEL_FAILED,
-        None,
-    ]
+    codes = [vector.error and vector.error.code for _index, vector in sorted(found.items())]
+    assert codes == [None, Code.MODEL_FAILED, None]
 
 
 async def test_failed_step_and_passed_deadline_end_with_errors(bench: Bench) -> None:
@@ -129,7 +126,7 @@ async def test_queue_limits_requests_and_tokens_without_the_largest_request() ->
 
 
 async def test_requests_are_served_by_priority_and_share_batches_fairly() -> None:
-    """A small one between the batches of a large one; the clock moves 1 s with each batch."""
+    """A small request is served between the batches of a large one; each batch takes 1 s."""
     backend, now = _Ticking(n_slots=2), 100.0
     embedder = Embedder(backend, 8, lambda _vectors: None, lambda _message: None, lambda: now + backend.seconds)
     ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())

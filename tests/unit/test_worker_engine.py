@@ -1,4 +1,4 @@
-"""The engine with a fake backend: decode statuses, failing samplers, aborts and stops. Each request ends once."""
+"""The engine with a fake backend: failed steps, samplers, parsers and masks, aborts and stops."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
+from inference.worker.answers.structured_answer import Reading
 from inference.worker.api.body_intake import ArrivingRequests
-from inference.worker.backend import Decode, Mask
-from inference.worker.dialects.answer_parts import Content
+from inference.worker.backend import Constraint, Decode, Mask, TokenSampler
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
 from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.engine.prefill_pacing import Pace
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import ConstraintError, WorkerError
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+from tests.rigs.fake_dialect import MarkParser
 
 LIMITS = Limits(slots=4, context=100, batch=32, queue=4)
 GONE = WorkerError(Code.MODEL_LOADING, "the end")
@@ -45,12 +49,12 @@ class Bench:
         return ticket
 
     async def outcome(self, ticket: Ticket[Output], choices: int = 1) -> list[tuple[str, str | None, Code | None]]:
-        """Text, finish and error of every choice; asserts that nothing follows."""
+        """Text, finish and error of each choice; nothing may follow its end."""
         texts = [""] * choices
         ends: dict[int, tuple[str | None, Code | None]] = {}
         while len(ends) < choices:
             outputs = await ticket.take(10)
-            assert outputs, "the engine went silent"
+            assert outputs, "no outputs within 10 s"
             for output in outputs:
                 assert output.choice not in ends, "an output after the end"
                 texts[output.choice] += output.text
@@ -74,14 +78,14 @@ async def bench() -> AsyncIterator[Bench]:
     assert [sampler.closed for sampler in samplers.made] == [1] * len(samplers.made), "samplers leaked"
 
 
-async def test_a_request_gets_its_text_and_its_end(bench: Bench) -> None:
+async def test_text_and_finish_of_a_request(bench: Bench) -> None:
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
     assert await bench.outcome(bench.ask(max_tokens=3)) == [("abc", "length", None)]
     assert await bench.outcome(bench.ask(stops=("ef",))) == [("abcd", "stop", None)]
 
 
 async def test_requests_are_computed_together(bench: Bench) -> None:
-    """Four requests at once take barely more steps than one."""
+    """Four requests together need hardly more steps than one."""
     bench.backend.gate = threading.Semaphore(0)
     tickets = [bench.ask(bytes([65 + n])) for n in range(4)]
     bench.backend.gate.release(1000)
@@ -98,7 +102,7 @@ async def test_choices_share_one_prompt(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("fate", [Decode.ALLOC_FAILED, Decode.COMPUTE_FAILED, Decode.BAD_BATCH, Decode.ABORTED])
-async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(bench: Bench, fate: Decode) -> None:
+async def test_failed_step_ends_its_requests_and_the_engine_continues(bench: Bench, fate: Decode) -> None:
     bench.backend.fates = deque([Decode.OK, fate])
     [(_, finish, code)] = await bench.outcome(bench.ask())
     assert (finish, code) == (None, Code.MODEL_FAILED)
@@ -106,11 +110,11 @@ async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(bench: Ben
     assert bench.fatal == []
 
 
-async def test_an_exception_inside_a_step_is_a_failed_step(bench: Bench) -> None:
+async def test_exception_in_a_step_is_a_failed_step(bench: Bench) -> None:
     bench.backend.fates = deque([RuntimeError("surprise")])
     [(_, _, code)] = await bench.outcome(bench.ask())
     assert code is Code.MODEL_FAILED
-    assert bench.engine.counters.step_started is None, "a step that is over must not look like a hang"
+    assert bench.engine.counters.step_started is None, "an ended step must not look like a hang"
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
@@ -125,7 +129,7 @@ async def test_consecutive_failed_steps_end_the_worker(bench: Bench) -> None:
 
 
 async def test_step_without_room_is_repeated_with_fewer_jobs(bench: Bench) -> None:
-    """The youngest request waits and goes on where it was."""
+    """The youngest request waits and continues later."""
     bench.backend.fates = deque([Decode.OK, Decode.OK, Decode.NO_ROOM, Decode.OK])
     first, second = bench.ask(b"one"), bench.ask(b"two")
     assert await bench.outcome(first) == [("abcdefgh", "stop", None)]
@@ -152,7 +156,7 @@ async def test_failing_sampler_factory_ends_only_its_request(bench: Bench) -> No
 
 
 async def test_constraint_error_at_the_start_keeps_its_own_code(bench: Bench) -> None:
-    """The error is the same as in the middle of an answer."""
+    """As in the middle of an answer."""
 
     class Unstartable:
         def start(self) -> Mask:
@@ -160,14 +164,12 @@ async def test_constraint_error_at_the_start_keeps_its_own_code(bench: Bench) ->
 
     output = (await bench.ask(b"bad", constraint=Unstartable()).take(10))[0]
     assert output.error is not None
-    assert (output.error.code, output.error.message) == (
-        Code.INVALID_REQUEST,
-        "the grammar became too complex for its limits",
-    )
+    message = "the grammar became too complex for its limits"
+    assert (output.error.code, output.error.message) == (Code.INVALID_REQUEST, message)
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
-async def test_an_abort_frees_its_slot_within_one_step(bench: Bench) -> None:
+async def test_aborted_request_frees_its_slot_within_one_step(bench: Bench) -> None:
     bench.backend.gate = threading.Semaphore(0)
     ticket = bench.ask(max_tokens=90)
     await asyncio.to_thread(bench.backend.entered.wait, 5)
@@ -232,7 +234,7 @@ async def test_counters_contain_used_cells_periodically(bench: Bench) -> None:
 
 
 async def test_concurrent_requests_start_in_one_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first waits for one that is being read."""
+    """The first one waits for a request whose body is being read."""
     monkeypatch.setattr("inference.worker.engine.engine.GATHER_SECONDS", 10.0)
     coming = [1]
     bench.engine.expect(lambda: coming[0])
@@ -251,11 +253,11 @@ async def test_wait_for_expected_requests_is_bounded(bench: Bench) -> None:
 
 
 async def test_short_step_does_not_wait_for_expected_requests(bench: Bench) -> None:
-    asked = []
-    bench.engine.expect(lambda: asked.append(1) or 1)
+    calls = []
+    bench.engine.expect(lambda: calls.append(1) or 1)
     bench.engine._pace = Pace(LIMITS.batch, 1000)
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
-    assert asked == []
+    assert calls == []
 
 
 def test_request_is_expected_until_it_is_submitted_or_fails() -> None:
@@ -266,3 +268,104 @@ def test_request_is_expected_until_it_is_submitted_or_fails() -> None:
         arrived()
         assert coming.count == 1
     assert coming.count == 0
+
+
+@dataclass
+class FakeMask:
+    """Allows everything and fails at the token `fails_at`."""
+
+    fails_at: int
+    seen: list[int] = field(default_factory=list)
+
+    def apply(self, logits: np.ndarray) -> None:
+        pass
+
+    def accept(self, token: int) -> None:
+        self.seen.append(token)
+        if token == self.fails_at:
+            raise ConstraintError("the form is lost")
+
+
+@dataclass
+class FakeConstraint:
+    """Starts masks, or fails to."""
+
+    fails_at: int = -1
+    starts: bool = True
+    made: list[FakeMask] = field(default_factory=list)
+
+    def start(self) -> Mask:
+        if not self.starts:
+            raise ValueError("it cannot be started")
+        self.made.append(FakeMask(self.fails_at))
+        return self.made[-1]
+
+
+@pytest.fixture
+async def shaped() -> AsyncIterator[Bench]:
+    backend, samplers, fatal = FakeBackend(), SamplerShop(b"(a)b[f:1]"), []
+
+    def make(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+        if constraint is None:
+            return samplers(sampling, choice, most)
+        mask = constraint.start()
+        return ConstrainedSampler(samplers(sampling, choice, most), backend, mask)
+
+    engine = Engine(
+        backend, ByteVocabulary(), make, LIMITS, OutputDispatcher(asyncio.get_running_loop()).deliver, fatal.append
+    )
+    engine.start()
+    yield Bench(backend, engine, samplers, fatal)
+    assert await asyncio.to_thread(engine.stop, GONE)
+    assert [sampler.closed for sampler in samplers.made] == [1] * len(samplers.made), "samplers leaked"
+    assert fatal == []
+
+
+def reading() -> Reading:
+    return Reading(MarkParser, lambda: "call_1")
+
+
+def broken() -> MarkParser:
+    raise ValueError("no such parser")
+
+
+async def test_each_choice_has_its_own_parser(shaped: Bench) -> None:
+    ticket = shaped.ask(n=2, reading=reading())
+    outputs: list[Output] = []
+    while sum(output.finish is not None for output in outputs) < 2:
+        outputs += await ticket.take(10)
+    for choice in (0, 1):
+        own = [output for output in outputs if output.choice == choice]
+        assert [part for output in own for part in output.parts] == [
+            Reasoning("a"), Content("b"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")
+        ]  # fmt: skip
+        assert (own[-1].finish, own[-1].reasoning_tokens) == ("tool_calls", 3)
+
+
+async def test_failing_parser_ends_only_its_request(shaped: Bench) -> None:
+    shaped.samplers.say = b"ab!c"
+    bad, good = shaped.ask(b"bad", reading=reading()), shaped.ask(b"good")
+    assert (await shaped.outcome(bad))[0] == ("ab", None, Code.MODEL_FAILED)
+    assert await shaped.outcome(good) == [("ab!c", "stop", None)]
+
+
+async def test_failing_start_of_a_parser_or_mask_ends_only_its_request(shaped: Bench) -> None:
+    for changes in ({"reading": Reading(broken, str)}, {"constraint": FakeConstraint(starts=False)}):
+        bad, good = shaped.ask(b"bad", n=2, **changes), shaped.ask(b"good")
+        assert (await shaped.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
+        assert await shaped.outcome(good) == [("(a)b[f:1]", "stop", None)]
+
+
+async def test_constraint_error_message_reaches_the_request(shaped: Bench) -> None:
+    """It is no failure of the model; other requests continue."""
+    lost, kept = FakeConstraint(fails_at=ord("b")), FakeConstraint()
+    bad, good = shaped.ask(b"bad", constraint=lost), shaped.ask(b"good", constraint=kept)
+    assert (await shaped.outcome(bad))[0] == ("(a)", None, Code.INVALID_REQUEST)
+    assert await shaped.outcome(good) == [("(a)b[f:1]", "stop", None)]
+    assert bytes(kept.made[0].seen[:-1]) == b"(a)b[f:1]"
+
+
+async def test_each_choice_has_its_own_mask(shaped: Bench) -> None:
+    constraint = FakeConstraint()
+    assert await shaped.outcome(shaped.ask(n=3, constraint=constraint), 3) == [("(a)b[f:1]", "stop", None)] * 3
+    assert len(constraint.made) == 3

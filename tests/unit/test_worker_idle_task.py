@@ -10,7 +10,7 @@ from inference.worker.engine.idle_work import IDLE_SECONDS, IdleTask
 
 
 class Timers:
-    """A clock that a test turns."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.set: list[tuple[float, Callable[[], object]]] = []
@@ -32,7 +32,7 @@ class Timers:
 
 
 class AtOnce(Executor):
-    """Runs what it is given."""
+    """Runs each job in `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         job: Future[Any] = Future()

@@ -14,17 +14,17 @@ from inference.worker.steps import HEAD_START_SECONDS
 
 
 def ones(count: int, tokens: int = 1) -> list[list[int]]:
-    """`count` inputs of that many tokens."""
+    """`count` inputs of `tokens` tokens."""
     return [[7] * tokens for _ in range(count)]
 
 
 def names(queue: PoolQueue[str], now: float = 0.0) -> str:
-    """Whose inputs are in the next batch."""
+    """The owners of the inputs in the next batch."""
     return "".join(item.owner for item in queue.take(now).chosen)
 
 
 def served(queue: PoolQueue[str], seconds: float, most: int = 10_000) -> str:
-    """Whose inputs are computed one after the other, with batches that take `seconds` each."""
+    """The owners of the inputs in the order of computation; each batch takes `seconds`."""
     order = ""
     while queue.requests and len(order) < most:
         order += names(queue)
@@ -51,7 +51,7 @@ def test_batch_is_filled_in_order_without_overtaking_by_shorter_inputs() -> None
 
 @pytest.mark.parametrize(("later", "order"), [(0.0, "hnl"), (9.0, "hnl"), (11.0, "nhl"), (59.0, "nhl"), (61.0, "nlh")])
 def test_priority_is_an_offset_in_seconds(later: float, order: str) -> None:
-    """`high` overtakes what came at most 10 and 60 s before it."""
+    """`high` overtakes requests that came at most 10 s (normal) or 60 s (low) earlier."""
     queue: PoolQueue[str] = PoolQueue(1, 10)
     queue.add("l", ones(1), 0.0, Priority.LOW)
     queue.add("n", ones(1), 0.0)
@@ -60,7 +60,7 @@ def test_priority_is_an_offset_in_seconds(later: float, order: str) -> None:
 
 
 def test_small_request_does_not_wait_for_a_large_one() -> None:
-    """What was computed for the large one counts as if it had come later, so others come between its inputs."""
+    """Computed time delays the next inputs of the large request."""
     queue: PoolQueue[str] = PoolQueue(2, 100)
     queue.add("L", ones(2000), 0.0)
     assert served(queue, 1.0, 10) == "L" * 10
@@ -78,7 +78,7 @@ def test_large_requests_make_equal_progress() -> None:
 
 @pytest.mark.parametrize("large", [1, 3, 8])
 def test_small_request_waits_for_one_batch_of_each_large_one(large: int) -> None:
-    """However long they have been there: each has had its share of the time that passed."""
+    """Each large request has already had its share of the time."""
     queue: PoolQueue[str] = PoolQueue(1, 100)
     for owner in "ABCDEFGH"[:large]:
         queue.add(owner, ones(2000), 0.0)
@@ -89,7 +89,7 @@ def test_small_request_waits_for_one_batch_of_each_large_one(large: int) -> None
 
 @pytest.mark.parametrize(("arrival", "order"), [(11.9, "cb"), (12.1, "bc")])
 def test_each_request_is_charged_for_its_own_tokens(arrival: float, order: str) -> None:
-    """A batch of 8 s with 1 token of one request and 3 of another, charged 6 s; two requests shared the time."""
+    """Of a batch of 8 s, a request with 3 of 4 tokens is charged 6 s."""
     queue: PoolQueue[str] = PoolQueue(2, 4)
     queue.add("a", ones(1), 0.0)
     queue.add("b", [*ones(1, 3), *ones(1, 4)], 0.0)
@@ -126,7 +126,7 @@ def test_dropped_request_leaves_the_queue() -> None:
 
 
 def test_largest_request_does_not_count() -> None:
-    """The largest request of all, by its waiting tokens."""
+    """The request with the most waiting tokens."""
     queue: PoolQueue[str] = PoolQueue(1, 1000)
     assert queue.weight() == queue.weight(ones(5, 100)) == 0
     queue.add("a", ones(5, 100), 0.0)
@@ -152,7 +152,7 @@ def test_largest_request_does_not_count() -> None:
 def test_each_input_leaves_once_in_the_order_of_service(
     requests: Sequence[tuple[list[int], float, Priority]], slots: int, seconds: float
 ) -> None:
-    """Before anything was computed for either the order is that of arrival and head start."""
+    """Before anything is computed, the order is that of arrival and head start."""
     queue: PoolQueue[int] = PoolQueue(slots, 10)
     for number, (lengths, arrival, priority) in enumerate(requests):
         queue.add(number, [[1] * length for length in lengths], arrival, priority)

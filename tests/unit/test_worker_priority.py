@@ -31,7 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class TellingEngine(Engine):
-    """One that says when it was given a request."""
+    """Sets `given` at each submitted request."""
 
     given: asyncio.Event
 
@@ -41,7 +41,7 @@ class TellingEngine(Engine):
 
 
 class TellingEmbedder(Embedder):
-    """The same for one that pools."""
+    """Sets `given` at each submitted request."""
 
     given: asyncio.Event
 
@@ -57,7 +57,7 @@ class TellingEmbedder(Embedder):
 
 
 def apps(executor: ThreadPoolExecutor, path: str) -> tuple[App, TellingEngine | TellingEmbedder]:
-    """A worker's HTTP over a thread, not started, that does one thing after the other."""
+    """An app whose engine is not started and computes one request at a time."""
     deliver = OutputDispatcher(asyncio.get_running_loop()).deliver
     pools = path == "/v1/embeddings"
     facts = Facts("tiny", 100, 257, 8, ("embeddings",) if pools else ("completions",))
@@ -77,7 +77,7 @@ def apps(executor: ThreadPoolExecutor, path: str) -> tuple[App, TellingEngine | 
 
 
 async def status(app: App, path: str, priority: str) -> int:
-    """Of one request, whose caller stays."""
+    """The status of one request."""
     raw = json.dumps(BODIES[path]).encode()
     headers = [(b"content-length", str(len(raw)).encode()), (H_PRIORITY.encode(), priority.encode())]
     unread = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -95,7 +95,7 @@ async def status(app: App, path: str, priority: str) -> int:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_high_priority_request_is_served_before_an_earlier_low_one(path: str) -> None:
-    """And one that says nothing between them."""
+    """A request without a priority is served between them."""
     ended: list[str] = []
 
     async def ask(priority: str) -> None:
@@ -125,7 +125,7 @@ async def test_invalid_priority_is_rejected(path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_worker_parses_priorities_as_the_inference_service_does(path: str) -> None:
-    """Which takes it in any case and passes it on as it came."""
+    """In any case; the header is passed on unchanged."""
     with ThreadPoolExecutor(1) as executor:
         app, thread = apps(executor, path)
         thread.start()

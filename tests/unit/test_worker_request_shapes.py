@@ -1,4 +1,4 @@
-"""Tools, formats and what else says how an answer must look: read once, or a 400 that names the parameter."""
+"""Tools, formats and reasoning effort of a request."""
 
 from __future__ import annotations
 
@@ -230,14 +230,14 @@ def test_tools_for_a_model_without_them_are_an_unsupported_parameter() -> None:
 
 
 def test_superseded_fields_are_unsupported_parameters() -> None:
-    """Another tier may take it."""
+    """Another provider may support them."""
     with pytest.raises(BadRequestError, match="use tools") as caught:
         chat(functions=[{"name": "f"}])
     assert caught.value.code is Code.UNSUPPORTED_PARAMETER
 
 
 def test_reasoning_effort_sets_the_variables_of_templates() -> None:
-    """Levels for those that know levels, a switch for those that know one; what the caller says himself is stronger."""
+    """Levels and switches; arguments set by the client take precedence."""
     assert chat(reasoning_effort="low").template_arguments == {
         "reasoning_effort": "low", "enable_thinking": True, "thinking": True
     }  # fmt: skip
@@ -253,7 +253,7 @@ def test_reasoning_effort_sets_the_variables_of_templates() -> None:
      ("max", "high")],
 )  # fmt: skip
 def test_gpt_oss_gets_the_nearest_known_level(requested: str, sent: str) -> None:
-    """It reasons always; without a word it would at medium, and other words it has never seen."""
+    """It always reasons, and knows only low, medium and high."""
     facts = dataclasses.replace(FACTS, family="harmony")
     assert chat(facts, reasoning_effort=requested).template_arguments["reasoning_effort"] == sent
     own = chat(facts, reasoning_effort=requested, chat_template_kwargs={"reasoning_effort": "xhigh"})

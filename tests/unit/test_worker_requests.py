@@ -1,13 +1,15 @@
-"""Bodies are decoded into requests, or refused with the name of the parameter."""
+"""Decoding of request bodies; errors name the parameter."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from headgate.shared.parameters import Sampling
+from inference.protocol import Code
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
@@ -120,7 +122,7 @@ def test_misspelled_field_gets_a_suggestion() -> None:
 
 
 def test_fields_without_effect_and_nulls_are_accepted() -> None:
-    """OpenAI's clients send them."""
+    """Clients of OpenAI send them."""
     request = chat(
         model="anything", user="u", metadata={"a": 1}, store=False, service_tier="auto", parallel_tool_calls=True,
         prompt_cache_key="k", prompt_cache_options={}, safety_identifier="s", temperature=None, stop=None, tools=None,
@@ -187,7 +189,7 @@ def test_sampling_of_the_model_file_is_the_default() -> None:
 
 
 def test_messages_reach_the_template_as_plain_text() -> None:
-    """Parts are joined, developers are the system, tool arguments are what a model wrote."""
+    """Parts are joined, developer messages become system messages, tool arguments are kept."""
     call = {"name": "f", "arguments": '{"x": 1}'}
     request = chat(
         messages=[
@@ -263,11 +265,102 @@ def test_invalid_embedding_is_a_400_with_its_param(body: dict[str, Any], param: 
     assert caught.value.param == param
 
 
-def test_request_for_a_missing_capability_is_refused() -> None:
-    for ask in (
-        lambda: generation_body.chat({"messages": HELLO}, EMBEDS),
-        lambda: generation_body.embedding({"input": "a"}, FACTS),
+def test_request_for_a_missing_capability_is_rejected() -> None:
+    for decode, body, facts in (
+        (generation_body.chat, {"messages": HELLO}, EMBEDS),
+        (generation_body.embedding, {"input": "a"}, FACTS),
     ):
         with pytest.raises(BadRequestError) as caught:
-            ask()
+            decode(body, facts)
         assert caught.value.param == "model"
+
+
+HELLO_BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def facts(*capabilities: str) -> Facts:
+    return Facts("tiny", 128, 300, 64, capabilities)
+
+
+FULL = facts("chat", "completions", "tools")
+
+
+def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
+        read(body, known)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "capabilities", "message"),
+    [
+        (generation_body.chat, HELLO_BODY, ("embeddings",), "does not support chats; it supports /v1/embeddings"),
+        (generation_body.chat, HELLO_BODY, ("rerank",), "does not support chats; it supports /v1/rerank"),
+        (generation_body.chat, HELLO_BODY, ("completions",), "does not support chats; it supports /v1/completions"),
+        (generation_body.chat, HELLO_BODY, (), "does not support chats; use another model"),
+        (
+            generation_body.completion,
+            {"prompt": "a"},
+            ("embeddings",),
+            "does not support completions; it supports /v1/embeddings",
+        ),
+        (
+            generation_body.embedding,
+            {"input": "a"},
+            ("chat", "completions", "tools"),
+            "does not support embeddings; it supports /v1/chat/completions and /v1/completions",
+        ),
+    ],
+)
+def test_wrong_endpoint_is_refused_with_the_right_ones(
+    read: Callable[[Any, Facts], object], body: Any, capabilities: tuple[str, ...], message: str
+) -> None:
+    error = refused(read, body, facts(*capabilities))
+    assert (error.message, error.param, error.code) == (f"model 'tiny' {message}", "model", Code.UNSUPPORTED_PARAMETER)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "param"),
+    [
+        (generation_body.chat, {**HELLO_BODY, "n": 17}, "n"),
+        (generation_body.completion, {"prompt": "a", "n": 17}, "n"),
+        (generation_body.completion, {"prompt": ["a"] * 100, "n": 2}, "n"),
+        (generation_body.completion, {"prompt": "a", "best_of": 3}, "best_of"),
+        (generation_body.completion, {"prompt": "a", "best_of": 20}, "best_of"),
+    ],
+)
+def test_too_many_choices_are_an_unsupported_parameter(
+    read: Callable[[Any, Facts], object], body: Any, param: str
+) -> None:
+    error = refused(read, body)
+    assert (error.param, error.code) == (param, Code.UNSUPPORTED_PARAMETER)
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": "2"}, {"n": 1.5}, {"best_of": 0}, {"best_of": True}], ids=str)
+def test_invalid_numbers_are_an_invalid_request(fields: dict[str, Any]) -> None:
+    assert refused(generation_body.completion, {"prompt": "a", **fields}).code is Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("messages", "use messages"),
+        ("tools", "use tools"),
+        ("add_generation_prompt", "use continue_final_message"),
+        ("bos_token", "remove it"),
+        ("eos_token", "remove it"),
+    ],
+)
+def test_reserved_template_variables_are_refused(name: str, instead: str) -> None:
+    """They would bypass the checks of their own fields."""
+    error = refused(
+        generation_body.chat, {**HELLO_BODY, "chat_template_kwargs": {"enable_thinking": True, name: ["x"]}}
+    )
+    assert (error.param, error.code) == (f"chat_template_kwargs.{name}", Code.INVALID_REQUEST)
+    assert error.message.endswith(instead)
+
+
+def test_documents_can_be_set_in_template_variables() -> None:
+    """No other field sets them."""
+    arguments = {"documents": [{"title": "a", "text": "b"}]}
+    assert generation_body.chat({**HELLO_BODY, "chat_template_kwargs": arguments}, FULL).template_arguments == arguments

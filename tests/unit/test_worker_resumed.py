@@ -1,4 +1,4 @@
-"""An answer that broke off elsewhere goes on: limits, stop strings and counts are those of the whole answer."""
+"""Continued answers: limits, stop strings and counts are those of the whole answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def go_on(prefix: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50
         text += output.text if output else ""
         if output is not None and output.finish is not None:
             return text, output.finish, output.tokens
-    raise AssertionError("an answer ends")
+    raise AssertionError("the answer has no end")
 
 
 def test_tokens_of_the_prefix_count() -> None:
@@ -47,10 +47,10 @@ def test_tokens_of_the_prefix_count() -> None:
 @pytest.mark.parametrize(
     ("prefix", "then", "stop", "rest"),
     [
-        ("one tw", "o three", "two", ""),  # the stop string began in what the caller has
+        ("one tw", "o three", "two", ""),  # the stop string starts in the prefix
         ("one tw", "enty", "two", "enty"),
         ("one", " two three", "two", " "),
-        ("a", "aabc", "aab", ""),  # `a`, which was shown, and what looked like more of the stop string
+        ("a", "aabc", "aab", ""),  # the prefix is the start of the stop string
         ("one t", "", "two", ""),
     ],
 )
@@ -60,7 +60,7 @@ def test_stop_string_spans_the_end_of_the_prefix(prefix: str, then: str, stop: s
 
 
 def test_answer_does_not_depend_on_where_it_was_interrupted() -> None:
-    """Cut wherever the first worker had shown its text."""
+    """For each text that the first worker may have sent."""
     whole, stops = "abacabadabacaba", ("bad", "caba!", "aca?")
     first = Generation(0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, stops)
     shown, seams = "", [""]
@@ -75,7 +75,7 @@ def test_answer_does_not_depend_on_where_it_was_interrupted() -> None:
 
 
 def test_interrupted_reasoning_continues() -> None:
-    """Inside its thought it counts on; behind it the thought is over."""
+    """Within reasoning its tokens are counted on; after it reasoning is over."""
 
     def opened(begun: AnswerPrefix, thinking: bool) -> DividedGeneration:
         reading = Reading(lambda: MarkParser(thinking=thinking), lambda: "call")
@@ -100,14 +100,8 @@ async def test_engine_continues_after_the_prefix() -> None:
     """The sampler gets the tokens of the prefix; an answer that has its maximum length ends at once."""
     samplers = SamplerShop()
     backend = FakeBackend()
-    engine = Engine(
-        backend,
-        ByteVocabulary(),
-        samplers,
-        LIMITS,
-        OutputDispatcher(asyncio.get_running_loop()).deliver,
-        lambda _said: None,
-    )
+    deliver = OutputDispatcher(asyncio.get_running_loop()).deliver
+    engine = Engine(backend, ByteVocabulary(), samplers, LIMITS, deliver, lambda _message: None)
     engine.start()
 
     async def ask(prefix: bytes, most: int) -> tuple[str, Output]:
@@ -130,11 +124,10 @@ async def test_engine_continues_after_the_prefix() -> None:
 
 
 def test_answer_so_far_is_decoded() -> None:
-    """With nothing that only a whole answer can have."""
+    """Options of complete answers are rejected."""
     so_far = {"content": "Hel", "reasoning_content": "hm"}
-    assert generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).answer_so_far == AnswerSoFar(
-        "Hel", "hm"
-    )
+    request = generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS)
+    assert request.answer_so_far == AnswerSoFar("Hel", "hm")
     assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).answer_so_far == AnswerSoFar("")
     completion = {"prompt": "a", "answer_so_far": {"content": "b"}}
     assert generation_body.completion(completion, FACTS).answer_so_far == AnswerSoFar("b")
@@ -161,7 +154,7 @@ def test_answer_so_far_is_decoded() -> None:
         generation_body.completion({**completion, "answer_so_far": so_far}, FACTS)
 
 
-def test_continued_answer_is_the_same_request_to_the_quarantine() -> None:
-    """Or a request that ends its worker would be new each time that it is resumed."""
+def test_continued_answer_is_the_same_request_for_the_quarantine() -> None:
+    """Otherwise a poison request would be new each time it is resumed."""
     path = "/v1/completions"
     assert key_of(path, b'{"prompt":"a"}') == key_of(path, b'{"prompt":"a","answer_so_far":{"content":"b"}}')

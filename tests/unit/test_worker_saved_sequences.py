@@ -14,7 +14,7 @@ from inference.worker.steps import Job, Limits
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))
 def test_most_recently_used_sequences_that_fit_are_chosen(sequences: list[tuple[int, int]], most_bytes: int) -> None:
-    """They fit together, most recently used first; a sequence that is left out would not have fitted."""
+    """Most recently used first; a sequence that is left out would not have fitted."""
     retained = [Retained(slot, array("i", [1]), "t", used) for slot, (_size, used) in enumerate(sequences)]
     sizes = {slot: size for slot, (size, _used) in enumerate(sequences)}
     kept = chosen(retained, sizes, most_bytes)
@@ -29,20 +29,19 @@ def test_most_recently_used_sequences_that_fit_are_chosen(sequences: list[tuple[
 
 
 def test_differing_returns_the_changed_keys() -> None:
-    """Values and names that one side lacks."""
+    """Also keys that one side lacks."""
     assert differing({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == ("b", "c", "d")
     assert differing({"a": [1, 2]}, {"a": [1, 2]}) == ()
 
 
 def test_adopted_sequence_is_reused_as_a_retained_prefix() -> None:
-    """A prompt of its tenant reuses it, a prompt of another tenant does not, and `retained` contains it."""
+    """Only by a prompt of the same tenant."""
     limits = Limits(slots=2, context=4096, batch=64, queue=8, can_trim=True)
     tokens = array("i", range(1, 1001))
     scheduler = Scheduler(limits)
     scheduler.adopt([Retained(1, tokens, "alice")])
-    assert [(held.slot, held.tenant, list(held.tokens)) for held in scheduler.retained()] == [
-        (1, "alice", list(tokens))
-    ]
+    (held,) = scheduler.retained()
+    assert (held.slot, held.tenant, list(held.tokens)) == (1, "alice", list(tokens))
     for number, tenant, start in ((1, "bob", 0), (2, "alice", 1000)):
         assert scheduler.submit([Job(number, [*tokens, 7], tenant=tenant)])
         (row,) = [row for row in scheduler.plan(0.0, 64).rows if row.job == number]

@@ -6,8 +6,24 @@ import tracemalloc
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from inference.worker.engine.scheduler import Scheduler
+from gateway.settings import DeadlineSettings
+from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.engine.prefill_pacing import (
+    CREDIT_SECONDS,
+    DEBT_SECONDS,
+    LONGEST_SECONDS,
+    MIXED_SECONDS,
+    SLOWEST,
+    SMALLEST,
+    STEP_SECONDS,
+    TOKEN_SECONDS,
+    Pace,
+)
+from inference.worker.engine.scheduler import LAST_PART, Scheduler
+from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 from inference.worker.steps import Copy, Job, Limits, Remove, Row
 
 
@@ -26,7 +42,7 @@ def test_scored_prompt_stays_within_the_outputs_of_a_step() -> None:
     assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 4, True), (2, 1, False)]
 
 
-def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) -> list[int]:
+def prefilled(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) -> list[int]:
     """Tokens of each prompt in the first step beside `decoding` streams."""
     scheduler = Scheduler(Limits(slots=8, context=2000, batch=batch, queue=4))
     for number in range(100, 100 + decoding):
@@ -41,30 +57,30 @@ def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) 
 
 def test_short_prompts_are_prefilled_whole() -> None:
     """A part would need two computations."""
-    assert given([80, 80, 80, 80], 180) == [80, 80, 0, 0]
-    assert given([80, 80, 80, 80], 200) == [80, 80, 80, 0], "with a quarter more the third is complete"
-    assert given([80, 80, 80, 80], 320) == [80, 80, 80, 80]
-    assert given([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest prompt has its share"
+    assert prefilled([80, 80, 80, 80], 180) == [80, 80, 0, 0]
+    assert prefilled([80, 80, 80, 80], 200) == [80, 80, 80, 0], "with a quarter more the third is complete"
+    assert prefilled([80, 80, 80, 80], 320) == [80, 80, 80, 80]
+    assert prefilled([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest prompt has its share"
 
 
 def test_long_prompt_takes_the_rest_of_the_budget_if_it_is_large() -> None:
-    assert given([80, 1000], 160) == [80, 80]
-    assert given([80, 1000], 159) == [80, 0]
-    assert given([1000, 900], 100) == [25, 75]
+    assert prefilled([80, 1000], 160) == [80, 80]
+    assert prefilled([80, 1000], 159) == [80, 0]
+    assert prefilled([1000, 900], 100) == [25, 75]
 
 
 def test_budget_is_exceeded_to_complete_a_prompt_within_the_batch() -> None:
     """A small rest would delay all streams for another step."""
-    assert [given([length], 400, decoding=1) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
-    assert given([460], 400, batch=450) == [400]
+    assert [prefilled([length], 400, decoding=1) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
+    assert prefilled([460], 400, batch=450) == [400]
 
 
 def test_budget_is_exceeded_by_half_to_complete_all_prompts() -> None:
-    assert given([80] * 7, 374, batch=1000, decoding=1) == [80] * 7
-    assert given([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all would be complete"
-    assert given([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many streams would be delayed as prompts wait"
-    assert given([80] * 7, 374, batch=561, decoding=1) == [80] * 7
-    assert given([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "the batch is full"
+    assert prefilled([80] * 7, 374, batch=1000, decoding=1) == [80] * 7
+    assert prefilled([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all would be complete"
+    assert prefilled([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many streams would be delayed as prompts wait"
+    assert prefilled([80] * 7, 374, batch=561, decoding=1) == [80] * 7
+    assert prefilled([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "the batch is full"
 
 
 def test_scored_tokens_are_not_scored_again_after_preemption() -> None:
@@ -317,3 +333,191 @@ def test_waiting_choices_share_one_prompt() -> None:
     scheduler.abort(0)
     scheduler.plan(0.0, 8)
     assert len(prompt) == 100_000, "generated tokens are in the copy only"
+
+
+LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"slots": 9}, {"copied": 0}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
+)
+def test_invalid_limits_raise_value_error(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="invalid limits"):
+        Limits(**{"slots": 2, "context": 20, "batch": 8, "queue": 2, **wrong})
+
+
+@pytest.mark.parametrize("prompt", [(), (1,) * 21])
+def test_job_with_invalid_prompt_length_raises_value_error(prompt: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="is invalid"):
+        Scheduler(LIMITS).submit([Job(1, prompt)])
+
+
+def test_empty_stop_string_is_rejected() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopFilter(["a", ""])
+
+
+def test_abort_of_an_ended_job_is_ignored() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.abort(7)
+    assert not scheduler.has_work
+
+
+def test_no_room_for_a_single_job_ends_it_and_empties_its_slot() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.submit([Job(1, (1,) * 12)])
+    scheduler.plan(0.0, 8)
+    scheduler.computed()
+    scheduler.plan(0.0, 8)
+    assert scheduler.no_room() == (1,)
+    assert scheduler.plan(0.0, 8).operations == (Remove(0, 0),)
+
+
+def test_shared_prefix_is_copied_and_the_old_answer_is_retained() -> None:
+    """With an empty slot the retained sequence keeps its tail; without one its tail is dropped."""
+    scheduler = Scheduler(LIMITS)
+    for id, prompt in ((1, (1, 2, 3, 4)), (2, (1, 2, 3, 9)), (3, (1, 2, 7))):
+        scheduler.submit([Job(id, prompt)])
+        step = scheduler.plan(0.0, 8)
+        scheduler.computed()
+        scheduler.finish(id)
+        if id == 2:
+            assert step.operations == (Copy(0, 1, 3),)
+        if id == 3:
+            assert step.operations == (Remove(0, 2),)
+            assert step.rows[0].start == 2
+
+
+def test_oldest_prompt_gets_a_token_even_with_the_smallest_budget() -> None:
+    scheduler = Scheduler(Limits(slots=3, context=20, batch=8, queue=3))
+    scheduler.submit([Job(1, (1,) * 10), Job(2, (2,) * 4)])
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1)]
+    scheduler.computed()
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 1).rows] == [(1, 1)]
+
+
+def test_batch_has_room_for_a_prompt_beside_decoding_jobs() -> None:
+    scheduler = Scheduler(Limits(slots=3, context=20, batch=3, queue=3))
+    scheduler.submit([Job(1, (1,)), Job(2, (2,)), Job(3, (3, 3, 3))])
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 8).rows] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_number_of_prompt_tokens_follows_the_time_of_steps() -> None:
+    def settle(factor: float) -> int:
+        nonlocal pace
+        for _ in range(10):
+            budget = pace.budget(STEP_SECONDS)
+            pace = pace.observe(budget, budget, STEP_SECONDS * factor, STEP_SECONDS, decoding=0, prompts=1)
+        return pace.budget(STEP_SECONDS)
+
+    pace = Pace.first(2048)
+    assert settle(1 / 4) == 2048
+    assert settle(9) == SMALLEST
+    settled = Pace(2048, 1000)
+
+    def after(prompt_tokens: int, seconds: float) -> Pace:
+        return settled.observe(prompt_tokens, prompt_tokens, seconds, STEP_SECONDS, decoding=0, prompts=1)
+
+    assert after(1000, STEP_SECONDS) == settled
+    assert after(0, 100.0) == settled, "a step without prefill is not measured"
+    assert after(1, STEP_SECONDS / 2) == settled, "nor a short one with few prompt tokens"
+    assert after(400, STEP_SECONDS / 20) == Pace(2048, 2000), "unless they are cheaper than known"
+    assert after(800, STEP_SECONDS * 2).tokens == 400, "a step that was too long is measured"
+    assert Pace.first(8).budget(STEP_SECONDS) == 8
+
+
+def test_decoding_rows_count_in_the_time_of_a_step() -> None:
+    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.tokens == 800
+
+
+def test_step_of_a_slow_model_has_a_minimum_of_tokens() -> None:
+    def settled(token_seconds: float) -> Pace:
+        pace = Pace.first(2048)
+        for _ in range(9):
+            tokens = pace.budget(LONGEST_SECONDS)
+            pace = pace.observe(tokens, tokens, tokens * token_seconds, LONGEST_SECONDS, decoding=0, prompts=1)
+        return pace
+
+    assert settled(TOKEN_SECONDS / 2).budget(STEP_SECONDS) == 2 * STEP_SECONDS / TOKEN_SECONDS
+    for times in (1, 2, SLOWEST):
+        assert settled(TOKEN_SECONDS * times).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS
+    assert settled(TOKEN_SECONDS * SLOWEST * 2).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS / 2
+    slow = settled(TOKEN_SECONDS * 4).observe(100, 100, 0.8, STEP_SECONDS, decoding=1, prompts=1)
+    assert slow.credit_seconds == pytest.approx(CREDIT_SECONDS + MIXED_SECONDS - 0.2), "it uses less of the credit"
+
+
+def test_step_of_a_slow_model_is_not_considered_hung() -> None:
+    """Including the time of streams in it."""
+    longest = SLOWEST * LONGEST_SECONDS * (1 + 1 / LAST_PART)
+    assert longest < 0.95 * HUNG_STEP_SECONDS
+    assert DeadlineSettings().inter_token > HUNG_STEP_SECONDS
+
+
+def test_few_streams_are_delayed_longer_for_many_prompts() -> None:
+    pace = Pace(2048, 1000)
+    assert pace.seconds(0, 1) == pace.seconds(0, 9) == LONGEST_SECONDS, "there is no stream to delay"
+    assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
+    assert pace.seconds(4, 6) == pytest.approx(1.5 * STEP_SECONDS)
+    assert pace.seconds(1, 31) == LONGEST_SECONDS
+    assert pace.seconds(4, 1, just_begun=True) == LONGEST_SECONDS, "once, before they continue"
+    assert Pace(2048, 1000, 0.0).seconds(4, 4, just_begun=True) == MIXED_SECONDS, "within the remaining credit"
+    assert pace.budget(LONGEST_SECONDS) == 2048
+
+
+def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
+    pace = Pace(2048, 1000)
+    held = 0
+    while (allowed := pace.seconds(1, 1)) == STEP_SECONDS:
+        pace = pace.observe(1000, 1000, STEP_SECONDS, allowed, decoding=1, prompts=1)
+        held += 1
+    assert held == pytest.approx(CREDIT_SECONDS / (STEP_SECONDS - MIXED_SECONDS), abs=1)
+    while pace.credit_seconds > 0:
+        pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.credit_seconds < 0, "the last step used more than the rest of the credit"
+    assert pace.budget(pace.seconds(1, 1)) == SMALLEST, "the debt is paid back"
+    for _ in range(9):
+        pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.credit_seconds == -DEBT_SECONDS, "the debt is limited"
+    owing = Pace(2048, 1000, -DEBT_SECONDS)
+    short = owing.observe(15, 19, 0.1, owing.seconds(4, 1), decoding=4, prompts=1)
+    assert short.tokens == owing.tokens, "a short step is not measured, in debt either"
+    pace = Pace(2048, pace.tokens, 0.0)
+    assert pace.seconds(9, 9) == MIXED_SECONDS
+    assert pace.seconds(2, 6) == pytest.approx(3 * MIXED_SECONDS), "more prompts wait than streams are delayed"
+    for _ in range(4):
+        pace = pace.observe(0, 1, 0.01, MIXED_SECONDS, decoding=1, prompts=1)
+    assert pace.seconds(1, 1) == pytest.approx(STEP_SECONDS)
+    drained = Pace(2048, 1000, 0.0)
+    idle = drained.observe(0, 0, 0.01, STEP_SECONDS, decoding=0, prompts=1)
+    assert idle.credit_seconds == CREDIT_SECONDS, "no stream was delayed"
+    kept = drained.observe(200, 200, MIXED_SECONDS, MIXED_SECONDS, decoding=1, prompts=1)
+    assert kept.credit_seconds == pytest.approx(0.0)
+
+
+def test_rate_is_none_before_a_step_that_counts() -> None:
+    assert PrefillRate().tokens_per_second is None
+    assert PrefillRate().read(LEAST_TOKENS - 1, 0.5).tokens_per_second is None
+    assert PrefillRate().read(500, 0.0).tokens_per_second is None
+    assert PrefillRate().read(500, 0.5).tokens_per_second == 1000
+
+
+def test_older_steps_have_less_weight_and_leave_the_window() -> None:
+    rate = PrefillRate().read(1000, 1.0)
+    for _ in range(200):
+        rate = rate.read(100, 1.0)
+    assert rate.tokens_per_second is not None
+    assert abs(rate.tokens_per_second - 100) < 1
+    assert rate.read(50, WINDOW_SECONDS * 2) == PrefillRate(50, WINDOW_SECONDS * 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 60)), max_size=40))
+def test_rate_stays_within_the_measured_rates(steps: list[tuple[int, float]]) -> None:
+    rate = PrefillRate()
+    for tokens, seconds in steps:
+        rate = rate.read(tokens, seconds)
+    seen = [tokens / seconds for tokens, seconds in steps if tokens >= LEAST_TOKENS and seconds > 0]
+    found = rate.tokens_per_second
+    assert (found is None) == (not seen)
+    if found is not None:
+        assert min(seen) * 0.999 <= found <= max(seen) * 1.001

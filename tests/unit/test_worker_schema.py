@@ -1,4 +1,4 @@
-"""JSON schemas lowered to what masks enforce: references, drafts, equal keywords, patterns; what is refused where."""
+"""JSON schemas lowered to what masks enforce: references, drafts, equivalent keywords, patterns, rejections."""
 
 from __future__ import annotations
 
@@ -106,17 +106,14 @@ LOWERED: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(LOWERED)))
-def test_a_schema_is_lowered_to_the_same_meaning(row: int) -> None:
-    """Under strict and not."""
-    schema, lowered = LOWERED[row]
+@pytest.mark.parametrize(("schema", "lowered"), LOWERED, ids=range(len(LOWERED)))
+def test_schema_is_lowered_to_the_same_meaning(schema: Any, lowered: Any) -> None:
     assert lower(schema, strict=True) == lowered
     if "oneOf" not in lowered:
         assert lower(schema, strict=False) == lowered
 
 
-def test_dates_are_spelled_out() -> None:
-    """Formats that are enforced here become patterns, others stay."""
+def test_date_becomes_a_pattern_and_other_formats_stay() -> None:
     (pattern,) = lower({"format": "date"}, strict=True)["allOf"]
     assert "-02-29" in pattern["pattern"]
     assert lower({"format": "uuid"}, strict=True) == {"format": "uuid"}
@@ -145,17 +142,15 @@ NARROWING: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(NARROWING)))
-def test_what_only_narrows_is_refused_under_strict_and_else_left_to_the_model(row: int) -> None:
-    """The refusal names the place."""
-    schema, place = NARROWING[row]
+@pytest.mark.parametrize(("schema", "place"), NARROWING, ids=range(len(NARROWING)))
+def test_restriction_that_is_not_enforced_is_an_error_only_if_strict(schema: Any, place: str) -> None:
     with pytest.raises(SchemaError) as caught:
         lower(schema, strict=True)
     assert str(caught.value).endswith(f"(at {place})")
     lower(schema, strict=False)
 
 
-REFUSED: list[tuple[Any, str]] = [
+REJECTED: list[tuple[Any, str]] = [
     (3, "must be an object, true or false"),
     (False, "no value satisfies false"),
     ({"type": "any"}, "'any' is not one of"),
@@ -197,24 +192,20 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("row", range(len(REFUSED)))
-def test_what_is_no_schema_or_leaves_the_shape_open_is_always_refused(row: int, strict: bool) -> None:
-    """Whatever strict says."""
-    schema, reason = REFUSED[row]
+@pytest.mark.parametrize(("schema", "reason"), REJECTED, ids=range(len(REJECTED)))
+def test_invalid_schema_is_always_rejected(schema: Any, reason: str, strict: bool) -> None:
     with pytest.raises(SchemaError) as caught:
         lower(schema, strict=strict)
     assert reason in str(caught.value)
 
 
-def test_dialects_of_others_are_refused_under_strict() -> None:
-    """Their keywords may mean anything."""
+def test_other_dialects_are_rejected_if_strict() -> None:
     with pytest.raises(SchemaError, match="dialects"):
         lower({"$schema": "https://example.com/mine"}, strict=True)
     assert lower({"$schema": "https://example.com/mine"}, strict=False) == {}
 
 
-def test_depth_and_size_are_bounded() -> None:
-    """Without recursion errors."""
+def test_depth_and_size_are_limited() -> None:
     deep: Any = True
     for _ in range(MAX_DEPTH + 2):
         deep = {"items": deep}
@@ -224,8 +215,8 @@ def test_depth_and_size_are_bounded() -> None:
         lower({"anyOf": [{"type": "null"}] * 10_001}, strict=True)
 
 
-def test_what_costs_with_its_square_is_counted_over_all_schemas_of_a_form() -> None:
-    """Many small ones cost what a large one does."""
+def test_expensive_keywords_are_counted_over_all_schemas_of_a_form() -> None:
+    """Many small schemas cost as much as a large one."""
     allowance = Allowance()
     half = {"patternProperties": {f"^{n}$": True for n in range(MAX_PATTERNS // 2)}}
     lower(half, strict=True, allowance=allowance)
@@ -256,30 +247,28 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("pattern", "translated"), PATTERNS)
-def test_patterns_keep_their_meaning(pattern: str, translated: str) -> None:
-    """From ECMA 262 to Rust's dialect."""
+def test_patterns_are_translated_from_ecma_262_to_rust(pattern: str, translated: str) -> None:
     assert patterns.of_ecma(pattern) == translated
 
 
 @pytest.mark.parametrize(
     "pattern", ["a\\", "[a", "(?=a)", "(?<=a)", "(?<n", r"\1", r"\q", r"\b", "[a--b]", "(?i)a", "a" * 9000]
 )
-def test_patterns_without_a_counterpart_are_refused(pattern: str) -> None:
-    """Rather than read in another way."""
+def test_patterns_without_a_counterpart_are_rejected(pattern: str) -> None:
     with pytest.raises(patterns.PatternError):
         patterns.of_ecma(pattern)
 
 
-def test_blanks_are_those_of_ecma() -> None:
-    """The byte order mark is one, the control character NEL is none."""
+def test_white_space_is_that_of_ecma() -> None:
+    """The byte order mark is white space, NEL is not."""
     blanks = patterns.of_ecma(r"\s")
     assert "feff" in blanks
     assert "85" not in blanks
     assert patterns.of_ecma(r"[\S]").startswith("[[^")
 
 
-def test_a_pattern_for_a_whole_text_needs_no_anchors() -> None:
-    """Those at its ends are dropped, escaped ones stay."""
+def test_anchors_of_a_pattern_for_a_whole_text_are_dropped() -> None:
+    """Escaped ones stay."""
     assert patterns.of_whole_text("^a|b$") == "a|b"
     assert patterns.of_whole_text(r"a\$") == r"a\$"
     assert patterns.of_whole_text(r"a\\$") == r"a\\"
@@ -419,11 +408,11 @@ CLOSED: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("schema", "lowered"), CLOSED, ids=lambda value: str(value)[:60])
 def test_objects_that_declare_properties_are_closed(schema: Any, lowered: Any) -> None:
-    """A description in several parts is closed as a whole; stated `additionalProperties` are honored."""
+    """A definition in several parts is closed as a whole; given `additionalProperties` are kept."""
     assert lower(schema, strict=True, closed=True) == lowered
 
 
-def test_references_that_repeat_one_object_without_end_are_refused() -> None:
+def test_number_of_references_for_one_object_is_limited() -> None:
     schema = {
         "properties": {f"p{n}": {"allOf": [{"$ref": "#/$defs/wide"}], "minProperties": 0} for n in range(999)},
         "$defs": {"wide": {"allOf": [{"properties": {"a": True}} for _ in range(300)]}},

@@ -1,4 +1,4 @@
-"""What follows for an answer from tools and formats: how it is read, what bounds it, what cannot be promised."""
+"""How answers with tools and formats are parsed and constrained."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ def chat(mode: Any = "none", name: str | None = None, *, parallel: bool = True, 
     return GenerateRequest("chat", tools=TOOLS, choice=ToolChoice(mode, name, parallel), **fields)
 
 
-def test_plain_answers_of_models_that_do_not_reason_are_not_read_at_all() -> None:
+def test_plain_answers_without_reasoning_are_not_parsed() -> None:
     for request in (chat(), GenerateRequest("completion")):
         shape = shaping(reasons=False).shape(request)
         assert (shape.reading, shape.form) == (None, None)
     assert shaping().shape(GenerateRequest("completion")).reading is None
 
 
-def test_a_model_that_reasons_is_always_read() -> None:
-    """With the tools that may be called, and from where the prompt left off."""
+def test_answers_with_reasoning_are_parsed_from_the_end_of_the_prompt() -> None:
     reading = shaping().shape(chat(), "(").reading
     assert reading is not None
     parts = reading.parser().push("a)[f:1]")
-    assert "".join(getattr(part, "text", "") for part in parts) == "a[f:1]", "no calls were asked for"
+    assert "".join(getattr(part, "text", "") for part in parts) == "a[f:1]", "no tools were given"
 
 
-def test_each_choice_has_a_parser_of_its_own() -> None:
+def test_each_choice_has_its_own_parser() -> None:
     reading = shaping(reasons=False).shape(chat("auto")).reading
     assert reading is not None
     assert reading.parser() is not reading.parser()
@@ -59,43 +58,40 @@ def test_each_choice_has_a_parser_of_its_own() -> None:
         (chat("auto", parallel=False), 1, "tool_calls"),
     ],
 )
-def test_calls_end_as_openai_ends_them(choice: GenerateRequest, most: int | None, finish: str) -> None:
+def test_finish_reason_after_calls_is_that_of_openai(choice: GenerateRequest, most: int | None, finish: str) -> None:
     reading = shaping().shape(choice).reading
     assert reading is not None
     assert (reading.most_calls, reading.after_calls) == (most, finish)
 
 
-def test_control_tokens_are_found_by_their_texts() -> None:
+def test_control_tokens_are_found_by_their_text() -> None:
     reading = shaping(shows=frozenset({"<call>", "<nowhere>"}), ends=frozenset({"<end>"})).shape(chat()).reading
     assert reading is not None
     assert (reading.shown, reading.ends) == ({7}, {8})
 
 
-def asked(request: GenerateRequest, **dialect: Any) -> tuple[Form | None, str]:
+def formed(request: GenerateRequest, **dialect: Any) -> tuple[Form | None, str]:
     shape = shaping(**dialect).shape(request)
     return shape.form, shape.param
 
 
-def test_a_format_stands_after_the_thought() -> None:
-    assert asked(chat(form=FORMAT, form_param="regex")) == (Then((Literal("()"), FORMAT)), "regex")
+def test_format_applies_after_reasoning() -> None:
+    assert formed(chat(form=FORMAT, form_param="regex")) == (Then((Literal("()"), FORMAT)), "regex")
+    assert formed(GenerateRequest("completion", form=FORMAT, form_param="regex")) == (FORMAT, "regex")
 
 
-def test_a_completion_has_no_family_and_its_format_stands_alone() -> None:
-    assert asked(GenerateRequest("completion", form=FORMAT, form_param="regex")) == (FORMAT, "regex")
-
-
-def test_a_forced_call_is_a_form() -> None:
+def test_forced_call_is_a_form() -> None:
     add = Then((Literal("[add:"), Json(True), Literal("]")))
     sub = Then((Literal("[sub:"), Json(True), Literal("]")))
-    assert asked(chat("named", "sub", parallel=False)) == (Repeat(OneOf((sub,)), 1, 1), "tools")
+    assert formed(chat("named", "sub", parallel=False)) == (Repeat(OneOf((sub,)), 1, 1), "tools")
     forced = Repeat(OneOf((add, sub)), 1, None)
-    assert asked(chat("required")) == (forced, "tools")
-    assert asked(chat("required", form=FORMAT, form_param="regex")) == (forced, "tools"), "no content, no format"
-    assert asked(chat("auto")) == (None, "")
+    assert formed(chat("required")) == (forced, "tools")
+    assert formed(chat("required", form=FORMAT, form_param="regex")) == (forced, "tools"), "there is no content"
+    assert formed(chat("auto")) == (None, "")
 
 
-def test_with_tools_to_choose_from_an_answer_is_a_call_or_has_the_format() -> None:
-    form, param = asked(chat("auto", form=FORMAT, form_param="regex"), reasons=False)
+def test_answer_with_optional_tools_is_a_call_or_has_the_format() -> None:
+    form, param = formed(chat("auto", form=FORMAT, form_param="regex"), reasons=False)
     assert isinstance(form, OneOf)
     assert form.parts[0] == FORMAT
     assert isinstance(form.parts[1], Repeat)
@@ -106,25 +102,24 @@ def test_with_tools_to_choose_from_an_answer_is_a_call_or_has_the_format() -> No
     ("request_", "param"),
     [(chat("required"), "tool_choice"), (chat("auto", form=FORMAT, form_param="regex"), "regex")],
 )
-def test_a_family_whose_calls_cannot_be_forced_says_so(request_: GenerateRequest, param: str) -> None:
+def test_forced_call_is_unsupported_by_dialects_without_a_form(request_: GenerateRequest, param: str) -> None:
     with pytest.raises(BadRequestError, match="marks") as caught:
-        asked(request_, forces=False)
+        formed(request_, forces=False)
     assert (caught.value.param, caught.value.code) == (param, Code.UNSUPPORTED_PARAMETER)
 
 
-def test_only_what_was_asked_for_is_promised() -> None:
-    """Calls that the model may make are held to their shape where that is possible, strict ones always."""
+def test_form_is_required_only_if_the_client_requested_it() -> None:
+    """Optional calls have a form where possible."""
     loose, strict = chat("auto"), chat("auto", form=FORMAT, form_param="regex")
     assert not shaping().shape(loose).promised
     assert shaping().shape(strict).promised
     assert shaping().shape(chat("required")).promised
 
 
-def test_a_family_that_cannot_hold_strict_tools_says_so() -> None:
-    """What is promised has a form."""
+def test_strict_tools_are_unsupported_by_dialects_without_a_form() -> None:
     request = GenerateRequest("chat", tools=(Tool("add"), Tool("sub", strict=True)), choice=ToolChoice("auto"))
     with pytest.raises(BadRequestError, match="marks") as caught:
-        asked(request)
+        formed(request)
     assert (caught.value.param, caught.value.code) == ("tools", Code.UNSUPPORTED_PARAMETER)
     shape = Shaping(Llama3(), CONTROLS.get).shape(request, "<|end_header_id|>")
     assert shape.promised

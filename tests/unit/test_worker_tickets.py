@@ -14,7 +14,7 @@ LONG = 30.0
 
 
 async def waiting(ticket: Ticket[str], seconds: float = LONG) -> asyncio.Task[list[str]]:
-    """A task that sits in `take` by now."""
+    """A task that waits in `take`."""
     task = asyncio.create_task(ticket.take(seconds))
     await asyncio.sleep(0)
     return task
@@ -29,13 +29,13 @@ async def test_output_read_on_arrival_does_not_wake_the_reader() -> None:
     ticket.put("b")
     assert (seen, ticket.read, task.done()) == (["a", "b"], 2, False)
     ticket.put("end")
-    ticket.put("behind the end")
-    assert await task == ["end", "behind the end"]
+    ticket.put("after the end")
+    assert await task == ["end", "after the end"]
     assert (seen, ticket.read) == (["a", "b"], 4)
 
 
 async def test_outputs_keep_their_order() -> None:
-    """Between two waits the reader is busy with what it took, so everything waits for its turn."""
+    """Outputs that arrive between two waits are left for the next one."""
     ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
     seen: list[str] = []
     ticket.on_arrival = lambda output: not seen.append(output)
@@ -48,7 +48,7 @@ async def test_outputs_keep_their_order() -> None:
 
 
 class Clock:
-    """A loop's clock and timers, moved by hand; futures are the real loop's."""
+    """A clock and timers of a loop, moved by the test; futures are those of the real loop."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,16 +56,13 @@ class Clock:
         self.create_future = asyncio.get_running_loop().create_future
 
     def time(self) -> float:
-        """The simulated time."""
         return self.now
 
     def call_later(self, seconds: float, call: Callable[..., None], *given: Any) -> asyncio.TimerHandle:
-        """Keeps the call for `pass_time`."""
         self.timers.append((self.now + seconds, call, given))
         return asyncio.TimerHandle(0, print, (), asyncio.get_running_loop())
 
     def pass_time(self, seconds: float) -> None:
-        """Moves on and makes the calls that are due."""
         self.now += seconds
         due = [timer for timer in self.timers if timer[0] <= self.now]
         self.timers = [timer for timer in self.timers if timer[0] > self.now]
@@ -74,7 +71,7 @@ class Clock:
 
 
 async def test_timeout_starts_at_the_last_output_read_on_arrival() -> None:
-    """With one timer, which is set anew only when it fires."""
+    """One timer is used, and set again only when it fires."""
     clock = Clock()
     ticket: Ticket[str] = Ticket(clock)  # type: ignore[arg-type]
     ticket.on_arrival = lambda _output: True
@@ -104,7 +101,7 @@ async def test_read_on_arrival_ends_the_stall() -> None:
 
 
 async def test_failing_on_arrival_leaves_the_output_for_take() -> None:
-    """And the outputs of others in the same delivery are handed out all the same."""
+    """Other outputs of the same delivery are not affected."""
 
     def fails(_output: str) -> bool:
         raise ValueError("not this one")

@@ -16,7 +16,7 @@ from inference.worker.steps import Row
 
 @dataclass
 class FakeContext:
-    """Holds the positions of each sequence as llama.cpp does, and refuses ones that do not go on."""
+    """Holds the positions of each sequence like llama.cpp, and rejects positions with gaps."""
 
     can_trim: bool = True
     fates: deque[Decode] = field(default_factory=deque)
@@ -42,7 +42,7 @@ class FakeContext:
         for row in rows:
             assert min(row.tokens) >= 0
             held = self.held.setdefault(row.slot, [])
-            assert row.start > max(held) if held else row.start == 0, "positions go on"
+            assert row.start > max(held) if held else row.start == 0, "positions must increase"
             held += range(row.start, row.start + len(row.tokens))
             at += len(row.tokens)
             last.append(at)
@@ -53,7 +53,7 @@ class FakeContext:
         if (fate := self.fates.popleft() if self.fates else Decode.OK) is not Decode.OK:
             return fate
         held = self.held.setdefault(slot, [])
-        line = positions if positions.ndim == 1 else positions[0]  # the cells know the first section
+        line = positions if positions.ndim == 1 else positions[0]  # cells have the first section
         assert int(line.min()) == (max(held) + 1 if held else 0)
         held += map(int, line)
         self.calls.append(("image", slot, positions.tolist(), non_causal))
@@ -95,7 +95,7 @@ def test_text_only_step_is_passed_through(context: FakeContext, backend: VisionB
 
 
 def test_sampled_rows_are_computed_last_in_one_batch(context: FakeContext, backend: VisionBackend) -> None:
-    """One row decodes, one prompt has two images, and one row ends in an image."""
+    """A decoding row, a prompt with two images, and a row that ends in an image."""
     backend.decode([row(0, 0, [5])])
     context.calls.clear()
     step = [
@@ -115,7 +115,7 @@ def test_sampled_rows_are_computed_last_in_one_batch(context: FakeContext, backe
 
 
 def test_cells_are_converted_to_positions(context: FakeContext, backend: VisionBackend) -> None:
-    """A folded image takes four cells and moves the text by two; copies and removals count cells too."""
+    """A folded image needs four cells and two positions; copies and removals count cells."""
     assert backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])[0] is Decode.OK
     backend.decode([row(0, 6, [7])])
     assert context.calls[-1] == [(0, 4, 1, True)]
@@ -138,7 +138,7 @@ def test_step_with_images_only_has_no_logits(context: FakeContext, backend: Visi
 
 @pytest.mark.parametrize("good", range(5))
 def test_no_room_in_the_middle_restores_the_memory(good: int) -> None:
-    """Whichever of the step's batches finds no cells: afterwards the same step can be tried again."""
+    """For each batch of the step that may fail; the step can be repeated."""
     context = FakeContext()
     backend = VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
     backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])
