@@ -19,10 +19,10 @@ every response, errors and streams included, carries the x-headgate headers and 
   integration/test_gateway_http.py test_every_response_carries_the_headers
 the tier header says local, local-fallback, cloud or none; the body names the model that answered
   promises/test_streams.py test_model_in_the_body_is_the_one_that_answered
-  integration/test_gateway_cloud.py test_with_local_gone_a_cloud_answers_whole_and_streamed
+  integration/test_gateway_cloud.py test_cloud_answers_whole_and_streamed_when_the_local_tier_is_down
 x-headgate-policy keeps a request local; a key caps its priority
-  integration/test_gateway_http.py test_a_provider_without_its_key_is_absent_and_policy_keeps_requests_local
-  integration/test_gateway_limits.py test_a_keys_ceiling_caps_the_priority_that_its_requests_ask_for
+  integration/test_gateway_http.py test_provider_without_a_key_is_skipped_and_local_only_requests_stay_local
+  integration/test_gateway_limits.py test_priority_of_a_request_is_limited_by_its_key
 events begin with a snapshot, are numbered, and beat
   promises/test_services.py test_events_begin_with_a_snapshot_are_numbered_and_beat
 loading a model never makes the service unready
@@ -46,17 +46,17 @@ memory_limit_exceeded has numbers in its message and its details
   promises/test_errors.py test_a_memory_refusal_has_its_numbers_in_the_message_and_in_the_details
 bad input is a 400, never a 422 or a 500
   promises/test_errors.py test_bad_input_is_a_400_and_never_a_422_or_500
-  integration/test_gateway_http.py test_bad_input_is_a_4xx_that_names_the_parameter
+  integration/test_gateway_http.py test_invalid_input_is_a_4xx_with_the_parameter
 status and headers go out with the first content delta
   promises/test_streams.py test_status_and_headers_wait_for_the_first_content_delta
-  integration/test_gateway_failover.py test_status_goes_out_only_with_the_first_token
+  integration/test_gateway_failover.py test_status_is_sent_with_the_first_token
 local requests are always streamed on the inference hop
   promises/test_streams.py test_local_requests_are_always_streamed_on_the_inference_hop
 progress comes at least every two seconds
   promises/test_services.py test_progress_comes_at_least_every_two_seconds
 comments are forwarded for the last candidate only
   promises/test_streams.py test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarded
-  integration/test_gateway_failover.py test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long
+  integration/test_gateway_failover.py test_progress_comments_of_the_last_tier_are_forwarded_after_a_delay
 a reasoning delta is content
   promises/test_streams.py test_a_reasoning_delta_is_content
 an empty answer with a finish reason is an answer
@@ -82,7 +82,7 @@ each observation has its verdict: success, failure with a scope, or ignore
 a tier that the fit check skips is no outcome
   promises/test_gateway.py test_a_tier_skipped_by_the_fit_check_is_no_outcome
 a client that left moves no breaker
-  integration/test_gateway_failover.py test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_moves
+  integration/test_gateway_failover.py test_client_disconnect_closes_the_upstream_without_a_failure
 a provider's 401 is never the caller's; the operator is told
   promises/test_errors.py test_a_wrong_key_of_a_provider_is_never_the_callers_401
   unit/test_gateway_outcome.py test_verdicts_that_need_the_operator
@@ -122,7 +122,7 @@ tokens are counted only near the context
 one budget of attempts and time per request
   unit/test_gateway_budget.py test_attempts_and_time_are_one_budget
 the total bounds the time to commit; afterwards only inter_token counts
-  integration/test_gateway_failover.py test_the_total_bounds_the_time_to_commit_over_all_tiers
+  integration/test_gateway_failover.py test_total_deadline_limits_the_time_to_commit_over_all_tiers
   promises/test_gateway.py test_after_the_commit_the_total_deadline_counts_no_more
   promises/test_gateway.py test_silence_after_the_commit_is_bounded_by_inter_token
 a shorter client time-out shortens our silence
@@ -141,21 +141,21 @@ at most two hops, text with a single choice only
   integration/test_gateway_resume.py test_answer_with_a_format_ends_in_an_error_frame
 requests in flight and in the queue are bounded, by priority
   property/test_gateway_admission.py test_higher_priority_is_first_and_replaces_the_lowest
-  integration/test_gateway_failover.py test_requests_beyond_the_bounds_wait_and_are_then_rejected
+  integration/test_gateway_failover.py test_requests_beyond_the_limits_wait_and_are_then_rejected
 limits per key hold
-  unit/test_gateway_limits.py test_no_stretch_holds_more_than_its_share_and_every_wait_is_true
+  unit/test_gateway_limits.py test_limits_hold_in_each_interval_and_waits_are_exact
 a request spills to the next tier when its wait would be too long
   integration/test_gateway_choice.py test_candidate_is_deferred_when_its_predicted_wait_is_too_long
 HTTP clients are made in one module
   promises/test_gateway.py test_http_clients_are_made_in_one_module
 images are fetched from listed hosts only
-  unit/test_gateway_images.py test_without_hosts_nothing_is_fetched
+  unit/test_gateway_images.py test_without_listed_hosts_all_addresses_are_rejected
 the Host is checked on loopback
-  integration/test_gateway_http.py test_on_loopback_only_loopback_names_are_served
+  integration/test_gateway_http.py test_only_loopback_host_names_are_served_on_loopback
 bodies, headers and nesting are bounded
-  integration/test_gateway_http.py test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not
-  integration/test_gateway_http.py test_endless_headers_are_refused
-  integration/test_e2e_bad_input.py test_json_nested_without_end_is_refused
+  integration/test_gateway_http.py test_body_beyond_the_limit_is_413_with_and_without_a_content_length
+  integration/test_gateway_http.py test_headers_beyond_the_limit_are_refused
+  integration/test_e2e_bad_input.py test_deeply_nested_json_is_refused
 """
 
 LEDGER = """
