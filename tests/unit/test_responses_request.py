@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse as parse_chat
 from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
-from gateway.apis.schema.responses_body import REFUSED, responses_schema, stored_items
+from gateway.apis.schema.responses_body import REFUSED, InputItem, MessageItem, responses_schema, stored_items
 from gateway.apis.tool_names import short_name
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -63,7 +64,7 @@ def test_text_input_is_a_message_of_the_user() -> None:
     found = parsed()
     assert json_of(found.request.body) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
-    assert found.items == ({"type": "message", "role": "user", "content": "Hi"},)
+    assert found.items == (MessageItem(role="user", content="Hi"),)
 
 
 def test_instructions_without_input_are_a_request() -> None:
@@ -518,16 +519,19 @@ def test_invalid_json_is_rejected() -> None:
         parse(b"{", nothing, nothing)
 
 
+def typed(items: Iterable[dict[str, Any]]) -> list[InputItem]:
+    return stored_items([{"type": "message", **item} for item in items])
+
+
 # --- earlier responses ------------------------------------------------------------------------------------------------
 def test_previous_response_is_continued_without_its_instructions() -> None:
     before = ({"role": "user", "content": "One"}, {"role": "assistant", "content": "1"})
-    found = parsed(
-        {"resp_1": Earlier(before, 500)}.get, previous_response_id="resp_1", instructions="Be brief.", input="Two"
-    )
+    earlier = {"resp_1": Earlier(tuple(typed(before)), 500)}.get
+    found = parsed(earlier, previous_response_id="resp_1", instructions="Be brief.", input="Two")
     assert json_of(found.request.body)["messages"] == [
         {"role": "system", "content": "Be brief."}, *before, {"role": "user", "content": "Two"},
     ]  # fmt: skip
-    assert found.items == (*before, {"type": "message", "role": "user", "content": "Two"})
+    assert found.items == (*typed(before), MessageItem(role="user", content="Two"))
     assert found.request.size_bytes > 500
     assert found.echo["previous_response_id"] == "resp_1"
 
@@ -545,12 +549,12 @@ def test_item_reference_is_replaced_by_the_stored_item() -> None:
         {"role": "user", "content": "Two"},
     ]}  # fmt: skip
     raw = json.dumps(body).encode()
-    found = parse(raw, nothing, {"msg_1": (item, 500)}.get)
+    found = parse(raw, nothing, {"msg_1": (*typed([item]), 500)}.get)
     assert json_of(found.request.body)["messages"] == [
         {"role": "user", "content": "One"}, {"role": "assistant", "content": "1"},
         {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two"},
     ]  # fmt: skip
-    assert found.items[1] == found.items[2] == item
+    assert [found.items[1], found.items[2]] == typed([item, item])
     assert found.request.size_bytes == len(raw) + 1000
 
 
@@ -570,7 +574,7 @@ def test_input_items_are_listed_with_ids_types_and_parts() -> None:
         {"role": "user", "content": [{"type": "input_text", "text": "Two"}], "id": 5},
         {"type": "function_call_output", "call_id": "c", "output": "3"},
     ]
-    assert listed(items, "ab") == [
+    assert listed(typed(items), "ab") == [
         {"id": "msg_abi00", "type": "message", "status": "completed", "role": "user",
          "content": [{"type": "input_text", "text": "One"}]},
         {"id": "msg_given", "type": "message", "status": "incomplete", "role": "assistant",
@@ -579,7 +583,7 @@ def test_input_items_are_listed_with_ids_types_and_parts() -> None:
          "content": [{"type": "input_text", "text": "Two"}]},
         {"id": "fco_abi03", "type": "function_call_output", "status": "completed", "call_id": "c", "output": "3"},
     ]  # fmt: skip
-    assert messages_of(stored_items(listed(items, "ab"))) == messages_of(stored_items(items))
+    assert messages_of(stored_items(listed(typed(items), "ab"))) == messages_of(typed(items))
 
 
 def test_input_items_are_paginated() -> None:

@@ -18,6 +18,7 @@ from gateway.apis.responses.responses_events import Answer, Head, Stream, answer
 from gateway.apis.responses.responses_items import listed
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
 from gateway.apis.responses.responses_store import Store
+from gateway.apis.schema.responses_body import InputItem, stored_items
 from gateway.errors import GatewayError, RequestError
 from inference.protocol import Code
 
@@ -89,9 +90,9 @@ class _Memory:
         if kept is None:
             return None
         self._grow(len(kept.items), "previous_response_id")
-        return Earlier(tuple(loads(kept.items)), len(kept.items))
+        return Earlier(tuple(stored_items(loads(kept.items))), len(kept.items))
 
-    def item(self, id: str) -> tuple[dict[str, Any], int] | None:
+    def item(self, id: str) -> tuple[InputItem, int] | None:
         """The item with this id, and its size as JSON."""
         if id not in self._items:
             kept = self._store.holding(self._owner, id, time.monotonic())
@@ -100,7 +101,7 @@ class _Memory:
             self._items |= {item["id"]: item for item in loads(kept.items)}
         size = len(dumps(self._items[id]))
         self._grow(size, "input")
-        return self._items[id], size
+        return stored_items([self._items[id]])[0], size
 
     def _grow(self, more_bytes: int, param: str) -> None:
         self._size += more_bytes

@@ -24,10 +24,9 @@ from gateway.apis.schema.responses_body import (
     OutputText,
     ReasoningItem,
     Refusal,
-    kind_of,
 )
 from gateway.apis.tool_names import short_name
-from headgate.shared.bodies.body_decoder import is_set
+from headgate.shared.bodies.body_decoder import as_json, is_set
 from headgate.shared.bodies.openai_bodies import (
     AudioPart,
     CalledFunction,
@@ -94,7 +93,7 @@ _ID_PREFIXES: Mapping[str, str] = {
 }
 
 
-def listed(items: Iterable[Mapping[str, Any]], response: str) -> list[dict[str, Any]]:
+def listed(items: Iterable[InputItem], response: str) -> list[dict[str, Any]]:
     """Input items as the API lists them: with id, type and status, and with the content of messages in parts.
 
     Items without an id get one that is derived from `response`, the id of the Response without `resp_`.
@@ -102,16 +101,13 @@ def listed(items: Iterable[Mapping[str, Any]], response: str) -> list[dict[str, 
     return [_listed(item, f"{response}i{index:02d}") for index, item in enumerate(items)]
 
 
-def _listed(item: Mapping[str, Any], id: str) -> dict[str, Any]:
-    kind, given = kind_of(item), item.get("id")
-    found = {
-        **item,
-        "id": given if isinstance(given, str) and given else f"{_ID_PREFIXES[kind]}_{id}",
-        "type": kind,
-        "status": item.get("status") or "completed",
-    }
-    if kind == "message" and isinstance(text := item["content"], str):
-        is_answer = item["role"] == "assistant"
+def _listed(item: InputItem, id: str) -> dict[str, Any]:
+    found = as_json(item)
+    given = found.get("id")
+    found["id"] = given if isinstance(given, str) and given else f"{_ID_PREFIXES[found['type']]}_{id}"
+    found["status"] = found.get("status") or "completed"
+    if isinstance(item, MessageItem) and isinstance(text := item.content, str):
+        is_answer = item.role == "assistant"
         part = {"type": "output_text", "text": text, "annotations": []} if is_answer else _input_text(text)
         found["content"] = [part]
     return found

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from gateway.apis.body_parser import parse_json, with_request_errors
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest, normalize_chat, typed
@@ -14,19 +16,21 @@ from gateway.apis.schema.chat_request import ChatRequest
 from gateway.apis.schema.responses_body import (
     INCLUDE_LOGPROBS,
     INCLUDE_REASONING,
-    REFERENCE,
     SAME_IN_CHAT,
     AllowedTools,
     FunctionChoice,
     FunctionTool,
+    InputItem,
+    ItemReference,
     JsonObjectFormat,
+    MessageItem,
     NamespaceTool,
+    ReasoningOptions,
     ResponsesBody,
     SchemaFormat,
+    TextFormat,
     TextOptions,
     decode_responses,
-    kind_of,
-    stored_items,
     without_hosted,
 )
 from gateway.errors import RequestError
@@ -42,7 +46,6 @@ from headgate.shared.bodies.openai_bodies import (
 )
 from inference.protocol import Code
 
-Item = Mapping[str, Any]
 Names = Mapping[str, tuple[str, str]]
 """Name and namespace of a function, by its name in the chat."""
 
@@ -51,14 +54,14 @@ Names = Mapping[str, tuple[str, str]]
 class Earlier:
     """The conversation up to an earlier answer: its items without instructions, and their size as JSON."""
 
-    items: tuple[Item, ...]
+    items: tuple[InputItem, ...]
     size_bytes: int
 
 
 Recall = Callable[[str], Earlier | None]
 """The conversation of a `previous_response_id`; None if it is not stored."""
 
-FindItem = Callable[[str], tuple[Item, int] | None]
+FindItem = Callable[[str], tuple[InputItem, int] | None]
 """The item with this id and its size as JSON; None if no stored conversation contains it."""
 
 
@@ -73,7 +76,7 @@ class ResponsesRequest:
     request: InferenceRequest
     echo: Mapping[str, Any]
     names: Names
-    items: tuple[Item, ...]
+    items: tuple[InputItem, ...]
     stored: bool
     seals: bool
 
@@ -90,11 +93,10 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
     body = decode_responses(given)
     if body.max_output_tokens == -1:
         body.max_output_tokens = None
-        del given["max_output_tokens"]
     earlier = _earlier(body.previous_response_id, recall)
-    own, referenced_bytes = _items(given.get("input", ()), find_item)
+    own, referenced_bytes = _items(body.input or (), find_item)
     items = (*earlier.items, *own)
-    conversation = messages_of(stored_items(items))
+    conversation = messages_of(items)
     if not conversation and not body.instructions:
         refuse("input", "`input` must not be empty; send a text or items")
     names, tools = _tools(body.tools or ())
@@ -107,7 +109,7 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
     normalize_chat(chat)
     return ResponsesRequest(
         request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + len(raw)),
-        echo=_echo(given),
+        echo=_echo(body),
         names=names,
         items=items,
         stored=body.store is not False,
@@ -129,17 +131,17 @@ def _earlier(id: str | None, recall: Recall) -> Earlier:
     return found
 
 
-def _items(given: str | Sequence[Item], find_item: FindItem) -> tuple[list[Item], int]:
+def _items(given: str | Sequence[InputItem], find_item: FindItem) -> tuple[list[InputItem], int]:
     """The items of `input`, with kept items in place of references to them, and the size of those as JSON."""
     if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}], 0
-    items: list[Item] = []
+        return [MessageItem(role="user", content=given)], 0
+    items: list[InputItem] = []
     size = 0
     for index, item in enumerate(given):
-        if kind_of(item) == REFERENCE:
-            found = find_item(item["id"])
+        if isinstance(item, ItemReference):
+            found = find_item(item.id)
             if found is None:
-                raise _item_not_found(item["id"], f"input[{index}]")
+                raise _item_not_found(item.id, f"input[{index}]")
             item, item_bytes = found
             size += item_bytes
         items.append(item)
@@ -237,20 +239,19 @@ _REPEATED: Mapping[str, Any] = {
 """Fields of the body that the Response object repeats, with their defaults."""
 
 
-def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
-    echo = {name: body.get(name, default) for name, default in _REPEATED.items()}
-    summary = reasoning.get("summary") or reasoning.get("generate_summary")
-    echo["reasoning"] = {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
-    echo["text"] = {"format": text.get("format") or {"type": "text"}}
-    if text.get("verbosity"):
-        echo["text"]["verbosity"] = text["verbosity"]
-    echo["tools"] = [_shown(tool) for tool in body.get("tools") or ()]
+def _echo(body: ResponsesBody) -> dict[str, Any]:
+    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+    given = {name: getattr(body, name) for name in _REPEATED}
+    echo = {name: _REPEATED[name] if value is None else msgspec.to_builtins(value) for name, value in given.items()}
+    summary = reasoning.summary or reasoning.generate_summary
+    echo["reasoning"] = {"effort": reasoning.effort, "summary": None if summary == "none" else summary}
+    echo["text"] = msgspec.to_builtins(TextOptions(format=text.format or TextFormat(), verbosity=text.verbosity))
+    echo["tools"] = [_shown(tool) for tool in body.tools or ()]
     return echo
 
 
-def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool["type"] == "namespace":
-        head = {"type": "namespace", "name": tool["name"], "description": tool.get("description") or ""}
-        return {**head, "tools": [_shown(inner) for inner in tool["tools"]]}
-    return {name: tool.get(name) for name in ("type", "name", *_OF_A_FUNCTION)}
+def _shown(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        head = {"type": "namespace", "name": tool.name, "description": tool.description or ""}
+        return {**head, "tools": [_shown(inner) for inner in tool.tools]}
+    return {"type": "function", "name": tool.name, **{name: getattr(tool, name) for name in _OF_A_FUNCTION}}

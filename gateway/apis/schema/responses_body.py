@@ -20,6 +20,7 @@ from headgate.shared.bodies.body_decoder import (
     decode,
     expected,
     json_schema,
+    keep_extra,
     must,
     refuse,
     refused_types,
@@ -353,6 +354,7 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
     if isinstance(items := given.get("input"), list):
         given = {**given, "input": [_with_type(item) for item in items]}
     body = decode(given, ResponsesBody, "/v1/responses")
+    keep_extra(body, {"input": given.get("input")})
     check_parameters(given, tuple(name for name in CHECKED if name not in _NOT_HERE))
     if body.background:
         message = "`background` must be false: answers are given while the client waits"
@@ -372,7 +374,9 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[InputItem]:
     """Items of a stored conversation, which were decoded or written by the gateway before."""
-    found: list[InputItem] = msgspec.convert([_with_type(item) for item in items], list[InputItem])
+    found: list[InputItem] = msgspec.convert(items, list[InputItem])
+    for item, given in zip(found, items, strict=True):
+        keep_extra(item, given)
     return found
 
 

@@ -136,11 +136,11 @@ def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
 
 
 def as_json(body: msgspec.Struct) -> dict[str, Any]:
-    """`body` as a new JSON object in the format of its API; absent fields are left out."""
+    """`body`, or an object of one, as a new JSON object in the format of its API; absent fields are left out."""
     if getattr(body, "origin", None) is not None:
         body = msgspec.structs.replace(body, origin=None)
     found: dict[str, Any] = msgspec.to_builtins(body)
-    has_extra = found.pop("$has_extra", False)
+    has_extra = found.pop("$has_extra", not isinstance(body, Body))
     found.pop("$from_messages", None)
     if has_extra:
         _merge(found)
