@@ -39,7 +39,7 @@ ALLOWED: dict[str, int] = {
     "tests/chaos": 76,
     "tests/contract": 65,
     "tests/fuzz": 29,
-    "tests/integration": 52,
+    "tests/integration": 48,
     "tests/promises": 7,
     "tests/property": 148,
     "tests/regressions": 1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -156,3 +158,27 @@ def test_position_of_invalid_json_in_a_long_body_is_not_computed() -> None:
     with pytest.raises(RequestError) as caught:
         parse(Endpoint.CHAT, b'{"user": "%b", "temperature": NaN}' % (b"x" * 2**20))
     assert (caught.value.code, caught.value.param) == (Code.INVALID_JSON, None)
+
+
+def test_first_bodies_are_decoded_in_several_threads() -> None:
+    """In a process of its own, because two conversions that prepare one type at once would end it by SIGSEGV."""
+    program = """
+import sys, threading
+import msgspec
+from headgate.shared.bodies.body_decoder import Body, decode
+sys.setswitchinterval(1e-6)
+given = {"messages": [{"role": "user"}]}
+def run(start, body):
+    start.wait()
+    decode(given, body, "")
+for number in range(30):
+    fields = [(f"field_{at}", "int | None", None) for at in range(20)]
+    inner = msgspec.defstruct("Inner", [*fields, ("role", "str", "")])
+    body = msgspec.defstruct("Outer", [("messages", list[inner])], bases=(Body,), kw_only=True)
+    start = threading.Barrier(8)
+    threads = [threading.Thread(target=run, args=(start, body)) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

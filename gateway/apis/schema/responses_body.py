@@ -22,6 +22,7 @@ from headgate.shared.bodies.body_decoder import (
     json_schema,
     keep_extra,
     must,
+    prepare,
     refuse,
     refused_types,
 )
@@ -374,6 +375,7 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[InputItem]:
     """Items of a stored conversation, which were decoded or written by the gateway before."""
+    prepare(list[InputItem])
     found: list[InputItem] = msgspec.convert(items, list[InputItem])
     for item, given in zip(found, items, strict=True):
         keep_extra(item, given)

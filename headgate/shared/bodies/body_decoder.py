@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -94,11 +95,25 @@ def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
     """
     if not _not_sent(type_, bool(path)).isdisjoint(given):
         refuse_unknown(next(name for name in given if name in _not_sent(type_, bool(path))), type_, "", path)
+    prepare(type_)
     try:
         body = msgspec.convert(given, type_)
     except msgspec.ValidationError as error:
         _explain(str(error), given, type_, path)
     return body
+
+
+_preparing = threading.Lock()
+
+
+@functools.cache
+def prepare(type_: Any) -> None:
+    """Has msgspec collect what it needs of `type_` before the first conversion, in one thread at a time.
+
+    msgspec (0.22) does that at the first conversion, without a lock: two threads at once end the process by SIGSEGV.
+    """
+    with _preparing:
+        msgspec.json.Decoder(type_)
 
 
 @functools.cache
