@@ -1,7 +1,7 @@
-"""Puts the service together and runs it until it is told to stop; decides nothing about models.
+"""Assembles the inference service and runs it until a signal.
 
-`serve` owns the order of things: the port answers first, devices are found while `/readyz` says 503, and at the end
-readiness goes before the port, open streams before the workers.
+`serve` defines the order: the port is opened first, and `/readyz` is 503 while devices are found. At the end `/readyz`
+becomes 503 before the port closes, and streams end before workers.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
-"""After readiness went, the port still answers so long: whoever balances load has to notice."""
+"""How long the port stays open after `/readyz` became 503, so that load balancers notice."""
 CUT_SECONDS = 8.0
-"""After the drain every stream is ended with an error frame; what is still open this much later is cut."""
+"""Streams end with an error frame after the drain; connections that are open this much later are closed."""
 HOT_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -74,11 +74,11 @@ HOT_PATHS = (
     "/detokenize",
 )
 USE_PATHS = (*HOT_PATHS, "/memory/plan")
-"""Where a POST changes nothing that others notice: the token is enough."""
+"""Paths whose POST changes nothing for others, so that the token is enough."""
 
 
 class Service:
-    """All parts of one inference service, built from a configuration and not started yet."""
+    """All parts of one inference service, created from a configuration."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Service:
         cores: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """The parts after `command` stand in for those that measure, start and bound things."""
+        """The parameters from `command` on replace parts in tests."""
         said = config.settings
         self.draining = False
         self.metrics = Metrics()
@@ -178,7 +178,7 @@ async def serve(
     finally:
         server.should_exit = True
         stopping.cancel()
-        running.authority.quiesce()  # where the start failed, requests and streams of events may be open
+        running.authority.quiesce()  # after a failed start, requests and event streams may be open
         running.authority.bus.close()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
@@ -209,24 +209,24 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         running.authority.bus.close()
         server.should_exit = True
         await asyncio.sleep(running.authority.state.settings.drain_seconds)
-        log.warning("the drain is over: open streams are ended")
+        log.warning("drain time is over: ending open streams")
         running.authority.end()
 
     def on_stop(name: str) -> None:
         if running.draining:
-            log.warning("%s again: open streams are ended", name)
+            log.warning("%s again: ending open streams", name)
             running.authority.bus.close()
             running.authority.end()
             server.should_exit = True
             return
         log.info(
-            "%s: not ready any more; open streams have up to %g s", name, running.authority.state.settings.drain_seconds
+            "%s: shutting down; open streams have %g s to finish", name, running.authority.state.settings.drain_seconds
         )
         running.draining = True
         stopping.task = asyncio.ensure_future(stop())
 
     def on_restart(why: str) -> None:
-        log.error("only a restart of this service can help: %s", why)
+        log.error("the service must be restarted: %s", why)
         if not running.draining:
             stopping.status = Exit.RESTART_OUTSIDE
             on_stop("a restart is needed")
@@ -255,7 +255,7 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        log.error("the configuration is not reloaded, the old one stays")  # noqa: TRY400 - the next lines say it all
+        log.error("reload failed, the old configuration stays")  # noqa: TRY400 - the next lines have the reason
         for problem in error.problems:
             log.error("%s", problem)  # noqa: TRY400
         return
@@ -276,9 +276,9 @@ async def _inference_error(request: Request, error: InferenceError) -> JSONRespo
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     path = request.url.path[:200]
     if error.status_code == 404:
-        body = error_body(Code.NOT_FOUND, f"there is nothing at {path}")
+        body = error_body(Code.NOT_FOUND, f"unknown path {path}")
     elif error.status_code == 405:
-        body = error_body(Code.METHOD_NOT_ALLOWED, f"{request.method} is not possible at {path}")
+        body = error_body(Code.METHOD_NOT_ALLOWED, f"{path} does not support {request.method}")
     else:
         body = error_body(Code.INVALID_REQUEST, str(error.detail))
     return _envelope(request, error.status_code, body, error.headers or {})
@@ -295,6 +295,6 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    log.error("request %s failed in the service: %r", request_id(request.scope), error)
-    message = "the inference service failed; its log says why"
+    log.error("request %s failed: internal error: %r", request_id(request.scope), error)
+    message = "internal error of the inference service; see its log"
     return _envelope(request, 500, error_body(Code.INTERNAL_ERROR, message), {})

@@ -1,6 +1,6 @@
-"""The wire between clients, gateway, inference service and workers: names, codes, states, frames; decides nothing.
+"""The protocol between clients, gateway, inference service and workers: headers, codes, states, frames.
 
-It is the only module of `inference` that the gateway may import, so it imports nothing but the standard library.
+It is the only module of `inference` that the gateway may import, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ H_PRIORITY = "x-headgate-priority"
 H_KV = "x-headgate-kv"
 H_PROBE = "x-headgate-probe"
 H_TENANT = "x-headgate-tenant"
-"""A keyed hash of the caller's API key, set by the gateway on the local hop; scopes prefix reuse."""
+"""A keyed hash of the client's API key, set by the gateway; it limits prefix reuse to one client."""
 H_DEADLINE = "x-headgate-deadline-ms"
-"""How long the caller of the inference service is willing to wait for the first token, in milliseconds."""
+"""How long the client of the inference service waits for the first token, in milliseconds."""
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"
-"""How long text of a stream may wait in the worker for more to leave with it, in milliseconds."""
+"""How long the worker may hold back text of a stream to send larger pieces, in milliseconds."""
 H_SHOULD_RETRY = "x-should-retry"
 H_DEVICE = "x-headgate-device"
-"""The devices that computed a local answer, comma-separated; on a stream that began earlier, a comment says it."""
+"""The devices that computed a local answer, comma-separated; a stream that has already begun gets a comment instead."""
 
 
 class Priority(StrEnum):
-    """Queue class of a request; `high` is served first."""
+    """Priority of a request; `high` is served first."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -42,7 +42,7 @@ class Priority(StrEnum):
 
 
 class Tier(StrEnum):
-    """Which kind of candidate answered, for `x-headgate-tier`."""
+    """The kind of the candidate that answered, for `x-headgate-tier`."""
 
     LOCAL = "local"
     LOCAL_FALLBACK = "local-fallback"
@@ -52,7 +52,7 @@ class Tier(StrEnum):
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 class Code(StrEnum):
-    """Values of `error.code` that Headgate itself sets; providers' own codes pass through as they are."""
+    """Values of `error.code` that Headgate sets; codes of providers are passed on unchanged."""
 
     MODEL_NOT_FOUND = "model_not_found"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -82,7 +82,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CodeSpec:
-    """What a code means on the wire: HTTP status, OpenAI `error.type`, and whether trying again can help."""
+    """HTTP status and OpenAI `error.type` of a code, and whether a retry may succeed."""
 
     status: int
     type: str
@@ -118,20 +118,19 @@ CODES: Mapping[Code, CodeSpec] = {
 
 
 RETRY_AFTER = "retry_after"
-"""The key under `error.headgate` for the seconds of a Retry-After: an error frame has no header to say them in."""
+"""The key under `error.headgate` for the seconds of Retry-After, because error frames have no headers."""
 
 FULL_FOR = "full_for"
-"""The key under `error.headgate` of `queue_full` for the priorities whose place in the model's queue is taken: whoever
-comes with one of them now is refused as well. It is missing where only requests like this one are: many answers at
-once, a form to prepare, a large body, images."""
+"""The key under `error.headgate` of `queue_full` for the priorities whose queue is full, so that other requests of
+these priorities would be rejected too. It is missing if only requests like this one are rejected (many answers at once,
+a constraint to compile, a large body, images)."""
 
 
 def context_overflow(context_length: int, but: str) -> str:
     """The first sentences of a `context_length_exceeded` message; `but` states the length of the request.
 
-    The words are OpenAI's and the code is part of them: LangChain, LiteLLM and others recognise the error by its text
-    alone, and only then shorten the prompt or fall back to another model. LangChain looks for `context window` where
-    the error comes in a stream that has begun.
+    The text is OpenAI's, with the code in it: LangChain, LiteLLM and others recognize the error by its text, and then
+    shorten the prompt or use another model. For an error inside a stream LangChain looks for `context window`.
     """
     code = Code.CONTEXT_LENGTH_EXCEEDED
     limit = f"This model's maximum context length is {context_length} tokens"
@@ -148,7 +147,7 @@ def error_body(
 ) -> dict[str, Any]:
     """The OpenAI error envelope; `details` (numbers behind the message) goes to `error.headgate`.
 
-    `type` defaults to the code's own; a code that is not Headgate's needs one and gets `server_error` without.
+    `type` defaults to the type of the code; for codes of providers to `server_error`.
     """
     spec = CODES.get(code) if isinstance(code, Code) else None
     error: dict[str, Any] = {
@@ -164,7 +163,7 @@ def error_body(
 
 # --- states ----------------------------------------------------------------------------------------------------------
 class ModelState(StrEnum):
-    """Where a model is in its life; the transition table is `inference.authority.lifecycle.transitions`."""
+    """The lifecycle state of a model; the transitions are in `inference.authority.lifecycle.transitions`."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -198,7 +197,7 @@ class ExitCause(StrEnum):
     DEVICE_LOST = "device_lost"
     ASSERT = "assert"
     BROKEN_BUILD = "broken_build"
-    """It died at its first step, as by an instruction that this CPU does not have."""
+    """It crashed at its first step, for example by an instruction that this CPU does not have."""
     KILLED = "killed"
     HANG = "hang"
     STARTUP = "startup"
@@ -208,15 +207,13 @@ class ExitCause(StrEnum):
 class ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
 
-    `fits` is None while the service does not know, else whether the model could be loaded now (evictions included);
-    `reason` says why not. `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set while a
-    restart backoff runs. `pid` is the worker process while there is one. `headroom_bytes`, of
-    the predicted ones, were learned when memory ran out. `reduced` names the settings that are smaller
-    than configured (`oom_policy: reduce`); `fallback` says that it is on the CPU although it is configured for
-    accelerators (`oom_policy: cpu`). `load_seconds` is expected to pass until it could take a request (0 once it is
-    ready), `queue_seconds` until somebody who comes then has a place, `answer_seconds` between two answers while there
-    are requests; these and the prefill rate (which tokens that need not be computed again are part of) come from what
-    was measured lately and are None before.
+    `fits`: whether the model could be loaded now, evictions included, with the `reason` if not; None while unknown.
+    `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set during a backoff. `pid` is the
+    worker process, if any. `headroom_bytes` is the learned part of the predicted bytes. `reduced` lists settings that
+    are smaller than configured (`oom_policy: reduce`). `fallback`: it is on the CPU although it is configured for
+    accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it can take a request (0 if ready).
+    `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time between two answers under load.
+    These and the prefill rate (which includes reused tokens) are recent measurements, None without any.
     """
 
     id: str
@@ -257,12 +254,12 @@ class ModelStatus:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelStatus:
-        """The inverse of `to_json`; unknown keys are ignored so that services of two versions can talk."""
-        said = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
+        """The inverse of `to_json`; unknown keys are ignored, so that versions can differ."""
+        fields = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
         for name in ("aliases", "devices", "capabilities", "reduced"):
-            said[name] = tuple(said.get(name) or ())
-        said["state"] = ModelState(said.get("state", "cold"))
-        return cls(id=data["id"], **said)
+            fields[name] = tuple(fields.get(name) or ())
+        fields["state"] = ModelState(fields.get("state", "cold"))
+        return cls(id=data["id"], **fields)
 
 
 def _plain(value: Any) -> Any:
@@ -281,7 +278,7 @@ _PROGRESS = re.compile(rb": headgate (queued|loading|prefill) (\d+)(?:/(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a waiting stream waits for: place in the queue, percent loaded, or prompt tokens done of all."""
+    """The progress of a waiting stream: place in the queue, percent loaded, or computed prompt tokens of all."""
 
     stage: Stage
     done: int
@@ -301,7 +298,7 @@ class Progress:
 
 
 def device_frame(devices: str) -> bytes:
-    """The SSE comment that says what H_DEVICE would: `: headgate device gpu-0`."""
+    """The SSE comment with the value of H_DEVICE: `: headgate device gpu-0`."""
     return f": headgate device {devices}\n\n".encode()
 
 

@@ -29,7 +29,7 @@ _USABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class EnvelopeError(Protocol):
-    """An error that a client is told about; `retry_after` is in seconds."""
+    """An error that the client gets; `retry_after` is in seconds."""
 
     retry_after: float | None
 

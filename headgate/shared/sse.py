@@ -55,7 +55,9 @@ class SseSplitter:
             rest = rest.removeprefix(_BOM)
         frames: list[SseFrame] = []
         begin, look = 0, self._searched
-        is_plain = rest.find(b"\r") < 0  # who writes plain line feeds, as all of ours do, costs no regular expression
+        is_plain = (
+            rest.find(b"\r") < 0
+        )  # plain line feeds, which Headgate's own services write, need no regular expression
         while (end := rest.find(b"\n\n", look) + 2 if is_plain else _blank_end(rest, look)) > 1:
             if frame := _frame(rest[begin:end]):
                 frames.append(frame)

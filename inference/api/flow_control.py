@@ -1,4 +1,4 @@
-"""Hands one stream from a worker to its caller, piece by piece; never reads more of it than whether an answer began."""
+"""Relays one stream from a worker to its client, with backpressure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _DATA = b"\ndata:"
 
 
 class Flow:
-    """The pieces of one stream on their way from the worker to the caller. A task is needed only where the caller reads
-    more slowly than the worker writes; then nothing more is read until what is here has left.
+    """The pieces of one stream between the worker and the client.
+
+    While the client reads more slowly than the worker writes, reading from the worker is paused.
     """
 
     def __init__(self, answer: Answer, response: Response) -> None:
         self.has_begun = False
-        """Whether anything was relayed but comments."""
+        """Whether anything except comments was relayed."""
         self._answer = answer
         self._response = response
         self._kept: list[bytes] = []
@@ -35,7 +36,7 @@ class Flow:
             self._changed.clear()
             while self._kept:
                 await self._response.data(self._kept[0])
-                del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
+                del self._kept[0]  # removed after sending, so that pieces that arrive meanwhile keep their order
             if self._error is not None:
                 if not self._last.endswith(_FRAME_END):
                     await self._response.data(_FRAME_END)  # separates the error from a partial frame

@@ -1,8 +1,8 @@
-"""The hot path: one request in, one worker's bytes out, untouched; decides nothing about models or memory.
+"""The hot path: passes a request to the worker of its model and relays the answer as bytes.
 
-The body is read once and parsed only for `model` and `stream`. A caller that leaves ends the worker's request at once,
-streaming or not. A stream whose model is not ready opens after FIRST_WORD_SECONDS with progress comments; what is
-known by then is a real status, what comes later is an error frame.
+The body is read once; only `model` and `stream` are decoded. When the client disconnects, the worker's request ends at
+once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that have
+an HTTP status, later ones are error frames.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from inference.protocol import (
 log = logging.getLogger(__name__)
 
 WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
-"""Silence on a waiting stream before the next comment: less than promised, so that a busy machine keeps the promise."""
+"""Interval of comments on a waiting stream: shorter than documented, so that a busy machine keeps it."""
 _BIG_BODY_BYTES = 2**20
-"""Bodies beyond this are parsed in a thread, because parsing them would hold up everybody else's streams."""
+"""Larger bodies are parsed in a thread, so that they do not delay other streams."""
 _EXIT_SECONDS = 0.5
 BODY_SECONDS = 60.0
 """Time for a body to arrive."""
@@ -77,7 +77,7 @@ _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the relay needs to know of a request."""
+    """The fields of a request that the relay uses."""
 
     model: str
     stream: bool
@@ -90,23 +90,23 @@ class Wish:
     """of the body, for a crash record"""
 
     def seconds_left(self, now: float) -> float | None:
-        """What of the deadline is left, never negative; None without a deadline."""
+        """Seconds until the deadline, at least 0; None without a deadline."""
         if self.deadline_seconds is None:
             return None
         return max(0.0, self.asked_at + self.deadline_seconds - now)
 
     def milliseconds_left(self, now: float) -> int | None:
-        """What of the deadline is left for the worker, at least 1; None without a deadline."""
+        """Milliseconds until the deadline, at least 1; None without a deadline."""
         left = self.seconds_left(now)
         return None if left is None else max(1, int(left * 1000))
 
 
 class _WorkerLeftError(Exception):
-    """The worker left in good order before it took the request: another one can be asked, once."""
+    """The worker ended normally before it took the request, which is sent to another worker once."""
 
 
 class Relay:
-    """An ASGI endpoint that hands requests to the worker of the model they name."""
+    """An ASGI endpoint that passes requests to the worker of their model."""
 
     def __init__(self, authority: Authority, *, max_body_bytes: int) -> None:
         self._authority = authority
@@ -114,7 +114,7 @@ class Relay:
         self._vocabulary = Vocabulary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; never raises but for cancellation."""
+        """Answers one request; raises nothing except cancellations."""
         headers = {**headers_of(scope), H_REQUEST_ID: request_id(scope)}
         out = Response(send, headers[H_REQUEST_ID], wire.take(scope))
         body = await self._body(headers, receive, out)
@@ -156,7 +156,7 @@ class Relay:
             try:
                 await self._serve(model, wish, path, headers, body, out)
             except _WorkerLeftError:
-                model = self._authority.resolve(wish.model)  # it may have been removed, and be there anew
+                model = self._authority.resolve(wish.model)  # a reload may have removed it and added it again
                 if wish.probe and await self._probe(model, out):
                     return
                 await self._serve(model, wish, path, headers, body, out)
@@ -165,10 +165,10 @@ class Relay:
         except _WorkerLeftError:
             await out.fail(ModelFailed("the model was unloaded twice before it took the request", retry_after=1.0))
         except OSError:
-            log.debug("the caller of %s left", out.request_id)
+            log.debug("the client of %s disconnected", out.request_id)
         except Exception:
-            log.exception("request %s failed in the service", out.request_id)
-            await out.fail(InferenceError("the inference service failed; its log says why"))
+            log.exception("request %s failed: internal error", out.request_id)
+            await out.fail(InferenceError("internal error of the inference service; see its log"))
 
     def _is_ready(self, model: str) -> bool:
         return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
@@ -197,7 +197,7 @@ class Relay:
     async def _run(
         self, rerun: Rerun, model: str, wish: Wish, path: str, headers: Headers, body: bytes, out: Response
     ) -> bool:
-        """Whether the model computed the answer: a refusal says nothing of it, nor does what its vocabulary knows."""
+        """Whether the model computed the answer: not for an error, and not for tokenize requests."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
@@ -209,7 +209,7 @@ class Relay:
         ) as ticket:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
-            await rerun.admit(model)  # a twin of it may have been convicted meanwhile
+            await rerun.admit(model)  # the same request may have been convicted meanwhile
             lease.shape = functools.partial(_shape, path, len(body), wish.envelope, lease.alone)
             answer = self._stream if wish.stream else self._whole
             has_computed = (
@@ -223,14 +223,14 @@ class Relay:
         envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
         model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
         if not isinstance(model, str) or not model:
-            raise InvalidRequestError("`model` must be the id of a model, as text; see /v1/models", param="model")
+            raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
         return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, envelope)
 
     async def _probe(self, model: str, out: Response) -> bool:
-        """Answers a probe that must not load anything; False when the model is ready and can be asked."""
+        """Answers a probe, which must not load a model; False if the model is ready and can serve it."""
         if self._is_ready(model):
             return False
         state, prospect = self._authority.model(model).state, self._authority.prospect(model)
@@ -251,7 +251,7 @@ class Relay:
 
     # --- forwarding ------------------------------------------------------------------------------------------------
     async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> int:
-        """The worker's status, once all of its answer is relayed."""
+        """Relays the worker's answer and returns its status."""
         asking = asyncio.ensure_future(_ask(lease, wish, path, headers, body))
         answer: Answer | None = None
         flow: Flow | None = None
@@ -295,7 +295,7 @@ class Relay:
 
     @staticmethod
     async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Response) -> None:
-        """An answer that is no stream: all of it, or none, so that a death in the middle is a clean error."""
+        """Sends an answer without a stream as a whole, so that a crash in the middle gives a proper error."""
         if out.started:
             await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
             await out.end()
@@ -303,7 +303,7 @@ class Relay:
             await out.whole(status, headers, answer)
 
     async def _broken(self, lease: Lease, error: Exception, *, relayed: bool) -> Exception:
-        """What to tell when the connection to a worker broke: its death is known a moment later."""
+        """The error for a broken connection to a worker; waits a moment for the worker's exit."""
         worker, model = lease.process, lease.model
         await asyncio.wait({worker.exited}, timeout=_EXIT_SECONDS)
         if not worker.exited.done():
@@ -317,7 +317,7 @@ class Relay:
         if cause is ExitCause.BROKEN_BUILD:
             if not await self._authority.build_holds():
                 return BrokenBuild()
-            cause = ExitCause.ASSERT  # as every further such death is classified
+            cause = ExitCause.ASSERT  # like every later exit of this kind
         told = ModelFailed(
             f"the worker of {model!r} ended before the answer did: {exit.message}",
             retry_after=self._authority.model(model).backoff.delay_seconds or None,
@@ -336,11 +336,11 @@ async def _send_progress(out: Response, progress: Progress) -> None:
 
 
 class _UnreachableError(Exception):
-    """The worker's socket took no connection."""
+    """The worker's socket accepted no connection."""
 
 
 async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes) -> Answer:
-    """The worker's answer to a stream, once its head is here; raises BrokenError or _UnreachableError."""
+    """The worker's answer after its headers have arrived; raises BrokenError or _UnreachableError."""
     worker = Hop(hop.unix(str(lease.process.socket_path)), "worker")
     try:
         return await worker.post(path, body, _passed(wish, headers), CONNECT_SECONDS)
@@ -349,7 +349,7 @@ async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: byte
 
 
 def _passed(wish: Wish, headers: Headers) -> dict[str, str]:
-    """The headers that a worker is sent."""
+    """The headers of the request to a worker."""
     passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
     passed[H_REQUEST_ID] = headers[H_REQUEST_ID]
     passed["content-type"] = "application/json"

@@ -14,7 +14,7 @@ from inference.authority.shell import Authority
 from inference.errors import InferenceError, PoisonRequest
 
 MOST_RUNS = 3
-"""Of one request: in company, and alone twice, which is what an abort without a word takes to convict."""
+"""Runs of one request: with others, and twice alone, which an abort without a message needs for a conviction."""
 BIG_BODY_BYTES = 2**18
 IRRELEVANT = frozenset(
     {
@@ -29,19 +29,19 @@ IRRELEVANT = frozenset(
         "answer_so_far",
     }
 )
-"""Fields of a body that change nothing of what is computed, or no more than how far it is."""
+"""Fields of a body that do not change the computation."""
 _KEY_LETTERS = 16
 
 
 def key_of(path: str, body: bytes) -> str:
-    """What is the same for two requests that compute the same, on the same model; 64 bits in hexadecimal."""
+    """A key that is equal for two requests with the same computation on a model; 64 bits in hexadecimal."""
     data = {name: value for name, value in orjson.loads(body).items() if name not in IRRELEVANT}
     plain = orjson.dumps([path, data], option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(plain).hexdigest()[:_KEY_LETTERS]
 
 
 class CrashedError(Exception):
-    """The worker ended by what it computed, and this request was in flight; `error` is for one that does not rerun."""
+    """The worker crashed while this request was in flight. `error` is for a request that is not run again."""
 
     def __init__(self, crash: Crash, error: InferenceError, *, relayed: bool) -> None:
         self.crash = crash
@@ -50,7 +50,7 @@ class CrashedError(Exception):
 
 
 class Rerun:
-    """One request from its first run to its answer. `alone` says that its next run must be."""
+    """One request with its runs. `alone`: the next run must be alone."""
 
     def __init__(self, authority: Authority, path: str, body: bytes) -> None:
         self._authority = authority
@@ -61,7 +61,7 @@ class Rerun:
         self.crashes = 0
 
     async def admit(self, model: str) -> None:
-        """Looks whether the request may run, and how; raises PoisonRequest."""
+        """Sets `alone` for the next run; raises PoisonRequest if the request may not run."""
         if not self._authority.model(model).quarantine.cases:
             self.alone = False
             return
@@ -72,9 +72,9 @@ class Rerun:
         self.alone = standing is not Standing.INNOCENT
 
     async def crashed(self, model: str, error: CrashedError) -> bool:
-        """The worker ended under the request: True when it is to run again. Raises PoisonRequest once it is convicted.
+        """Records a crash; returns whether the request is run again. Raises PoisonRequest if it was convicted.
 
-        A request that has had a part of the answer does not run again, nor one that lacked memory while it was alone.
+        A request whose client has a part of the answer is not run again, nor one that ran out of memory alone.
         """
         crash = error.crash
         self.crashes += 1
@@ -88,7 +88,7 @@ class Rerun:
         return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MOST_RUNS
 
     def answered(self, model: str) -> None:
-        """The worker answered, and lives: acquitted."""
+        """Records that the worker answered and is alive."""
         self._authority.dispatch(RequestAnswered(model, self._key or "", self.crashes))
 
     async def _get_key(self) -> str:

@@ -9,15 +9,15 @@ from typing import Protocol
 
 
 class Alarm(Protocol):
-    """A call in the future."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """Drops the call."""
+        """Cancels the call."""
         ...
 
 
 class Clock:
-    """The time of the event loop."""
+    """The clock of the event loop."""
 
     def now(self) -> float:
         """Monotonic seconds."""

@@ -16,12 +16,12 @@ from inference.errors import InferenceError
 from inference.protocol import ModelState
 
 SETTLE_SECONDS = 0.2
-"""How soon listeners learn of what changes often."""
+"""Delay of notifications about values that change often."""
 _KEEPS = (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
 
 
 class Draft:
-    """`observed`: the readings are of this moment, so models may be placed now."""
+    """The draft of one step. `observed`: the readings are current, so models may be placed now."""
 
     __slots__ = ("effects", "now", "observed", "retime", "settled", "state", "threads_of", "used_files")
 
@@ -31,11 +31,11 @@ class Draft:
         self.observed = observed
         self.effects: list[Effect] = []
         self.threads_of: list[str] = []
-        """models whose change may change the threads of others"""
+        """models whose change may affect the threads of others"""
         self.settled: list[tuple[TicketRecord, InferenceError | None]] = []
-        """internal tickets that were granted, or failed"""
+        """internal tickets that were granted or have failed"""
         self.used_files: set[str] = set()
-        """models whose files were looked at for a decision of this step; the next one looks again"""
+        """models whose files were checked for a decision of this step"""
         self.retime = False
 
     # --- records -----------------------------------------------------------------------------------------------------
@@ -72,22 +72,22 @@ class Draft:
         return worker
 
     def is_current(self, worker: WorkerRecord) -> bool:
-        """Whether it is the worker of its model, and not one that the model has left."""
+        """Whether it is the current worker of its model."""
         model = self.state.models.get(worker.model)
         return model is not None and model.worker == worker.id
 
     def set_devices(self, **changes: Any) -> None:
-        """Replaces what is known of the devices."""
+        """Replaces fields of the devices."""
         self.set(devices=replace(self.state.devices, **changes))
 
     def number(self) -> int:
-        """A number that was not given before."""
+        """A new unique number."""
         self.set(numbers=self.state.numbers + 1)
         return self.state.numbers
 
     # --- lifecycle ---------------------------------------------------------------------------------------------------
     def advance(self, id: str, event: ModelEvent, *, quietly: bool = False) -> None:
-        """The one way a model changes its state. Raises IllegalTransition."""
+        """Changes the lifecycle state of a model; nothing else does. Raises IllegalTransition."""
         model = self.state.models[id]
         state = advance(model.state, event)
         self.set_model(id, state=state, kept=model.kept if state in _KEEPS else None)
@@ -96,7 +96,7 @@ class Draft:
         self.plan()
 
     def plan(self) -> None:
-        """The models that are wanted are looked at before this step, or the next one that observes, ends."""
+        """Requests a reconciliation at the end of this step, or of the next one with current readings."""
         if not self.state.unplanned:
             self.set(unplanned=True)
 
@@ -106,7 +106,7 @@ class Draft:
         self.effects.append(effect)
 
     def changed(self, seconds: float = 0.0) -> None:
-        """Listeners learn within `seconds` what changed."""
+        """Notifies listeners of changed models within `seconds`."""
         self.set(revision=self.state.revision + 1)
         self.emit(NotifyModels(seconds))
 
@@ -115,19 +115,19 @@ class Draft:
         self.emit(Count(metric, labels, amount))
 
     def debug(self, text: str, *values: object) -> None:
-        """A line of the log for developers."""
+        """Logs at level DEBUG."""
         self.emit(Log("DEBUG", text % values))
 
     def info(self, text: str, *values: object) -> None:
-        """A line of the log."""
+        """Logs at level INFO."""
         self.emit(Log("INFO", text % values))
 
     def warning(self, text: str, *values: object) -> None:
-        """A line of the log that an operator should see."""
+        """Logs at level WARNING."""
         self.emit(Log("WARNING", text % values))
 
     def error(self, text: str, *values: object) -> None:
-        """A line of the log about something that broke."""
+        """Logs at level ERROR."""
         self.emit(Log("ERROR", text % values))
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -137,18 +137,18 @@ class Draft:
         return self.now + self.state.unix_offset
 
     def timer(self, kind: TimerKind, id: str | int, at: float) -> None:
-        """Sets a deadline, or moves it."""
+        """Sets or changes a timer."""
         self.set(timers={**self.state.timers, (kind, id): at})
         self.retime = True
 
     def cancel(self, kind: TimerKind, id: str | int) -> None:
-        """Takes a deadline back, if it is set."""
+        """Cancels a timer, if it is set."""
         if (kind, id) in self.state.timers:
             self.set(timers={timer: at for timer, at in self.state.timers.items() if timer != (kind, id)})
             self.retime = True
 
     def wake_in(self, seconds: float) -> None:
-        """Models that are wanted are looked at again in `seconds` at the latest."""
+        """Requests a reconciliation within `seconds`."""
         due = self.now + seconds
         if self.state.timers.get((TimerKind.PLAN, 0), due + 1) > due:
             self.timer(TimerKind.PLAN, 0, due)

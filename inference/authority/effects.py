@@ -1,4 +1,4 @@
-"""What `step` asks the shell to do. Answers come back as events."""
+"""The effects that `step` returns for the shell. Their results come back as events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WakeAt:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One line of the log; `level` is a name of the logging module."""
+    """Write one log line; `level` is a name of the logging module."""
 
     level: str
     message: str
@@ -42,7 +42,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell listeners of /events."""
+    """Send an event to listeners of /events."""
 
     kind: str
     data: Mapping[str, Any]
@@ -50,14 +50,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class NotifyModels:
-    """Tell listeners within `seconds` which models changed."""
+    """Send changed models to listeners within `seconds`."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordCrash:
-    """Keep a crash record with the shapes of the requests of `leases`."""
+    """Store a crash record with the shapes of the requests of `leases`."""
 
     model: str
     pid: int
@@ -68,7 +68,7 @@ class RecordCrash:
 # --- requests and commands -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The request of a ticket may use a worker."""
+    """Grant a lease on a worker to a ticket."""
 
     ticket: int
     lease: LeaseRecord
@@ -76,7 +76,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The wait of a ticket ends with an error."""
+    """End the wait of a ticket with an error."""
 
     ticket: int
     error: InferenceError
@@ -84,7 +84,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A command is done."""
+    """Complete a command with its result."""
 
     command: int
     value: Any = None
@@ -92,7 +92,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A command ends with an error."""
+    """End a command with an error."""
 
     command: int
     error: InferenceError
@@ -106,12 +106,12 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class ReadDevices:
-    """Measure all devices anew (`DevicesRead`)."""
+    """Measure all devices (`DevicesRead`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TryDevice:
-    """Compute on a device (`TrialEnded`)."""
+    """Run a trial on a device (`TrialEnded`)."""
 
     device: str
     trial: int
@@ -119,14 +119,14 @@ class TryDevice:
 
 @dataclass(frozen=True, slots=True)
 class RenewProbes:
-    """Have the probes start afresh (`ProbesRenewed`)."""
+    """Restart the helpers of the probes (`ProbesRenewed`)."""
 
     command: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProveSuspension:
-    """Find out whether processes on this device can be suspended (`SuspensionTested`)."""
+    """Test whether processes on this device can be suspended (`SuspensionTested`)."""
 
     kind: str
     device: Reading
@@ -149,7 +149,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """Tell a worker that keeps a model to take it up again (`Loaded`)."""
+    """Make a worker restore the model that it keeps (`Loaded`)."""
 
     worker: str
     order: LoadOrder
@@ -157,14 +157,14 @@ class SendOrder:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker: asked first, killed after a while (`Exited`)."""
+    """Stop a worker, and kill it after a while (`Exited`)."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """End a worker at once (`Exited`); `hang` says what it did not do in time."""
+    """Kill a worker (`Exited`); `hang` is the reason."""
 
     worker: str
     hang: str | None = None
@@ -172,7 +172,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class LoseWorker:
-    """End a worker whose device is lost (`Exited`)."""
+    """Kill a worker whose device is lost (`Exited`)."""
 
     worker: str
     why: str
@@ -180,7 +180,7 @@ class LoseWorker:
 
 @dataclass(frozen=True, slots=True)
 class LimitWorker:
-    """Admit at most `sequences` at once."""
+    """Limit the concurrent sequences of a worker."""
 
     worker: str
     sequences: int
@@ -188,14 +188,14 @@ class LimitWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPrefixes:
-    """Drop the prefixes that a worker retains."""
+    """Make a worker drop its retained prefixes."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetThreads:
-    """Compute with `count` threads."""
+    """Set the number of compute threads of a worker."""
 
     worker: str
     count: int
@@ -255,18 +255,18 @@ class MeasureWorkers:
 
 @dataclass(frozen=True, slots=True)
 class TrimWorkers:
-    """Have workers drop what they retain and trim their heaps, the service's own too (`Trimmed`)."""
+    """Make workers drop retained prefixes and trim their heaps, also the service's (`Trimmed`)."""
 
     job: str | int
     workers: tuple[str, ...]
     fresh_first: bool = False
-    """wait for fresh beats before it, which tell what is retained"""
+    """wait for new heartbeats first, which contain the retained cells"""
 
 
 # --- measuring and learning ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measure a model (`Estimated`); `capacities` is what models may have of each device."""
+    """Measure a model (`Estimated`); `capacities` is the capacity for models on each device."""
 
     key: EstimateKey
     devices: tuple[Reading, ...]
@@ -275,7 +275,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ReadFiles:
-    """Look at the files of a model at once (`FilesRead`)."""
+    """Read the stamps of a model's files at once (`FilesRead`)."""
 
     model: str
     spec: ModelSpec
@@ -283,14 +283,14 @@ class ReadFiles:
 
 @dataclass(frozen=True, slots=True)
 class LookAtFiles:
-    """Look at the files of these models, beside (`FilesSeen`): a file system may hang."""
+    """Read the stamps of these models' files in the background (`FilesSeen`), because a file system may hang."""
 
     specs: tuple[ModelSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckBuild:
-    """Find out whether llama.cpp still computes (`BuildChecked`)."""
+    """Check whether llama.cpp computes (`BuildChecked`)."""
 
     model: str
     error: InferenceError | None
@@ -298,7 +298,7 @@ class CheckBuild:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """One device on which a worker ran out of memory; `planned_bytes` is what was planned for it there."""
+    """A device on which a worker ran out of memory, with the bytes that were planned for it."""
 
     device: Reading
     planned_bytes: int
@@ -307,7 +307,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class LearnShortage:
-    """Remember that memory ran out (`ShortageLearned`)."""
+    """Learn that memory ran out (`ShortageLearned`)."""
 
     worker: str
     spec: ModelSpec
@@ -318,7 +318,7 @@ class LearnShortage:
 
 @dataclass(frozen=True, slots=True)
 class LearnGoodEnd:
-    """Remember that a worker on these devices ended in good order (`HeadroomChanged` if that changes anything)."""
+    """Learn that a worker on these devices ended normally (`HeadroomChanged` if the head-room changes)."""
 
     spec: ModelSpec
     devices: tuple[Reading, ...]
@@ -326,14 +326,14 @@ class LearnGoodEnd:
 
 @dataclass(frozen=True, slots=True)
 class EaseHeadrooms:
-    """Look whether more was planned for these models than still counts (`HeadroomChanged`)."""
+    """Check whether learned head-room of these models has decayed (`HeadroomChanged`)."""
 
     planned: tuple[tuple[ModelSpec, Reading, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LearnOverhead:
-    """Remember what a worker takes of a device beside its buffers."""
+    """Learn the use of a device by a worker beyond its buffers."""
 
     device: Reading
     observed_bytes: int

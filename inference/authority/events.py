@@ -1,4 +1,4 @@
-"""What can happen to the authority. Everything that is measured outside arrives in one of these."""
+"""The events of the authority. Every external measurement arrives as an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference.workers.exit_cause import WorkerExit
 # --- time and devices ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class DevicesFound:
-    """The start: the devices of the machine, and what can suspend processes on a kind of device."""
+    """The devices were found at the start; with the names of the drivers that can suspend processes."""
 
     readings: tuple[Reading, ...]
     carriers: Mapping[str, str]
@@ -31,7 +31,7 @@ class DevicesFound:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time of `WakeAt` has come."""
+    """The time of `WakeAt` is reached."""
 
     readings: tuple[Reading, ...]
     unix: float
@@ -39,14 +39,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The newest readings, as they lie in the probes; answers `Observe`."""
+    """The newest readings of the probes; the result of `Observe`."""
 
     readings: tuple[Reading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesRead:
-    """All devices were measured anew, or could not be: then `problem` says why."""
+    """All devices were measured, or could not be measured because of `problem`."""
 
     readings: tuple[Reading, ...]
     problem: str | None = None
@@ -54,7 +54,7 @@ class DevicesRead:
 
 @dataclass(frozen=True, slots=True)
 class PressureChecked:
-    """An operator's tool wants a check of how full the devices are, with these readings."""
+    """An operator's tool requested a pressure check with these readings."""
 
     readings: tuple[Reading, ...]
     regular: bool
@@ -62,12 +62,12 @@ class PressureChecked:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNoticed:
-    """A probe saw something that only a fresh reading shows."""
+    """A probe reported an event; a new reading has the details."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialEnded:
-    """A computation on a device ended: None when its result was right."""
+    """A trial on a device ended; `failure` is None if it passed."""
 
     device: str
     trial: int
@@ -76,14 +76,14 @@ class TrialEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProbesRenewed:
-    """The probes start afresh at their next reading."""
+    """The helpers of the probes restart at the next reading."""
 
     command: int
 
 
 @dataclass(frozen=True, slots=True)
 class SuspensionTested:
-    """Whether processes on a kind of device can be suspended: None when the test succeeded."""
+    """The result of a suspension test on a kind of device; `problem` is None if it succeeded."""
 
     kind: str
     problem: str | None
@@ -92,7 +92,7 @@ class SuspensionTested:
 # --- requests --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request wants to use a model and waits for `seconds` at most.
+    """A request for a model, which waits at most `seconds`.
 
     `alone`: no other request may run beside it. `retries`: number of earlier attempts of the same request.
     """
@@ -109,14 +109,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The request of a ticket is gone."""
+    """The client of a waiting ticket has disconnected."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A request has ended; `completed` says that the worker answered to the end."""
+    """A request has ended. `completed`: the worker's answer was complete."""
 
     worker: str
     lease: int
@@ -125,7 +125,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class CrashReported:
-    """A worker ended by what it computed while the request `key` was in flight."""
+    """A worker crashed while the request `key` was in flight."""
 
     model: str
     key: str
@@ -134,7 +134,7 @@ class CrashReported:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """The request `key` was answered; `crashes` is how many workers ended under it before."""
+    """The request `key` was answered; `crashes` is the number of workers that crashed before with it."""
 
     model: str
     key: str
@@ -143,7 +143,7 @@ class RequestAnswered:
 
 @dataclass(frozen=True, slots=True)
 class CaseCleared:
-    """An operator takes a request out of quarantine."""
+    """An operator removed a request from quarantine."""
 
     model: str
     key: str
@@ -168,7 +168,7 @@ class SpawnFailed:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A worker reported the progress of its load, or sent a beat."""
+    """A worker reported load progress, or sent a heartbeat."""
 
     worker: str
     progress: float
@@ -187,7 +187,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class FileHeld:
-    """A worker has taken a model's file into its memory."""
+    """A worker has read a model's file into memory."""
 
     worker: str
     count_bytes: int
@@ -203,7 +203,7 @@ class ContextFreed:
 
 @dataclass(frozen=True, slots=True)
 class SuspendEnded:
-    """The driver suspended a worker, or could not. `of_state`: because of the device's state, not of the way."""
+    """The driver suspended a worker, or failed. `of_state`: because of the current state of the device."""
 
     worker: str
     problem: str | None = None
@@ -212,7 +212,7 @@ class SuspendEnded:
 
 @dataclass(frozen=True, slots=True)
 class ResumeEnded:
-    """The driver resumed a worker, or could not."""
+    """The driver resumed a worker, or failed."""
 
     worker: str
     problem: str | None = None
@@ -231,7 +231,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class BuildChecked:
-    """Whether llama.cpp still computes, after a worker died at its first step; `error` is what the load ended with."""
+    """Whether llama.cpp computes, after a worker crashed at its first step; `error` is the error of the load."""
 
     model: str
     holds: bool
@@ -240,7 +240,7 @@ class BuildChecked:
 
 @dataclass(frozen=True, slots=True)
 class WorkersMeasured:
-    """Bytes of host memory in the processes of workers, with readings of the same moment."""
+    """Host memory of worker processes, with readings of the same moment."""
 
     bytes: Mapping[str, int]
     readings: tuple[Reading, ...]
@@ -248,19 +248,19 @@ class WorkersMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Workers dropped what they retained and trimmed their heaps. `bytes` is what each has left."""
+    """Workers dropped retained prefixes and trimmed their heaps. `bytes` is the remaining memory of each."""
 
     job: str | int
     freed_bytes: int
     bytes: Mapping[str, int]
     retained: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """cells that each retained before and after"""
+    """retained cells of each before and after"""
 
 
 # --- estimates and what is learned -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """A measurement ended with an estimate or an error."""
+    """A measurement of a model ended with an estimate or an error."""
 
     key: EstimateKey
     result: Estimate | InferenceError
@@ -268,7 +268,7 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True)
 class FilesRead:
-    """The files of a model as they are now; answers `ReadFiles`."""
+    """The current stamps of a model's files; the result of `ReadFiles`."""
 
     model: str
     files: Fingerprint
@@ -276,14 +276,14 @@ class FilesRead:
 
 @dataclass(frozen=True, slots=True)
 class FilesSeen:
-    """The files of all models as they were a moment ago; answers `LookAtFiles`."""
+    """The recent stamps of the files of models; the result of `LookAtFiles`."""
 
     files: Mapping[str, Fingerprint]
 
 
 @dataclass(frozen=True, slots=True)
 class ShortageLearned:
-    """What a model needs from now on on the devices where a worker of it ran out of memory."""
+    """The future need of a model on the devices where its worker ran out of memory."""
 
     worker: str
     exit: WorkerExit
@@ -292,7 +292,7 @@ class ShortageLearned:
 
 @dataclass(frozen=True, slots=True)
 class HeadroomChanged:
-    """What was learned of these models counts less than before: they are measured anew."""
+    """The learned head-room of these models has decayed: they are measured again."""
 
     specs: tuple[ModelSpec, ...]
 
@@ -307,7 +307,7 @@ class SettingsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Let a model leave once its answers are complete, or at once."""
+    """Unload a model after its running requests, or at once."""
 
     model: str
     now: bool = False
@@ -315,7 +315,7 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Let a model leave its device for the warm pool."""
+    """Move a model into the warm pool."""
 
     model: str
 
@@ -331,7 +331,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Let a model leave, and report its memory."""
+    """Evict a model, and report the released memory."""
 
     model: str
     action: Action = Action.UNLOAD
@@ -344,7 +344,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Defragment:
-    """Bring free memory together on one device."""
+    """Defragment free memory onto one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where would the model go, with these changes of its settings?"""
+    """Plan a model without loading it, with these changes of its settings."""
 
     model: str
     changes: Mapping[str, Any]
@@ -364,7 +364,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Measure all devices anew."""
+    """Measure all devices."""
 
 
 Request = Unload | Offload | Move | Evict | Collect | Defragment | Recover | Plan | Refresh
@@ -372,7 +372,7 @@ Request = Unload | Offload | Move | Evict | Collect | Defragment | Recover | Pla
 
 @dataclass(frozen=True, slots=True)
 class Commanded:
-    """An operator's request; `Answer` or `Refuse` with its number ends it."""
+    """An operator's command; the effect `Answer` or `Refuse` with its number ends it."""
 
     command: int
     request: Request
@@ -380,14 +380,14 @@ class Commanded:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The client that waited for a command is gone."""
+    """The client of a command has disconnected."""
 
     command: int
 
 
 @dataclass(frozen=True, slots=True)
 class DepartureWanted:
-    """A model leaves as if the authority had decided it; for operators' tools and tests of the way out."""
+    """Make a model leave as if the authority had decided it; for tools and tests."""
 
     model: str
     reason: str
@@ -396,14 +396,14 @@ class DepartureWanted:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """The service takes nothing new from now on; waiting requests fail with `error`, by default ShuttingDown."""
+    """The service accepts no new requests; waiting ones fail with `error`, by default ShuttingDown."""
 
     error: InferenceError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The drain is over: every worker ends."""
+    """The drain time is over: all workers end."""
 
 
 Event = (

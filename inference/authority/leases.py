@@ -1,4 +1,4 @@
-"""Tickets and leases: the wait of a request for a worker, and its right to use one."""
+"""Tickets and leases: a request waits for a worker with a ticket, and uses it with a lease."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Lease:
 
     @property
     def alone(self) -> bool:
-        """Whether the worker has had no other request since this one came; after its end, whether that was so."""
+        """Whether the worker had no other request since this one began, until its end."""
         if self._was_alone is not None:
             return self._was_alone
         worker = self._authority.state.workers.get(self.record.worker)
         return worker is not None and worker.alone == self.record.id
 
     def settle_alone(self) -> None:
-        """The worker has ended: `alone` stays what it is."""
+        """Fixes `alone`, because the worker has ended."""
         self._was_alone = self.alone
 
     @property
@@ -71,14 +71,14 @@ class Lease:
         return self._worker.session
 
     def release(self, *, completed: bool = False) -> None:
-        """Ends it; `completed` says that the worker answered to the end."""
+        """Ends the lease. `completed`: the worker's answer was complete."""
         if self._open:
             self._open = False
             self._authority.release(self, completed=completed)
 
 
 class Ticket:
-    """A request for a lease. Use as a context manager: leaving it gives up the place or the lease, whichever it is."""
+    """A request for a lease. Use it as a context manager: leaving gives up the place in the queue or the lease."""
 
     def __init__(self, authority: Issuer, id: int) -> None:
         self.id = id
@@ -87,7 +87,7 @@ class Ticket:
 
     @property
     def pending(self) -> bool:
-        """Whether it still waits."""
+        """Whether the ticket is waiting."""
         return not self._future.done()
 
     def grant(self, lease: Lease) -> None:
@@ -101,7 +101,7 @@ class Ticket:
         """Ends the wait with `error`."""
         if not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # the holder may have left without looking
+            self._future.exception()  # marks the exception as retrieved
 
     def refusal(self) -> InferenceError | None:
         """The error that ended the wait."""
@@ -109,13 +109,13 @@ class Ticket:
         return error if isinstance(error, InferenceError) else None
 
     async def wait(self, seconds: float | None = None) -> Lease | None:
-        """The lease, or None when it is not there within `seconds`; raises the InferenceError that ended the wait."""
+        """The lease, or None after `seconds`; raises the InferenceError that ended the wait."""
         if not self._future.done():
             await asyncio.wait({self._future}, timeout=seconds)
         return self._future.result() if self._future.done() else None
 
     def progress(self) -> Progress:
-        """What it waits for."""
+        """The progress of the wait."""
         return expectations.progress(self._authority.state, self.id)
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Authority:
     # --- state -------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
-        """Everything that is known and decided, at this moment."""
+        """The current state."""
         return self._state
 
     @property
@@ -132,7 +132,7 @@ class Authority:
         return self._clock.now()
 
     def dispatch(self, event: events.Event) -> None:
-        """Sends one event through `step` and performs what follows, and what follows from that."""
+        """Passes an event to `step`, and performs the effects and the events that follow."""
         self._inbox.append(event)
         if self._stepping:
             return
@@ -199,7 +199,7 @@ class Authority:
         return [model_status.status(self._state, model, self.now, moment) for model in self._state.models.values()]
 
     def observe(self) -> None:
-        """Takes the newest readings, for figures that are asked for."""
+        """Takes the newest readings, for current figures."""
         self.dispatch(events.Observed(self.inventory.measured()))
 
     def process(self, model: str) -> WorkerProcess | None:
@@ -209,10 +209,10 @@ class Authority:
 
     # --- life --------------------------------------------------------------------------------------------------------
     async def start(self, found: Callable[[int], None] = lambda accelerators: None) -> list[Problem]:
-        """Finds the devices and opens their accounts; returns configuration problems that only show now.
+        """Finds the devices and opens their accounts; returns configuration problems that depend on devices.
 
-        Raises BrokenBuildError where llama.cpp does not compute on this CPU. `found` gets the number of accelerators
-        before anything is planned with them, and may raise.
+        Raises BrokenBuildError if llama.cpp does not compute on this CPU. `found` is called with the number of
+        accelerators before anything is planned, and may raise.
         """
         if self._build_check is not None:
             await self._build_check.at_start()
@@ -220,21 +220,21 @@ class Authority:
         accelerators = len(self.inventory.accelerators())
         found(accelerators)
         self.inventory.listen(lambda: self.dispatch(events.DeviceNoticed()))
-        carriers = {kind: carrier.who for kind, carrier in self.inventory.carriers.items()}
+        carriers = {kind: carrier.label for kind, carrier in self.inventory.carriers.items()}
         self.dispatch(events.DevicesFound(self.inventory.measured(), carriers, self._clock.unix()))
         await self.reached(lambda state: state.started)
         return check_devices(self._state.config, accelerators)
 
     async def build_holds(self) -> bool:
-        """Whether llama.cpp still computes on this CPU, after a worker died at its first step."""
+        """Whether llama.cpp computes on this CPU, after a worker crashed at its first step."""
         return self._build_check is None or await self._build_check.holds()
 
     def quiesce(self, error: InferenceError | None = None) -> None:
-        """Takes nothing new from now on; requests that wait fail with `error`, by default ShuttingDown."""
+        """Stops accepting requests; waiting ones fail with `error`, by default ShuttingDown."""
         self.dispatch(events.Quiesced(error))
 
     def end(self) -> None:
-        """Takes nothing new and ends what runs: workers stop, which ends their streams with an honest error."""
+        """Stops accepting requests and stops all workers, which ends their streams with an error frame."""
         self.dispatch(events.Ended())
 
     async def close(self) -> None:
@@ -266,11 +266,11 @@ class Authority:
         alone: bool = False,
         retries: int = 0,
     ) -> Ticket:
-        """A request for `model`, granted at once if it is ready; `counts` false is no use (a probe).
+        """A ticket for `model`, granted at once if the model is ready. `counts`: false for probes.
 
-        `alone`: no other request may use it meanwhile; `retries`: number of earlier attempts, with which it finds a
-        place in any queue. Waits at most `seconds` (INFERENCE_ACQUIRE_TIMEOUT_SECONDS at most). Raises ShuttingDown,
-        QueueFull and ModelNotFound; whatever ends the wait later is raised by the ticket.
+        `alone`: no other request may run beside it. `retries`: number of earlier attempts; with any, the queue limit
+        does not apply. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull
+        and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
         self._tickets[ticket.id] = ticket
@@ -280,7 +280,7 @@ class Authority:
         return ticket
 
     def _number(self) -> int:
-        """Negative, so that it is none that `step` gives."""
+        """A new negative number; those of `step` are positive."""
         self._numbers -= 1
         return self._numbers
 
@@ -295,12 +295,12 @@ class Authority:
         self.dispatch(events.Released(lease.record.worker, lease.record.id, completed))
 
     async def load(self, model: str, seconds: float | None = None) -> None:
-        """Loads the model and returns when it is ready; raises what a request would meet."""
+        """Loads the model and returns when it is ready; raises the same errors as a request."""
         with self.ask(model, priority=Priority.HIGH, seconds=seconds) as ticket:
             await ticket.wait()
 
     async def command(self, request: events.Request) -> Any:
-        """Has an operator's request carried out and returns its answer; raises InferenceError."""
+        """Runs an operator's command and returns its result; raises InferenceError."""
         id = self._number()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands[id] = future

@@ -1,4 +1,4 @@
-"""The state of the authority: plain frozen data that `step` replaces as a whole.
+"""The state of the authority: frozen data that `step` replaces.
 
 Processes, HTTP sessions, futures and timers are not here. The shell keeps them under the ids that this state uses: a
 worker has the id of its first ledger holding, tickets, leases and commands have numbers. Times are seconds of the event
@@ -81,11 +81,11 @@ class Timing:
     suspend_seconds: float = 15.0
     """to suspend or resume a process by the driver"""
     return_seconds: float = 5.0
-    """for an accelerator to show the memory of an ended worker as free; the rest counts as used by others then"""
+    """for an accelerator to show the memory of an ended worker as free; after it the rest counts as foreign"""
     alone_seconds: float = 30.0
-    """in which a request that runs alone, or waits to, may keep others out"""
+    """how long a request that runs alone, or waits to, may block others"""
     watch_seconds: float = 2.0
-    """between two looks at the memory of workers and at the files of models"""
+    """interval of checks of the memory of workers and the files of models"""
 
     def save(self, count_bytes: int) -> float:
         """How long saving or copying that much may take."""
@@ -97,21 +97,21 @@ class Timing:
 
 
 class TimerKind(StrEnum):
-    """What a deadline is for; the id of a timer says which of them."""
+    """The kind of a timer."""
 
     PERIODIC = "periodic"
     TICKET = "ticket"
     ALONE = "alone"
-    """a request that runs alone keeps others out no longer"""
+    """end of the time for a request that runs alone"""
     STOP = "stop"
-    """a model that leaves may finish its answers until then"""
+    """end of the time for running requests of a leaving model"""
     OFFLOAD = "offload"
     """a step of the way into the warm pool takes too long"""
     SAVE = "save"
     """a worker that saves its sequences and ends takes too long"""
     ROOM_TO_KEEP = "room to keep"
     RETURN = "return"
-    """memory of an ended worker is looked at again, and overdue later"""
+    """memory of an ended worker is read again, or is overdue"""
     PLAN = "plan"
     THREADS = "threads"
     COMMAND = "command"
@@ -121,7 +121,7 @@ Timer = tuple[TimerKind, str | int]
 
 
 class Purpose(StrEnum):
-    """What a ticket is for."""
+    """The purpose of a ticket."""
 
     CLIENT = "client"
     MOVE = "move"
@@ -173,7 +173,7 @@ class TicketRecord:
 
 @dataclass(frozen=True, slots=True)
 class SuspendedDevice:
-    """What a suspended worker gets back: bytes per device, and its report when it was ready."""
+    """What a suspended worker gets back: bytes per device, and its `ready` message."""
 
     need: Mapping[str, int]
     ready: Ready
@@ -219,21 +219,21 @@ class WorkerRecord:
     held_bytes: int | None = None
     saved: Offloaded | None = None
     leaves_free: int = 0
-    """bytes of host memory that saved sequences must leave for the model that comes next"""
+    """bytes of host memory that saved sequences must leave for the next model"""
     by_hand: bool = False
-    """its device was named by an operator"""
+    """an operator chose its device"""
     has_waited: bool = False
     """for room to be kept warm, once"""
     room_awaited: tuple[str, ...] = ()
     """workers that end so that this model can be kept"""
     departure: Departure | None = None
     grown_bytes: int = 0
-    """of its host memory, what was booked because it grew beyond its reservation"""
+    """host memory that was booked because it grew beyond its reservation"""
     before: Mapping[str, Before] = field(default_factory=dict)
     counted: Mapping[str, int] = field(default_factory=dict)
-    """its tokens that the metrics have, by kind"""
+    """tokens that were added to the metrics, by kind"""
     ending: bool = False
-    """it has ended, and what was learned from its end is on its way"""
+    """it has ended, and learning from its end is pending"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +264,16 @@ class ModelRecord:
     divisions: int = 0
     """ways to divide it over devices that were measured since the last decision"""
     cleaning: bool = False
-    """other models drop what they retain for it"""
+    """other models are dropping retained prefixes for it"""
     cleans_host: bool = False
-    """warm models leave for it as well, because host memory is short"""
+    """warm models are dropped for it, because host memory is short"""
     last_used_at: float = 0.0
     wanted_at: float = 0.0
     """since when requests have waited for it without a gap"""
     called_at: float = math.inf
     """when other models first began to leave for it"""
     room_at: float = 0.0
-    """when its room may begin to be made, as far as that is known"""
+    """when evictions for it may begin, if known"""
     pace: Pace = field(default_factory=Pace)
     answered_at: float = 0.0
     target: str | None = None
@@ -316,16 +316,16 @@ class ModelRecord:
 
     @property
     def reload_again_seconds(self) -> float:
-        """How long it would take to have it back if it left now: from the warm pool if it would be kept."""
+        """Time to load or restore it if it left now."""
         keeps = self.spec.warm and self.restore_seconds is not None and self.state is not ModelState.WARM
         return self.restore_seconds if keeps and self.restore_seconds is not None else self.reload_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Memory of an ended worker that its devices have not shown as free yet.
+    """Memory of an ended worker that its devices do not show as free yet.
 
-    `foreign` is what others used of each device before; a reading that began as number `needs_read` or later decides.
+    `foreign`: foreign use of each device before. Readings from number `needs_read` on decide.
     """
 
     worker: str
@@ -342,7 +342,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What is known of the devices.
+    """The state of the devices.
 
     `measured` are the readings of the probes, without the state that was decided for a device. Reads are numbered:
     `begun` and `done` count them.
@@ -357,22 +357,22 @@ class Devices:
     """the number of the last read that is asked for"""
     refreshed_at: float = -math.inf
     homeless: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """models in use that lost their place with a device, by device, until they are loaded again"""
+    """models in use that were on a lost device, by device, until they are loaded again"""
     trials: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """trials that wait for a read: its number, and the number of the trial"""
     published: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
-    """what listeners know of each device; None for one that went"""
+    """the published status of each device; None for a removed one"""
     carriers: Mapping[str, str] = field(default_factory=dict)
-    """what can suspend processes, by kind of device"""
+    """names of drivers that can suspend processes, by kind of device"""
     suspension: Mapping[str, str | None] = field(default_factory=dict)
     """why processes on a kind of device are not suspended; None where they are"""
     proving: frozenset[str] = frozenset()
-    """kinds whose proof the start waits for"""
+    """kinds whose suspension test the start waits for"""
 
 
 @dataclass(frozen=True, slots=True)
 class FixCheck:
-    """A suggested setting that is verified: `spec` is the model's, `fix` what is tried now."""
+    """A suggested setting that is being verified: `fix` for the model with `spec`."""
 
     model: str
     spec: ModelSpec
@@ -387,7 +387,7 @@ FixKey = tuple[ModelSpec, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a worker held beyond its plan, and what of the plan was for what llama.cpp does not count."""
+    """The bytes of a worker beyond its plan, and the planned overhead."""
 
     holding: str
     bytes: int
@@ -397,7 +397,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What alerts are derived from, besides the ledger."""
+    """Facts for alerts, besides the ledger."""
 
     peaks: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     refused: Mapping[str, float] = field(default_factory=dict)
@@ -415,13 +415,13 @@ class Pressure:
     needs_read: int | None = None
     """a regular check waits for this read"""
     asked: bool = False
-    """a check out of turn is wanted: a load was refused"""
+    """an additional check was requested, because a load was refused"""
     history: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """A worker's use of its devices beyond its buffers is read off the next reading."""
+    """A worker whose overhead is learned from the next reading."""
 
     worker: str
     devices: tuple[str, ...]
@@ -533,7 +533,7 @@ Command = (
 # --- everything ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything the authority knows and has decided."""
+    """The state of the authority."""
 
     config: InferenceConfig
     cores: int = 1
@@ -555,7 +555,7 @@ class State:
     """models that are still to be loaded at the start"""
     checks: Mapping[FixKey, FixCheck] = field(default_factory=dict)
     fixes: Mapping[FixKey, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
-    """verified suggestions, and until when they count"""
+    """verified suggestions, and when they expire"""
     claims: tuple[Claim, ...] = ()
     commands: Mapping[int, Command] = field(default_factory=dict)
     learning: tuple[Learning, ...] = ()
@@ -567,7 +567,7 @@ class State:
     """how many models left, by action"""
     restorations: int = 0
     bytes_per_second: float | None = None
-    """of the last load of any model"""
+    """rate of the last load of any model"""
     timers: Mapping[Timer, float] = field(default_factory=dict)
     wake_at: float = math.inf
     """the time of the last WakeAt"""
@@ -577,11 +577,11 @@ class State:
     unix_offset: float = 0.0
     """Unix seconds minus seconds of the loop's clock"""
     unplanned: bool = False
-    """something changed since the models that are wanted were last looked at"""
+    """something changed since the last reconciliation"""
     numbers: int = 0
     """the last number that was given to a holding, ticket, lease or command"""
     revision: int = 0
-    """counts changes that listeners see"""
+    """number of published changes"""
     started: bool = False
     restart_reason: str | None = None
     """why only a restart of the service can help"""
@@ -589,7 +589,7 @@ class State:
 
     @property
     def settings(self) -> InferenceSettings:
-        """INFERENCE_* of now."""
+        """The current INFERENCE_* settings."""
         return self.config.settings
 
     def worker_of(self, model: ModelRecord) -> WorkerRecord | None:
@@ -601,7 +601,7 @@ class State:
         return 0 if model.worker is None else len(self.workers[model.worker].leases)
 
     def estimates_of(self, spec: ModelSpec) -> Mapping[str, Estimate]:
-        """What was measured for these settings, by placement."""
+        """The estimates of these settings, by placement."""
         return self.estimates.get(spec, {})
 
     def standing(self, model: ModelRecord, now: float) -> Standing:
@@ -609,7 +609,7 @@ class State:
         if model.state in (ModelState.DRAINING, ModelState.UNLOADING):
             return Standing.LEAVING
         if model.state is ModelState.OFFLOADING and self.workers[model.worker or ""].predecessor is None:
-            return Standing.LEAVING  # its process stays; what it has on its device is on its way back
+            return Standing.LEAVING  # its process stays; its device memory is being released
         if model.state in (ModelState.LOADING, ModelState.OFFLOADING, ModelState.RESTORING):
             return Standing.LOADING
         if model.state is ModelState.WARM:

@@ -35,11 +35,11 @@ from inference.authority.state import Purpose, State, Timer, TimerKind
 from inference.protocol import ModelState
 
 MOST_ROUNDS = 50
-"""Of one step; what is not settled then is looked at again a moment later."""
+"""Rounds per step; after that the rest is done a moment later."""
 
 
 def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Effect, ...]]:
-    """The state after `event`, and what the shell has to do. Raises nothing for late or repeated events."""
+    """The state after `event`, and the effects. Late and repeated events are ignored."""
     draft = Draft(state, now, observed=isinstance(event, events.Observed))
     _HANDLERS[type(event)](draft, event)
     _settle(draft)
@@ -57,7 +57,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
 
 
 def _settle(draft: Draft) -> None:
-    """Goes on with everything that this event has made possible."""
+    """Runs all handlers until nothing changes."""
     for _ in range(MOST_ROUNDS):
         _follow(draft)
         if not draft.state.unplanned:
@@ -77,7 +77,7 @@ def _settle(draft: Draft) -> None:
         cpu_fallback_return.advance(draft)
         if draft.state.pressure.asked:
             governor.check(draft, regular=False)
-    draft.warning("decisions did not settle; they are looked at again in a moment")
+    draft.warning("decisions did not settle; repeating them in a moment")
     draft.set(unplanned=False)
     draft.wake_in(0.05)
 
@@ -100,7 +100,7 @@ def _follow(draft: Draft) -> None:
 
 
 def _has_work(state: State) -> bool:
-    """Whether something is to be planned: otherwise the readings need not be looked at."""
+    """Whether something has to be planned, which needs current readings."""
     if state.claims or state.checks or state.foreseen or state.startup or state.commands or state.pressure.asked:
         return True
     if cpu_fallback_return.is_pending(state):

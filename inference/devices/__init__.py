@@ -1,1 +1,1 @@
-"""What compute devices the machine has and how full they are; measures, never decides."""
+"""The compute devices of the machine: inventory and readings."""

@@ -1,9 +1,8 @@
-"""Remembers over a restart of the service that accelerators were there; places no model.
+"""Prevents that models of accelerators run on the CPU after a restart that finds no accelerators.
 
-Every start that finds accelerators keeps how many, and under which circumstances, in the state directory; a service
-that ends because no process of it reaches them any more marks that. The next one under the same circumstances serves
-only if it finds some, after a mark as many again, or if it was told to use the CPU: models of a GPU never end there by
-a restart, whatever ended the service.
+Every start stores the number of accelerators and its circumstances in the state directory. A service that ends because
+its processes cannot reach them marks the record. With the same circumstances the next start must find at least one
+accelerator, after a mark as many as before, unless the CPU is configured.
 """
 
 from __future__ import annotations
@@ -27,26 +26,25 @@ log = logging.getLogger(__name__)
 
 NAME = "accelerators.json"
 _VERSION = 1
-_LOST = "accelerators that were there before this start are not expected"
+_LOST = "accelerators of earlier starts are not expected"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHOWN_BY = (*HIDDEN, "NVIDIA_VISIBLE_DEVICES")
-"""Variables that hide accelerators from a process, or from a container: who changes one means what it does."""
+"""Variables that hide accelerators from a process or a container. A change of one is intentional."""
 _LIBRARY = re.compile(r"(?:lib)?ggml-([\w-]+)\.(?:so|dylib|dll)\b")
 
 
 class OutOfReachError(HeadgateError):
-    """Fewer accelerators than before the restart; another one, from outside, may help."""
+    """Fewer accelerators than before the restart; a restart of the container or machine may help."""
 
     exit_code = Exit.RESTART_OUTSIDE
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What says which accelerators a start may expect; where any of it changed, nothing is expected.
+    """The circumstances that determine the accelerators; after a change of any, nothing is expected.
 
-    `choice` is what was asked for: INFERENCE_DEVICES and the variables that hide devices. `boot` is the kernel's name
-    for the time since the machine was started, "" where it has none. `backends` are those llama.cpp was built with;
-    two builds may share a state directory (containers with and without CUDA).
+    `choice`: INFERENCE_DEVICES and the variables that hide devices. `boot`: the kernel's boot id, "" without one.
+    `backends`: those of llama.cpp; two builds may share a state directory (containers with and without CUDA).
     """
 
     choice: Mapping[str, str]
@@ -57,7 +55,7 @@ class Circumstances:
     def now(
         cls, devices: str, environ: Mapping[str, str] = os.environ, *, boot: Path = _BOOT, engine: Path | None = None
     ) -> Circumstances:
-        """Those of this process; `engine` is the folder of llama-cpp-python, which is not imported."""
+        """The circumstances of this process; `engine` is the folder of llama-cpp-python, which is not imported."""
         folder = engine or package()
         libraries = () if folder is None else (_LIBRARY.match(path.name) for path in folder.rglob("*ggml-*"))
         try:
@@ -73,15 +71,15 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How many accelerators the last good start found, and whether the service ended because of them."""
+    """The number of accelerators at the last successful start, and whether the service ended because of them."""
 
     count: int
-    unreached: bool
+    accelerator_record: bool
     under: Circumstances
 
 
-class Unreached:
-    """The record in the state directory; a damaged or foreign one counts as none."""
+class AcceleratorRecord:
+    """The record in the state directory; an invalid one is ignored."""
 
     def __init__(self, state: StateDir, now: Circumstances) -> None:
         self._path: Path = state.root / NAME
@@ -89,26 +87,26 @@ class Unreached:
         self._now = now
 
     def note(self, accelerators: int) -> None:
-        """The service ends because no process of it reaches them."""
+        """Marks that the service ends because its processes cannot reach the accelerators."""
         self._keep(Record(accelerators, True, self._now))
 
     def check(self, found: int, *, cpu_asked: bool) -> None:
-        """The service found so many; raises OutOfReachError where that is too few. Keeps them where there are any."""
+        """Compares `found` accelerators with the record and stores them; raises OutOfReachError if they are too few."""
         before = None if cpu_asked else load_state_file(self._path, _record, _LOST)
         if before is not None and before.under == self._now:
-            if found < (before.count if before.unreached else 1):
+            if found < (before.count if before.accelerator_record else 1):
                 raise OutOfReachError(self._refusal(before.count, found))
         elif before is not None and not found and before.under.choice == self._now.choice:
             changed = "the machine was restarted" if before.under.boot != self._now.boot else "llama.cpp was changed"
-            log.warning("%d accelerators were in use before %s, and none is found now", before.count, changed)
+            log.warning("no accelerators found; %d were in use before %s", before.count, changed)
         if found:
             self._keep(Record(found, False, self._now))
 
     def _refusal(self, before: int, found: int) -> str:
         return (
-            f"{before} accelerators were in use and {found} can be reached. Models do not go to the CPU for it; what "
-            "heals this is mostly a restart of the container or the machine. If the CPU is meant, set "
-            "INFERENCE_FORCE_CPU_MODE=true; if accelerators were taken out for good, restart the machine or remove "
+            f"{before} accelerators were in use and {found} are reachable now. Models are not moved to the CPU because "
+            "of that; restart the container or the machine. To use the CPU, set "
+            "INFERENCE_FORCE_CPU_MODE=true; if accelerators were removed, restart the machine or delete "
             f"{self._path}"
         )
 
@@ -123,4 +121,4 @@ def _record(data: Any) -> Record | None:
     if data["version"] != _VERSION or data["count"] < 1:
         return None
     circumstances = Circumstances(dict(under["choice"]), str(under["boot"]), tuple(under["backends"]))
-    return Record(int(data["count"]), bool(data["unreached"]), circumstances)
+    return Record(int(data["count"]), bool(data["accelerator_record"]), circumstances)

@@ -143,8 +143,8 @@ def layers_of(
     kv = here.kv_bytes + (host.kv_bytes if accelerator else 0)
     known = sum(size.kv_bytes for size in measured)
     sizes = tuple(
-        Sizes(weights, math.ceil(said * kv / known) if known else math.ceil(kv / len(measured)), grows)
-        for weights, said, grows in measured
+        Sizes(weights, math.ceil(cache * kv / known) if known else math.ceil(kv / len(measured)), grows)
+        for weights, cache, grows in measured
     )
     if accelerator is None:
         rest = max(0, here.weights_bytes - sum(size.weights_bytes for size in sizes))

@@ -23,7 +23,7 @@ from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
-from inference.worker.prompt.vision import Sight
+from inference.worker.prompt.vision import Vision
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler, dry_of
 from inference.worker.steps import Limits
@@ -40,18 +40,18 @@ class Readers:
     compiling: ThreadPoolExecutor
 
     @classmethod
-    def of(cls, loaded: Loaded, sight: Sight | None) -> Readers:
+    def of(cls, loaded: Loaded, vision: Vision | None) -> Readers:
         """Creates the readers and their threads, which start here because the stack size applies to new threads."""
         threading.stack_size(TOKENIZER_STACK_BYTES)
         executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
             started.result()
         threading.stack_size(0)
-        prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read)
+        prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if vision is None else vision.read)
         return cls(prompts, Compiler(loaded.model), executor, ThreadPoolExecutor(1, thread_name_prefix="forms"))
 
 
-def sight_of(loaded: Loaded) -> Sight | None:
+def vision_of(loaded: Loaded) -> Vision | None:
     """The encoder of images, for a model with a projector.
 
     Sequences that decode come first in a step, and an image with full attention must fit one physical batch.
@@ -59,11 +59,11 @@ def sight_of(loaded: Loaded) -> Sight | None:
     if loaded.projector is None:
         return None
     context = loaded.context
-    return Sight(loaded.projector, context.n_batch - context.n_slots, context.n_slots, at_once=context.n_ubatch)
+    return Vision(loaded.projector, context.n_batch - context.n_slots, context.n_slots, at_once=context.n_ubatch)
 
 
 def engines_of(
-    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None]
+    loaded: Loaded, grant: Grant, vision: Vision | None, on_fatal: Callable[[str], None]
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
     """The engine or the embedder, not started; call it within the running loop, which gets the outputs."""
     courier = OutputDispatcher(asyncio.get_running_loop())
@@ -87,21 +87,21 @@ def engines_of(
         chain = ChainSampler(loaded.model, context, sampling, choice, most)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
-    backend = _backend(context, grant, sight)
+    backend = _backend(context, grant, vision)
     return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
 
 
-def _backend(context: Context, grant: Grant, sight: Sight | None) -> Backend:
+def _backend(context: Context, grant: Grant, vision: Vision | None) -> Backend:
     backend: Backend = context
-    if sight is not None:
-        backend = VisionBackend(context, context.n_slots, tile_finder(sight.pictures))
+    if vision is not None:
+        backend = VisionBackend(context, context.n_slots, tile_finder(vision.tiles))
     if grant.on_cpu:
         backend = CoreSparingBackend(backend, context.spare)
     return backend
 
 
 def app_of(
-    loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, sight: Sight | None
+    loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, vision: Vision | None
 ) -> App:
     """The HTTP app."""
 
@@ -119,7 +119,7 @@ def app_of(
         reranker=_reranker(loaded),
         compiler=None if engine is None else readers.compiler,
         compiling=readers.compiling,
-        sight=sight,
+        vision=vision,
         prepare_sampling=prepare_sampling,
     )
 

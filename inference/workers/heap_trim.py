@@ -1,4 +1,4 @@
-"""Has workers drop what they retain and trims heaps, the service's own too; measures what that gave back."""
+"""Makes workers drop retained prefixes and trims heaps, also that of the service; measures the released bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from inference.workers.os_api import private_bytes
 from inference.workers.worker_process import WorkerProcess
 
 ANSWER_SECONDS = 6 * BEAT_SECONDS
-"""A worker shows in its heartbeats within this that it has dropped something."""
+"""Time within which the heartbeats of a worker show the effect."""
 
 
 async def trim(
     workers: Mapping[str, WorkerProcess], *, fresh_first: bool
 ) -> tuple[int, dict[str, int], dict[str, tuple[int, int]]]:
-    """Bytes that are gone; bytes that each process has left; cells that each retained before and after.
+    """Released bytes; remaining bytes of each process; retained cells of each before and after.
 
-    `fresh_first`: the last beats may be older than the last answers, so fresh ones are awaited first.
+    `fresh_first`: wait for new heartbeats first, because the last ones may be older than the last answers.
     """
     if fresh_first:
         await _fresh_beats(workers.values())
@@ -31,7 +31,7 @@ async def trim(
     for worker in workers.values():
         worker.forget()
     await asyncio.to_thread(_trim_ourselves)
-    for _ in range(2):  # the first beat after the order may have been on its way before it
+    for _ in range(2):  # the first heartbeat may have been sent before the order arrived
         await _fresh_beats(workers.values())
     left = {id: private_bytes(worker.pid) or before[id] for id, worker in workers.items()}
     freed = sum(max(0, before[id] - count) for id, count in left.items())
@@ -41,18 +41,18 @@ async def trim(
 
 
 def _retained(workers: Mapping[str, WorkerProcess]) -> dict[str, int]:
-    """Cells that each retains, by its last beat."""
+    """Retained cells of each worker, from its last heartbeat."""
     return {id: worker.beat.cells_retained for id, worker in workers.items() if worker.beat is not None}
 
 
 def _trim_ourselves() -> None:
-    """Full collection: the service stands still for some tens of milliseconds, as only an operator may ask for."""
+    """A full garbage collection, which blocks the service for some tens of milliseconds."""
     gc.collect()
     heap.trim()
 
 
 async def _fresh_beats(workers: Iterable[WorkerProcess]) -> None:
-    """Returns when every worker has sent a beat, or ANSWER_SECONDS have passed."""
+    """Returns when every worker has sent a heartbeat, or after ANSWER_SECONDS."""
     old = {worker: worker.beat for worker in workers}
     deadline = asyncio.get_running_loop().time() + ANSWER_SECONDS
     while any(worker.beat is beat and not worker.exited.done() for worker, beat in old.items()):

@@ -260,7 +260,7 @@ class Paper(CpuProbe):
 async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
     probe = SimProbe(SIZES)
     await probe.start()
-    with pytest.raises(HeadgateError, match="others can use between 0 and 629145600 bytes"):
+    with pytest.raises(HeadgateError, match="other processes can use 0 to 629145600 bytes"):
         await probe.tell("foreign", "gpu-0", bytes=2**40)
     with Control(probe.socket_path) as control, pytest.raises(SimulatorError, match="did you mean stall"):
         control.tell("stal")

@@ -182,7 +182,7 @@ class Simulated(FakeAccelerator):
 class FakeCarrier:
     """Says what it is told to; `asked` are the operations it was asked for."""
 
-    who = "the fake"
+    label = "the fake"
 
     def __init__(self, **troubles: Trouble) -> None:
         self.troubles = troubles

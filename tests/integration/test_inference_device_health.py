@@ -211,7 +211,7 @@ async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> N
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
     gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
     await service.authority.reached(lambda: service.authority.state.restart_reason is not None)
-    reason = "no new process reaches gpu-0 (no CUDA-capable device is detected)"
+    reason = "new processes cannot reach gpu-0 (no CUDA-capable device is detected)"
     assert service.authority.state.restart_reason == reason
 
 

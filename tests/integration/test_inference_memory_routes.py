@@ -153,7 +153,7 @@ async def test_health_names_the_full_device_and_the_users_of_its_memory(start: S
     service = await start({"a": {}}, accelerator=accelerator)
     well = await get(service, "/memory/health")
     assert well["healthy"]
-    assert (well["pressure"], well["used_percent"], well["message"]) == ("low", 0, "all devices are well")
+    assert (well["pressure"], well["used_percent"], well["message"]) == ("low", 0, "all devices are healthy")
     accelerator.used_bytes = 950 * MIB
     ill = await get(service, "/memory/health", 503)
     assert (ill["healthy"], ill["pressure"], ill["used_percent"]) == (False, "critical", 95)

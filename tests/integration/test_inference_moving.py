@@ -77,7 +77,7 @@ async def test_what_cannot_fit_there_is_refused_with_numbers_and_nothing_is_touc
     assert (shortage.device, shortage.need_bytes) == ("gpu-1", 100 * MIB)
     assert model.state is ModelState.READY
     assert model.running.worker.pid == pid
-    for name, device, why in (("a", "gpu-7", "there is no device"), ("b", "gpu-0", "no accelerator")):
+    for name, device, why in (("a", "gpu-7", "unknown device"), ("b", "gpu-0", "no accelerator")):
         with pytest.raises(InvalidRequestError, match=why):
             await authority.move(authority.resolve(name), device)
 

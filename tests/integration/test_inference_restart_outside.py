@@ -13,7 +13,7 @@ import pytest
 
 from headgate.shared.errors import Exit
 from headgate.shared.state_directory import StateDir
-from inference.devices.accelerator_memory import NAME, Circumstances, OutOfReachError, Unreached
+from inference.devices.accelerator_memory import NAME, Circumstances, OutOfReachError, AcceleratorRecord
 from tests.rigs.processes import Service, inference_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,8 +48,8 @@ def test_service_ends_with_70_and_does_not_restart_on_the_cpu(tmp_path: Path) ->
     try:
         first.start()
         assert first.wait() == Exit.RESTART_OUTSIDE
-        assert "only a restart of this service can help: no new process reaches gpu-0" in first.log
-        assert "1 accelerators were in use and 0 can be reached" in refused(service(tmp_path, 0))
+        assert "the service must be restarted: new processes cannot reach gpu-0" in first.log
+        assert "1 accelerators were in use and 0 are reachable now" in refused(service(tmp_path, 0))
     finally:
         first.kill()
 
@@ -61,7 +61,7 @@ def test_killed_service_restarts_on_the_cpu_only_if_configured(tmp_path: Path) -
         killed.start(wait_for="/readyz")
         killed.kill()
         log = refused(service(tmp_path, 0))
-        assert "1 accelerators were in use and 0 can be reached" in log
+        assert "1 accelerators were in use and 0 are reachable now" in log
         assert "INFERENCE_FORCE_CPU_MODE=true" in log
         on_cpu.start(wait_for="/readyz")
     finally:
@@ -69,9 +69,9 @@ def test_killed_service_restarts_on_the_cpu_only_if_configured(tmp_path: Path) -
         on_cpu.kill()
 
 
-def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_asked: bool = False) -> Unreached:
+def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_asked: bool = False) -> AcceleratorRecord:
     """Simulates a start that finds `count` accelerators."""
-    unreached = Unreached(StateDir(root), under)
+    unreached = AcceleratorRecord(StateDir(root), under)
     unreached.check(found, cpu_asked=cpu_asked)
     return unreached
 
@@ -81,7 +81,7 @@ def test_accelerators_of_earlier_starts_are_expected(tmp_path: Path) -> None:
     assert not (tmp_path / NAME).exists()
     start(tmp_path, 2)
     for _ in range(2):
-        with pytest.raises(OutOfReachError, match="2 accelerators were in use and 0 can be reached") as caught:
+        with pytest.raises(OutOfReachError, match="2 accelerators were in use and 0 are reachable now") as caught:
             start(tmp_path, 0)
     assert caught.value.exit_code == Exit.RESTART_OUTSIDE
     start(tmp_path, 1)  # one was removed: the number is not checked
@@ -91,7 +91,7 @@ def test_accelerators_of_earlier_starts_are_expected(tmp_path: Path) -> None:
 
 def test_all_accelerators_are_expected_after_an_exit_with_70(tmp_path: Path) -> None:
     start(tmp_path, 2).note(2)
-    with pytest.raises(OutOfReachError, match="2 accelerators were in use and 1 can be reached"):
+    with pytest.raises(OutOfReachError, match="2 accelerators were in use and 1 are reachable now"):
         start(tmp_path, 1)
     start(tmp_path, 3)
     start(tmp_path, 1)  # they were available in between
@@ -127,8 +127,8 @@ def test_no_accelerator_is_expected_under_other_circumstances(tmp_path: Path, un
     ("under", "words"),
     [
         (ELSE[0], None),
-        (ELSE[2], "2 accelerators were in use before the machine was restarted, and none is found now"),
-        (ELSE[3], "2 accelerators were in use before llama.cpp was changed, and none is found now"),
+        (ELSE[2], "no accelerators found; 2 were in use before the machine was restarted"),
+        (ELSE[3], "no accelerators found; 2 were in use before llama.cpp was changed"),
     ],
     ids=["devices", "boot", "backends"],
 )

@@ -114,7 +114,7 @@ class Device(RuleBasedStateMachine):
             self.memory = self.memory.taken(count)
             assert self.memory.foreign_bytes == count
         else:
-            with pytest.raises(ValueError, match="others can use"):
+            with pytest.raises(ValueError, match="other processes can use"):
                 self.memory.taken(count)
 
     @invariant()

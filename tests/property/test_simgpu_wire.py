@@ -172,7 +172,7 @@ def test_what_is_no_request_ends_the_connection(stream: bytes, words: str) -> No
         (b"", reply(b"x"), "without a request"),
         (request(Command.FREE_BUFFER, bytes(8)), reply(b""), "without a request"),
         (request(Command.HELLO, bytes(24)), reply(bytes([8]) + bytes(27)), "version 8"),
-        (request(Command.HELLO, bytes(24)), reply(bytes(3)), "answered with 3 bytes"),
+        (request(Command.HELLO, bytes(24)), reply(bytes(3)), "has 3 bytes"),
     ],
 )
 def test_what_is_no_answer_ends_the_connection(asked: bytes, answer: bytes, words: str) -> None:

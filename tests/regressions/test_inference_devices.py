@@ -37,7 +37,7 @@ class Simulated(FakeAccelerator):
 class Carrier:
     """Every operation succeeds."""
 
-    who = "the fake"
+    label = "the fake"
 
     async def test(self, device: Reading) -> Trouble | None:
         return None

@@ -140,7 +140,7 @@ async def test_dry_run_of_a_loaded_model_plans_a_reload_only_for_other_settings(
     async def outcome(**changes: Any) -> tuple[Result, int, bool]:
         decision, _ = await authority.dry_run(model, changes)
         assert isinstance(decision, Placement)
-        is_reload = "a is on cpu with other settings, and would be loaded anew" in decision.trace
+        is_reload = "a is on cpu with other settings, and would be loaded again" in decision.trace
         return decision.result, sum(decision.need.values()) // MIB, is_reload
 
     assert await outcome() == (Result.DEPLOYED, 100, False)

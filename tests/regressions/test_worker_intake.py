@@ -25,7 +25,7 @@ from inference.worker.prompt.vision import (
     MAX_FILES_BYTES,
     MAX_REQUEST_BYTES,
     MAX_TURNS,
-    Sight,
+    Vision,
 )
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import GoneError, UnloadedError, WorkerError
@@ -165,34 +165,34 @@ class UnusedProjector:
 
 
 @pytest.fixture
-async def sight() -> Sight:
-    return Sight(UnusedProjector(), 100, 1, at_once=50)
+async def vision() -> Vision:
+    return Vision(UnusedProjector(), 100, 1, at_once=50)
 
 
-async def full(sight: Sight, size: int) -> bool:
+async def full(vision: Vision, size: int) -> bool:
     try:
-        async with sight.turn(0.0, size):
+        async with vision.turn(0.0, size):
             return False
     except WorkerError as error:
         return error.code is Code.QUEUE_FULL
 
 
-async def test_files_of_waiting_requests_are_limited_in_bytes(sight: Sight) -> None:
+async def test_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) -> None:
     half = MAX_FILES_BYTES // 2
-    async with sight.turn(None, half) as let_go:
-        waiting = asyncio.create_task(_wait(sight, half))
+    async with vision.turn(None, half) as let_go:
+        waiting = asyncio.create_task(_wait(vision, half))
         await asyncio.sleep(0)
-        assert await full(sight, 1), "a running and a waiting request use the whole limit"
+        assert await full(vision, 1), "a running and a waiting request use the whole limit"
         let_go()
-        assert not await full(sight, half), "a decoded image holds no file"
+        assert not await full(vision, half), "a decoded image holds no file"
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert not await full(sight, MAX_FILES_BYTES)
-    assert not await full(sight, MAX_FILES_BYTES), "the bytes are released in the end"
+        assert not await full(vision, MAX_FILES_BYTES)
+    assert not await full(vision, MAX_FILES_BYTES), "the bytes are released in the end"
 
 
-async def _wait(sight: Sight, size: int) -> None:
-    async with sight.turn(None, size):
+async def _wait(vision: Vision, size: int) -> None:
+    async with vision.turn(None, size):
         raise AssertionError("the only turn is taken")
 
 

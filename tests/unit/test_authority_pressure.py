@@ -133,8 +133,8 @@ def test_ladder_limits_workers_refuses_loads_and_is_left_again() -> None:
     assert pressure_view.rungs(world.state)[GPU] is Rung.NONE
     world.used("b")
     halved = [line.split(":")[0] for line in world.log if "admits at" in line]
-    assert halved == [f"busy admits at most {count} at once" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
-    assert sum("drops the prefixes" in line for line in world.log) == 4
+    assert halved == [f"busy admits at most {count} sequences at a time" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
+    assert sum("drops its retained prefixes" in line for line in world.log) == 4
     (worst,) = [line for line in world.log if line.startswith("gpu-0 is at emergency (low before)")]
     assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
 

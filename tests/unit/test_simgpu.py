@@ -170,12 +170,12 @@ def test_several_spans_and_empty_ones(memory: mmap.mmap) -> None:
 @on_linux
 def test_invalid_moves_are_rejected_without_effect(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     aside, span = Aside(), (address(memory), SIZE)
-    with pytest.raises(AsideError, match="nothing is aside"):
+    with pytest.raises(AsideError, match="no memory was moved"):
         aside.put_back()
     with pytest.raises(AsideError, match="no host memory for"):
         aside.take([(span[0], 2**62)])
     aside.take([span])
-    with pytest.raises(AsideError, match="aside already"):
+    with pytest.raises(AsideError, match="already moved"):
         aside.take([span])
     aside.put_back()
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -235,5 +235,5 @@ def test_answer_to_a_mark_is_not_relayed() -> None:
 def test_wrong_answer_to_a_mark_is_an_error() -> None:
     talk = Conversation(Full())
     talk.mark()
-    with pytest.raises(WireError, match="DEVICE_COUNT is answered with 9 bytes where 4"):
+    with pytest.raises(WireError, match="the reply to DEVICE_COUNT has 9 bytes instead of 4"):
         talk.from_server(reply(bytes(9)))

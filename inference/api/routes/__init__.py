@@ -1,1 +1,1 @@
-"""The cold routes, one file per subject: they translate between HTTP and the authority and decide nothing."""
+"""Routes besides the hot path, which translate between HTTP and the authority."""

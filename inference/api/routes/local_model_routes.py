@@ -62,7 +62,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
         model = authority.resolve(model_id)
         await authority.command(Unload(model))
-        model = authority.resolve(model_id)  # it may have been removed meanwhile, and be there anew
+        model = authority.resolve(model_id)  # a reload may have removed it and added it again
         await authority.load(model, seconds)
         return authority.status(model).to_json()
 

@@ -35,7 +35,7 @@ class CompareRequest(BaseModel):
 
 
 def router(authority: Authority, dumps: Dumps) -> APIRouter:
-    """GET /devices, and everything below /memory that changes nothing."""
+    """GET /devices, and the read-only paths below /memory."""
     routes = APIRouter()
 
     @routes.get("/devices")
@@ -62,7 +62,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
     @routes.get("/memory/fragmentation")
     async def fragmentation() -> dict[str, Any]:
-        await authority.command(Refresh())  # old readings would look like a difference
+        await authority.command(Refresh())  # old readings would look like differences
         return figures.fragmentation(authority.state, authority.now, authority.metrics)
 
     @routes.get("/memory/kv")

@@ -43,7 +43,7 @@ class PreloadRequest(BaseModel):
 
 
 def _clear(authority: Authority, key: str | None = None) -> list[dict[str, Any]]:
-    """Forgets one case of the quarantine, or all; returns them. Raises InvalidRequestError for an unknown key."""
+    """Removes one request from quarantine, or all; returns them. Raises InvalidRequestError for an unknown key."""
     found = [case for case in listing(authority.state, authority.now) if key is None or case["key"] == key]
     if key is not None and not found:
         raise InvalidRequestError(
@@ -107,8 +107,8 @@ def router(authority: Authority) -> APIRouter:
 async def preload(
     authority: Authority, names: Sequence[str], priority: Priority = Priority.NORMAL, seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """One result per name, in order: `model`, `loaded`, `state`, `devices`, `seconds` it took, and `error` (the body of
-    the envelope) where it was not loaded. None of them waits longer than `seconds`.
+    """One result per name, in order: `model`, `loaded`, `state`, `devices`, `seconds` (duration), and `error` (the
+    error object) if it was not loaded. Each load waits at most `seconds`.
     """
     return await asyncio.gather(*(_one(authority, name, priority, seconds) for name in dict.fromkeys(names)))
 

@@ -1,1 +1,1 @@
-"""What follows from each event, one module per subject: pure functions that change a draft of the state."""
+"""Event handlers, one module per subject: pure functions that change a draft of the state."""

@@ -1,1 +1,1 @@
-"""States of a model, its wait queue, its backoff and the Retry-After of its clients."""
+"""Lifecycle of a model, its queue, its backoff and Retry-After."""

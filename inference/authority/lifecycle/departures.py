@@ -1,4 +1,4 @@
-"""Why and how a model leaves its device, and the record that is kept of it."""
+"""Reasons and actions of departures of models, and their records."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 
 
 class Action(StrEnum):
-    """What a model that leaves becomes."""
+    """What happens to a model that leaves."""
 
     UNLOAD = "unload"
-    """cold: its process ends"""
+    """becomes cold: its process ends"""
     OFFLOAD = "offload"
-    """warm: no device memory, but quick to come back"""
+    """becomes warm: without device memory, but fast to restore"""
 
 
 class Reason(StrEnum):
     """Why a model had to leave; the label of `inference_evictions_total`."""
 
     MEMORY_WANTED = "memory wanted"
-    """another model needs the room"""
+    """another model needs its memory"""
     IDLE = "idle"
     PRESSURE = "pressure"
-    """the device is too full, of ours or of others'"""
+    """the device is too full"""
     OUTGREW = "outgrew"
-    """it holds more than was reserved for it, and that does not fit"""
+    """it uses more memory than reserved, which does not fit"""
     BY_HAND = "by hand"
     MOVED = "moved"
-    """it goes to another device"""
+    """it moves to another device"""
     CHANGED = "its configuration changed"
     LOWERED = "a limit was lowered"
-    """models hold more than they may from now on"""
+    """models use more memory than the new limit"""
     DEVICE = "device"
-    """its device has to be emptied, or is not there"""
+    """its device must be emptied, or is missing"""
     REMOVED = "removed"
-    """it is not in the configuration any more"""
+    """it was removed from the configuration"""
 
     @property
     def is_final(self) -> bool:
-        """Whether the model has to leave even if no other model needs its room any more."""
+        """Whether the model must leave even if no other model needs its memory any more."""
         return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE)
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why and how a model leaves; `explanation` is the plan's trace, or whatever else led to it."""
+    """Why and how a model leaves; `explanation` is the trace of the plan or another reason."""
 
     reason: Reason
     action: Action = Action.UNLOAD
     explanation: tuple[str, ...] = ()
 
     def overrules(self, earlier: Departure) -> bool:
-        """Whether a model that leaves already leaves for this instead."""
+        """Whether this departure replaces an earlier one of the same model."""
         if not self.reason.is_final:
             return False
         return not earlier.reason.is_final or self.action is Action.UNLOAD
@@ -60,7 +60,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A model that left. `memory_freed_mb` is MiB that the ledger got back, `timestamp` Unix seconds."""
+    """The departure of a model. `memory_freed_mb`: released memory in MiB. `timestamp`: Unix seconds."""
 
     model_name: str
     reason: Reason

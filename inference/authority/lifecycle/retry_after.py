@@ -1,11 +1,10 @@
-"""Decides when somebody who was turned away may come back, from what was measured; promises nothing.
+"""Computes Retry-After of a rejected request from measurements.
 
     Retry-After = room + load + ahead x pace
 
-`room` is how long the model's place is still held by the turn of another one (0 when it is free or already loading),
-`load` what its last load took, or what is left of the one that runs by its own progress, `ahead` how many wait before
-the caller, and `pace` the seconds per request at which the model answered last, all its sequences together. Whoever
-comes back then finds his predecessors served and a place in the queue free.
+`room`: seconds until the turn of the model on the device is over that holds the room (0 if it is free or loading).
+`load`: duration of the last load, or the rest of the running one. `ahead`: number of requests before this one. `pace`:
+recent seconds per answer of the model, over all its sequences.
 """
 
 from __future__ import annotations

@@ -89,18 +89,18 @@ class Stage:
     models: tuple[Held, ...]
     there: Mapping[str, tuple[Held, ...]]
     loaded: int
-    """How many models count for INFERENCE_MAX_MODELS."""
+    """The number of models for INFERENCE_MAX_MODELS."""
 
     @classmethod
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Stage:
         """The stage of a ledger and the models that hold memory in it."""
-        everybody = tuple(models)
+        held_models = tuple(models)
         there: dict[str, list[Held]] = {}
-        for held in everybody:
+        for held in held_models:
             for device in held.devices:
                 there.setdefault(device, []).append(held)
-        loaded = sum(held.standing is not Standing.WARM for held in everybody)
-        return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()}, loaded)
+        loaded = sum(held.standing is not Standing.WARM for held in held_models)
+        return cls(ledger, held_models, {device: tuple(found) for device, found in there.items()}, loaded)
 
     def without(self, *standings: Standing) -> Stage:
         """The stage without the models of these standings."""
@@ -160,7 +160,7 @@ class Scene:
 
     @classmethod
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:
-        """The scene of a ledger and those who hold something in it."""
+        """The stages of a ledger and the models that hold memory in it."""
         now = Stage.of(ledger, models)
         movable = [standing for standing in Standing if standing is not Standing.FIXED]
         return cls(now, now.without(Standing.LEAVING), now.without(*EVICTABLE), now.without(*movable))

@@ -1,1 +1,1 @@
-"""How the state is shown: `/v1/models`, `/memory`, `/events` and the metrics."""
+"""Read models of the state: `/v1/models`, `/memory`, `/events` and the metrics."""

@@ -1,7 +1,6 @@
-"""Writes down everything about memory at one moment, and tells two such moments apart; changes and decides nothing.
+"""Dumps of everything about memory, and differences between two dumps.
 
-A dump is made of mappings by name all the way down, so that two of them are compared by their paths. The last
-MOST_DUMPS are kept in memory.
+A dump consists of nested mappings, so that two dumps are compared by path. The last MOST_DUMPS are kept in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Source(Protocol):
 
 
 class Dumps:
-    """Makes dumps of one authority and remembers the last ones."""
+    """Creates dumps of one authority and keeps the last ones."""
 
     def __init__(self, authority: Source, crashes: CrashStore) -> None:
         self._authority = authority
@@ -56,9 +55,9 @@ class Dumps:
         self._kept: dict[str, dict[str, Any]] = {}
 
     async def make(self, large_objects: int = 0) -> dict[str, Any]:
-        """A dump; with `large_objects` the types that take most of the service's own memory, so many of them.
+        """A dump; includes the `large_objects` Python types that use most of the service's memory.
 
-        Those are counted in a thread: there are hundreds of thousands of objects.
+        They are counted in a thread, because there are hundreds of thousands of objects.
         """
         dump = self._now()
         if large_objects:
@@ -69,7 +68,7 @@ class Dumps:
         return dump
 
     def compare(self, before: str, after: str) -> dict[str, Any]:
-        """What differs between two kept dumps; raises InvalidRequestError for one that is not kept (any more)."""
+        """The differences between two stored dumps; raises InvalidRequestError for an unknown id."""
         old, new = self._get(before, "before"), self._get(after, "after")
         return {
             "before": before,
@@ -82,7 +81,7 @@ class Dumps:
         if (dump := self._kept.get(id)) is None:
             there = ", ".join(self._kept) or "none was made"
             raise InvalidRequestError(
-                f"there is no dump {id[:100]!r}; there are: {there}", code=Code.NOT_FOUND, param=param
+                f"unknown dump {id[:100]!r}; stored dumps: {there}", code=Code.NOT_FOUND, param=param
             )
         return dump
 
@@ -133,8 +132,8 @@ def _ledger(state: State) -> dict[str, Any]:
 
 def _model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
     known = figures.model(state, model, now)
-    told = ("state", "location", "memory_mb", "idle_seconds", "use_count", "ref_count")
-    return {name: known[name] for name in told} | {"loads": model.loads}
+    shown = ("state", "location", "memory_mb", "idle_seconds", "use_count", "ref_count")
+    return {name: known[name] for name in shown} | {"loads": model.loads}
 
 
 def _worker(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _worker(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
 
 
 def _python() -> dict[str, Any]:
-    """The service's own process: what the garbage collector counts, what runs, what it holds."""
+    """The process of the service: counters of the garbage collector, tasks, memory."""
     own = private_bytes(os.getpid())
     return {
         "gc_counts": dict(zip(("young", "middle", "old"), gc.get_count(), strict=True)),
@@ -168,7 +167,7 @@ def _python() -> dict[str, Any]:
 
 
 def _largest(most: int) -> dict[str, dict[str, Any]]:
-    """The `most` types whose objects take most bytes together, containers without their contents."""
+    """The `most` types whose objects use most bytes in total, containers without their contents."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for item in gc.get_objects():
@@ -179,7 +178,7 @@ def _largest(most: int) -> dict[str, dict[str, Any]]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every path whose value is not the same in both, with `before`, `after` and, of numbers, `difference`."""
+    """Every path whose values differ, with `before`, `after` and, for numbers, `difference`."""
     old, new = dict(_flat(before)), dict(_flat(after))
     found: dict[str, dict[str, Any]] = {}
     for path in sorted({*old, *new} - {"id", "timestamp"}):

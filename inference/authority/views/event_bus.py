@@ -1,6 +1,6 @@
-"""Numbers what happens and hands it to everybody who listens; decides nothing and waits for nobody.
+"""Distributes numbered events to the listeners of `/events`.
 
-A listener that does not keep up loses its queue and gets a fresh snapshot instead: what it knows is then right again.
+A listener that reads too slowly loses its queue and gets a new snapshot instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _END = object()
 
 
 class Bus:
-    """Events to many listeners. `snapshot` gives the whole state for those who begin or fell behind."""
+    """The event bus. `snapshot` returns the whole state, for new listeners and for those that fell behind."""
 
     def __init__(self) -> None:
         self.snapshot: Callable[[], dict[str, Any]] = dict
@@ -25,7 +25,7 @@ class Bus:
         self._closed = False
 
     def publish(self, kind: str, data: dict[str, Any]) -> None:
-        """Tells every listener; never blocks."""
+        """Sends an event to every listener; does not block."""
         self._number += 1
         frame = _frame(self._number, kind, data)
         for queue in self._listeners:
@@ -55,7 +55,7 @@ class Bus:
             self._listeners.discard(queue)
 
     def close(self) -> None:
-        """Ends every listener's stream."""
+        """Ends the streams of all listeners."""
         self._closed = True
         for queue in self._listeners:
             queue.put_nowait(_END)

@@ -1,6 +1,6 @@
-"""Memory as `/memory/*` and `/devices` show it: MiB, percent, names of fields. Functions of the state.
+"""The figures of `/memory/*` and `/devices`, as functions of the state.
 
-Bytes of models and accounts come from the ledger, use of devices from their readings, allocations from the workers.
+Bytes of models and accounts come from the ledger, use of devices from readings, allocations from workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def percent(part: float, whole: float) -> float:
 
 # --- devices ---------------------------------------------------------------------------------------------------------
 def _device(reading: Reading, balance: Balance, use: Use, level: Level, usable_bytes: int) -> dict[str, Any]:
-    """`used_mb` is everybody's use, `allocated_mb` what is booked for models, `usable_bytes` what may be ours."""
+    """`used_mb`: use by all programs. `allocated_mb`: booked for models. `usable_bytes`: Headgate's share."""
     return {
         "name": reading.name,
         "kind": reading.kind,
@@ -67,7 +67,7 @@ def per_device(state: State, now: float) -> dict[str, dict[str, Any]]:
 
 
 def _planned(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that models are planned for by default: the accelerators, or the host where there is none."""
+    """The default devices of models: the accelerators, or the host without any."""
     return [figures for name, figures in devices.items() if name != CPU] or list(devices.values())
 
 
@@ -81,7 +81,7 @@ def _sum(devices: Iterable[Mapping[str, Any]], name: str) -> float:
 
 # --- stats and health ------------------------------------------------------------------------------------------------
 def stats(state: State, now: float) -> dict[str, Any]:
-    """The totals of `/memory/stats`: of all accelerators, or of the host where there is none."""
+    """The totals of `/memory/stats`: of all accelerators, or of the host without any."""
     devices = per_device(state, now)
     planned = _planned(devices)
     limit = state.ledger.limit_bytes
@@ -121,7 +121,7 @@ _LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
 def health(state: State, now: float) -> dict[str, Any]:
-    """Whether devices are well: false at CRITICAL pressure or with a lost device; `message` says which and why."""
+    """The health of devices: false at CRITICAL pressure or with a lost device, with the reason in `message`."""
     devices = per_device(state, now)
     ill = []
     for name, figures in devices.items():
@@ -137,7 +137,7 @@ def health(state: State, now: float) -> dict[str, Any]:
         "healthy": not ill,
         "pressure": _worst(figures["pressure_level"] for figures in devices.values()),
         "used_percent": percent(_sum(planned, "used_mb"), _sum(planned, "total_mb")),
-        "message": "; ".join(ill) or "all devices are well",
+        "message": "; ".join(ill) or "all devices are healthy",
         "devices": {
             name: {
                 "state": figures["state"],
@@ -161,7 +161,7 @@ def location(state: State, model: ModelRecord) -> str:
 
 
 def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
-    """One model of `/memory/models`. `observed` is what the ledger holds for it since its load was measured."""
+    """One model of `/memory/models`. `observed`: its bytes in the ledger since its load was measured."""
     held = state.ledger.owned_by(model.id)
     estimate = next(iter(state.estimates_of(model.effective).values()), None)
     worker, in_flight = state.worker_of(model), state.in_flight(model)
@@ -192,7 +192,7 @@ def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
 
 
 def kv(state: State, now: float) -> dict[str, Any]:
-    """What the KV caches of models hold: cells in their contexts, and sequences saved with warm models."""
+    """The KV caches of models: cells in their contexts, and sequences saved with warm models."""
     saved = {entry["model_key"]: entry for entry in offloaded(state, now)}
     return {"models": [_cached(state, model, saved.get(model.id)) for model in state.models.values() if model.worker]}
 
@@ -233,7 +233,7 @@ def offloaded(state: State, now: float) -> list[dict[str, Any]]:
 
 # --- fragmentation ---------------------------------------------------------------------------------------------------
 def fragmentation(state: State, now: float, metrics: Metrics) -> dict[str, Any]:
-    """Tracked against observed bytes, cells used against reserved, and how far free memory is spread over devices."""
+    """Tracked and observed bytes, used and reserved cells, and the distribution of free memory over devices."""
     balances = device_view.balances(state, now)
     readings = [reading for reading in device_view.readings(state, now) if reading.id in balances]
     rooms = [balances[reading.id].room_bytes for reading in readings if reading.id != CPU]

@@ -15,7 +15,7 @@ from inference.protocol import DeviceState, ModelState, Priority
 _RESTORE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
-_COOLDOWN = "Time until a model is tried again after a failure, or as it is configured after memory ran out"
+_COOLDOWN = "Time until a model is tried again after a failure, or with its configured settings after out-of-memory"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
 
 
@@ -31,14 +31,14 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.evictions = Counter(
-            "inference_evictions_total", "Models that left for a reason", ["action", "reason"], registry=self.registry
+            "inference_evictions_total", "Models that left their device", ["action", "reason"], registry=self.registry
         )
         self.load_seconds = Histogram(
             "inference_load_seconds", "From reservation to ready", ["model", "tier"], buckets=_LOAD_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
         self.kv_restore_seconds = Histogram(
-            "inference_kv_restore_seconds", "Putting saved sequences back", buckets=_RESTORE_BUCKETS,
+            "inference_kv_restore_seconds", "Restoring saved sequences", buckets=_RESTORE_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
         self.estimate_error = Histogram(
@@ -48,17 +48,15 @@ class Metrics:
         self.exits = Counter(
             "inference_worker_exits_total", "Ends of worker processes", ["model", "cause"], registry=self.registry
         )
-        self.recoveries = Counter(
-            "inference_recovery_total", "Things that came back by themselves", ["kind"], registry=self.registry
-        )
+        self.recoveries = Counter("inference_recovery_total", "Automatic recoveries", ["kind"], registry=self.registry)
         self.timeouts = Counter(
             "inference_timeouts_total", "Waits that ended at their deadline", ["kind"], registry=self.registry
         )
         self.restorations = Counter(
-            "inference_restorations_total", "Warm models that were ready again", registry=self.registry
+            "inference_restorations_total", "Restorations of warm models", registry=self.registry
         )
         self.alloc_retries = Counter(
-            "inference_alloc_retries_total", "Loads tried again with less after memory was refused",
+            "inference_alloc_retries_total", "Loads repeated with smaller settings after out-of-memory",
             registry=self.registry,
         )  # fmt: skip
         self.tokens = Counter(
@@ -94,7 +92,7 @@ def gauges(state: State, now: float) -> Iterator[GaugeMetricFamily]:
 
 
 def numbered(states: type[ModelState] | type[DeviceState]) -> str:
-    """The numbers that stand for states: `0 cold, 1 loading, ...`, in the order of their declaration."""
+    """The numbers of states: `0 cold, 1 loading, ...`, in the order of their declaration."""
     return ", ".join(f"{number} {state}" for number, state in enumerate(states))
 
 
@@ -129,7 +127,7 @@ def _models(state: State, now: float) -> Iterator[GaugeMetricFamily]:
 
 
 def cooldown_seconds(model: ModelRecord, now: float) -> float:
-    """Until the model is tried again after a failure, or with its configured sizes or devices after a shortage."""
+    """Seconds until the model is tried again after a failure, or with its configured settings after a shortage."""
     backoff = model.retry_at - now if model.state is ModelState.FAILED else 0.0
     return max(0.0, backoff, model.descent.rest(now), model.sheltered_until - now)
 
@@ -154,7 +152,7 @@ def _workers(state: State) -> Iterator[GaugeMetricFamily]:
 
 
 def bytes_by_kind(state: State, model: ModelRecord) -> dict[str, int]:
-    """What the worker of a model that can answer allocated: weights, kv, compute, other."""
+    """The bytes that the worker of a model allocated: weights, kv, compute, other."""
     worker = state.worker_of(model)
     if worker is None or worker.ready is None or model.state is ModelState.WARM:
         return {}

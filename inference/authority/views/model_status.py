@@ -1,4 +1,4 @@
-"""How the state of the authority looks from outside: functions of the state that change nothing."""
+"""Models and decisions as JSON, as functions of the state."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _rounded(figure: float | None) -> float | None:
 
 
 def _fits(state: State, model: ModelRecord, now: float, moment: Moment) -> tuple[bool | None, str | None, float | None]:
-    """Whether it fits, why not, and in how many seconds a lost device that it misses is tried again."""
+    """Whether the model fits, why not, and the seconds until its lost device is tried again."""
     if model.worker is not None and model.state is not ModelState.UNLOADING:
         return True, None, None
     if not state.started:
@@ -93,11 +93,11 @@ _QUIET = {
 }
 
 
-def differs(now: ModelStatus, told: ModelStatus | None) -> bool:
-    """Whether listeners must hear of it: figures that move by themselves, and requests in flight, are no news."""
-    if told is None:
+def differs(now: ModelStatus, reported: ModelStatus | None) -> bool:
+    """Whether listeners get an event: not for changing figures and requests in flight alone."""
+    if reported is None:
         return True
-    return replace(now, **_QUIET) != replace(told, **_QUIET)  # type: ignore[arg-type]
+    return replace(now, **_QUIET) != replace(reported, **_QUIET)  # type: ignore[arg-type]
 
 
 def balance_json(balance: Balance) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def balance_json(balance: Balance) -> dict[str, Any]:
 
 
 def decision_json(decision: Placement | Refusal, lost: str = "") -> dict[str, Any]:
-    """A decision as `/memory/plan` shows it; `lost` says which accelerators are missing, and why."""
+    """A decision as `/memory/plan` shows it; `lost` names missing accelerators with the reason."""
     common = {"result": str(decision.result), "trace": list(decision.trace)}
     if isinstance(decision, Placement):
         return {

@@ -1,4 +1,4 @@
-"""Tells listeners which models changed; changes that come together go out together."""
+"""Publishes changes of models to listeners; changes at the same time are published together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Source(Protocol):
 
 
 class Notifier:
-    """What listeners know of each model, and the timer for what they learn next."""
+    """The status of each model that listeners have, and the timer of the next publication."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
@@ -34,13 +34,13 @@ class Notifier:
         self._known: dict[str, ModelStatus] = {}
 
     def close(self) -> None:
-        """Publishes nothing any more."""
+        """Stops publishing."""
         self._closed = True
         if self._alarm is not None:
             self._alarm.cancel()
 
     def changed(self, source: Source, seconds: float = 0.0) -> None:
-        """Publishes within `seconds` what differs from what listeners know."""
+        """Publishes changes within `seconds`."""
         due = self._clock.now() + seconds
         if self._alarm is not None:
             if self._due_at <= due:

@@ -25,9 +25,9 @@ SPARE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why a process could not be suspended or resumed. Its state is unknown then.
+    """Why a process could not be suspended or resumed. Its state is then unknown.
 
-    `of_state`: the reason is the current state of the device, such as too little memory, so a later try may work.
+    `of_state`: the reason is the current state of the device, such as too little memory, so a later try may succeed.
     """
 
     why: str
@@ -37,7 +37,7 @@ class Trouble:
 class Carrier(Protocol):
     """Suspends and resumes processes on one kind of device. Methods return None on success."""
 
-    who: str
+    label: str
     """Name for messages, such as `the NVIDIA driver`."""
 
     async def test(self, device: Reading) -> Trouble | None:
@@ -52,20 +52,20 @@ class Carrier(Protocol):
 class DriversCarrier:
     """Checkpoints of NVIDIA's driver."""
 
-    who = "the NVIDIA driver"
+    label = "the NVIDIA driver"
 
     async def test(self, device: Reading) -> Trouble | None:  # noqa: D102
-        return await _asked({"operation": "test", "seconds": CALL_SECONDS}, TEST_SECONDS)
+        return await _run_job({"operation": "test", "seconds": CALL_SECONDS}, TEST_SECONDS)
 
     async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
         job = {"operation": operation, "pid": pid, "seconds": seconds}
-        return await _asked(job, 3 * seconds + SPARE_SECONDS)
+        return await _run_job(job, 3 * seconds + SPARE_SECONDS)
 
 
 class SimulatorsCarrier:
     """Checkpoints of the simulator that listens at `socket_path`."""
 
-    who = "the simulator"
+    label = "the simulator"
 
     def __init__(self, socket_path: Path) -> None:
         self._socket_path = socket_path
@@ -80,7 +80,7 @@ class SimulatorsCarrier:
                 "endpoint": device.rpc_endpoint,
             },
         }
-        return await _asked(job, TEST_SECONDS)
+        return await _run_job(job, TEST_SECONDS)
 
     async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
         try:
@@ -90,7 +90,7 @@ class SimulatorsCarrier:
         return None
 
 
-async def _asked(job: Mapping[str, Any], seconds: float) -> Trouble | None:
+async def _run_job(job: Mapping[str, Any], seconds: float) -> Trouble | None:
     """Runs the job in a helper."""
     try:
         answer = await run_helper("checkpoint", job, seconds=seconds)

@@ -1,8 +1,8 @@
-"""The simulator's process: `python -m inference.devices.simgpu SOCKET SIZE...`; starts devices, carries commands out.
+"""The process of the GPU simulator: `python -m inference.devices.simgpu SOCKET SIZE...`.
 
-SIZE is bytes. The first line on stdout is the status, once every device listens. Commands come as JSON lines over the
-private Unix socket, each answered with the status of all devices, or `{"error": sentence, "of_state": whether it is as
-things are on a device}`. It ends with its parent, or when stdin ends; Ctrl-C is the parent's to hear.
+SIZE is bytes. The first line on stdout is the status, after all devices listen. Commands are JSON lines over the
+private Unix socket; each is answered with the status of all devices, or `{"error": message, "of_state": bool}`. The
+process ends with its parent, or when stdin ends; SIGINT is ignored, because the parent handles it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Machine:
         ]
 
     async def open(self) -> None:
-        """Every device listens when this returns."""
+        """Opens all devices; they listen when this returns."""
         self.servers.prepare()
         for device in self.devices:
             await device.open()
 
     async def close(self) -> None:
-        """Cuts everything."""
+        """Closes all devices and their connections."""
         for device in self.devices:
             await device.close()
         await self.servers.close()
@@ -59,13 +59,13 @@ class Machine:
         return {"devices": [device.status() for device in self.devices]}
 
     async def answer(self, line: bytes) -> dict[str, Any]:
-        """Carries out one command; an error is an answer as well."""
+        """Runs one command; returns the status or an error."""
         try:
             order = parse(json.loads(line), [device.id for device in self.devices])
             for device in self.devices:
                 if order.device in (None, device.id):
                     await device.obey(order)
-        except ValueError as error:  # json's as well
+        except ValueError as error:  # includes JSONDecodeError
             return {"error": str(error), "of_state": isinstance(error, StateError)}
         if order.do != "status":
             log.info("%s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
@@ -97,7 +97,7 @@ async def _control(machine: Machine, reader: asyncio.StreamReader, writer: async
         while line := await reader.readline():
             writer.write(json.dumps(await machine.answer(line)).encode() + b"\n")
             await writer.drain()
-    except (OSError, ValueError) as error:  # it left, or sent a line without an end
+    except (OSError, ValueError) as error:  # disconnected, or a line that is too long
         log.warning("a control connection ended: %s", error)
     finally:
         writer.close()
@@ -111,7 +111,7 @@ async def _stdin_ended() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the simulator; status 0 when its parent let go of it."""
+    """Runs the simulator; returns 0 after stdin ended."""
     arguments = sys.argv[1:] if argv is None else argv
     child_process.die_with_parent(os.environ)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(path, [int(size) for size in arguments[1:]]))
     except OSError as error:
-        log.error("the simulator cannot go on: %s", error)  # noqa: TRY400 - the sentence says it
+        log.error("the simulator failed: %s", error)  # noqa: TRY400 - the message is enough
         return 1
     finally:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Copies memory of this process aside, returns its pages to the system, and copies it back.
+"""Moves memory of this process to a copy and back, and frees its pages in between.
 
-The addresses stay valid meanwhile, as those of a device do while its driver has copied a process away. What is copied
-is freed piece by piece in both directions, so that nothing is there twice but for one piece.
+The addresses stay valid, like those of a device whose driver suspended a process. Memory is moved piece by piece, so
+that only one piece exists twice at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PIECE_BYTES = 4 * 2**20
-"""Twice a huge page: pieces begin and end where huge pages do, so that none of these has to be split."""
+"""Two huge pages: pieces are aligned to huge pages, so that none is split."""
 
 Span = tuple[int, int]
 """Address and bytes."""
 
 
 class AsideError(Exception):
-    """Nothing was copied; the message says why."""
+    """Nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class _Copy:
 
 
 class Aside:
-    """The memory that one process has moved aside. It must not be used in the meantime."""
+    """The moved memory of one process. It must not be used until it was moved back."""
 
     def __init__(self) -> None:
         self._copy: _Copy | None = None
 
     def take(self, spans: Sequence[Span]) -> int:
-        """Copies `spans` and frees their whole pages; returns bytes. Raises AsideError, after which all is as before.
+        """Copies `spans` and frees their pages; returns bytes. After AsideError nothing has changed.
 
-        Pages that are only partly in a span stay: a heap has other things in them.
+        Pages that are only partly in a span are kept, because they may contain other objects of the heap.
         """
         if sys.platform != "linux":
-            raise AsideError("memory can be copied aside on Linux only")
+            raise AsideError("memory can be moved on Linux only")
         if self._copy is not None:
-            raise AsideError("memory is aside already")
+            raise AsideError("the memory was already moved")
         spans = tuple((address, size) for address, size in spans if size)
         total = sum(size for _address, size in spans)
         try:
@@ -59,9 +59,9 @@ class Aside:
         return total
 
     def put_back(self) -> int:
-        """Copies all back and frees the copy; returns bytes. Raises AsideError where nothing is aside."""
+        """Copies everything back and frees the copy; returns bytes. Raises AsideError if nothing was moved."""
         if self._copy is None:
-            raise AsideError("nothing is aside")
+            raise AsideError("no memory was moved")
         spans, memory = self._copy.spans, self._copy.memory
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):
@@ -74,7 +74,7 @@ class Aside:
 
 @contextlib.contextmanager
 def _addressed(memory: mmap.mmap) -> Iterator[int]:
-    """The address of a mapping, which cannot be closed meanwhile."""
+    """The address of a mapping, which cannot be closed within the context."""
     view = ctypes.c_char.from_buffer(memory)
     try:
         yield ctypes.addressof(view)
@@ -94,7 +94,7 @@ def _pieces(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
 
 
 def _free(address: int, size: int) -> None:
-    """The whole pages of private memory without a file, which read as zeros from then on."""
+    """Frees the complete pages of private anonymous memory; they read as zeros afterwards."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last and _libc.madvise(first, last - first, mmap.MADV_DONTNEED):

@@ -14,7 +14,7 @@ from inference.workers.child_environment import child_environment
 
 START_SECONDS = 30.0
 MOST_SPARES = 2
-"""The replacement of a server that was taken, and one that was returned in the meantime."""
+"""Spare servers: the replacement of a used one, and one that was returned meanwhile."""
 
 
 LEAST_MOVE_SECONDS = 10.0
@@ -70,12 +70,12 @@ class Server:
             raise NotMovedError(str(answer["error"]))
 
     async def end(self) -> None:
-        """Kills and reaps it; its memory is the machine's again when this returns."""
+        """Kills and reaps the server; its memory is free when this returns."""
         await _kill(self.process)
 
 
 class Servers:
-    """Starts servers ahead of their use, because a process takes longer to start than a client likes to wait."""
+    """Starts servers in advance, because a process takes long to start."""
 
     def __init__(self) -> None:
         self._spares: list[asyncio.Future[Server]] = []
@@ -102,9 +102,9 @@ class Servers:
         return server
 
     async def give_back(self, server: Server) -> None:
-        """Keeps a server whose client left before it allocated anything, or ends it where there are enough.
+        """Keeps a server whose client disconnected before it allocated anything, or ends it if there are enough.
 
-        llama.cpp opens a connection to ask for a device's memory and closes it, several times before it loads.
+        Before a load, llama.cpp opens and closes several connections to read the memory of a device.
         """
         if len(self._spares) >= MOST_SPARES or server.process.returncode is not None:
             await server.end()

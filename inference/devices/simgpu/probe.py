@@ -62,11 +62,11 @@ class SimProbe:
 
     @property
     def pid(self) -> int | None:
-        """The simulator's process."""
+        """The process id of the simulator."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Returns when every device listens; raises HeadgateError when they cannot be had."""
+        """Starts the simulator; returns when every device listens. Raises HeadgateError."""
         if self._engine is None or missing_backends(self._engine, ["rpc"]):
             message = "simulated devices need llama-cpp-python built with RPC: CMAKE_ARGS=-DGGML_RPC=ON make serve"
             raise ConfigError([Problem(message, key="INFERENCE_DEVICES")])
@@ -81,7 +81,7 @@ class SimProbe:
         return self._readings
 
     async def refresh(self) -> None:
-        """Asks the simulator; one that is silent has lost its devices, one that ended is started again."""
+        """Reads the simulator. Without an answer its devices are lost; a simulator that ended is started again."""
         process = self._process
         if self._is_opening:
             return
@@ -96,11 +96,11 @@ class SimProbe:
             self._readings = tuple(map(_reading, status["devices"]))
 
     def listen(self, notice: Callable[[], None]) -> None:
-        """The end of the simulator is noticed."""
+        """Calls `notice` when the simulator ends."""
         self._notice = notice
 
     async def renew(self) -> None:
-        """A simulator that ended is started at the next refresh, however many ended before."""
+        """The next refresh starts an ended simulator without a delay."""
         self._reopening, self._is_loss_told = Reopening(), True
 
     async def trial(self, device: str) -> None:
@@ -108,7 +108,7 @@ class SimProbe:
         await trial(next(reading for reading in self._readings if reading.id == device))
 
     async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, Any]:
-        """Carries out one command of `faults.COMMANDS`; the status of all devices. Raises HeadgateError."""
+        """Runs one command of `faults.COMMANDS`; returns the status of all devices. Raises HeadgateError."""
         async with self._turn:
             if self._process is None or self._process.returncode is not None:
                 raise HeadgateError("the simulator has ended")
@@ -121,7 +121,7 @@ class SimProbe:
                     answer = json.loads(await reader.readline())
             except BaseException as error:
                 if writer is not None:
-                    writer.transport.abort()  # an answer that comes later would be taken for the next one's
+                    writer.transport.abort()  # a late answer would be taken for the answer to the next command
                 self._streams = None
                 if isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     raise HeadgateError("the simulator has ended") from error
@@ -143,7 +143,7 @@ class SimProbe:
             streams[1].transport.abort()
 
     async def close(self) -> None:
-        """Ends the simulator and whatever it started."""
+        """Ends the simulator and its servers."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
@@ -157,7 +157,7 @@ class SimProbe:
 
     # --- its process -----------------------------------------------------------------------------------------------
     async def _open(self) -> None:
-        """Starts a simulator and waits until its devices listen; raises HeadgateError and leaves none that failed."""
+        """Starts a simulator and waits until its devices listen. Raises HeadgateError; a failed simulator is ended."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -217,7 +217,7 @@ class SimProbe:
             self._notice()
 
     def _lose(self, why: str, sign: Sign) -> None:
-        if self._process is None:  # closed: what was asked at that moment has no answer, and no device is lost by it
+        if self._process is None:  # closed: a pending command has no answer, but no device is lost
             return
         if any(reading.sign is not sign for reading in self._readings):
             log.error("all simulated devices are lost: %s", why)

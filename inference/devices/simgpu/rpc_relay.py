@@ -41,7 +41,7 @@ class Relay:
         self._client, self._server = client, server
         self._talk, self._pace = talk, pace
         self._turn = asyncio.Lock()
-        """Held to write to the client: answers come from the server and from the relay."""
+        """Lock for writing to the client, because answers come from the server and from the relay."""
         self._open = asyncio.Event()
         self._open.set()
         self._passing = 0
@@ -51,7 +51,7 @@ class Relay:
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def run(self, first: bytes) -> None:
-        """Until one side ends, `first` having come from the client already; raises OSError and WireError."""
+        """Relays until one side ends; `first` has already come from the client. Raises OSError and WireError."""
         await self._pass(self._talk.from_client(first))
         pumps = [
             asyncio.create_task(self._pump(source, step))
@@ -68,9 +68,9 @@ class Relay:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def shut(self) -> None:
-        """Returns in a moment in which the server is done with all that was asked, and no request passes any more.
+        """Stops requests at a moment when the server has completed all earlier ones.
 
-        As long as that takes, requests do pass. Given up by cancelling it, after which it is open.
+        Until then requests pass. A cancelled call leaves the relay open.
         """
         await self._quiet()
         self._open.clear()
@@ -82,7 +82,7 @@ class Relay:
             raise
 
     def open(self) -> None:
-        """Requests pass again, those that came meanwhile first."""
+        """Lets requests pass again, waiting ones first."""
         self._open.set()
 
     async def _quiet(self) -> None:
@@ -103,9 +103,9 @@ class Relay:
                 await asyncio.sleep(0)
 
     async def _stalled(self, source: socket.socket, gates: Sequence[asyncio.Event]) -> bytes:
-        """What arrives until the gates are open; raises ConnectionError when the source ends before.
+        """The bytes that arrive until the gates are open; raises ConnectionError if the source ends before.
 
-        Read in a callback: a task that is cancelled the moment its bytes arrive would lose them.
+        They are read in a callback, because a cancelled task could lose them.
         """
         held = bytearray()
         ended: asyncio.Future[Any] = self._loop.create_future()

@@ -1,9 +1,8 @@
-"""Reads and rewrites ggml's RPC protocol between one client and its server, byte by byte; opens no socket.
+"""Parses and rewrites ggml's RPC protocol between one client and its server (pure).
 
-A request is a command byte, an 8-byte little-endian size and a payload; a reply, where the command has one, a size and
-a payload. Replies come in the order of the requests. Layouts and commands are those of protocol version 7, the one of
-llama.cpp 0c1e57098; a server that says another major version, or a command that is not known, ends the connection,
-because a proxy that lost count of the replies would mix them up.
+A request is a command byte, an 8-byte little-endian size and a payload; a reply, if the command has one, is a size and
+a payload. Replies come in the order of the requests. The layouts are those of protocol version 7 (llama.cpp 0c1e57098).
+Another major version or an unknown command ends the connection, because the proxy could not match replies any more.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAJOR_VERSION = 7
 
 
 class Command(IntEnum):
-    """What a client can ask of a server."""
+    """The commands of the protocol."""
 
     ALLOC_BUFFER = 0
     GET_ALIGNMENT = 1
@@ -60,21 +59,21 @@ _ALLOCATED = struct.Struct("<QQ")  # pointer, bytes
 _POINTER = struct.Struct("<Q")
 _MEMORY = struct.Struct("<QQ")  # free, total
 _READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOC.size, Command.FREE_BUFFER: _POINTER.size, Command.GET_DEVICE_MEMORY: 4}
-"""Requests whose payload matters here, and its length in bytes."""
+"""Requests whose payload is parsed, and its length in bytes."""
 _REPLY_READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOCATED.size, Command.HELLO: 28}
 _MARK, _MARKED_BYTES = Command.DEVICE_COUNT, 4
-"""Of all requests the one that asks for least; its reply's length."""
+"""The smallest request, and the length of its reply."""
 
 
 class WireError(Exception):
-    """The stream is not this protocol; the connection must end."""
+    """The stream violates the protocol; the connection must end."""
 
 
 class Account(Protocol):
     """One connection's view of the device's memory."""
 
     def ask(self, size_bytes: int) -> bool:
-        """Whether so much may be allocated; a granted wish is followed by `made` or `unmade`."""
+        """Whether `size_bytes` may be allocated; a granted request is followed by `made` or `unmade`."""
         ...
 
     def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
@@ -90,7 +89,7 @@ class Account(Protocol):
         ...
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes the device shows."""
+        """The (free, total) bytes that the device reports."""
         ...
 
 
@@ -105,12 +104,12 @@ def reply(payload: bytes) -> bytes:
 
 
 Piece = bytes | memoryview
-"""Bytes that pass; a view is of what the step was given, and is good as long as that is."""
+"""Bytes to send; a view refers to the input of the step and is valid as long as the input."""
 
 
 @dataclass(slots=True)
 class Flow:
-    """Bytes that a step lets through, and the requests that began in it."""
+    """The bytes to send after a step, and the requests that began in it."""
 
     to_server: list[Piece] = field(default_factory=list)
     to_client: list[Piece] = field(default_factory=list)
@@ -119,21 +118,21 @@ class Flow:
 
 @dataclass(slots=True)
 class _Stream:
-    """One direction: gathers heads and the payloads that matter, lets the others pass unread and uncopied."""
+    """One direction: collects headers and parsed payloads; other payloads pass without a copy."""
 
     head_size: int
-    wanted: int  # bytes to gather before anything can be decided
+    wanted: int  # bytes to collect before the next decision
     gathered: bytearray = field(default_factory=bytearray)
-    left: int = 0  # bytes of a payload that passes unread
+    left: int = 0  # remaining bytes of a payload that is not parsed
 
     def gather(self, data: memoryview) -> memoryview:
-        """Takes what is missing; returns the rest."""
+        """Adds the missing bytes from `data`; returns the rest."""
         missing = self.wanted - len(self.gathered)
         self.gathered += data[:missing]
         return data[missing:]
 
     def take(self) -> bytes:
-        """What was gathered; the next head comes."""
+        """The collected bytes; a header follows."""
         whole = bytes(self.gathered)
         self.gathered.clear()
         self.wanted = self.head_size
@@ -142,9 +141,9 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A reply that is still to come, or (`local`) one that is made here and waits for its turn.
+    """A pending reply of the server, or a `local` one that waits for its turn.
 
-    Replies to a mark are only for this conversation.
+    Replies to a mark are not sent to the client.
     """
 
     command: Command
@@ -164,19 +163,19 @@ class Conversation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no request is under way in either direction, as far as that is seen here: some have no reply."""
+        """Whether no request is pending, as far as known: some requests have no reply."""
         return not any((self._awaited, *(stream.gathered or stream.left for stream in (self._client, self._server))))
 
     def mark(self) -> Flow:
-        """A request of our own, whose reply says that the server is done with all that came before it.
+        """A request of the proxy, whose reply shows that the server has completed all earlier requests.
 
-        To be sent between two requests of the client only. The client sees nothing of it.
+        It must be sent between two requests of the client, which does not see it.
         """
         self._awaited.append(_Awaited(_MARK, is_mark=True))
         return Flow([request(_MARK)])
 
     def from_client(self, data: Piece) -> Flow:
-        """Takes bytes of the client; raises WireError when they are no request."""
+        """Processes bytes of the client. Raises WireError for an invalid request."""
         flow, stream, rest = Flow(), self._client, memoryview(data)
         while rest:
             if stream.left:
@@ -190,7 +189,7 @@ class Conversation:
         return flow
 
     def from_server(self, data: Piece) -> Flow:
-        """Takes bytes of the server. Raises WireError for bytes without a request."""
+        """Processes bytes of the server. Raises WireError for bytes without a request."""
         flow, stream, rest = Flow(), self._server, memoryview(data)
         while rest:
             if stream.left:
@@ -206,7 +205,7 @@ class Conversation:
         return flow
 
     def _begun(self, stream: _Stream, flow: Flow) -> None:
-        """A head is there, with its payload where that matters."""
+        """Handles a header, with its payload if it is parsed."""
         command, size = self._known(bytes(stream.gathered[: _HEAD.size]))
         expected = _READ_WHOLE.get(command)
         if expected is None:
@@ -224,7 +223,7 @@ class Conversation:
         flow.requests += 1
 
     def _replied(self, stream: _Stream, flow: Flow) -> None:
-        """The size of a reply is there, with its payload where that matters."""
+        """Handles the size of a reply, with its payload if it is parsed."""
         if not self._awaited:
             raise WireError("the server answered without a request")
         (size,) = _SIZE.unpack_from(stream.gathered)
@@ -236,7 +235,7 @@ class Conversation:
             if not size:
                 self._answered(flow)
         elif size != expected:
-            raise WireError(f"{awaited.command.name} is answered with {size} bytes where {expected} are expected")
+            raise WireError(f"the reply to {awaited.command.name} has {size} bytes instead of {expected}")
         elif stream.wanted == _SIZE.size:
             stream.wanted += size
         else:
@@ -254,7 +253,7 @@ class Conversation:
             raise WireError(f"command {number} is not known") from None
 
     def _read(self, command: Command, payload: bytes, flow: Flow) -> None:
-        """A request that is decided or counted here."""
+        """Handles a request that the proxy decides or counts."""
         if command is Command.FREE_BUFFER:
             self._account.free(*_POINTER.unpack(payload))
             flow.to_server.append(request(command, payload))
@@ -272,10 +271,10 @@ class Conversation:
         self._flush(flow)
 
     def _note(self, awaited: _Awaited, payload: bytes) -> None:
-        """A reply that is read here."""
+        """Handles a reply that the proxy reads."""
         if awaited.command is Command.HELLO:
             if payload[0] != MAJOR_VERSION:
-                raise WireError(f"the server speaks version {payload[0]} of the protocol, not {MAJOR_VERSION}")
+                raise WireError(f"the server has protocol version {payload[0]}, not {MAJOR_VERSION}")
             return
         pointer, size = _ALLOCATED.unpack(payload)
         if pointer:

@@ -75,7 +75,7 @@ class Device:
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        """Listens; a device that does already stays as it is."""
+        """Starts to listen, unless it already does."""
         if self._listening is not None:
             return
         try:
@@ -96,7 +96,7 @@ class Device:
 
     # --- control ---------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:
-        """Figures, faults and counters; bytes are bytes."""
+        """Figures, faults and counters."""
         memory = self._settled()
         return {
             "id": self.id,
@@ -120,7 +120,7 @@ class Device:
         }
 
     async def obey(self, order: Order) -> None:
-        """Carries one command out; raises ValueError when it cannot be."""
+        """Runs one command; raises ValueError if it is not possible."""
         amount = order.amount
         match order.do:
             case "refuse":
@@ -212,9 +212,9 @@ class Device:
             link.relay.open()
 
     async def _moved(self, pid: int, links: Mapping[int, _Link], moving: Coroutine[Any, Any, None]) -> None:
-        """Waits for one server; where that fails all connections of the process are cut.
+        """Waits for one server; after a failure all connections of the process are closed.
 
-        That a connection or its server had ended by then is what the device is like, and no failure to move.
+        A connection or server that has ended is a state of the device, not a failed move.
         """
         try:
             await moving
@@ -224,7 +224,7 @@ class Device:
                 if number in self._connections:
                     self._connections[number].cancel()
             kind = StateError if has_ended else ValueError
-            raise kind(f"the memory of process {pid} was not moved, and it is cut off: {error}") from None
+            raise kind(f"the memory of process {pid} was not moved, and its connections are closed: {error}") from None
 
     # --- connections -----------------------------------------------------------------------------------------------
     async def _listen(self, listener: socket.socket) -> None:
@@ -235,7 +235,7 @@ class Device:
                 self._connections[number] = asyncio.create_task(self._serve(number, client))
 
     async def _serve(self, number: int, client: socket.socket) -> None:
-        """One connection, until either side ends it."""
+        """Serves one connection until either side ends it."""
         loop = asyncio.get_running_loop()
         server: Server | None = None
         account = _Account(self, number)
@@ -251,7 +251,7 @@ class Device:
                     await relay.run(first)
             is_good = not account.has_granted
         except (OSError, WireError, NoServerError) as error:
-            log.warning("%s: connection %d is cut: %s", self.id, number, error)
+            log.warning("%s: connection %d is closed: %s", self.id, number, error)
         except asyncio.CancelledError:
             _reset(client)
         finally:

@@ -59,17 +59,17 @@ class Memory:
 
     @property
     def suspended_bytes(self) -> int:
-        """What clients have in host memory until they are resumed."""
+        """Bytes of suspended clients in host memory."""
         return sum(self.suspended.values())
 
     @property
     def free_bytes(self) -> int:
-        """What could be allocated now; 0 on a device that was shrunken below its use."""
+        """Bytes that could be allocated now; 0 on a device that was shrunk below its use."""
         return max(0, self.capacity_bytes - self.used_bytes)
 
     # --- clients ---------------------------------------------------------------------------------------------------
     def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
-        """An allocation is wanted: whether it is granted. A granted one must be `made` or `unmade`."""
+        """Requests an allocation; returns whether it is granted. A granted one must be `made` or `unmade`."""
         after, granted = self._judged(size_bytes)
         return (after._asking(connection, size_bytes), True) if granted else (after, False)
 
@@ -84,7 +84,7 @@ class Memory:
         return replace(self._asking(connection, -asked_bytes), counters=counters)
 
     def free(self, connection: int, pointer: int, now: float) -> Memory:
-        """A buffer is freed; one that is not known changes nothing."""
+        """Frees a buffer; an unknown one is ignored."""
         size = self.held.get((connection, pointer))
         if size is None:
             return self
@@ -92,7 +92,7 @@ class Memory:
         return self._returned(replace(self, held=held), size, 1, now)
 
     def end(self, connection: int, now: float) -> Memory:
-        """The connection ended: everything it had is freed."""
+        """Frees all buffers of a closed connection."""
         theirs, held = _parted(self.held, {connection})
         _gone, suspended = _parted(self.suspended, {connection})
         asked = {number: size for number, size in self.asked.items() if number != connection}
@@ -100,31 +100,31 @@ class Memory:
         return self._returned(after, sum(theirs.values()), len(theirs), now)
 
     def suspend(self, connections: Collection[int], now: float) -> Memory:
-        """What these connections hold has been copied to host memory and is freed here."""
+        """Frees the buffers of these connections, which were copied to host memory."""
         theirs, held = _parted(self.held, connections)
         after = replace(self, held=held, suspended={**self.suspended, **theirs})
         return self._returned(after, sum(theirs.values()), len(theirs), now)
 
     def resume(self, connections: Collection[int]) -> tuple[Memory, bool]:
-        """All that these connections have suspended is wanted back at once, as if allocated: whether it is granted."""
+        """Allocates all suspended buffers of these connections; returns whether it is granted."""
         theirs, suspended = _parted(self.suspended, connections)
         after, granted = self._judged(sum(theirs.values()))
         return (replace(after, suspended=suspended)._grown(theirs), True) if granted else (after, False)
 
     # --- faults ----------------------------------------------------------------------------------------------------
     def settle(self, now: float) -> Memory:
-        """Late bytes that are due are back; at infinity all are."""
+        """Makes late bytes available that are due; at infinity all of them."""
         return replace(self, late=tuple((due, size) for due, size in self.late if due > now))
 
     def resized(self, capacity_bytes: int) -> Memory:
-        """The device shows another capacity; what is allocated stays."""
+        """Changes the reported capacity; allocations stay."""
         return replace(self, capacity_bytes=capacity_bytes)
 
     def taken(self, foreign_bytes: int) -> Memory:
-        """Some other process uses so much in all; raises ValueError when there is less."""
+        """Sets the bytes of other processes; raises ValueError if that is more than available."""
         room = self.capacity_bytes - self.ours_bytes
         if not 0 <= foreign_bytes <= max(0, room):
-            raise ValueError(f"others can use between 0 and {max(0, room)} bytes now, not {foreign_bytes}")
+            raise ValueError(f"other processes can use 0 to {max(0, room)} bytes now, not {foreign_bytes}")
         after = replace(self, foreign_bytes=foreign_bytes)
         peak = max(self.counters.peak_bytes, after.used_bytes)
         return replace(after, counters=replace(self.counters, peak_bytes=peak))
@@ -138,7 +138,7 @@ class Memory:
         return replace(self, sparing=None if self.sparing is None else self.sparing - 1), True
 
     def _grown(self, buffers: Mapping[Buffer, int]) -> Memory:
-        """With these buffers, counted."""
+        """Adds these buffers and counts them."""
         grown = replace(self, held={**self.held, **buffers})
         counters = replace(
             self.counters,
@@ -161,7 +161,7 @@ class Memory:
 
 
 def _parted(buffers: Mapping[Buffer, int], connections: Collection[int]) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
-    """Those of these connections, and the others."""
+    """The buffers of these connections, and the others."""
     theirs = {buffer: size for buffer, size in buffers.items() if buffer[0] in connections}
     return theirs, {buffer: size for buffer, size in buffers.items() if buffer[0] not in connections}
 

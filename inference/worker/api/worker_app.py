@@ -41,7 +41,7 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.idle_work import IdleTask
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.prompt.prompts import Prepared, Prompts
-from inference.worker.prompt.vision import Sight
+from inference.worker.prompt.vision import Vision
 from inference.worker.worker_errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.worker_requests import Facts, GenerateRequest
 
@@ -57,7 +57,7 @@ _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
     writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms, which it prepares on
-    `compiling`, `sight` reads images. `prepare_sampling` does, off the event loop and the engine's thread, what would
+    `compiling`, `vision` reads images. `prepare_sampling` does, off the event loop and the engine's thread, what would
     hold up the first draw.
     """
 
@@ -73,7 +73,7 @@ class App:
         reranker: Reranker | None = None,
         compiler: Compiler | None = None,
         compiling: Executor | None = None,
-        sight: Sight | None = None,
+        vision: Vision | None = None,
         prepare_sampling: Callable[[Sampling], None] = lambda _sampling: None,
     ) -> None:
         self.in_flight = 0
@@ -84,7 +84,7 @@ class App:
         self._prompts = prompts
         self._detokenize = detokenize
         self._engine = engine
-        self._sight = sight
+        self._vision = vision
         self._intake = Intake(executor)
         self._prepare_sampling = prepare_sampling
         self._arriving = ArrivingRequests()
@@ -186,19 +186,19 @@ class App:
         if prepared is not None:
             await self._run(exchange, request, prepared, ticket, arrival, arrived)
             return
-        sight = self._sight
-        assert sight is not None, "requests with images are refused without a projector"
+        vision = self._vision
+        assert vision is not None, "requests with images are refused without a projector"
 
         def read_images() -> Prepared:
             prepared = self._prompts.generate(request)
             self._prepare_sampling(request.sampling)
-            sight.encode(prepared.images, "messages")
+            vision.encode(prepared.images, "messages")
             return prepared
 
-        async with sight.turn(exchange.deadline(arrival), sum(map(len, request.images))) as release_files:
+        async with vision.turn(exchange.deadline(arrival), sum(map(len, request.images))) as release_files:
             if ticket.gone:
                 raise GoneError
-            prepared = await sight.off_loop(read_images, exchange.header(H_TENANT))
+            prepared = await vision.off_loop(read_images, exchange.header(H_TENANT))
             request = _without_inputs(request)
             release_files()
             await self._run(exchange, request, prepared, ticket, arrival, arrived)

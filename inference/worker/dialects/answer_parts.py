@@ -61,7 +61,7 @@ Part = Content | Reasoning | CallBegin | CallArguments
 
 
 def joined(parts: tuple[Part, ...], more: tuple[Part, ...]) -> tuple[Part, ...]:
-    """`parts` and then `more`: where the first of `more` continues the last of `parts`, they are one."""
+    """`parts` followed by `more`; if the first of `more` continues the last of `parts`, they are joined."""
     if not parts or not more:
         return parts or more
     last, first = parts[-1], more[0]
@@ -73,7 +73,7 @@ def joined(parts: tuple[Part, ...], more: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 class AnswerParser(Protocol):
-    """Divides the text of one answer into parts as it grows.
+    """Divides the text of one answer into parts as it is generated.
 
     The joined texts of the parts do not depend on how the text is divided into pushes. Text that turns out not to be a
     call is content.

@@ -124,7 +124,7 @@ def one_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined(content: Any, more: Any) -> Any:
-    """Two contents as two paragraphs; where one is in parts, both are."""
+    """Two contents as two paragraphs; if one has parts, the result has parts."""
     if isinstance(content, list) or isinstance(more, list):
         return [*_parts(content), *_parts(more)]
     return "\n\n".join(text for text in (content, more) if text)
@@ -201,12 +201,14 @@ def arranged(messages: Sequence[Message], roles: Roles) -> list[Message]:
 
 
 def _joins(first: Message, then: Message) -> bool:
-    """Whether two neighbors may be one turn: both of the user, or of the assistant without calls in the first."""
+    """Whether two adjacent messages may be one turn: both of the user, or of the assistant without calls in the
+    first.
+    """
     return first["role"] == then["role"] in ("user", "assistant") and not first.get("tool_calls")
 
 
 def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[str, Any]]]:
-    """The messages in order: those of `role` that stand together as one list, every other alone."""
+    """The messages in order: adjacent messages of `role` as one list, each other message as a list of one."""
     run: list[dict[str, Any]] = []
     for message in messages:
         if run and not (message["role"] == role == run[0]["role"]):

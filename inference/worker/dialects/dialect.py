@@ -40,7 +40,7 @@ class Dialect(Protocol):
 
     @property
     def reasons(self) -> bool:
-        """Whether answers have parts even without tools; otherwise such an answer needs no parser."""
+        """Whether answers have parts even without tools; otherwise they need no parser."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Family:
         return None
 
     def wrap(self, form: Form, *, opened: str) -> Form:
-        """Reasoning first, where the family reasons."""
+        """Reasoning first, if the family has reasoning."""
         return form if self.thinking is None else self.thinking.first(form, opened)
 
     def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
@@ -132,10 +132,10 @@ class Family:
 
 
 class CallingFamily(Family, abc.ABC):
-    """A family whose calls follow each other in the text. Subclasses define their notation."""
+    """A family with calls one after the other in the text. Subclasses define their notation."""
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Calls alone where they are required; otherwise text, and calls from the first marker on."""
+        """Only calls if they are required; otherwise text, and calls from the first marker on."""
         chosen = wanted(tools, choice)
         if not chosen or (choice.mode == "auto" and self.opening is None):
             return None
@@ -173,7 +173,7 @@ def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
 
 
 def arguments_of(tool: Tool) -> Json:
-    """The arguments of a call; always an object, and without parameters an empty one."""
+    """The schema of a call's arguments: an object, empty without parameters."""
     if tool.parameters is None:
         return Json({"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
     return Json({"type": "object", **tool.parameters}, tool.strict, closed=True)
@@ -190,7 +190,7 @@ def one_of(parts: Sequence[Form]) -> Form:
 
 
 def led(text: Form, form: Form) -> Form:
-    """`text` and then `form`, written so that `text` is next to the beginning of `form`.
+    """`text` and then `form`, with `text` in the same terminal as the beginning of `form`.
 
     Where a marker is not a token, only one terminal of a grammar can separate text and marker.
     """

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""From least to most."""
+"""Lowest first."""
 
 _NEAREST: Mapping[str, Mapping[str, str]] = {
     "harmony": {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"},
 }
-"""For levels that a family was not trained on, the nearest known level: gpt-oss always reasons, at three levels."""
+"""The nearest known level for other levels: gpt-oss always reasons, at three levels."""
 
 
 def effort_variables(level: str, family: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """The control token of this text; where the vocabulary has no such token, the text itself."""
+    """The control token of this text; the text itself if the vocabulary has no such token."""
 
     text: str
 
@@ -29,7 +29,7 @@ class Marker:
 class Json:
     """A JSON value that satisfies `schema` (True: any value; a plain object for json_object).
 
-    `strict` refuses a schema with keywords that cannot be enforced; otherwise such keywords are left to the model.
+    `strict` rejects a schema with keywords that cannot be enforced; otherwise such keywords are left to the model.
     `closed`: objects that declare properties have no others, unless the schema states `additionalProperties`.
     """
 
@@ -54,8 +54,8 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class AnyText:
-    """Any text, also none, that neither contains a text of `without` nor any control token, and of which no text of
-    `unopened` is the first thing but white space.
+    """Any text, also an empty one, that contains neither a text of `without` nor a control token, and that does not
+    begin (after white space) with a text of `unopened`.
     """
 
     without: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`part` from `least` to `most` times (None: without bound), with `between` in between."""
+    """`part` from `least` to `most` times (None: unlimited), separated by `between`."""
 
     part: Form
     least: int = 1

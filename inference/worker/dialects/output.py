@@ -1,4 +1,4 @@
-"""Collects the parts of an answer, and drops white space at their borders."""
+"""Collects the parts of an answer, and removes white space at their borders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Kind = type[Content] | type[Reasoning]
 
 
 class Output:
-    """Parts as they come, neighbors of one kind joined.
+    """The parts, with adjacent parts of one kind joined.
 
-    White space next to a border (a marker of reasoning, a call) belongs to the border and is dropped. What a border may
-    follow is therefore held back while it ends in white space; at the end of the answer it is shown.
+    White space next to a border (a marker of reasoning, a call) is removed. Text before a possible border is therefore
+    held back while it ends in white space, and emitted at the end of the answer.
     """
 
     def __init__(self, holds: Collection[Kind]) -> None:
@@ -29,7 +29,7 @@ class Output:
         """Calls that have begun."""
 
     def text(self, kind: Kind, text: str) -> None:
-        """More text of a kind."""
+        """Adds text of a kind."""
         if self._trims:
             text = text.lstrip(SPACE)
             self._trims = not text
@@ -42,30 +42,30 @@ class Output:
             self._held_kind = kind
 
     def border(self) -> None:
-        """The white space before this place and after it is not shown."""
+        """Removes white space before and after this place."""
         self._held.clear()
         self._trims = True
 
     def begin(self, name: str, id: str) -> None:
-        """A call, numbered in order."""
+        """Begins a call, numbered in order."""
         self.border()
         self._parts.append(CallBegin(self.calls, name, id))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Adds text to the arguments of the last call."""
         if self._parts and isinstance(last := self._parts[-1], CallArguments):
             self._parts[-1] = CallArguments(last.index, last.text + text)
         elif text:
             self._parts.append(CallArguments(self.calls - 1, text))
 
     def end(self) -> None:
-        """The answer is over: held white space was no border's."""
+        """Emits held white space at the end of the answer."""
         self._add(self._held_kind, "".join(self._held))
         self._held.clear()
 
     def take(self) -> Sequence[Part]:
-        """The parts since the last time."""
+        """The parts since the last call."""
         parts, self._parts = self._parts, []
         return parts
 

@@ -1,4 +1,4 @@
-"""Base of the parsers: reads an answer as it grows.
+"""Base of the parsers: reads an answer while it is generated.
 
 A family's parser is one generator that reads like the grammar of its answers. Its steps yield where text is missing and
 continue there, so each character is read once and the division of the text into pushes has no effect. Text of a call
@@ -22,10 +22,10 @@ _OUTSIDE = re.compile(r'["{}\[\]<]')
 
 
 class ValueEnd:
-    """Follows one JSON object, array or string from its first character on; every character is looked at once.
+    """Finds the end of one JSON object, array or string; every character is read once.
 
-    Brackets are balanced outside strings only. A `<` outside a string is in no JSON: there the value is broken off,
-    because a model that goes on with the marker that closes a call has forgotten a bracket.
+    Brackets are counted outside of strings. A `<` outside of a string is invalid in JSON and ends the value, because a
+    model that continues with the closing marker of a call has forgotten a bracket.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,11 @@ class ValueEnd:
 
     @property
     def whole(self) -> bool:
-        """Whether all that was opened is closed."""
+        """Whether all brackets and strings are closed."""
         return self._depth == 0 and not self._in_string
 
     def scan(self, text: str, at: int) -> tuple[int, bool]:
-        """Looks at `text` from `at`, where the last scan stopped. Returns where the value goes to, and whether it ends
-        there.
-        """
+        """Scans `text` from `at`, where the last scan stopped. Returns the position, and whether the value ends."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -71,18 +69,18 @@ MAX_NAME = 256
 """Longest name or key of a call, in characters as written."""
 
 NAME = re.compile(r"""[^\s<>\[\]{}"'`|]+""")
-"""What a function's name may consist of where it stands outside quotes."""
+"""The characters of a function name without quotes."""
 
 _SPACE = re.compile(f"[{SPACE}]+")
 _SCALAR = re.compile(r"[^\s,\]}<]+")
 
 
 class NoCallError(Exception):
-    """What follows is not how the family writes a call."""
+    """The text is not a call in the family's notation."""
 
 
 class Markers:
-    """Texts that end a run of plain text; none of them begins with another."""
+    """Texts that end plain text; none is a prefix of another."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
@@ -91,11 +89,11 @@ class Markers:
         self._most = max(map(len, texts)) - 1
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
-        """The first of them at or after `at`."""
+        """The first marker at or after `at`."""
         return self._pattern.search(text, at)
 
     def unfinished(self, text: str, at: int) -> int:
-        """Where the end of `text` begins that may become one of them; its length where nothing may."""
+        """The start of a possible incomplete marker at the end of `text`; its length if there is none."""
         for start in range(max(at, len(text) - self._most), len(text)):
             if text[start] in self._starts and any(marker.startswith(text[start:]) for marker in self._texts):
                 return start
@@ -126,16 +124,16 @@ class Reader(ABC):
         return self.out.take()
 
     def flush(self) -> Sequence[Part]:
-        """What was held back, at the end of the answer."""
+        """The parts that were held back, at the end of the answer."""
         self._ended = True
         next(self._steps, None)
         self.out.end()
         return self.out.take()
 
-    # What follows, whatever it means.
+    # Reading of text.
 
     def more(self) -> Steps[bool]:
-        """Whether the answer goes on."""
+        """Whether the answer has more text."""
         while self._at == len(self._text):
             if self._ended:
                 return False
@@ -143,11 +141,11 @@ class Reader(ABC):
         return True
 
     def peek(self) -> Steps[str]:
-        """The next character, none at the end."""
+        """The next character, empty at the end."""
         return self._text[self._at] if (yield from self.more()) else ""
 
     def follows(self, text: str) -> Steps[bool]:
-        """Whether `text` follows; reads nothing."""
+        """Whether `text` follows, without reading it."""
         while (have := self._text[self._at : self._at + len(text)]) != text:
             if self._ended or not text.startswith(have):
                 return False
@@ -155,14 +153,14 @@ class Reader(ABC):
         return True
 
     def literal(self, text: str) -> Steps[bool]:
-        """Reads `text` if it follows, otherwise nothing."""
+        """Reads `text` if it follows."""
         found = yield from self.follows(text)
         if found:
             self._take(self._at + len(text))
         return found
 
     def expect(self, text: str) -> Steps[None]:
-        """Reads `text`; raises NoCallError where it does not follow."""
+        """Reads `text`; raises NoCallError if it does not follow."""
         if not (yield from self.literal(text)):
             raise NoCallError
 
@@ -184,16 +182,16 @@ class Reader(ABC):
         yield from self.run(_SPACE)
 
     def word(self, pattern: re.Pattern[str] = NAME) -> Steps[str]:
-        """Reads a name that is not quoted; raises NoCallError where there is none or it is too long."""
+        """Reads a name without quotes; raises NoCallError if there is none or it is too long."""
         word = yield from self.run(pattern, MAX_NAME)
         if not 0 < len(word) <= MAX_NAME:
             raise NoCallError
         return word
 
-    # Text that is shown.
+    # Emitted text.
 
     def until(self, markers: Markers, kind: Kind) -> Steps[str]:
-        """Shows text up to a marker, which is read and returned; empty at the end."""
+        """Emits text up to a marker, which is read and returned; empty at the end."""
         while (match := markers.search(self._text, self._at)) is None:
             self._show(kind, len(self._text) if self._ended else markers.unfinished(self._text, self._at))
             if self._ended:
@@ -204,12 +202,12 @@ class Reader(ABC):
         return match[0]
 
     def rest(self) -> Steps[None]:
-        """Shows everything that still comes as content."""
+        """Emits the rest of the answer as content."""
         while (yield from self.more()):
             self._show(Content, len(self._text))
 
     def thought(self, thinking: Thinking | None, opened: str) -> Steps[None]:
-        """Shows the reasoning that an answer begins with. A marker of reasoning later in an answer is plain text."""
+        """Emits the reasoning at the beginning of an answer. Later markers of reasoning are plain text."""
         if thinking is None:
             return
         place = thinking.place(opened)
@@ -227,8 +225,8 @@ class Reader(ABC):
     # Calls.
 
     def attempt(self, call: Steps[None], *read: str) -> Steps[bool]:
-        """Reads a call or, where it is none, shows what was read of it, `read` included, as content. A call that has
-        begun stays one, and only what comes after it is shown. Returns whether one began.
+        """Reads a call. Text that is not a call is emitted as content, including `read`; after the beginning of a call
+        only the text after it. Returns whether a call began.
         """
         count = self.out.calls
         self._read[:] = read
@@ -239,13 +237,13 @@ class Reader(ABC):
         return self.out.calls > count
 
     def give_back(self, kind: Kind = Content) -> None:
-        """Shows what was read as plain text after all."""
+        """Emits text that was read as plain text."""
         self.out.text(kind, "".join(self._read))
         self._read.clear()
 
     def arguments(self, name: str, id: str = "", closing: Sequence[str] = ()) -> Steps[None]:
-        """Begins a call and shows its arguments as they come; raises NoCallError where neither a JSON object nor what
-        stands for one follows. Right before one of `closing` there are no arguments.
+        """Begins a call and emits its arguments; raises NoCallError if no JSON object or known substitute follows.
+        Before one of `closing` there are no arguments.
         """
         if (yield from self.peek()) != "{":
             arguments = yield from self._stand_in(closing)
@@ -262,7 +260,7 @@ class Reader(ABC):
     def calls(self, known: Collection[str] | None = None) -> Steps[None]:
         """Reads calls written as JSON objects: one, several with nothing, `,` or `;` in between, or a list of them.
 
-        `known` are the only names that make a call; None takes every name.
+        `known` are the accepted names; None accepts every name.
         """
         yield from self.space()
         listed = yield from self.literal("[")
@@ -281,11 +279,11 @@ class Reader(ABC):
             yield from self.expect("]")
 
     def call(self, known: Collection[str] | None) -> Steps[None]:
-        """Reads an object with a name and arguments, in any order; arguments after the name are shown as they come.
+        """Reads an object with a name and arguments in any order; arguments after the name are emitted as they arrive.
 
-        Before the call has begun only the keys of a call may stand in it, so that other JSON is seen to be none at its
-        first key. No arguments at all are `{}`, null and an empty text too; a text that holds an object is that object.
-        An `id` is skipped: it would come after the arguments are out.
+        Before the call begins only the keys of a call are accepted, so that other JSON is detected at its first key.
+        Missing arguments, `{}`, null and an empty text are equal; a text that contains an object is that object. An
+        `id` is ignored, because it would arrive after the arguments.
         """
         yield from self.expect("{")
         name: str | None = None
@@ -336,7 +334,7 @@ class Reader(ABC):
             if char == '"' and not escaped:
                 try:
                     text = str(json.loads("".join(written), strict=False))
-                    text.encode()  # half a character is none
+                    text.encode()  # raises for half a surrogate pair
                 except ValueError:
                     break
                 return text
@@ -344,7 +342,7 @@ class Reader(ABC):
         raise NoCallError
 
     def _object(self) -> Steps[str]:
-        """Reads a whole JSON object, or what stands for one."""
+        """Reads a complete JSON object, or a known substitute."""
         if (yield from self.peek()) != "{":
             return (yield from self._stand_in())
         text, whole = yield from self._value()
@@ -353,7 +351,7 @@ class Reader(ABC):
         return text
 
     def _stand_in(self, closing: Sequence[str] = ()) -> Steps[str]:
-        """Reads what models write instead of a call's arguments as an object; returns the object."""
+        """Reads a known substitute for an object of arguments; returns the object."""
         for text in closing:
             if (yield from self.follows(text)):
                 return "{}"
@@ -365,7 +363,7 @@ class Reader(ABC):
         return _written(_loaded(_loaded(written, str).strip() or "{}", dict))
 
     def _value(self) -> Steps[tuple[str, bool]]:
-        """Reads a JSON object, array or string; says whether it was there to its end."""
+        """Reads a JSON object, array or string; returns whether it was complete."""
         end, ended = ValueEnd(), False
         read: list[str] = []
         while not ended and (yield from self.more()):
@@ -385,7 +383,7 @@ class Reader(ABC):
         self.out.begin(name, id)
 
     def _take(self, end: int) -> str:
-        """Reads up to `end`; it is remembered in case that it has to be given back."""
+        """Reads up to `end`, and remembers it for backtracking."""
         text = self._text[self._at : end]
         self._at = end
         self._read.append(text)
@@ -397,7 +395,7 @@ class Reader(ABC):
 
 
 def _loaded(text: str, kind: type[T]) -> T:
-    """The JSON value of a kind that `text` is; raises NoCallError where it is none."""
+    """The JSON value in `text` of one of the types; raises NoCallError if there is none."""
     try:
         value = json.loads(text, strict=False)
         text.encode()
@@ -409,20 +407,20 @@ def _loaded(text: str, kind: type[T]) -> T:
 
 
 def _written(value: Any) -> str:
-    """`value` as JSON, which what a model wrote of it need not be; raises NoCallError where no JSON can say it."""
+    """`value` as valid JSON; raises NoCallError if it cannot be encoded."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half an emoji is no text
+        text.encode()  # raises for half a surrogate pair
     except (ValueError, RecursionError):
         raise NoCallError from None
     return text
 
 
 class CallReader(Reader):
-    """A parser of reasoning, where the model has any, then text and the calls in it, where there are tools."""
+    """A parser of optional reasoning, then text, with calls if there are tools."""
 
     def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
-        """`opened` is the end of the prompt, which may have begun the answer."""
+        """`opened` is the end of the prompt, which may contain the beginning of the answer."""
         super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
         self._thinking = thinking
         self._opened = opened
@@ -437,4 +435,4 @@ class CallReader(Reader):
 
     @abstractmethod
     def called(self) -> Steps[None]:
-        """Reads text and calls, as far as calls may follow."""
+        """Reads text and calls."""

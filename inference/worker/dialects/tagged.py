@@ -1,7 +1,7 @@
 """Converts arguments between tags into a JSON object, and the reverse as a form.
 
-Texts are written between their tags without quotes, other values as JSON. Texts are shown as they arrive, other values
-once they are complete, because text that is not JSON is shown as a text.
+Texts are written between their tags without quotes, other values as JSON. Texts are emitted as they arrive, other
+values when they are complete, because a value that is not JSON is emitted as text.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ _CONSTANTS: Mapping[str, tuple[str, str]] = {
     "False": ("boolean", "false"),
     "None": ("null", "null"),
 }
-"""As Python prints them: so they stand in past calls where a template writes values that are no texts, and so models
-write them.
+"""Constants as Python prints them, which templates write into past calls and models imitate.
 """
 _KEPT = ("$defs", "definitions")
-"""What the parts of a schema may refer to."""
+"""Keywords with definitions for references."""
 _MOST_REFERENCES = 8
 
 
 def properties_of(tool: Tool | None) -> Mapping[str, Any]:
-    """The schemas of a tool's parameters by their names; one that only refers to a definition is that definition."""
+    """The schemas of a tool's parameters by name; a reference is replaced by its definition."""
     parameters = (tool.parameters or {}) if tool is not None else {}
     found = parameters.get("properties")
     return {key: _meant(schema, parameters) for key, schema in found.items()} if isinstance(found, Mapping) else {}
@@ -72,7 +71,7 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def kind_of(schema: Any) -> Kind:
-    """How a value of this schema stands between its tags; `either` where only the value itself can tell."""
+    """How a value of this schema is written between its tags; `either` if it depends on the value."""
     types = types_of(schema)
     if types == {"string"}:
         return "text"
@@ -80,9 +79,9 @@ def kind_of(schema: Any) -> Kind:
 
 
 def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form) -> tuple[Form, ...]:
-    """The arguments of a call in the order of the tool's schema, each as `write` has it, of its name and schema.
+    """The arguments of a call in the order of the tool's schema; `write` gives the form for a name and a schema.
 
-    `anything` is an argument of any name, for tools that neither declare properties nor forbid others.
+    `anything` is an argument with any name, for tools that neither declare properties nor forbid others.
     """
     parameters = tool.parameters
     if parameters is None:
@@ -96,8 +95,8 @@ def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form
 
 
 def text_form(schema: Any, without: str) -> Form:
-    """A text between its tags, of which the closing one holds `without`. Only texts that are listed are held to;
-    lengths, patterns and formats are left to the model.
+    """A text between its tags; the closing tag contains `without`. Only enumerated texts are enforced; lengths,
+    patterns and formats are left to the model.
     """
     listed = schema.get("enum") if isinstance(schema, Mapping) else None
     if kind_of(schema) == "text" and isinstance(listed, list) and not any(without in text for text in listed):
@@ -118,11 +117,11 @@ def _type_of(value: Any) -> str:
 
 
 class TaggedReader(CallReader):
-    """A parser of calls whose arguments are tagged."""
+    """A parser of calls with arguments between tags."""
 
     def object(self, name: str, arguments: Steps[None]) -> Steps[None]:
-        """Begins a call and reads its arguments with `arguments`, which calls `value` for each. What is none of them
-        ends the object; one that breaks off with the answer leaves it open.
+        """Begins a call and reads its arguments with `arguments`, which calls `value` for each. Other text ends the
+        object; an argument that is cut by the end of the answer leaves it open.
         """
         self._begin(name, "")
         self.out.arguments("{")
@@ -137,9 +136,9 @@ class TaggedReader(CallReader):
             self.out.arguments("}")
 
     def value(self, key: str, end: Markers, kind: Kind, types: Collection[str] = ()) -> Steps[None]:
-        """Reads a value and its end, and shows the argument. One that breaks off is shown as far as it is a text.
+        """Reads a value and its end, and emits the argument. A cut value is emitted if it is a text.
 
-        `types` are those of the value, as far as they are known; one that may be JSON or a text is JSON of these alone.
+        `types` are the known types of the value; a value that may be JSON or a text is JSON of these types only.
         """
         self.out.arguments(f"{', ' if self._count else ''}{_quoted(key)}: ")
         self._count += 1
@@ -181,7 +180,7 @@ class TaggedReader(CallReader):
 
 
 def _as_meant(text: str, types: Collection[str]) -> str:
-    """`text`, or the JSON of a constant that is written as the templates themselves write it, of one of the types."""
+    """`text`, or the JSON of a Python constant of one of the types."""
     kind, written = _CONSTANTS.get(text.strip(), ("", text))
     return written if kind in types else text
 
@@ -192,7 +191,7 @@ def _json(text: str, types: Collection[str]) -> str:
 
 
 def _is_json(text: str, types: Collection[str]) -> bool:
-    """Whether it is JSON of one of the types but no text in quotes, which is one with its quotes; none: of any type."""
+    """Whether it is JSON of one of the types (none: any type), but not a quoted text, which is text with its quotes."""
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):

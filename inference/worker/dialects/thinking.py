@@ -9,12 +9,12 @@ from typing import Literal
 from inference.worker.dialects.forms import AnyText, Form, Marker, Regex, Repeat, Sequence
 
 _BREAK = Regex(r"[\n ]{0,2}")
-"""What models write between their reasoning and their answer: at most an empty line."""
+"""Text between reasoning and answer: at most an empty line."""
 
 
 MIDST = "\uffff"
-"""Stands at the end of `opened` where text has begun behind the marker before it: the answer goes on with that text,
-and its white space is its own. No template writes this character, for it is none."""
+"""Added to the end of `opened` if text has begun after the marker: the answer continues this text, and its white space
+is kept. It is not a valid character, so that no template writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Thinking:
         return "after" if end.endswith(self.end) else "before"
 
     def first(self, form: Form, opened: str) -> Form:
-        """`form`, with the reasoning that may or (where the prompt has begun it) must come before it."""
+        """`form` after reasoning, which is required if the prompt has begun it and optional otherwise."""
         place = self.place(opened)
         rest = (AnyText((self.end,)), Marker(self.end), _BREAK)
         if place == "inside":
@@ -50,7 +50,7 @@ BRACKETS = Thinking("[THINK]", "[/THINK]")
 
 
 def thinking_of(template: str, control_texts: Collection[str]) -> Thinking | None:
-    """The reasoning that a template or a vocabulary knows of."""
+    """The reasoning markers of a template or a vocabulary."""
     for thinking in (BRACKETS, TAGS):
         if thinking.end in template or thinking.end in control_texts:
             return thinking

@@ -78,7 +78,7 @@ class Projector:
             mtmd.mtmd_bitmap_free(bitmap)
 
     def encode(self, tile: ImageTile) -> None:
-        """Computes the embedding rows of a picture that was read; raises RuntimeError when mtmd fails."""
+        """Computes the embedding rows of a tile that was read; raises RuntimeError when mtmd fails."""
         mtmd = self._mtmd
         if mtmd.mtmd_encode_chunk(self.handle, tile.source) != 0:
             raise RuntimeError("the projector could not encode an image")

@@ -1,6 +1,6 @@
-"""Turns images into tokens and embeddings for models with a projector, on a thread of its own.
+"""Converts images into tokens and embeddings for models with a projector, on a separate thread.
 
-Encoding an image takes milliseconds to seconds. The engine and requests without images do not wait for it.
+Encoding an image takes milliseconds to seconds; the engine and requests without images do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,66 +22,71 @@ from inference.worker.engine_stats import EngineCounters
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
 MAX_REQUEST_BYTES = 2**25
-"""Embeddings of one request's images."""
+"""Limit of the embeddings of one request."""
 KEPT_BYTES = 2**25
-"""Embeddings kept for requests to come: the next turn of a chat shows the same image."""
+"""Limit of cached embeddings; the next turn of a chat has the same image."""
 MAX_TURNS = 4
-"""Requests with images that are under way at once; others wait."""
+"""Concurrent requests with images; others wait."""
 MAX_WAITING = 64
 MAX_FILES_BYTES = 2**26
-"""Image files of requests that wait for their turn or are being read."""
+"""Limit of the image files of waiting requests."""
 HELD_BYTES = MAX_REQUEST_BYTES * MAX_TURNS + KEPT_BYTES + MAX_FILES_BYTES
-"""Host memory that images can take beside the projector's own."""
+"""Host memory for images, besides the projector."""
 _KNOWN_IMAGES = 2**16
 _LAST_NUMBER = 2**31 - 2**20
 
 T = TypeVar("T")
 
 
-class Eye(Protocol):
+class ImageProjector(Protocol):
     """A projector."""
 
     width: int
 
     def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
-        """Text tokens and pictures that stand for an image file; raises ValueError."""
+        """The text tokens and tiles of an image file; raises ValueError."""
         ...
 
-    def encode(self, picture: ImageTile) -> None:
-        """Computes a picture's embeddings; raises RuntimeError."""
+    def encode(self, tile: ImageTile) -> None:
+        """Computes a tile's embeddings; raises RuntimeError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file as tokens of a prompt, and the pictures that the numbers below zero among them stand for."""
+    """An image file as tokens of a prompt, and the tiles of its negative tokens."""
 
     tokens: tuple[int, ...]
-    pictures: tuple[ImageTile, ...]
+    tiles: tuple[ImageTile, ...]
 
 
-class Sight:
-    """`most` is how many tokens an image may have. Pictures live as long as a reference to
-    their `Image`.
+class Vision:
+    """Images of one model. `most` is the maximum number of tokens of an image. Tiles live as long as their `Image`.
 
-    `counters` reports encoding as an engine's pulse reports steps, so that a hung device is noticed here too.
+    `counters` reports encoding like steps of the engine, so that a hung device is detected here too.
     """
 
     def __init__(
-        self, eye: Eye, most: int, turns: int, *, at_once: int, clock: Callable[[], float] = time.monotonic
+        self,
+        projector: ImageProjector,
+        most: int,
+        turns: int,
+        *,
+        at_once: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`at_once`: how many tokens an image may have that sees all of itself."""
+        """`at_once`: maximum tokens of an image with full attention within itself."""
         self.counters = EngineCounters(clock)
-        self.pictures: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
-        """By the first of their tokens; read by the engine's thread."""
-        self._eye = eye
+        self.tiles: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
+        """The tiles by their first token; read by the engine thread."""
+        self._projector = projector
         self._most = most
         self._at_once = min(most, at_once)
         self._turns = asyncio.Semaphore(min(turns, MAX_TURNS))
         self._waiting = 0
         self._files_bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sight")
-        # Only the thread uses these.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
+        # Only the vision thread uses these.
         self._tenant = ""
         self._kept: OrderedDict[bytes, Image] = OrderedDict()
         self._numbers: OrderedDict[tuple[bytes, int], int] = OrderedDict()
@@ -89,15 +94,18 @@ class Sight:
 
     @contextlib.asynccontextmanager
     async def turn(self, deadline: float | None, files_bytes: int) -> AsyncIterator[Callable[[], None]]:
-        """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded). What it gives is
-        to be called once the request's files, `files_bytes` of them, are held no more.
+        """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded).
+
+        The caller calls the yielded function when the request's files (`files_bytes`) are no longer held.
         """
         if self._waiting >= MAX_WAITING:
-            raise WorkerError(Code.QUEUE_FULL, f"{self._waiting} requests with images wait for this model")
+            raise WorkerError(
+                Code.QUEUE_FULL, f"{self._waiting} requests with images are already waiting for this model"
+            )
         if self._files_bytes + files_bytes > MAX_FILES_BYTES:
             raise WorkerError(
                 Code.QUEUE_FULL,
-                f"images of {self._files_bytes} bytes wait for this model, and at most {MAX_FILES_BYTES} bytes may",
+                f"images of {self._files_bytes} bytes are waiting for this model; the limit is {MAX_FILES_BYTES} bytes",
             )
         held = files_bytes
         self._files_bytes += held
@@ -127,8 +135,8 @@ class Sight:
             self._waiting -= 1
 
     async def off_loop(self, function: Callable[[], T], tenant: str = "") -> T:
-        """What `function` returns, on the thread that sees. What it reads is remembered for that tenant only: the time
-        that an image takes would reveal whether another tenant has sent it.
+        """Runs `function` on the vision thread. Images that it reads are cached for this tenant only, because timing
+        would reveal whether another tenant has sent the same image.
         """
 
         def work() -> T:
@@ -138,17 +146,17 @@ class Sight:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def read(self, data: bytes, param: str) -> Image:
-        """An image as tokens; on the thread that sees. Raises BadRequestError for one that cannot be read."""
+        """An image as tokens; on the vision thread. Raises BadRequestError for an unreadable image."""
         key = hashlib.sha256(self._tenant.encode() + b"\0" + data).digest()
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return known
         try:
-            parts = self._eye.read(data)
+            parts = self._projector.read(data)
         except ValueError as error:
             raise BadRequestError(f"an image cannot be read: {error}", param) from None
         tokens: list[int] = []
-        pictures: list[ImageTile] = []
+        tiles: list[ImageTile] = []
         for part in parts:
             if not isinstance(part, ImageTile):
                 tokens += part
@@ -156,30 +164,30 @@ class Sight:
             most = self._at_once if part.non_causal else self._most
             if part.n_tokens > most:
                 raise BadRequestError(
-                    f"an image takes {part.n_tokens} tokens, and this model reads at most {most} at once; scale "
+                    f"an image has {part.n_tokens} tokens, but this model processes at most {most} at a time; scale "
                     "it down, or give the model a larger batch and ubatch",
                     param,
                 )
-            first = self._number(key, len(pictures), part.n_tokens)
+            first = self._number(key, len(tiles), part.n_tokens)
             tokens += range(-first, -first - part.n_tokens, -1)
-            pictures.append(self.pictures.setdefault(-first, part))
-        return self._keep(key, Image(tuple(tokens), tuple(pictures)))
+            tiles.append(self.tiles.setdefault(-first, part))
+        return self._keep(key, Image(tuple(tokens), tuple(tiles)))
 
     def encode(self, images: Sequence[Image], param: str) -> None:
-        """Computes what is missing of the embeddings; on the thread that sees. Raises WorkerError."""
-        pictures = [picture for image in images for picture in image.pictures]
-        size = sum({id(picture): picture.n_tokens for picture in pictures}.values()) * self._eye.width * 4
+        """Computes the missing embeddings; on the vision thread. Raises WorkerError."""
+        tiles = [tile for image in images for tile in image.tiles]
+        size = sum({id(tile): tile.n_tokens for tile in tiles}.values()) * self._projector.width * 4
         if size > MAX_REQUEST_BYTES:
             raise BadRequestError(
                 f"the images of this request take {size} bytes of embeddings; at most {MAX_REQUEST_BYTES} are held, so "
                 "send fewer or smaller ones",
                 param,
             )
-        for picture in pictures:
-            if picture.rows is None:
-                self.counters.begin(picture.n_tokens)
+        for tile in tiles:
+            if tile.rows is None:
+                self.counters.begin(tile.n_tokens)
                 try:
-                    self._eye.encode(picture)
+                    self._projector.encode(tile)
                 except RuntimeError as error:
                     raise WorkerError(Code.MODEL_FAILED, str(error)) from None
                 finally:
@@ -192,17 +200,17 @@ class Sight:
         return image
 
     def _trim(self) -> None:
-        """Forgets images that were not asked for longest; those without embeddings count as what they will take."""
-        size = sum(picture.n_tokens for image in self._kept.values() for picture in image.pictures)
-        size *= self._eye.width * 4
+        """Removes the least recently used images; those without embeddings count with their future size."""
+        size = sum(tile.n_tokens for image in self._kept.values() for tile in image.tiles)
+        size *= self._projector.width * 4
         while size > KEPT_BYTES and self._kept:
             _key, image = self._kept.popitem(last=False)
-            size -= sum(picture.n_tokens for picture in image.pictures) * self._eye.width * 4
+            size -= sum(tile.n_tokens for tile in image.tiles) * self._projector.width * 4
 
     def _number(self, key: bytes, index: int, count: int) -> int:
-        """The first number of an image's tokens, the same whenever it is seen, so that prefixes are found again.
+        """The first token number of an image, the same for each use, so that prefixes are found again.
 
-        After two thousand million tokens of images numbers come again; no sequence still holds the old ones then.
+        Numbers repeat after two billion tokens; no sequence contains the old ones then.
         """
         if (known := self._numbers.get((key, index))) is not None:
             self._numbers.move_to_end((key, index))

@@ -1,1 +1,1 @@
-"""The start, other configurations, and the commands of operators."""
+"""Start, reload, and commands of operators."""

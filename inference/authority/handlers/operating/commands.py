@@ -1,4 +1,4 @@
-"""Requests of operators: begun here, gone on with until they are done, and answered exactly once."""
+"""Commands of operators: from their start to their answer, which comes exactly once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
 LEAVE_SECONDS = 30.0
-"""Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
+"""Time for the memory of a leaving model to become free, in addition to the time for its running requests."""
 _IDLE = (Standing.IDLE, Standing.WARM)
 _S = ModelState
 
@@ -71,7 +71,7 @@ class Planned:
 
 # --- beginning -------------------------------------------------------------------------------------------------------
 def begin(draft: Draft, event: Commanded) -> None:
-    """An operator's request has come."""
+    """Begins a command."""
     id, request = event.command, event.request
     if isinstance(request, Move):
         moving.begin(draft, id, request)
@@ -148,7 +148,7 @@ def _offload(draft: Draft, id: int, model: ModelRecord) -> None:
 def _evict(draft: Draft, id: int, request: Evict, model: ModelRecord) -> None:
     if model.spec.pinned:
         why = f"the model {model.id!r} is pinned and is not evicted"
-        why += f"; POST /models/{model.id}/unload unloads it all the same"
+        why += f"; use POST /models/{model.id}/unload to unload it"
         draft.emit(Refuse(id, InvalidRequestError(why, param="model")))
         return
     if model.worker is None:
@@ -192,7 +192,7 @@ def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
 
 # --- going on --------------------------------------------------------------------------------------------------------
 def advance(draft: Draft) -> None:
-    """Goes on with every command that something has changed for."""
+    """Continues the commands whose conditions have changed."""
     for id, command in list(draft.state.commands.items()):
         match command:
             case UnloadCommand(_, worker):
@@ -218,7 +218,7 @@ def advance(draft: Draft) -> None:
 
 
 def advance_planned(draft: Draft) -> None:
-    """Goes on with the commands that plan; the readings are of this moment."""
+    """Continues the commands that plan; the readings are current."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, PlanCommand):
             _go_on_planning(draft, id, command)
@@ -256,7 +256,7 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     state = draft.state
     own = [item for item in held_models(state, draft.now) if item.model == command.model]
     if command.spec is not None and own:
-        line = f"{command.model} is on {own[0].device} with other settings, and would be loaded anew"
+        line = f"{command.model} is on {own[0].device} with other settings, and would be loaded again"
         outcome = replace(outcome, trace=(line, *outcome.trace))
     worker = state.worker_of(model)
     if command.spec is None and worker is not None and (found := changed(worker.files, model.seen_files)):
@@ -278,7 +278,7 @@ def _trim(draft: Draft, id: int, command: CollectCommand) -> None:
 
 
 def trimmed(draft: Draft, event: Trimmed) -> None:
-    """Workers have dropped what they retained."""
+    """Workers have dropped retained prefixes."""
     if isinstance(event.job, str):
         oom_ladder.cleaned(draft, event)
         return
@@ -302,13 +302,13 @@ def overdue(draft: Draft, id: int) -> None:
     """The deadline of a command has passed."""
     command = draft.state.commands.get(id)
     if isinstance(command, EvictCommand):
-        _refuse(draft, id, DeadlineExceeded(f"{command.model!r} leaves, and its memory is not back yet"))
+        _refuse(draft, id, DeadlineExceeded(f"{command.model!r} is leaving, but its memory is not free yet"))
     elif isinstance(command, CollectCommand) and not command.trimming:
         _trim(draft, id, replace(command, awaited=frozenset()))
 
 
 def abandoned(draft: Draft, event: Abandoned) -> None:
-    """The client that waited for a command is gone."""
+    """The client of a command has disconnected."""
     command = draft.state.commands.get(event.command)
     if isinstance(command, MoveCommand):
         moving.abandon(draft, event.command, command)
@@ -317,7 +317,7 @@ def abandoned(draft: Draft, event: Abandoned) -> None:
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
-    """A model cannot be measured: the commands that wait for it fail."""
+    """A model cannot be measured: its waiting commands fail."""
     moving.cannot_measure(draft, spec, error)
     defragmentation.cannot_measure(draft, spec, error)
     for id, command in list(draft.state.commands.items()):
@@ -332,7 +332,7 @@ _BEGIN = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, Collec
 
 
 def quiesce(draft: Draft) -> None:
-    """The service takes nothing new: commands that begin something fail."""
+    """The service is shutting down: pending commands fail."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, _BEGIN) or (isinstance(command, MoveCommand) and not command.begun):
             _refuse(draft, id, ShuttingDown())

@@ -1,4 +1,4 @@
-"""Another configuration: what differs changes, what does not is left alone."""
+"""Reload of the configuration: applies the differences."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from inference.settings import InferenceConfig, ModelSpec
 
 
 def differences(state: State, config: InferenceConfig) -> list[str]:
-    """What is different in another configuration, one sentence each."""
+    """The differences to another configuration, one sentence each."""
     found = []
     for name, spec in config.models.items():
         model = state.models.get(name)
         if model is None:
             found.append(f"model {name} added")
             continue
-        if model.removed:  # by an earlier reload, and its worker has not left yet
+        if model.removed:  # by an earlier reload; its worker has not ended yet
             found.append(f"model {name} added again")
         if changed := model.spec.changed(spec):
             found.append(f"model {name} changed: {', '.join(changed)}")
@@ -82,7 +82,7 @@ def _limits(draft: Draft) -> Limits:
 
 
 def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
-    """Limits that were lowered hold from now on: idle models leave at once, busy ones when they are done."""
+    """Applies lowered limits: idle models leave at once, busy ones after their requests."""
     now = _limits(draft)
     found = surplus(before, now, held_models(draft.state, now.policy.now))
     is_host_short = now.ledger.excess(HOST) > 0

@@ -1,4 +1,4 @@
-"""The start: devices get their accounts, models their records, and suspension is proven where it is wanted."""
+"""The start: creates the accounts of devices and the records of models, and tests suspension if configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TICK_SECONDS = 0.5
 
 
 def devices_found(draft: Draft, event: DevicesFound) -> None:
-    """The devices of the machine are known."""
+    """The devices of the machine were found."""
     draft.set(unix_offset=event.unix - draft.now)
     draft.set_devices(measured=event.readings, refreshed_at=draft.now, carriers=dict(event.carriers))
     device_care.take(draft)
@@ -25,7 +25,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
     for item in device_view.readings(draft.state, draft.now):
         draft.info("device %s: %s, %s", item.id, item.name, format_bytes(item.total_bytes))
     if not there:
-        draft.info("no accelerator is used: models run on the CPU")
+        draft.info("no accelerators: models run on the CPU")
     governor.begin(draft)
     _prove(draft)
     if not draft.state.devices.proving:
@@ -33,7 +33,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
 
 
 def _prove(draft: Draft) -> None:
-    """Has suspension tested: on simulated devices before any load, which takes a moment; on others beside."""
+    """Begins suspension tests: on simulated devices before any load, on others in the background."""
     mode = draft.state.settings.warm_checkpoint
     devices = {item.kind: item for item in reversed(device_view.accelerators(draft.state, draft.now))}
     suspension: dict[str, str | None] = {}
@@ -51,13 +51,13 @@ def _prove(draft: Draft) -> None:
 
 
 def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
-    """It is known whether processes on a kind of device can be suspended."""
+    """A suspension test has ended."""
     devices = draft.state.devices
     carrier = devices.carriers.get(event.kind, event.kind)
     if event.problem is None:
-        draft.info("models are kept by a checkpoint of %s: its test succeeded", carrier)
+        draft.info("warm models are kept by checkpoints of %s: the test succeeded", carrier)
     else:
-        draft.warning("the checkpoint of %s is not used: %s", carrier, event.problem)
+        draft.warning("checkpoints of %s are not used: %s", carrier, event.problem)
     draft.set_devices(
         suspension={**devices.suspension, event.kind: event.problem}, proving=devices.proving - {event.kind}
     )
@@ -66,7 +66,7 @@ def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
 
 
 def _started(draft: Draft) -> None:
-    """Requests may be waiting already: the port is open before the devices are known."""
+    """Completes the start. Requests may be waiting already, because the port opens before."""
     startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
     draft.set(started=True, foreseen=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)

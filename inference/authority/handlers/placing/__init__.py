@@ -1,1 +1,1 @@
-"""Where models go: the one decision, what it needs to know, and the flows that move models."""
+"""Placement: the decision, its inputs, and flows that move models."""

@@ -1,6 +1,6 @@
-"""Takes a model that fell back to the CPU to an accelerator that has room for it, while no request uses it.
+"""Moves a model that fell back to the CPU to an accelerator with enough free memory, while no request uses it.
 
-No model leaves for it: it moves only where it fits as things are.
+No other model is evicted for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
 LOOK_SECONDS = 5.0
-"""How often it is looked whether there is room."""
+"""Interval of checks for free memory."""
 
 
 def tick(draft: Draft) -> None:
-    """Looks at each model that fell back, once in a while, when no request uses it."""
+    """Begins a check for each idle model that fell back, at intervals."""
     for model in draft.state.models.values():
         known = draft.state.going_home.get(model.id)
         if not oom_ladder.is_fallback(draft.state, model):
@@ -47,14 +47,14 @@ def _is_idle(state: State, model: ModelRecord) -> bool:
 
 
 def is_pending(state: State) -> bool:
-    """Whether a model waits for a look."""
+    """Whether a check is pending."""
     return any(
         item.needs_read is not None and state.devices.done >= item.needs_read for item in state.going_home.values()
     )
 
 
 def advance(draft: Draft) -> None:
-    """Goes on with the models whose reading has come; the readings are of this moment."""
+    """Continues the checks whose reading has come; the readings are current."""
     for id, known in list(draft.state.going_home.items()):
         if known.needs_read is None or draft.state.devices.done < known.needs_read:
             continue
@@ -90,7 +90,7 @@ def _forget(draft: Draft, id: str) -> None:
 
 
 def _room(state: State, model: ModelRecord, now: float) -> str | None:
-    """The one accelerator where the model fits while all others stay, or None."""
+    """The accelerator where the model fits without evictions, or None."""
     devices = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
     allowed = open_to(state, model.effective, [item for item in devices if item.id != CPU], now)
     if isinstance(allowed, Refusal):

@@ -1,4 +1,4 @@
-"""Where a model would go now: the one decision that loads commit and dry runs report."""
+"""The decision where a model goes, for loads and dry runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
 FRESH_SECONDS = 1.0
-"""Readings of accelerators this old are good enough to decide on."""
+"""Maximum age of readings for a decision."""
 MOST_DIVISIONS = 2
-"""How often a model that needs several devices is measured before it is decided on what is known."""
+"""Maximum number of measured divisions of a model over several devices before a decision."""
 MOST_TRIES = 3
-"""How often a suggested setting is made smaller before none is suggested."""
+"""Maximum number of reductions of a suggested setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsEstimate:
-    """The model must be measured first. `divides`: as the planner divided it over devices."""
+    """The model must be measured first. `divides`: with a division of the planner over devices."""
 
     key: EstimateKey
     divides: bool = False
@@ -42,7 +42,7 @@ class NeedsReading:
 
 @dataclass(frozen=True, slots=True)
 class NeedsFiles:
-    """The files of the model must be looked at first."""
+    """The files of the model must be checked first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ Missing = NeedsEstimate | NeedsReading | NeedsFiles | NeedsCheck
 
 
 def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:
-    """The devices that a load of the model is planned for, whatever the pressure on them."""
+    """The devices for a load of the model, regardless of pressure."""
     found = device_view.readings(state, now)
     allowed = device_view.candidates(model.effective, found, state.settings)
     return relocation.options(model, oom_ladder.options(model, allowed, now), found)
 
 
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
-    """The first device that the model is not measured on, of those it may be planned for."""
+    """The first device for the model on which it was not measured."""
     known, spec = state.estimates_of(model.effective), model.effective
     return next(
         (EstimateKey(spec, (item.id,)) for item in devices_for(state, model, now) if item.id not in known), None
@@ -72,9 +72,9 @@ def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | No
 
 
 def consider(state: State, id: str, now: float, *, divisions: int | None = None) -> Decision | Missing:
-    """Where the model goes now, or what has to be known first. It is the same for a request and for a dry run.
+    """The decision, or the missing input. It is the same for a request and a dry run.
 
-    `divisions` counts how often it was measured as the planner divided it; None for the model's own count.
+    `divisions`: number of measured divisions; None for the count in the model's record.
     """
     model = state.models[id]
     spec = model.effective
@@ -129,12 +129,12 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
 
 # --- suggested settings ----------------------------------------------------------------------------------------------
 def fix_key(spec: ModelSpec, fix: Mapping[str, Any]) -> FixKey:
-    """Of the same kind of change, one check is enough: the figure itself wavers with what others use."""
+    """The key of a check: the kind of the change, because its value varies with foreign use."""
     return spec, tuple(sorted(fix))
 
 
 def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
-    """Whether the model would be placed with the suggested settings once all models left that ever leave."""
+    """Whether the model fits with the suggested settings after all possible evictions."""
     spec = replace(check.spec, **check.fix)
     found = device_view.readings(state, now)
     devices = device_view.candidates(spec, found, state.settings)
@@ -156,16 +156,16 @@ def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
 
 
 def next_try(check: FixCheck) -> FixCheck:
-    """The check of the next smaller suggestion; its `fix` is empty when there is none."""
+    """The check of the next smaller suggestion; `fix` is empty if there is none."""
     fix = smaller(check.fix) if check.tries < MOST_TRIES else {}
     return replace(check, fix=fix, tries=check.tries + 1, divisions=0)
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------
 def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
-    """A copy of the state as a request for the model would find it.
+    """A copy of the state as if a request for the model had arrived.
 
-    With another `spec` the model is not loaded: with other settings it has to leave first.
+    With another `spec` the model counts as not loaded, because it would have to be loaded again.
     """
     model = state.models[id]
     if spec is None:
@@ -182,6 +182,6 @@ def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
 
 
 def needs_of(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:
-    """The first of these devices that the model is not measured on."""
+    """The first of these devices on which the model was not measured."""
     known = state.estimates_of(model.effective)
     return next((EstimateKey(model.effective, (name,)) for name in devices if name not in known), None)

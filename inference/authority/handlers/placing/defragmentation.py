@@ -1,4 +1,4 @@
-"""Brings free memory together: retained cells and grown heaps are given back, idle models move to one device."""
+"""Defragmentation: releases retained cells and unused heap, and moves idle models to get a large free area."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOVE_SECONDS = 30.0
 
 
 def begin(draft: Draft, id: int) -> None:
-    """An operator wants free memory together."""
+    """Begins a defragmentation."""
     command = DefragmentCommand(_largest_room(draft.state, draft.now))
     draft.set(commands={**draft.state.commands, id: command})
     draft.emit(TrimWorkers(id, serving(draft.state), fresh_first=True))
 
 
 def trimmed(draft: Draft, id: int, command: DefragmentCommand, event: Trimmed) -> None:
-    """Workers have dropped what they retained."""
+    """Workers have dropped retained prefixes."""
     cells = sum(max(0, before - after) for before, after in event.retained.values())
     changed = replace(
         command,
@@ -44,7 +44,7 @@ def trimmed(draft: Draft, id: int, command: DefragmentCommand, event: Trimmed) -
 
 
 def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
-    """Measures, plans, and moves one model after another; the readings are of this moment."""
+    """Measures, plans, and moves one model after the other; the readings are current."""
     if command.needs_read is None or draft.state.devices.done < command.needs_read or command.moving is not None:
         return
     if command.planned is None:
@@ -78,7 +78,7 @@ def _rooms(state: State, now: float) -> dict[str, int]:
 
 
 def _measures(draft: Draft, command: DefragmentCommand, rooms: Container[str]) -> bool:
-    """Has the next movable model measured on the next device; False when all are."""
+    """Begins the next missing measurement; False if there is none."""
     for model in draft.state.models.values():
         if model.id in command.unmeasurable or not _is_movable(draft.state, model, rooms):
             continue
@@ -91,7 +91,7 @@ def _measures(draft: Draft, command: DefragmentCommand, rooms: Container[str]) -
 
 
 def _is_movable(state: State, model: ModelRecord, devices: Container[str]) -> bool:
-    """Idle, on one of these devices alone, and bound to none; a pinned one moves as well: it stays loaded."""
+    """Whether a model may be moved: idle, on one device, and not bound to it. Pinned models may move too."""
     worker = state.worker_of(model)
     if worker is None or model.state is not ModelState.READY or worker.leases or model.queue.waiters:
         return False
@@ -100,7 +100,7 @@ def _is_movable(state: State, model: ModelRecord, devices: Container[str]) -> bo
 
 
 def _piece(state: State, model: ModelRecord, rooms: Container[str]) -> Piece:
-    """What the model holds where it is, and what it would need elsewhere."""
+    """The bytes of the model on its device, and its need on the others."""
     worker = state.worker_of(model)
     assert worker is not None
     device = worker.placement.device
@@ -111,7 +111,7 @@ def _piece(state: State, model: ModelRecord, rooms: Container[str]) -> Piece:
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
-    """A model cannot be measured: it stays where it is."""
+    """A model cannot be measured, so it is not moved."""
     del error
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, DefragmentCommand):
@@ -120,7 +120,7 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def _largest_room(state: State, now: float) -> int:
-    """The most that one model could get on one device now, an accelerator where there is one; bytes."""
+    """The largest free area on one accelerator, or on the host without any; bytes."""
     found = device_view.balances(state, now)
     there = [item.id for item in device_view.accelerators(state, now) if item.id in found]
     return max((found[device].room_bytes for device in there or [CPU] if device in found), default=0)

@@ -1,4 +1,4 @@
-"""Measurements of models: begun one at a time for the same settings, and remembered for as long as they count."""
+"""Measurements of models, and the stored results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inference.errors import InferenceError, ModelFailed
 from inference.settings import ModelSpec
 
 MOST_WAYS = 8
-"""To divide a model over devices, that stay remembered."""
+"""Stored estimates of divisions per model."""
 MOST_SPECS = 64
-"""Of settings that no model has, but a dry run or a check asked for."""
+"""Stored estimates of settings that only dry runs or checks use."""
 
 
 def request(draft: Draft, key: EstimateKey) -> bool:
-    """Has a model measured, unless it is already. False when one of the devices is gone."""
+    """Begins a measurement, unless it is running. False if one of the devices is missing."""
     if any(other.spec == key.spec for other in draft.state.measuring):
         return True
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
@@ -31,7 +31,7 @@ def request(draft: Draft, key: EstimateKey) -> bool:
 
 
 def done(draft: Draft, event: Estimated) -> InferenceError | None:
-    """A measurement ended; the error that it ended with."""
+    """A measurement ended; returns its error."""
     if event.key not in draft.state.measuring:
         return None
     draft.set(measuring=draft.state.measuring - {event.key})
@@ -69,7 +69,7 @@ def _forget_oldest(draft: Draft) -> None:
 
 
 def foresee(draft: Draft) -> None:
-    """Measures models before a request comes, one after another, so that what cannot fit is known in time."""
+    """Measures models before their first request, one after the other, so that misfits are known early."""
     while draft.state.foreseen:
         model = draft.state.models.get(draft.state.foreseen[0])
         if model is not None and model.files is None and model.worker is None:
@@ -82,7 +82,7 @@ def foresee(draft: Draft) -> None:
 
 
 def cannot_foresee(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
-    """A model that nothing waits for cannot be measured."""
+    """A model without waiting requests cannot be measured."""
     if spec.id not in draft.state.foreseen:
         return
     draft.set(foreseen=tuple(name for name in draft.state.foreseen if name != spec.id))
@@ -92,5 +92,5 @@ def cannot_foresee(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def gone(model: ModelRecord) -> ModelFailed:
-    """The error of a measurement on devices that are gone."""
-    return ModelFailed(f"the model {model.id!r} cannot be measured: its devices are gone", retry_after=1.0)
+    """The error of a measurement on missing devices."""
+    return ModelFailed(f"the model {model.id!r} cannot be measured: its devices are missing", retry_after=1.0)

@@ -1,6 +1,6 @@
-"""Moves a model to the device an operator names: planned there first, and back where it was if that goes wrong.
+"""Moves a model to a device, and back if that fails.
 
-The planner is asked for that one device alone, and a refusal leaves everything untouched.
+The move is planned first; a refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SETTLED = (ModelState.READY, ModelState.BUSY)
 
 
 def begin(draft: Draft, id: int, request: Move, *, returns_home: bool = False, parent: int | None = None) -> None:
-    """An operator, or the authority itself, wants a model on a device."""
+    """Begins a move that an operator or the authority requested."""
     command = MoveCommand(request.model, request.device, request.seconds, returns_home=returns_home, parent=parent)
     draft.set(commands={**draft.state.commands, id: command})
     model = draft.state.models.get(request.model)
@@ -47,13 +47,13 @@ def begin(draft: Draft, id: int, request: Move, *, returns_home: bool = False, p
 
 
 def _unusable(state: State, model: ModelRecord, device: str, now: float) -> InvalidRequestError | None:
-    """Why the model cannot be moved to this device at all."""
+    """Why the model cannot be moved to this device, or None."""
     if model.target is not None:
         return InvalidRequestError(f"{model.id!r} is being moved to {model.target} already", param="device")
     found = {item.id: item for item in device_view.readings(state, now)}
     if device not in found:
         there = ", ".join(found)
-        return InvalidRequestError(f"there is no device {device!r}; there are: {there}", param="device")
+        return InvalidRequestError(f"unknown device {device!r}; devices: {there}", param="device")
     if found[device].state not in USABLE:
         return InvalidRequestError(f"{device} is {found[device].state}", param="device")
     if device != CPU and (model.spec.gpu_layers == 0 or state.settings.force_cpu_mode):
@@ -62,7 +62,7 @@ def _unusable(state: State, model: ModelRecord, device: str, now: float) -> Inva
 
 
 def advance(draft: Draft, id: int, command: MoveCommand) -> None:
-    """Measures the model on the device, checks that it fits, and begins; the readings are of this moment."""
+    """Measures the model on the device, checks that it fits, and begins the move; the readings are current."""
     if command.begun:
         return
     model = draft.state.models.get(command.model)
@@ -95,7 +95,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
 
 
 def _refused(state: State, model: ModelRecord, reading: Reading, now: float) -> MemoryLimitExceededError | None:
-    """Why the model does not fit on the device once idle models left; None where it does."""
+    """Why the model does not fit on the device after evictions, or None."""
     request = request_for(Subject.of(state, model.effective), [reading], divide=False)
     assert request is not None
     held = held_models(state, now)
@@ -110,7 +110,7 @@ def _refused(state: State, model: ModelRecord, reading: Reading, now: float) -> 
 
 
 def settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
-    """The model is loaded, or could not be."""
+    """The model was loaded, or the load failed."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, MoveCommand) and command.ticket == ticket.id:
             model = draft.state.models.get(command.model)
@@ -125,7 +125,7 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def abandon(draft: Draft, id: int, command: MoveCommand) -> None:
-    """The client that waited for the move is gone: the model goes on as it is."""
+    """The client has disconnected: the move continues without an answer."""
     if command.ticket is not None and command.ticket in draft.state.tickets:
         tickets.unqueue(draft, command.ticket)
     _forget_target(draft, command)
@@ -162,6 +162,6 @@ def _returned(draft: Draft, command: MoveCommand, error: InferenceError | None) 
 
 
 def stays_on_cpu(draft: Draft, model: str, error: InferenceError) -> None:
-    """A model could not go back to an accelerator."""
+    """A model could not be moved back to an accelerator."""
     draft.set_model(model, sheltered_until=draft.now + REST_SECONDS)
     draft.warning("%s stays on the CPU for now: %s", model, error.message)

@@ -1,7 +1,7 @@
-"""Looks at every model that is wanted and does what can be done for it now.
+"""Reconciliation: decides for every wanted model, and acts on the decision.
 
-Models for which others leave already come first, then the one that has waited longest. What only time changes wakes
-the authority up again.
+Models for which others are already leaving come first, then the longest wait. For conditions that change with time
+only, a timer is set.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
 PATIENT_BACKOFF_SECONDS = 2.0
-"""Requests wait for the end of a backoff this short; a longer one is an error."""
+"""Requests wait for a backoff up to this; a longer one is an error."""
 ALONE_BACKOFF_SECONDS = 10.0
-"""And of one this short if a request waits that was in flight when the worker ended."""
+"""The same for a request that was in flight when the worker ended."""
 FIX_SECONDS = 30.0
-"""A suggestion is verified again after this: what others use of a device changes."""
+"""A suggestion is verified again after this time, because foreign use changes."""
 MOST_FIXES = 256
 _LOOK_AGAIN_SECONDS = 1.0
 _S = ModelState
 
 
 def reconcile(draft: Draft) -> None:
-    """Looks at all models that are wanted; the readings are of this moment."""
+    """Decides for all wanted models; the readings are current."""
     draft.set(unplanned=False)
     if draft.state.closing or not draft.state.started or _reads_files(draft):
         return
@@ -69,7 +69,7 @@ def reconcile(draft: Draft) -> None:
 
 
 def _reads_files(draft: Draft) -> bool:
-    """Has the files looked at of every model that may be loaded: one decision depends on those before it."""
+    """Begins checks of the files of all models that may be loaded; returns whether any is pending."""
     old = [
         model
         for model in draft.state.models.values()
@@ -83,7 +83,7 @@ def _reads_files(draft: Draft) -> bool:
 
 
 def _advance(draft: Draft, id: str) -> bool:
-    """Whether all that could be decided for the model is decided."""
+    """Decides for a model; returns whether nothing is left to decide."""
     model = draft.model(id)
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
@@ -117,7 +117,7 @@ def _advance(draft: Draft, id: str) -> bool:
 
 
 def _decide(draft: Draft, id: str) -> Decision | None:
-    """None while something has to be measured, read or dropped first."""
+    """The decision; None while a measurement, reading or drop is pending."""
     model = draft.model(id)
     if model.cleaning:
         return None
@@ -150,7 +150,7 @@ def _decide(draft: Draft, id: str) -> Decision | None:
 
 
 def _drops_stale(draft: Draft, id: str) -> bool:
-    """Drops a warm model that is not what a load would give any more: another file, or a process where none may be."""
+    """Drops a warm model that no longer matches a load: its file changed, or its process may not stay."""
     model, worker = draft.model(id), draft.worker_of(id)
     if model.state is not _S.WARM or worker is None:
         return False
@@ -169,7 +169,7 @@ def _drops_stale(draft: Draft, id: str) -> bool:
 
 
 def _gives_up(draft: Draft, id: str, refusal: Refusal) -> bool:
-    """Drops a warm model that stands in its own way: without what it keeps there may be room."""
+    """Drops the warm copy of a model that does not fit, because its memory may make room for the load."""
     model = draft.model(id)
     if model.state is not _S.WARM or refusal.waits_for:
         return False
@@ -239,7 +239,7 @@ def _refuse(draft: Draft, id: str, found: Decision) -> bool:
 
 
 def _awaits_verdict(draft: Draft, id: str) -> bool:
-    """Whether a device it might be loaded onto is being tried; the verdict ends in another look, and so does time."""
+    """Whether a device for the model is being tried; its verdict or a timer repeats the decision."""
     readings = device_view.readings(draft.state, draft.now)
     closed = device_view.closed_to(draft.model(id).effective, readings)
     awaits = any(device_care.is_in_doubt(draft.state, item.id, draft.now) for item in closed)
@@ -267,7 +267,7 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
 
 
 def _keep_unneeded(draft: Draft) -> None:
-    """Models that only drain to make room stay when the requests that wanted the room are gone."""
+    """Keeps draining models when the requests that needed their memory have ended."""
     needed = {name for claim in draft.state.claims for name in claim.victims}
     for model in list(draft.state.models.values()):
         worker = draft.worker_of(model.id)
@@ -278,7 +278,7 @@ def _keep_unneeded(draft: Draft) -> None:
 
 
 def checks(draft: Draft) -> None:
-    """Goes on with the suggestions that are being verified."""
+    """Continues the checks of suggestions."""
     for key, check in list(draft.state.checks.items()):
         while check.fix:
             found = decision.verify(draft.state, check, draft.now)
@@ -310,7 +310,7 @@ def _checked(draft: Draft, key: FixKey, check: FixCheck) -> None:
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec) -> None:
-    """A suggestion cannot be measured: the next smaller one is tried."""
+    """A suggestion cannot be measured, so the next smaller one is tried."""
     for key, check in list(draft.state.checks.items()):
         if check.fix and replace(check.spec, **check.fix) == spec:
             draft.set(checks={**draft.state.checks, key: decision.next_try(check)})

@@ -1,4 +1,4 @@
-"""Loads the configured models at the start, each beside those before it; no model leaves for another one."""
+"""Loads configured models at the start, in order and without evictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inference.settings import ModelSpec
 
 
 def advance(draft: Draft) -> None:
-    """Goes on with the models that are still to be loaded; the readings are of this moment."""
+    """Continues with the next model; the readings are current."""
     while draft.state.startup and not draft.state.closing:
         waiting = [item.model for item in draft.state.tickets.values() if item.purpose is Purpose.STARTUP]
         if any(name in draft.state.models and draft.model(name).worker is None for name in waiting):
@@ -52,7 +52,7 @@ def _next(draft: Draft) -> None:
 
 
 def _no_room(draft: Draft, name: str) -> None:
-    draft.warning("%s is not loaded at start: there is no room beside those before it", name)
+    draft.warning("%s is not loaded at start: there is no room beside the models before it", name)
     _next(draft)
 
 

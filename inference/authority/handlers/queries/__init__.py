@@ -1,1 +1,1 @@
-"""Answers about the state: devices, pressure, and the inputs of decisions."""
+"""Queries of the state: devices, pressure, and the inputs of decisions."""

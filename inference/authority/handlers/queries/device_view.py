@@ -1,4 +1,4 @@
-"""The devices as decisions see them: readings with the state that was decided for each, and their accounts."""
+"""Devices for decisions: readings with health states, and accounts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from inference.protocol import DeviceState
 from inference.settings import ModelSpec
 
 UNKNOWN_BYTES = 16 * 2**30
-"""What may be used of a device whose size is unknown."""
+"""The capacity of a device of unknown size."""
 
 
 # --- readings --------------------------------------------------------------------------------------------------------
 def readings(state: State, now: float) -> tuple[Reading, ...]:
-    """The newest readings, accelerators first. One without memory of its own is as full as the host."""
+    """The newest readings, accelerators first. A device without its own memory has the figures of the host."""
     found = tuple(_shown(reading, state.devices.health.get(reading.id), now) for reading in state.devices.measured)
     host = next((reading for reading in found if reading.id == CPU), None)
     return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
@@ -41,7 +41,7 @@ def accelerators(state: State, now: float) -> tuple[Reading, ...]:
 
 
 def _shown(reading: Reading, health: DeviceHealth | None, now: float) -> Reading:
-    """What a dead device reported last of its memory is not true any more."""
+    """The reading with the health state; a dead device has no valid memory figures."""
     if health is None or health.state is DeviceState.HEALTHY:
         return reading
     if health.sign is Sign.DEAD:
@@ -52,7 +52,7 @@ def _shown(reading: Reading, health: DeviceHealth | None, now: float) -> Reading
 
 
 def _on_host(reading: Reading, host: Reading) -> Reading:
-    """`reading` with what the host has left of what the accelerator may use of it."""
+    """`reading` with the host memory that is available to the accelerator."""
     total = min(reading.total_bytes or host.total_bytes, host.total_bytes)
     free = min(total, host.free_bytes)
     return replace(reading, total_bytes=total, free_bytes=free, used_bytes=total - free)
@@ -60,12 +60,12 @@ def _on_host(reading: Reading, host: Reading) -> Reading:
 
 # --- accounts --------------------------------------------------------------------------------------------------------
 def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
-    """(capacity, budget) of a device: what may be in use on it altogether, and what of that may be ours.
+    """(capacity, budget) of a device: the limit of all use, and the limit of Headgate's share.
 
-    Of an accelerator: min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve), the reserve being
-    INFERENCE_GPU_MEMORY_RESERVE_MB but at most 5 % of the device; INFERENCE_GPU_MEMORY_LIMIT_MB bounds our own share
-    of that, because others use the device too. So does the percentage of host memory. A device whose size is unknown
-    is bounded by INFERENCE_MEMORY_LIMIT_GB alone.
+    The capacity of an accelerator is min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve). The reserve is
+    INFERENCE_GPU_MEMORY_RESERVE_MB, at most 5 % of the device. INFERENCE_GPU_MEMORY_LIMIT_MB limits the budget. The
+    percentage of host memory limits the budget of the host. A device of unknown size is limited by
+    INFERENCE_MEMORY_LIMIT_GB only.
     """
     total = reading.total_bytes
     if total <= 0:
@@ -81,9 +81,9 @@ def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
 
 
 def allowances(found: Sequence[Reading], settings: InferenceSettings) -> Iterator[tuple[Reading, tuple[int, int]]]:
-    """The allowance of every device with memory of its own.
+    """The allowance of every device with its own memory.
 
-    Where an accelerator has none, what it may use is host memory: the larger of the two budgets is the host's.
+    An accelerator without its own memory uses host memory: the host's budget is the larger one of both.
     """
     most = max((allowance(item, settings)[1] for item in found if item.unified), default=0)
     for item in found:
@@ -93,20 +93,20 @@ def allowances(found: Sequence[Reading], settings: InferenceSettings) -> Iterato
 
 
 def capacities(state: State, now: float) -> Mapping[str, int]:
-    """What all models together may have of each device, bytes; host memory where a device has none of its own."""
+    """The capacity for models on each device, in bytes; host memory for a device without its own."""
     found = readings(state, now)
     budgets = {item.id: budget for item, (_, budget) in allowances(found, state.settings)}
     return {item.id: budgets.get(item.id, budgets.get(CPU, 0)) for item in found}
 
 
 def observed(state: State, measured: tuple[Reading, ...], now: float) -> State:
-    """The state with these readings in its accounts."""
+    """The state with these readings entered into the ledger."""
     state = replace(state, devices=replace(state.devices, measured=measured))
     return entered(state, now)
 
 
 def entered(state: State, now: float) -> State:
-    """The state with its present readings and settings in its accounts."""
+    """The state with its current readings and settings entered into the ledger."""
     found = readings(state, now)
     ledger = state.ledger
     for item, (capacity, budget) in allowances(found, state.settings):
@@ -118,7 +118,7 @@ def entered(state: State, now: float) -> State:
 
 
 def limited(state: State) -> State:
-    """The state with the cap on the sum of our bytes: the configured one, or a guess where a device has no size."""
+    """The state with the memory limit: the configured one, or a guess if a device has no size."""
     limit = state.settings.memory_limit_bytes
     if limit is None and any(item.total_bytes <= 0 for item in state.devices.measured):
         limit = UNKNOWN_BYTES
@@ -131,15 +131,15 @@ def balances(state: State, now: float) -> Mapping[str, Balance]:
 
 
 def policy(settings: InferenceSettings, now: float) -> Policy:
-    """The limits of a decision made now."""
+    """The limits of a decision at `now`."""
     return Policy(now, settings.max_models, settings.max_models_per_device)
 
 
 # --- which devices a model may use -----------------------------------------------------------------------------------
 def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSettings) -> tuple[Reading, ...]:
-    """The devices `spec` may be planned for: its own, else any accelerator, else the CPU where that is allowed.
+    """The possible devices of `spec`: the configured one, else all accelerators, else the CPU if allowed.
 
-    An accelerator that was there at the start and is lost now never turns into CPU: the result is empty then.
+    A lost accelerator is not replaced by the CPU: the result is then empty.
     """
     there = [item for item in found if item.id != CPU]
     cpu = tuple(item for item in found if item.id == CPU)
@@ -150,7 +150,7 @@ def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSet
 
 
 def closed_to(spec: ModelSpec, found: Sequence[Reading]) -> tuple[Reading, ...]:
-    """The accelerators that `spec` might be planned for if they were usable."""
+    """The accelerators for `spec` that are not usable now."""
     if spec.gpu_layers == 0:
         return ()
     there = [item for item in found if item.id != CPU]
@@ -160,7 +160,7 @@ def closed_to(spec: ModelSpec, found: Sequence[Reading]) -> tuple[Reading, ...]:
 
 
 def lost_for(spec: ModelSpec, found: Sequence[Reading]) -> tuple[str, float | None]:
-    """Which accelerators `spec` misses and why, empty for none; and the seconds until that may change."""
+    """The unusable accelerators of `spec` with reasons (empty for none), and the seconds until that may change."""
     closed = closed_to(spec, found)
     waits = [item.verdict_seconds for item in closed if item.verdict_seconds is not None]
     reasons = ", ".join(f"{item.id} is {item.state}" + (f" ({item.note})" if item.note else "") for item in closed)
@@ -169,7 +169,7 @@ def lost_for(spec: ModelSpec, found: Sequence[Reading]) -> tuple[str, float | No
 
 # --- reading anew ----------------------------------------------------------------------------------------------------
 def read(draft: Draft) -> int:
-    """Asks for a fresh reading; the number of the read that will do. One that has begun already is too old."""
+    """Requests a new reading; returns its number. A reading that has already begun is too old."""
     devices = draft.state.devices
     needed = devices.begun + 1
     draft.set_devices(wanted=max(devices.wanted, needed))
@@ -178,7 +178,7 @@ def read(draft: Draft) -> int:
 
 
 def begin_read(draft: Draft) -> None:
-    """Begins a read that is wanted, one at a time."""
+    """Begins the requested reading, one at a time."""
     devices = draft.state.devices
     if devices.wanted > devices.begun == devices.done and not draft.state.closing:
         draft.set_devices(begun=devices.begun + 1)

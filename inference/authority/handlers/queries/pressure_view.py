@@ -1,4 +1,4 @@
-"""How full the devices are now, by the ledger."""
+"""Use and pressure levels of devices, from the ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference.settings import ModelSpec
 
 
 def rules_of(settings: InferenceSettings) -> Rules:
-    """What the settings ask for."""
+    """The rules in the settings."""
     bounds = Bounds(
         settings.pressure_moderate, settings.pressure_high, settings.pressure_critical, settings.pressure_emergency
     )
@@ -27,25 +27,25 @@ def rules_of(settings: InferenceSettings) -> Rules:
 
 
 def bounds_of(state: State) -> Bounds:
-    """Where levels begin."""
+    """The bounds of the levels."""
     return rules_of(state.settings).bounds
 
 
 def uses(state: State, now: float) -> tuple[Use, ...]:
-    """Every account's use; what a lost device held has no use."""
+    """The use of every account, without lost devices."""
     own = [item for item in device_view.readings(state, now) if state.ledger.account_of(item.id) == item.id]
     return tuple(_use(state, item) for item in own if item.state is not DeviceState.LOST)
 
 
 def _use(state: State, reading: Reading) -> Use:
-    """A device that tells no size counts with what may be used."""
+    """The use of a device; one without a known size counts with its capacity."""
     balance = state.ledger.balance(reading.id)
     total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
     return Use(state.ledger.account_of(reading.id), total, balance.ours_bytes, balance.foreign_bytes)
 
 
 def level(state: State, use: Use) -> Level:
-    """The level of a device now; the one place that defines it."""
+    """The pressure level of a device."""
     gauge = state.pressure.watches.get(use.device, Watch()).gauge
     return settle(gauge, use, bounds_of(state)).level
 
@@ -58,12 +58,12 @@ def levels(state: State, now: float) -> Mapping[str, tuple[Use, Level]]:
 
 
 def rungs(state: State) -> Mapping[str, Rung]:
-    """How far the ladder is climbed on every device."""
+    """The rung of every device."""
     return {device: watch.rung for device, watch in state.pressure.watches.items()}
 
 
 def numbers_of(use: Use) -> str:
-    """The use of a device in words."""
+    """The use of a device as text."""
     return (
         f"{format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
         f"{format_bytes(use.foreign_bytes)} of it by others"
@@ -71,7 +71,7 @@ def numbers_of(use: Use) -> str:
 
 
 def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
-    """The devices of `devices` onto which the model may be loaded now, or why the ladder refuses all of them."""
+    """Those of `devices` on which the ladder allows a load of the model, or the refusal."""
     extras = spec.mmproj is not None or bool(spec.lora)
     refusals = {
         item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=extras) for item in devices

@@ -1,4 +1,4 @@
-"""Translates the records of models into the terms of the planner, and its refusals into errors."""
+"""Converts records of models into inputs of the planner, and its refusals into errors."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from inference.worker_link import Grant, Ready
 ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""
 TOLERANCE_BYTES = 8 * 2**20
-"""llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
+"""Tolerance per buffer: llama.cpp's log rounds to 0.01 MiB and pads small buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model as it would be loaded: its settings, and what was measured for them."""
+    """A model with settings and their estimates."""
 
     spec: ModelSpec
     estimates: Mapping[str, Estimate]
 
     @classmethod
     def of(cls, state: State, spec: ModelSpec) -> Subject:
-        """With what is known of these settings."""
+        """The settings with their estimates in `state`."""
         return cls(spec, state.estimates_of(spec))
 
 
 def request_for(subject: Subject, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
-    """What the planner is asked; None while an estimate is missing.
+    """The request to the planner; None while an estimate is missing.
 
-    Without `divide` only divisions that were measured already are possible.
+    Without `divide`, only measured divisions are possible.
     """
     known, spec = subject.estimates, subject.spec
     if any(device.id not in known for device in devices):
@@ -61,7 +61,7 @@ def request_for(subject: Subject, devices: Sequence[Reading], *, divide: bool = 
 
 
 def _spread(subject: Subject, there: Sequence[Reading], splits: Sequence[Estimate], *, divide: bool) -> Spread | None:
-    """The layers of the model, calibrated by what one device needs and by the splits that were measured."""
+    """The layers of the model, calibrated with the estimates on one device and with measured splits."""
     over = tuple(device.id for device in there)
     first = over[0] if over else CPU
     measured = subject.estimates[first]
@@ -82,7 +82,7 @@ def _spread(subject: Subject, there: Sequence[Reading], splits: Sequence[Estimat
 
 # --- what is held now ------------------------------------------------------------------------------------------------
 def held_models(state: State, now: float) -> list[Held]:
-    """Every model that holds memory, and memory on its way back whose model is gone already."""
+    """Every model that holds memory, and memory that is being released."""
     held = []
     current: set[str] = set()
     holdings = state.ledger.holdings
@@ -111,7 +111,7 @@ def held_models(state: State, now: float) -> list[Held]:
 
 
 def residents(state: State) -> dict[str, Resident]:
-    """Every model whose turn is running: it is ready or in use."""
+    """Every model that is ready or in use."""
     found = {}
     for model in state.models.values():
         worker = state.worker_of(model)
@@ -128,7 +128,7 @@ def tenants(state: State, device: str) -> list[WorkerRecord]:
 
 # --- orders and reports of workers -----------------------------------------------------------------------------------
 def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement) -> Grant:
-    """What the worker has to load, and where: `devices` are the placement's, in its order."""
+    """The grant for a worker; `devices` are those of the placement, in order."""
     return Grant(
         model_id=spec.id,
         path=str(spec.path),
@@ -151,9 +151,9 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement)
 
 
 def excess(estimate: Estimate, ready: Ready) -> str | None:
-    """Why what a worker allocated is not what was planned, or None.
+    """Why the allocations of a worker differ from the plan, or None.
 
-    On no device may it be more than planned; on an accelerator less than half means that the rest went elsewhere.
+    They may not exceed the plan on any device; less than half on an accelerator means that the rest is elsewhere.
     """
     allocated = dict.fromkeys(estimate.parts, 0)
     for buffer in ready.buffers:
@@ -174,14 +174,14 @@ def excess(estimate: Estimate, ready: Ready) -> str | None:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 def shortages_of(refusal: Refusal) -> list[Shortage]:
-    """What the planner lacks, as the numbers of an error."""
+    """The missing memory of a refusal, for the details of an error."""
     return [Shortage(lack.device, lack.need_bytes, lack.room_bytes, lack.bound) for lack in refusal.lacks]
 
 
 def error_of(
     spec: ModelSpec, refusal: Refusal, found: Sequence[Reading], settings: InferenceSettings
 ) -> InferenceError:
-    """The error of a model that is refused for good: numbers, or which accelerator is gone."""
+    """The error for a final refusal: with numbers, or with the missing accelerator."""
     lost, seconds = lost_for(spec, found)
     if lost and not candidates(spec, found, settings):
         devices = [item.id for item in closed_to(spec, found)]

@@ -1,1 +1,1 @@
-"""Arrival and end of requests, their deadlines, and their quarantine."""
+"""Arrival, deadline, end and quarantine of requests."""

@@ -1,4 +1,4 @@
-"""How long a request may expect to wait, from what was measured."""
+"""Expected waiting times of requests, from measurements."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _S = ModelState
 
 
 def seconds_to_load(state: State, model: ModelRecord, now: float) -> float:
-    """Retry-After for a request that only waits for the load."""
+    """Retry-After for a request that waits for the load only."""
     return retry_after_seconds(*_room_and_load(state, model, now))
 
 
 def seconds_to_service(state: State, model: ModelRecord, priority: Priority, now: float) -> float:
-    """Retry-After for a request of `priority` that found the queue full."""
+    """Retry-After for a request of `priority` that a full queue rejected."""
     ahead = sum(ORDER.index(waiter.priority) <= ORDER.index(priority) for waiter in model.queue.waiters)
     return retry_after_seconds(*_room_and_load(state, model, now), ahead, model.pace)
 
 
 def load_seconds(state: State, model: ModelRecord, now: float) -> float | None:
-    """Seconds until the model can take a request, 0 when it is ready; None before anything was measured."""
+    """Seconds until the model can take a request (0 if ready); None without measurements."""
     if model.state in (_S.READY, _S.BUSY):
         return 0.0
     if not model.loads and (state.bytes_per_second is None or not state.estimates_of(model.effective)):
@@ -37,12 +37,12 @@ def load_seconds(state: State, model: ModelRecord, now: float) -> float | None:
 
 
 def queue_seconds(state: State, model: ModelRecord) -> float | None:
-    """Seconds that a new request waits for others once the model is ready; None while that is unknown."""
+    """Seconds that a new request waits for others after the load; None if unknown."""
     return queue_wait(state.in_flight(model) + len(model.queue), model.effective.parallel, model.pace)
 
 
 def prefill_rate(state: State, model: ModelRecord) -> float | None:
-    """Tokens per second at which its worker, or its last one, read prompts lately; None before any."""
+    """Recent prefill rate of the current or last worker in tokens per second; None without any."""
     worker = state.worker_of(model)
     known = worker.beat.prefill_tokens_per_second if worker is not None and worker.beat is not None else None
     return model.prefill_tokens_per_second if known is None else known
@@ -62,7 +62,7 @@ def _room_and_load(state: State, model: ModelRecord, now: float) -> tuple[float,
 
 
 def progress(state: State, ticket: int) -> Progress:
-    """What a ticket waits for: its place in the queue, or the load."""
+    """The progress of a ticket: its place in the queue, or the load."""
     record = state.tickets.get(ticket)
     model = None if record is None else state.models.get(record.model)
     if record is None or model is None:

@@ -1,4 +1,4 @@
-"""Requests that are suspected of ending their workers, by model."""
+"""Events of requests that are suspected of ending their workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inference.authority.state import State
 
 
 def crashed(draft: Draft, event: CrashReported) -> None:
-    """A worker ended by what it computed while a request was in flight."""
+    """A worker crashed while a request was in flight."""
     model = draft.state.models.get(event.model)
     if model is None:
         return
@@ -25,7 +25,7 @@ def crashed(draft: Draft, event: CrashReported) -> None:
 
 
 def answered(draft: Draft, event: RequestAnswered) -> None:
-    """A request was answered by a worker that lives."""
+    """A request was answered, and the worker is alive."""
     if event.crashes:
         draft.count("recoveries", "rerun")
     model = draft.state.models.get(event.model)
@@ -35,20 +35,20 @@ def answered(draft: Draft, event: RequestAnswered) -> None:
     if not quarantine.cases and not quarantine.in_a_row and not quarantine.doubted:
         return
     if quarantine.standing(event.key, draft.now) is not Standing.INNOCENT:
-        draft.info("request %s to %s is acquitted", event.key, model.id)
+        draft.info("request %s to %s is no longer suspected", event.key, model.id)
     draft.set_model(model.id, quarantine=quarantine.answered(event.key))
 
 
 def cleared(draft: Draft, event: CaseCleared) -> None:
-    """An operator takes a request out of quarantine."""
+    """An operator removed a request from quarantine."""
     model = draft.state.models.get(event.model)
     if model is not None:
         draft.set_model(model.id, quarantine=model.quarantine.forget(event.key))
-        draft.info("request %s to %s is out of quarantine, by hand", event.key, model.id)
+        draft.info("an operator removed request %s to %s from quarantine", event.key, model.id)
 
 
 def listing(state: State, now: float) -> list[dict[str, Any]]:
-    """Every case that is held now, by model, the oldest first; times in seconds."""
+    """All current cases by model, oldest first; times in seconds."""
     return [
         {
             "key": key,

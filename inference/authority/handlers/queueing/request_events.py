@@ -1,4 +1,4 @@
-"""Requests for models: a place in the queue, a lease, its end; deadlines and departures of requests."""
+"""Requests for models: queue, lease, end, and deadlines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_TURNED_AWAY = 1000
 
 
 def wanted(draft: Draft, event: Wanted) -> None:
-    """A request wants to use a model: it gets a lease at once, a place in the queue, or an error."""
+    """A request for a model gets a lease, a place in the queue, or an error."""
     state, model = draft.state, draft.state.models.get(event.model)
     wait_seconds = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
     waiter = Waiter(event.ticket, event.priority, draft.now + wait_seconds, draft.now, event.alone)
@@ -60,7 +60,7 @@ def _queue_full(draft: Draft, event: Wanted) -> QueueFull:
     turned_away = (*advice.turned_away, turned)[-MOST_TURNED_AWAY:]
     draft.set(advice=replace(advice, turned_away=turned_away))
     return QueueFull(
-        f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
+        f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r} "
         f"(INFERENCE_QUEUE_{priority.upper()})",
         retry_after=expectations.seconds_to_service(draft.state, model, priority, draft.now),
         details={FULL_FOR: [priority]},
@@ -68,7 +68,7 @@ def _queue_full(draft: Draft, event: Wanted) -> QueueFull:
 
 
 def withdrawn(draft: Draft, event: Withdrawn) -> None:
-    """The request of a waiting ticket is gone; a load that it began goes on."""
+    """The client of a waiting ticket has disconnected; a load continues."""
     if event.ticket in draft.state.tickets:
         tickets.unqueue(draft, event.ticket)
         draft.changed(SETTLE_SECONDS)
@@ -76,12 +76,12 @@ def withdrawn(draft: Draft, event: Withdrawn) -> None:
 
 
 def expired(draft: Draft, id: int) -> None:
-    """The deadline of a waiting ticket has passed."""
+    """The deadline of a waiting ticket was reached."""
     if id not in draft.state.tickets:
         return
     ticket = tickets.unqueue(draft, id)
     model, worker = draft.model(ticket.model), draft.worker_of(ticket.model)
-    waited = f"{model.id!r} could not be used within the {ticket.wait_seconds:.1f} s the request may wait"
+    waited = f"{model.id!r} was not available within the {ticket.wait_seconds:.1f} s that the request may wait"
     if model.state in (_S.LOADING, _S.RESTORING) and worker is not None:
         draft.count("timeouts", "loading")
         percent = int(worker.progress * 100)
@@ -98,8 +98,8 @@ def expired(draft: Draft, id: int) -> None:
 
 
 def put_off(draft: Draft, seconds: float) -> None:
-    """Nothing could be done for so long, because the service itself stood still: requests may wait as much longer."""
-    draft.warning("the service stood still for %.1f s; waiting requests may wait as much longer", seconds)
+    """Extends the deadlines of waiting requests by a pause in which the service did not run."""
+    draft.warning("the service did not run for %.1f s; extending the deadlines of waiting requests", seconds)
     timers = {timer: at + seconds if timer[0] is TimerKind.TICKET else at for timer, at in draft.state.timers.items()}
     draft.set(timers=timers)
     draft.retime = True
@@ -139,7 +139,7 @@ def released(draft: Draft, event: Released) -> None:
 
 
 def idle_models_leave(draft: Draft) -> None:
-    """Models that were not used for their idle_timeout leave; the backoff of failed ones ends."""
+    """Models that are idle for their idle_timeout leave; failed models become cold after their backoff."""
     for model in list(draft.state.models.values()):
         if model.queue.waiters:
             continue
@@ -151,7 +151,7 @@ def idle_models_leave(draft: Draft) -> None:
 
 
 def load_again(draft: Draft) -> None:
-    """Models in use that lost their device are wanted again, behind all other requests."""
+    """Loads models in use that lost their device again, after all other requests."""
     names = draft.state.reloads
     draft.set(reloads=())
     for name in dict.fromkeys(names):
@@ -164,7 +164,7 @@ def load_again(draft: Draft) -> None:
 
 
 def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
-    """A model that lost its device is there again, or could not be loaded."""
+    """A model that lost its device was loaded again, or the load failed."""
     if error is None:
         device_care.at_home(draft, ticket.model)
     else:
@@ -172,7 +172,7 @@ def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | N
 
 
 def quiesce(draft: Draft, error: InferenceError | None = None) -> None:
-    """The service takes nothing new: every waiting request fails."""
+    """The service is shutting down: all waiting requests fail."""
     draft.set(closing=True)
     for model in draft.state.models:
         tickets.fail(draft, model, error or ShuttingDown())

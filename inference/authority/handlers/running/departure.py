@@ -1,4 +1,4 @@
-"""How a model leaves its worker: draining, kept warm or unloaded, or staying after all."""
+"""Departure of a model from its worker: drain, then warm pool or unload."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _S = ModelState
 def leave(
     draft: Draft, id: str, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
 ) -> None:
-    """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory.
+    """Begins the departure of a model after its running requests. It is recorded when its memory is free.
 
-    One that leaves already and might have stayed, or been kept warm, leaves for the weightier reason.
+    A stronger reason replaces the reason of a model that is already leaving.
     """
     model, worker = draft.model(id), draft.worker_of(id)
     if worker is None or worker.ending or model.state is _S.UNLOADING:
@@ -31,10 +31,10 @@ def leave(
     if model.state is _S.DRAINING:
         if worker.departure is not None and not departure.overrules(worker.departure):
             return
-        draft.info("%s leaves now for another reason (%s)", id, why)
+        draft.info("%s is leaving for another reason now (%s)", id, why)
         draft.set_worker(worker.id, departure=departure)
     elif model.state not in (_S.READY, _S.BUSY):
-        draft.info("%s is %s and is given up (%s)", id, model.state, why)
+        draft.info("%s is %s and is unloaded (%s)", id, model.state, why)
         endings.end(draft, id, replace(departure, action=Action.UNLOAD))
         return
     else:
@@ -46,7 +46,7 @@ def leave(
 
 
 def stop_in(draft: Draft, id: str, seconds: float) -> None:
-    """A model that leaves may finish its answers for so long."""
+    """Limits the time of a leaving model for its running requests."""
     worker = draft.worker_of(id)
     if worker is not None:
         at = draft.now + seconds
@@ -55,17 +55,17 @@ def stop_in(draft: Draft, id: str, seconds: float) -> None:
 
 
 def hurry(draft: Draft, id: str) -> None:
-    """The time in which a model may finish what it does is over."""
+    """The time of a leaving model for its running requests is over."""
     worker = draft.state.workers.get(id)
     if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.DRAINING:
         draft.emit(StopWorker(id))
 
 
 def stay(draft: Draft, id: str) -> None:
-    """Takes `leave` back: no model needs the room any more."""
+    """Cancels `leave`, because no model needs the memory any more."""
     worker = draft.worker_of(id)
     assert worker is not None
-    draft.info("%s stays: no model waits for its room any more", id)
+    draft.info("%s stays: no model waits for its memory any more", id)
     draft.set_worker(worker.id, departure=None, leaves_free=0, has_waited=False, room_awaited=())
     draft.cancel(TimerKind.STOP, worker.id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)
@@ -76,7 +76,7 @@ def stay(draft: Draft, id: str) -> None:
 
 
 def unload(draft: Draft, id: str) -> None:
-    """Nothing is in flight any more: the model is kept warm if that was decided and can be, else its worker ends."""
+    """After the last request: moves the model into the warm pool if decided and possible, else ends its worker."""
     worker = draft.worker_of(id)
     assert worker is not None
     departure = worker.departure
@@ -88,7 +88,7 @@ def unload(draft: Draft, id: str) -> None:
 
 
 def files_read(draft: Draft, event: FilesRead) -> None:
-    """The files of a model are known as they are now."""
+    """The current stamps of a model's files are known."""
     if event.model not in draft.state.models:
         return
     model_files.seen(draft, event.model, event.files)
@@ -100,14 +100,14 @@ def files_read(draft: Draft, event: FilesRead) -> None:
 
 
 def room_is_there(draft: Draft) -> None:
-    """Models that waited for room to be kept go on leaving when the models dropped for it have ended."""
+    """Continues departures that waited for dropped models to end."""
     for worker in list(draft.state.workers.values()):
         if worker.room_awaited and not any(other in draft.state.workers for other in worker.room_awaited):
             go_on(draft, worker.id)
 
 
 def go_on(draft: Draft, id: str) -> None:
-    """A model waited long enough for room to be kept."""
+    """The time of a departing model for room in the warm pool is over."""
     worker = draft.state.workers.get(id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, id)
     if worker is None:

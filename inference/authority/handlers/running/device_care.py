@@ -1,4 +1,4 @@
-"""What follows from the health of devices: trials, readings, models that go cold or leave, models that come back."""
+"""Effects of device health: trials, readings, departures and reloads of models."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.workers.exit_cause import WorkerExit
 
 PATIENT_SECONDS = 2.0
-"""A verdict that comes this soon is waited for."""
+"""Requests wait for a verdict up to this time."""
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RESTORING)
 
 
 # --- what is seen ----------------------------------------------------------------------------------------------------
 def take(draft: Draft) -> None:
-    """Feeds every reading that was not seen yet to its device's health; a device that is not listed is gone."""
+    """Passes new readings to the health of their devices; a device that is not listed is missing."""
     devices = draft.state.devices
     found = {item.id: item for item in devices.measured if item.id != CPU}
     for device in {**devices.health, **found}:
         reading = found.get(device)
-        sign, note = (Sign.GONE, "it is not there any more") if reading is None else (reading.sign, reading.note)
+        sign, note = (Sign.GONE, "it is missing") if reading is None else (reading.sign, reading.note)
         news = (devices.done, sign, note)
         if draft.state.devices.fed.get(device) != news:
             draft.set_devices(fed={**draft.state.devices.fed, device: news})
@@ -49,7 +49,7 @@ def tick(draft: Draft) -> None:
 
 
 def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """A worker ended by the loss of its device or in a hang, which is reason to doubt the device."""
+    """A worker ended with the loss of its device or hung, so the device is tried."""
     if exit.cause not in _DOUBTFUL or worker.failure is not None:
         return
     for device in worker.placement.devices:
@@ -59,12 +59,12 @@ def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
 
 
 def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> None:
-    """A computation on a device ended."""
+    """A trial on a device has ended."""
     see(draft, device, Tried(trial, failure))
 
 
 def read_done(draft: Draft) -> None:
-    """A fresh reading was taken: begins the trials that waited for it."""
+    """A new reading was taken: begins the trials that waited for it."""
     for device, (needed, trial) in list(draft.state.devices.trials.items()):
         if draft.state.devices.done >= needed:
             waiting = {name: item for name, item in draft.state.devices.trials.items() if name != device}
@@ -75,18 +75,18 @@ def read_done(draft: Draft) -> None:
 
 
 def health_of(state: State, device: str) -> DeviceHealth:
-    """What is known of the health of a device."""
+    """The health of a device."""
     return state.devices.health.get(device, DeviceHealth())
 
 
 def is_in_doubt(state: State, device: str, now: float) -> bool:
-    """Whether it was well a moment ago and is being tried, so that requests may wait for the verdict."""
+    """Whether the device was healthy until recently and is being tried, so that requests wait for the verdict."""
     health = health_of(state, device)
     return now - health.ill_since < PATIENT_SECONDS and health.state is DeviceState.PROBING and not health.emptied
 
 
 def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
-    """The error of a model that was on these devices; says when another try may help."""
+    """The error for a model on these lost devices, with the time when a retry may succeed."""
     places = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
     waits = [1.0, model.backoff.delay_seconds]
     if not places:
@@ -100,7 +100,7 @@ def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, no
 
 # --- what follows ----------------------------------------------------------------------------------------------------
 def see(draft: Draft, device: str, seen: Seen) -> None:
-    """Gives one piece of evidence to the table of device health, and does what follows."""
+    """Passes evidence to the state machine of a device, and performs its effects."""
     before = health_of(draft.state, device)
     health, effects = step(before, seen, draft.now, draft.state.settings.drain_seconds)
     if health != before or device not in draft.state.devices.health:
@@ -136,7 +136,7 @@ def _carry_out(draft: Draft, device: str, health: DeviceHealth, effect: Effect) 
         case Effect.LOOK:
             device_view.read(draft)
         case Effect.RESTART:
-            draft.set(restart_reason=f"no new process reaches {device} ({health.note})")
+            draft.set(restart_reason=f"new processes cannot reach {device} ({health.note})")
         case Effect.WELCOME:
             draft.count("recoveries", "device")
             for name in sorted(draft.state.devices.homeless.get(device, ())):
@@ -144,11 +144,11 @@ def _carry_out(draft: Draft, device: str, health: DeviceHealth, effect: Effect) 
 
 
 def _lose(draft: Draft, device: str, why: str) -> None:
-    """Every model on the device goes cold at once, whether its process has ended yet or not."""
+    """Makes every model on the device cold at once, before its process has ended."""
     for worker in tenants(draft.state, device):
         _remember(draft, device, worker)
         what = f"{device} is lost ({why})"
-        draft.error("%s goes cold: %s", worker.model, what)
+        draft.error("%s becomes cold: %s", worker.model, what)
         failure = loss(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
         worker = draft.set_worker(worker.id, failure=failure)
         draft.emit(LoseWorker(worker.id, what))
@@ -174,7 +174,7 @@ def _drain(draft: Draft, device: str, why: str) -> None:
 
 
 def _remember(draft: Draft, device: str, worker: WorkerRecord) -> None:
-    """Has a model in use loaded again: elsewhere if that is possible, or when the device is back."""
+    """Remembers a model in use, to load it again elsewhere or when the device is back."""
     model = draft.state.models.get(worker.model)
     if model is None or model.removed or model.state not in _IN_USE:
         return
@@ -187,7 +187,7 @@ def _remember(draft: Draft, device: str, worker: WorkerRecord) -> None:
 
 
 def at_home(draft: Draft, id: str) -> None:
-    """A model that had lost its device is loaded again."""
+    """A model that lost its device is loaded again."""
     homeless = draft.state.devices.homeless
     draft.set_devices(homeless={device: names - {id} for device, names in homeless.items()})
 
@@ -199,11 +199,11 @@ def refuse_recovery(state: State, device: str) -> InvalidRequestError | None:
     if device in known:
         return None
     names = ", ".join(known) or "none"
-    return InvalidRequestError(f"there is no accelerator {device!r}; there are: {names}", param="device")
+    return InvalidRequestError(f"unknown accelerator {device!r}; accelerators: {names}", param="device")
 
 
 def renewed(draft: Draft, id: int) -> None:
-    """The probes start afresh: the device is tried."""
+    """The helpers of the probes restart, so the device is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
         see(draft, command.device, Doubted("an operator asked for a trial"))
@@ -223,7 +223,7 @@ def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
 
 
 def publish(draft: Draft) -> None:
-    """Tells listeners of devices that came, went, or are not as well as before; how full they are is no news."""
+    """Publishes new, removed and changed devices to listeners; changes of memory use alone are not published."""
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     before = draft.state.devices.published
     after: dict[str, tuple[str, ...] | None] = dict(before)

@@ -1,4 +1,4 @@
-"""The last steps of a worker: it is stopped, its memory is given back, its departure is recorded."""
+"""The end of a worker: stop, release of memory, record of the departure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RECORDS = 1000
 
 
 def end(draft: Draft, model: str, departure: Departure | None) -> None:
-    """Stops the worker of a model that nothing is in flight on. Its memory is given back when it has ended."""
+    """Stops a worker without running requests. Its memory is released when it has ended."""
     worker = draft.worker_of(model)
     assert worker is not None
     draft.set_worker(worker.id, departure=departure)
@@ -24,7 +24,7 @@ def end(draft: Draft, model: str, departure: Departure | None) -> None:
 
 
 def detach(draft: Draft, worker: WorkerRecord) -> None:
-    """The model goes on without its worker, which gives back what it holds when it has ended."""
+    """Separates a model from its worker, whose memory is released when it has ended."""
     ledger = draft.state.ledger
     draft.set_model(worker.model, worker=None)
     if ledger.holdings[worker.holding].phase is not Phase.RELEASING:
@@ -34,7 +34,7 @@ def detach(draft: Draft, worker: WorkerRecord) -> None:
 
 
 def release_extra(draft: Draft, worker: WorkerRecord) -> WorkerRecord:
-    """Frees what a worker that has ended held beside its own holding."""
+    """Releases the second holding of an ended worker."""
     if worker.extra is None:
         return worker
     draft.set(ledger=draft.state.ledger.release(worker.extra))
@@ -42,7 +42,7 @@ def release_extra(draft: Draft, worker: WorkerRecord) -> WorkerRecord:
 
 
 def release(draft: Draft, holding: str, model: str, departure: Departure | None) -> None:
-    """The memory of a holding is back."""
+    """Releases a holding whose memory is free."""
     freed_bytes = sum(draft.state.ledger.holdings[holding].bytes.values())
     draft.set(ledger=draft.state.ledger.release(holding))
     record(draft, model, departure, freed_bytes)
@@ -50,7 +50,7 @@ def release(draft: Draft, holding: str, model: str, departure: Departure | None)
 
 
 def record(draft: Draft, model: str, departure: Departure | None, freed_bytes: int) -> None:
-    """Keeps the record of a model that left and gave `freed_bytes` back."""
+    """Records the departure of a model that released `freed_bytes`."""
     if departure is None:
         return
     found = Eviction(

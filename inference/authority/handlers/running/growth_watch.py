@@ -1,4 +1,4 @@
-"""Workers that hold more host memory than was reserved for them: the growth is booked, or the model leaves."""
+"""Workers with more host memory than reserved: the growth is booked, or the model leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SERVING = (ModelState.READY, ModelState.BUSY)
 
 
 def serving(state: State) -> tuple[str, ...]:
-    """The workers that answer requests."""
+    """The workers that serve requests."""
     found = ((model, state.worker_of(model)) for model in state.models.values())
     return tuple(
         worker.id
@@ -30,7 +30,7 @@ def serving(state: State) -> tuple[str, ...]:
 
 
 def tick(draft: Draft) -> None:
-    """Has the memory of workers measured, once in a while."""
+    """Begins a measurement of the memory of workers, at intervals."""
     if draft.now >= draft.state.watch_at:
         draft.set(watch_at=draft.now + draft.state.timing.watch_seconds)
         if workers := serving(draft.state):
@@ -39,7 +39,7 @@ def tick(draft: Draft) -> None:
 
 
 def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
-    """The memory of workers is known; readings of the same moment are in the ledger."""
+    """The memory of workers was measured; the ledger has readings of the same moment."""
     there = {*serving(draft.state)}
     for id, seen in bytes.items():
         if id in there:
@@ -74,7 +74,7 @@ def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
 
 
 def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
-    """Keeps the growth for an alert."""
+    """Stores the growth for an alert."""
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
     if before is not None and before.holding == worker.holding:
@@ -85,7 +85,7 @@ def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
 
 
 def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
-    """Takes back what was booked for the growth of workers and is not in their processes any more; the bytes."""
+    """Releases booked growth that is no longer in the processes; returns the bytes."""
     there = {*serving(draft.state)}
     total = 0
     for id, seen in bytes.items():

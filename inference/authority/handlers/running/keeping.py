@@ -1,4 +1,4 @@
-"""Which models may be kept in the warm pool, by which mechanism, and what that takes."""
+"""Which models may be kept in the warm pool, by which mechanism, and with which memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from inference.file_stamp import parts_of
 from inference.protocol import ModelState
 
 CPU_OVERHEAD_BYTES = 64 * 2**20
-"""Of a worker process in host memory: interpreter, libraries, HTTP app, threads (measured)."""
+"""Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
 TESTED = frozenset({"sim"})
-"""Kinds of devices whose suspension is tested with all of it in place (INFERENCE_WARM_CHECKPOINT=simulated)."""
+"""Kinds of devices that are suspended with INFERENCE_WARM_CHECKPOINT=simulated."""
 _S = ModelState
 
 
 def obstacle(state: State, model: ModelRecord) -> str | None:
-    """Why a loaded model cannot be kept however much memory there is, or None."""
+    """Why a loaded model cannot be kept, regardless of memory, or None."""
     worker = state.worker_of(model)
     if not state.settings.enable_cpu_offload:
         return "INFERENCE_ENABLE_CPU_OFFLOAD is false"
     if not model.spec.warm:
         return "the model has warm: false"
     if model.removed or (worker is not None and worker.files != model.seen_files):
-        return "its file or its configuration is not what was loaded"
+        return "its file or its configuration changed since the load"
     if mechanism(state, model) is Mechanism.RESIDENT:
         if not state.linux:
-            return "models of accelerators are kept on Linux only"
+            return "models on accelerators can be kept on Linux only"
         if len(parts_of(model.effective.path)) > 1:
-            return "its file is one of several"
+            return "its file is split into several parts"
     return None
 
 
@@ -50,19 +50,19 @@ def mechanism(state: State, model: ModelRecord) -> Mechanism:
 
 
 def can_suspend(state: State, worker: WorkerRecord) -> bool:
-    """Whether the driver can suspend a worker: it is on one GPU with memory of its own, of a kind that was proven."""
+    """Whether the driver can suspend a worker: it is on one GPU with its own memory, of a kind that passed the test."""
     is_one = worker.placement.devices == (worker.device.id,)
     is_proven = state.devices.suspension.get(worker.device.kind, "it was not tested") is None
     return is_proven and is_one and not worker.device.unified
 
 
 def action_of(state: State, model: ModelRecord) -> Action:
-    """How a model leaves when no other model needs its memory."""
+    """The action for a model that leaves without need for its memory."""
     return Action.UNLOAD if obstacle(state, model) else Action.OFFLOAD
 
 
 def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
-    """What a process without its context still holds."""
+    """The bytes of a process without its context."""
     held = state.ledger.holdings[worker.holding].bytes.get(HOST, 0)
     weights = sum(item.bytes for item in worker.ready.buffers if item.kind == "weights") if worker.ready else 0
     overhead = worker.estimate.overhead_bytes.get(HOST, 0)
@@ -70,7 +70,7 @@ def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
 
 
 def kept_as(state: State, model: ModelRecord) -> Warm:
-    """What keeping a loaded model takes and saves; sequences come on top as far as there is room."""
+    """The memory and the saved time of keeping a loaded model, without sequences."""
     worker = state.worker_of(model)
     assert worker is not None
     how = mechanism(state, model)
@@ -84,7 +84,7 @@ def kept_as(state: State, model: ModelRecord) -> Warm:
 
 
 def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
-    """Those of the models which leave for this placement that are kept."""
+    """The models that leave for this placement and are kept."""
     leavers = []
     for name in placement.evict:
         model = state.models[name]
@@ -110,13 +110,13 @@ def droppable(state: State) -> list[Warm]:
 
 
 def home_of(model: ModelRecord) -> str | None:
-    """The only device that a warm model can come back onto, if there is but one."""
+    """The device of a warm model that can be restored on one device only, else None."""
     kept = model.kept
     return None if kept is None or kept.mechanism is Mechanism.RESIDENT else kept.original_device
 
 
 def why_stranded(state: State, model: ModelRecord, now: float) -> str | None:
-    """Why the only device that a warm model can come back onto is not usable; None where it is."""
+    """Why the only device of a warm model is not usable, or None."""
     home = home_of(model)
     reading = None if home is None else device_view.reading(state, home, now)
     if home is None or (reading is not None and reading.state in USABLE):
@@ -125,7 +125,7 @@ def why_stranded(state: State, model: ModelRecord, now: float) -> str | None:
 
 
 def adapted(state: State, model: ModelRecord, request: Request) -> Request:
-    """What a warm model asks the planner for: one that kept its process needs only the rest."""
+    """The planner's request for a warm model; one with a process needs only the remaining bytes."""
     worker = state.worker_of(model)
     assert worker is not None
     assert model.kept is not None
@@ -141,7 +141,7 @@ def adapted(state: State, model: ModelRecord, request: Request) -> Request:
 
 
 def counted(state: State, model: ModelRecord) -> Ledger:
-    """The ledger in which the return of a warm model is planned: what stays in its process is loaded again then."""
+    """The ledger for planning the restoration of a warm model, whose kept bytes become part of the load."""
     worker = state.worker_of(model)
     if worker is None or model.kept is None or model.kept.mechanism is not Mechanism.STANDBY:
         return state.ledger

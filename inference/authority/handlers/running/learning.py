@@ -1,4 +1,4 @@
-"""What a worker takes of its accelerators beside its buffers, read off the first reading after its load."""
+"""Learns the overhead of a worker on its accelerators from the first reading after its load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Memory of ended workers on its way back: host memory at once, an accelerator's when a reading shows it.
+"""Release of the memory of ended workers: host memory at once, device memory when a reading shows it as free.
 
-What a device does not show as free in time counts as used by others from then on.
+Memory that a device does not show as free in time counts as foreign.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from inference.devices.device import CPU
 
 FIRST_PAUSE_SECONDS = 0.02
 LAST_PAUSE_SECONDS = 0.25
-"""Mostly it does at once, and a load waits for it: the first looks follow each other sooner."""
+"""Pauses between readings; short at first, because memory is usually free at once and a load waits for it."""
 SLACK_BYTES = 64 * 2**20
 
 
 def give_back(draft: Draft, worker: WorkerRecord) -> None:
-    """Books back what an ended worker held: at once in host memory, elsewhere when the device shows it."""
+    """Releases the memory of an ended worker: host memory at once, device memory when a reading shows it."""
     if all(device == CPU for device in worker.placement.need):
         endings.release(draft, worker.holding, worker.model, worker.departure)
         return
@@ -42,7 +42,7 @@ def give_back(draft: Draft, worker: WorkerRecord) -> None:
 
 
 def look(draft: Draft, *, problem: str | None = None) -> None:
-    """A reading has come, or could not be taken: decides for every return that waited for it."""
+    """A reading has come or failed: decides for all memory that waited for it."""
     for holding, awaited in list(draft.state.returns.items()):
         if draft.state.devices.done < awaited.needs_read:
             continue
@@ -62,7 +62,7 @@ def look(draft: Draft, *, problem: str | None = None) -> None:
 
 
 def due(draft: Draft, holding: str) -> None:
-    """It is time to look again, or the memory is overdue."""
+    """A reading is due, or the memory is overdue."""
     awaited = draft.state.returns.get(holding)
     if awaited is None:
         return

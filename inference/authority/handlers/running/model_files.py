@@ -1,4 +1,4 @@
-"""The files of models: what was learned of a file that was replaced does not count any more."""
+"""Changes of model files: results for a replaced file are dropped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 
 FILES_SECONDS = 5.0
-"""A look at the files of a model this long ago is good enough to decide on, once."""
+"""Maximum age of file stamps for a decision; each check is used once."""
 
 
 def seen(draft: Draft, id: str, files: Fingerprint) -> None:
-    """The files of a model as they are. A loaded model keeps what is known: its worker serves what it has loaded."""
+    """The current stamps of a model's files. A loaded model keeps its results, because its worker has the old file."""
     model = draft.set_model(id, seen_files=files)
     if model.worker is not None or files == model.files:
         return
@@ -28,7 +28,7 @@ def seen(draft: Draft, id: str, files: Fingerprint) -> None:
 
 
 def forget(draft: Draft, id: str) -> None:
-    """Other files, or other settings: estimates and failures so far say nothing any more."""
+    """Drops estimates and failures after a change of files or settings."""
     model = draft.model(id)
     specs = {model.spec, model.effective}
     forget_estimates(draft, specs)
@@ -40,18 +40,18 @@ def forget(draft: Draft, id: str) -> None:
 
 
 def forget_estimates(draft: Draft, specs: set[ModelSpec]) -> None:
-    """What was measured for these settings does not count any more."""
+    """Drops the estimates of these settings."""
     if specs & draft.state.estimates.keys():
         draft.set(estimates={key: found for key, found in draft.state.estimates.items() if key not in specs})
 
 
 def look(draft: Draft) -> None:
-    """Has the files of all models looked at."""
+    """Begins a check of the files of all models."""
     draft.emit(LookAtFiles(tuple(model.effective for model in draft.state.models.values())))
 
 
 def looked(draft: Draft, event: FilesSeen) -> None:
-    """The files of all models are known as they were a moment ago."""
+    """The stamps of the files of all models are known."""
     for id, files in event.files.items():
         model, worker = draft.state.models.get(id), None
         if model is None:

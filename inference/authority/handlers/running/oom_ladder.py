@@ -1,6 +1,6 @@
-"""What is tried when memory was refused to a model: what is learned of it, and what its `oom_policy` does next.
+"""What `oom_policy` does when a model runs out of memory, and what is learned from it.
 
-`fail_fast` tries nothing. `reduce` goes down the steps of `placement.reduction` once. `cpu` loads it on the CPU for a
+`fail_fast` does nothing. `reduce` takes the steps of `placement.reduction` once. `cpu` loads the model on the CPU for a
 while.
 """
 
@@ -28,19 +28,19 @@ from inference.settings import ModelSpec
 from inference.workers.exit_cause import WorkerExit
 
 EASE_SECONDS = 60.0
-"""How often it is looked whether what was learned counts less by now."""
+"""Interval of checks for decayed head-room."""
 _OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
 
 
 # --- what plans are made with ----------------------------------------------------------------------------------------
 def options(model: ModelRecord, devices: tuple[Reading, ...], now: float) -> tuple[Reading, ...]:
-    """`devices`, or the CPU alone while the model keeps away from accelerators."""
+    """`devices`, or only the CPU while the model avoids accelerators."""
     host = tuple(device for device in devices if device.id == CPU)
     return host if host and now < model.sheltered_until else devices
 
 
 def is_fallback(state: State, model: ModelRecord) -> bool:
-    """Whether the model is on the CPU only because accelerators had no room for it (`oom_policy: cpu`)."""
+    """Whether the model is on the CPU because accelerators had no room (`oom_policy: cpu`)."""
     worker, spec = state.worker_of(model), model.spec
     if worker is None or worker.by_hand or worker.placement.devices != (CPU,) or spec.oom_policy != "cpu":
         return False
@@ -49,7 +49,7 @@ def is_fallback(state: State, model: ModelRecord) -> bool:
 
 
 def may_bend(model: ModelRecord, refusal: Refusal, now: float) -> bool:
-    """Whether the policy has something left to try when the plan refuses the model."""
+    """Whether the policy has steps left when the plan refuses the model."""
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         return False
     descent = model.descent if model.reduced is not None else model.descent.rested(now)
@@ -58,7 +58,7 @@ def may_bend(model: ModelRecord, refusal: Refusal, now: float) -> bool:
 
 # --- refused by the plan ---------------------------------------------------------------------------------------------
 def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
-    """The plan refuses the model for good as things are. True: something is tried, and another plan follows."""
+    """The plan refuses the model. True: a step of the policy was taken, and it is planned again."""
     model = draft.model(id)
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         unreduce(draft, id)
@@ -74,12 +74,12 @@ def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
 
 # --- refused to a worker ---------------------------------------------------------------------------------------------
 def ran_out(exit: WorkerExit) -> bool:
-    """Whether a worker ended for want of memory."""
+    """Whether a worker ended because memory ran out."""
     return exit.cause in _OOM or exit.starved
 
 
 def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """Has it remembered that a worker ran out of memory, on every device that may have been short."""
+    """Learns that a worker ran out of memory, on every device that may have been short."""
     capacities = device_view.capacities(draft.state, draft.now)
     short = tuple(
         Short(device, worker.placement.need.get(device.id, 0), capacities.get(device.id, 0))
@@ -89,7 +89,7 @@ def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
 
 
 def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """A worker ended for another reason than memory."""
+    """A worker ended without an out-of-memory error."""
     if exit.cause is ExitCause.REQUESTED and exit.was_ready:
         names = dict.fromkeys([*worker.placement.devices, CPU])
         devices = tuple(_devices(draft, tuple(names)))
@@ -100,7 +100,7 @@ def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
 
 
 def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -> bool:
-    """A worker of the model ran out of memory. True: the load is tried again at once, otherwise."""
+    """A worker ran out of memory. True: the load is repeated at once with other settings or devices."""
     model = draft.model(worker.model)
     computing = _computing(event.exit)
     draft.set_model(model.id, shortages=() if computing else event.shortages)
@@ -131,7 +131,7 @@ def _devices(draft: Draft, names: Sequence[str]) -> list[Reading]:
 
 # --- time ------------------------------------------------------------------------------------------------------------
 def tick(draft: Draft) -> None:
-    """Configured sizes count again for models that are not loaded and have rested; learned head-room is eased."""
+    """Restores configured sizes of models after their rest period, and lets learned head-room decay."""
     for model in draft.state.models.values():
         if model.reduced is not None and model.worker is None and not model.descent.rest(draft.now):
             unreduce(draft, model.id)
@@ -141,7 +141,7 @@ def tick(draft: Draft) -> None:
 
 
 def ease(draft: Draft) -> None:
-    """Has it looked whether more was planned for models than still counts."""
+    """Begins a check for decayed head-room."""
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     planned = tuple(
         (model.effective, found[name], count)
@@ -156,7 +156,7 @@ def ease(draft: Draft) -> None:
 
 
 def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
-    """What was learned of models counts less: they are measured anew."""
+    """The head-room of models has decayed: they are measured again."""
     for spec in event.specs:
         forget_estimates(draft, {spec})
         model = draft.state.models.get(spec.id)
@@ -167,7 +167,7 @@ def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
 
 
 def unreduce(draft: Draft, id: str) -> None:
-    """The next load begins with the configured sizes again."""
+    """Restores the configured sizes for the next load."""
     if draft.model(id).reduced is not None:
         draft.set_model(id, reduced=None)
         draft.plan()
@@ -176,7 +176,7 @@ def unreduce(draft: Draft, id: str) -> None:
 # --- what the policies do --------------------------------------------------------------------------------------------
 def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
     draft.set_model(model.id, sheltered_until=draft.now + REST_SECONDS)
-    draft.warning("%s goes to the CPU: %s had no memory for it", model.id, ", ".join(worker.placement.devices))
+    draft.warning("%s is loaded on the CPU: no memory on %s", model.id, ", ".join(worker.placement.devices))
     if model.state is not ModelState.LOADING:
         return False
     draft.count("alloc_retries")
@@ -184,7 +184,7 @@ def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
 
 
 def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], *, on_host: bool, cleans: bool = True) -> bool:
-    """Takes the next step that changes anything; False when none is left, and the configured sizes count again."""
+    """Takes the next step with an effect; False if none is left, and then restores the configured sizes."""
     model = draft.model(id)
     descent = model.descent if model.reduced is not None else model.descent.rested(draft.now)
     while True:
@@ -207,7 +207,7 @@ def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], *, on_host: bool, 
 
 
 def cleaned(draft: Draft, event: Trimmed) -> None:
-    """Other models have dropped what they retained: the model is planned again."""
+    """Other models have dropped retained prefixes: the model is planned again."""
     model = draft.state.models.get(str(event.job))
     freed = event.freed_bytes + reclaim(draft, event.bytes)
     if model is None or not model.cleaning:
@@ -215,18 +215,18 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
     if model.cleans_host:
         for other in list(draft.state.models.values()):
             if draft.state.standing(other, draft.now) is Standing.WARM:
-                gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("everything else was tried",))
+                gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("all other steps were tried",))
                 endings.end(draft, other.id, gone)
-    draft.info("cleaning up for %s gave %s back", model.id, format_bytes(freed))
+    draft.info("cleaning up for %s released %s", model.id, format_bytes(freed))
     draft.set_model(model.id, cleaning=False)
     draft.plan()
 
 
 def _smaller(spec: ModelSpec, step: Step, fix: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `step` changes; empty when they are as small as they get.
+    """The settings that `step` changes; empty if they are at their minimum.
 
-    Instead of half the context the planner's nearest fix counts, but for fewer layers on accelerators: only
-    `oom_policy: cpu` lets anything of a model land on the CPU unasked.
+    The planner's nearest fix is used instead of half the context, unless it is fewer layers on accelerators: only
+    `oom_policy: cpu` may move parts of a model to the CPU.
     """
     if step is Step.UBATCH:
         ubatch = smaller_ubatch(spec.ubatch)

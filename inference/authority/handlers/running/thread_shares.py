@@ -1,8 +1,7 @@
-"""Tells workers on the CPU how many threads to use as models become busy and idle.
+"""Distributes CPU threads among workers as models become busy and idle.
 
-A worker that must do with fewer is changed at once, and so is one that becomes busy. The others get back what became
-free once nothing changed for CALM_SECONDS: between two short requests of another model a change would cost more than it
-gives.
+Workers that get fewer threads and workers that become busy are changed at once. Others get free threads after
+CALM_SECONDS without changes, because a change between two short requests costs more than it gains.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
 def changed(draft: Draft) -> None:
-    """Models became ready, busy or idle, or leave."""
+    """Models became ready, busy or idle, or are leaving."""
     names, draft.threads_of = draft.threads_of, []
     found = [draft.state.models.get(name) for name in dict.fromkeys(names)]
     concerned = [
@@ -34,7 +33,7 @@ def changed(draft: Draft) -> None:
 
 
 def calm(draft: Draft) -> None:
-    """Nothing has changed for a while: threads that became free are used."""
+    """Distributes free threads after a time without changes."""
     _tell(draft, None, grow=True)
 
 

@@ -1,4 +1,4 @@
-"""Tickets become leases, or errors."""
+"""Turns tickets into leases or errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from inference.protocol import ModelState
 
 
 def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
-    """Whether the first request of the queue may be sent now."""
+    """Whether the first request of the queue may be sent to the worker now."""
     return worker.alone is None and not (alone and worker.leases)
 
 
 def serve(draft: Draft, model: str) -> None:
-    """Grants a lease to every ticket of a ready model, unless one must run alone; the engine queues from here on."""
+    """Grants leases to all tickets of a ready model, unless one must run alone. The engine queues from here on."""
     while draft.model(model).queue.waiters:
         waiter = draft.model(model).queue.waiters[0]
         worker = draft.worker_of(model)
@@ -54,7 +54,7 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
 
 
 def unqueue(draft: Draft, id: int) -> TicketRecord:
-    """Takes a ticket out of its queue."""
+    """Removes a ticket from its queue."""
     ticket = draft.state.tickets[id]
     draft.set(tickets={name: other for name, other in draft.state.tickets.items() if name != id})
     model = draft.state.models.get(ticket.model)
@@ -65,7 +65,7 @@ def unqueue(draft: Draft, id: int) -> TicketRecord:
 
 
 def refuse(draft: Draft, ticket: TicketRecord, error: InferenceError) -> None:
-    """Ends the wait of a ticket that is in no queue with an error."""
+    """Ends the wait of a ticket outside of queues with an error."""
     if ticket.purpose is Purpose.CLIENT:
         draft.emit(Fail(ticket.id, error))
     else:
@@ -79,7 +79,7 @@ def fail(draft: Draft, model: str, error: InferenceError) -> None:
 
 
 def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord:
-    """A request is no longer in flight on a worker."""
+    """Removes a request that is no longer in flight on a worker."""
     leases = {id: other for id, other in worker.leases.items() if id != lease}
     if worker.alone != lease:
         return draft.set_worker(worker.id, leases=leases)
@@ -88,13 +88,13 @@ def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord
 
 
 def _limit_alone(draft: Draft, worker: WorkerRecord) -> None:
-    """A request runs alone or waits to: from now on the time runs in which that may keep others out."""
+    """Starts the time limit of a request that runs alone or waits to."""
     if (TimerKind.ALONE, worker.id) not in draft.state.timers:
         draft.timer(TimerKind.ALONE, worker.id, draft.now + draft.state.timing.alone_seconds)
 
 
 def alone_is_over(draft: Draft, id: str) -> None:
-    """A request was alone, or waited to be, for long enough: from now on it has company."""
+    """The time limit of a request that runs alone or waits to is over: others may run beside it."""
     worker = draft.state.workers.get(id)
     if worker is None or not draft.is_current(worker):
         return

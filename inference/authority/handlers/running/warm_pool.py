@@ -1,8 +1,8 @@
-"""The way of a model from its device into the warm pool and back, step by step.
+"""The steps of a model from its device into the warm pool and back.
 
-A model on the CPU stays in its own process, which frees the context. One of an accelerator leaves its process, because
-a device context costs memory; a fresh one, which has seen no device, takes its file. A process that the driver can
-suspend is not left at all. Saved sequences come first; memory is booked before anything is copied into it.
+A model on the CPU stays in its process, which frees the context. For a model on an accelerator a new process without a
+device holds the file, because a device context costs memory. A process that the driver can suspend stays. Sequences are
+saved first; memory is booked before anything is copied into it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from inference.protocol import ModelState
 from inference.worker_link import Hold, Offloaded
 
 ROOM_SECONDS = 5.0
-"""How long a model that can be kept waits for those that are dropped for it."""
+"""How long a departing model waits for models that are dropped for it."""
 SPARE_BYTES = 2**20
-"""Of saved sequences beyond their cells: tokens, tables, rounding."""
+"""Bytes of saved sequences beyond their cells: tokens, tables, rounding."""
 _S = ModelState
 
 
 # --- on the way in ---------------------------------------------------------------------------------------------------
 def begin(draft: Draft, id: str) -> bool:
-    """Begins to keep a draining model that nothing is in flight on. False where it has to be unloaded."""
+    """Begins to keep a draining model without running requests. False if it must be unloaded."""
     model, worker = draft.model(id), draft.worker_of(id)
     assert worker is not None
     if why := keeping.obstacle(draft.state, model):
@@ -73,7 +73,7 @@ def begin(draft: Draft, id: str) -> bool:
 
 
 def reads_files(draft: Draft, id: str) -> bool:
-    """Has the files of the model looked at, unless they were for this decision."""
+    """Begins a check of the model's files, unless they were checked for this decision."""
     model = draft.model(id)
     if draft.now - model.files_seen_at <= FILES_SECONDS:
         draft.used_files.add(id)
@@ -83,13 +83,13 @@ def reads_files(draft: Draft, id: str) -> bool:
 
 
 def _make_room(draft: Draft, model: ModelRecord, worker: WorkerRecord, lacking: int) -> bool:
-    """Drops warm models that are worth less, once; the model goes on leaving when they are gone."""
+    """Drops warm models of lower worth, once; the departure continues when they have ended."""
     if worker.has_waited:
         return False
     warm = keeping.kept_as(draft.state, model)
     names = displaced(warm, keeping.droppable(draft.state), lacking, draft.now)
     if not names:
-        draft.info("%s is not kept: %s are missing for it", model.id, format_bytes(lacking))
+        draft.info("%s is not kept: %s of host memory are missing", model.id, format_bytes(lacking))
         return False
     awaited = tuple(draft.model(name).worker or "" for name in names)
     draft.set_worker(worker.id, has_waited=True, room_awaited=awaited)
@@ -107,7 +107,7 @@ def drop(draft: Draft, id: str, departure: Departure) -> None:
 
 
 def _most_bytes(draft: Draft, worker: WorkerRecord, base: int) -> int:
-    """What sequences may take: their cells, within what is left and is not wanted by another model."""
+    """The bytes for saved sequences: their cells, within memory that no other model needs."""
     cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
     room = draft.state.ledger.room(HOST, aside=True)[0] - base - worker.leaves_free
     return max(0, min(cells + SPARE_BYTES, room)) if cells else 0
@@ -126,7 +126,7 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
 
 
 def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
-    """A fresh process takes the file; the leaving one saves its sequences where that finds them, and ends."""
+    """Starts a new process that holds the file; the old one saves its sequences for it and ends."""
     most = _most_bytes(draft, leaving, base)
     id = f"{model.id}#{draft.number()}"
     need = {HOST: base + most}
@@ -158,7 +158,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
 
 
 def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
-    """The process that was to keep a model could not be started: the model is cold once its old worker has ended."""
+    """The process to hold a model's file could not be started: the model becomes cold when its old worker has ended."""
     draft.warning("%s is not kept: %s", keeper.model, reason)
     draft.set(ledger=draft.state.ledger.release(keeper.holding))
     draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != keeper.id})
@@ -201,14 +201,14 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
 
 
 def file_held(draft: Draft, event: FileHeld) -> None:
-    """A fresh worker has the file of its model in memory."""
+    """A new worker has the file of its model in memory."""
     if event.worker in draft.state.workers:
         draft.set_worker(event.worker, held_bytes=event.count_bytes)
         look_at_keeper(draft, event.worker)
 
 
 def look_at_keeper(draft: Draft, id: str) -> None:
-    """The model is warm when the file is in memory and the process that it leaves has ended."""
+    """Marks the model as warm when the file is in memory and the old process has ended."""
     keeper = draft.worker(id)
     model = draft.state.models.get(keeper.model)
     if model is None or model.worker != id or model.state is not _S.OFFLOADING or keeper.held_bytes is None:
@@ -225,7 +225,7 @@ def look_at_keeper(draft: Draft, id: str) -> None:
 
 
 def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
-    """A model has left its device and holds no more than it keeps; `saved` of that are its sequences."""
+    """Marks a model as warm; `saved` are its sequences."""
     ledger = draft.state.ledger.put_aside(worker.holding)
     draft.set(ledger=ledger)
     draft.cancel(TimerKind.OFFLOAD, worker.id)
@@ -238,14 +238,14 @@ def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved
         "%s is warm (%s, pid %s): %s in host memory, %d tokens of %d sequences",
         worker.model, how, worker.pid, format_bytes(size), saved.tokens, saved.sequences,
     )  # fmt: skip
-    if ledger.excess(HOST):  # a limit was lowered while it left
+    if ledger.excess(HOST):  # a limit was lowered meanwhile
         drop(draft, worker.model, Departure(Reason.LOWERED))
 
 
 # --- suspension ------------------------------------------------------------------------------------------------------
 def _suspend(draft: Draft, worker: WorkerRecord) -> None:
-    """Has the driver suspend a worker. Its bytes are booked twice until then: the copy is whole before the device is
-    let go. Raises LedgerError.
+    """Begins to suspend a worker. Its bytes are booked twice until then, because the copy is complete before the device
+    memory is freed. Raises LedgerError.
     """
     held = draft.state.ledger.holdings[worker.holding].bytes
     assert worker.ready is not None
@@ -259,7 +259,7 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
 
 
 def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
-    """The driver has suspended a worker, or could not."""
+    """The driver has suspended a worker, or failed."""
     worker = _under_way(draft, event.worker, _S.OFFLOADING)
     if worker is None or worker.suspended is None or worker.extra is None:
         return
@@ -291,7 +291,7 @@ def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
 
 
 def resume_ended(draft: Draft, event: ResumeEnded) -> WorkerRecord | None:
-    """The driver has resumed a worker: the worker, which is ready again; None where it could not."""
+    """The driver has resumed a worker; returns the ready worker, None after a failure."""
     worker = _under_way(draft, event.worker, _S.RESTORING)
     if worker is None or worker.suspended is None:
         return None
@@ -309,14 +309,14 @@ def _under_way(draft: Draft, id: str, state: ModelState) -> WorkerRecord | None:
 
 
 def _give_up(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_state: bool) -> None:
-    """A process that could not be suspended or resumed is in no known state: it is ended, and its model is cold."""
+    """Ends a process that could not be suspended or resumed, because its state is unknown; its model becomes cold."""
     then = ""
     devices = draft.state.devices
     if not of_state:
         suspension = {**devices.suspension, worker.device.kind: f"{worker.model} {what}: {why}"}
         draft.set_devices(suspension=suspension)
         carrier = devices.carriers.get(worker.device.kind, "the driver")
-        then = f", and the checkpoint of {carrier} is not used any more"
+        then = f", and checkpoints of {carrier} are no longer used"
     draft.warning(
         "%s (pid %s) %s: %s; its %s are given up%s",
         worker.model, worker.pid, what, why,
@@ -329,7 +329,7 @@ def _give_up(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_stat
 
 # --- on the way out --------------------------------------------------------------------------------------------------
 def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
-    """Takes a warm model up again where it was planned; from here on it is like a load."""
+    """Begins to restore a warm model at its placement; the rest is like a load."""
     model, worker = draft.model(id), draft.worker_of(id)
     assert worker is not None
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
@@ -374,10 +374,10 @@ def offload_is_late(draft: Draft, id: str) -> None:
     """A step of keeping a model took too long: the process ends."""
     worker = draft.state.workers.get(id)
     if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.OFFLOADING:
-        draft.emit(KillWorker(id, "it did not give its model up in time"))
+        draft.emit(KillWorker(id, "it did not release its model in time"))
 
 
 def save_is_late(draft: Draft, id: str) -> None:
     """A worker that saves its sequences and ends took too long."""
     if id in draft.state.workers:
-        draft.emit(KillWorker(id, "it did not give its model up in time"))
+        draft.emit(KillWorker(id, "it did not release its model in time"))

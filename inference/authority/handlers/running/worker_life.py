@@ -1,4 +1,4 @@
-"""The life of a worker from reservation to exit: every reservation made here ends exactly once, whatever ended it."""
+"""The life of a worker from reservation to exit. Every reservation ends exactly once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from inference.worker_link import Heartbeat
 from inference.workers.exit_cause import WorkerExit
 
 RETRY_REPLACED_SECONDS = 1.0
-"""Until a load is worth another try whose files changed meanwhile."""
+"""Delay before a load is repeated whose files changed meanwhile."""
 _S, _E = ModelState, ModelEvent
 _WAY_OUT = {
     _S.LOADING: (_E.UNLOAD, _E.EXITED),
@@ -58,12 +58,12 @@ _WAY_OUT = {
     _S.RESTORING: (_E.UNLOAD, _E.EXITED),
     _S.UNLOADING: (_E.EXITED,),
 }
-"""What is left of the way to cold when a worker ended as it was asked to, or left by itself in good order."""
+"""The remaining transitions to cold after a worker ended as requested, or normally by itself."""
 
 
 # --- beginning -------------------------------------------------------------------------------------------------------
 def begin(draft: Draft, id: str, placement: Placement) -> None:
-    """Reserves, then has a worker started; from here on its exit is what gives the reservation back."""
+    """Reserves memory and starts a worker; from here on its exit releases the reservation."""
     model = draft.model(id)
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     devices = [found[name] for name in placement.devices]
@@ -90,7 +90,7 @@ def begin(draft: Draft, id: str, placement: Placement) -> None:
 
 
 def spawned(draft: Draft, event: Spawned) -> None:
-    """The process of a worker runs."""
+    """The process of a worker was started."""
     if event.worker in draft.state.workers:
         worker = draft.set_worker(event.worker, pid=event.pid)
         if worker.predecessor is None:
@@ -111,7 +111,7 @@ def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
     draft.plan()
     if not is_current:
         return
-    if draft.model(worker.model).state is not _S.LOADING:  # it was given up in this moment
+    if draft.model(worker.model).state is not _S.LOADING:  # the load was cancelled meanwhile
         for step in _WAY_OUT[draft.model(worker.model).state]:
             draft.advance(worker.model, step)
         _drop_removed(draft, worker.model)
@@ -122,7 +122,7 @@ def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
 
 
 def progressed(draft: Draft, event: Progressed) -> None:
-    """A worker reported progress, or sent a beat."""
+    """A worker reported progress, or sent a heartbeat."""
     worker = draft.state.workers.get(event.worker)
     if worker is None:
         return
@@ -156,7 +156,7 @@ def resumed(draft: Draft, event: ResumeEnded) -> None:
 
 
 def loaded(draft: Draft, event: Loaded) -> None:
-    """A worker has loaded its model, or has taken it up again."""
+    """A worker has loaded or restored its model."""
     worker = draft.state.workers.get(event.worker)
     if worker is None or worker.ending or not draft.is_current(worker):
         return
@@ -222,7 +222,7 @@ def _note_load(
 
 
 def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapping[str, int]) -> None:
-    """Books what a worker that is ready really took, and ends what it was kept in. Raises LedgerError."""
+    """Books the actual bytes of a ready worker, and releases its warm copy. Raises LedgerError."""
     ledger = draft.state.ledger
     if worker.extra is None:
         ledger = ledger.commit(worker.holding, actual)
@@ -237,7 +237,7 @@ def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapp
 
 # --- exits -----------------------------------------------------------------------------------------------------------
 def exited(draft: Draft, event: Exited) -> None:
-    """The one place where a worker's memory goes back, however it ended."""
+    """A worker has ended. Its memory is released here and nowhere else."""
     worker = draft.state.workers.get(event.worker)
     if worker is None or worker.ending:
         return
@@ -259,7 +259,7 @@ def exited(draft: Draft, event: Exited) -> None:
 
 
 def shortage_learned(draft: Draft, event: ShortageLearned) -> None:
-    """It is known what a model needs after a worker of it ran out of memory: its end is booked."""
+    """The need after an out-of-memory error was learned: completes the end of the worker."""
     worker = draft.state.workers.get(event.worker)
     if worker is None or not worker.ending:
         return
@@ -268,7 +268,7 @@ def shortage_learned(draft: Draft, event: ShortageLearned) -> None:
 
 
 def _replaced(worker: WorkerRecord, files: Fingerprint) -> str:
-    """Which of the model's files changed since the load began, as a sentence; empty for none."""
+    """A sentence about files that changed since the load began; empty for none."""
     found = changed(worker.files, files)
     return f"{found} changed while the model was loaded; the next load reads the new file" if found else ""
 
@@ -322,18 +322,18 @@ def _broke(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again:
 
 
 def build_checked(draft: Draft, event: BuildChecked) -> None:
-    """It is known whether llama.cpp still computes, after a worker died at its first step."""
+    """The check of llama.cpp has ended, after a worker crashed at its first step."""
     model = draft.state.models.get(event.model)
     if model is None:
         return
     if not event.holds:
         tickets.fail(draft, model.id, BrokenBuild())
-    elif event.error is not None and model.state is _S.FAILED:  # else it is loaded again already
+    elif event.error is not None and model.state is _S.FAILED:  # otherwise it is already loading again
         _give_up(draft, model.id, event.error)
 
 
 def _hand_over(draft: Draft, worker: WorkerRecord) -> None:
-    """A worker that leaves its model to another one has ended: what it saved is the other's."""
+    """A worker that passed its model to another worker has ended: its saved sequences belong to the other."""
     for other in list(draft.state.workers.values()):
         if other.predecessor == worker.id:
             draft.set_worker(other.id, saved=worker.saved)
@@ -358,9 +358,9 @@ def _drop_removed(draft: Draft, id: str) -> None:
 
 
 def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool:
-    """Whether this exit counts as the model's own failure, for which it rests longer and longer.
+    """Whether this exit counts as a failure of the model, with a growing backoff.
 
-    A worker that ended while one request ran alone is the request's doing as far as is known.
+    A crash while one request ran alone is attributed to the request.
     """
     quarantine = model.quarantine
     is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_telling
@@ -370,7 +370,7 @@ def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool
 
 
 def _give_up(draft: Draft, id: str, error: InferenceError) -> None:
-    """A load failed: its requests fail, unless the model was being moved and goes back."""
+    """A load failed: its requests fail, unless a moved model returns to its old device."""
     if not relocation.turn_back(draft, id, error):
         tickets.fail(draft, id, error)
 
@@ -384,7 +384,7 @@ def _load_error(draft: Draft, id: str, worker: WorkerRecord, exit: WorkerExit) -
 
 
 def failed(draft: Draft, id: str, message: str, *, counts: bool = True) -> None:
-    """One more failure of a model; it rests, unless this one does not count."""
+    """Records a failure of a model, with a backoff unless `counts` is false."""
     model = draft.model(id)
     backoff = model.backoff.failed() if counts else model.backoff
     retry_at = draft.now + (backoff.delay_seconds if counts else 0.0)
@@ -393,7 +393,7 @@ def failed(draft: Draft, id: str, message: str, *, counts: bool = True) -> None:
 
 
 def resting(model: ModelRecord, now: float, cause: str | None = None) -> InferenceError:
-    """The error of a request for a failed model, with the rest of its backoff."""
+    """The error for a request to a failed model, with the rest of its backoff."""
     rest = math.ceil(max(0.0, model.retry_at - now) * 10) / 10
     if model.shortages:
         what = model.failure or "refused"
@@ -406,6 +406,6 @@ def resting(model: ModelRecord, now: float, cause: str | None = None) -> Inferen
 
 
 def begun(state: State, id: str) -> bool:
-    """Whether memory is booked for a model."""
+    """Whether memory is booked for the model."""
     model = state.models.get(id)
     return model is not None and model.worker is not None

@@ -1,1 +1,1 @@
-"""Pressure, alerts, and whether models would fit."""
+"""Pressure checks, alerts, and predictions whether models fit."""

@@ -1,4 +1,4 @@
-"""Collects what alerts are derived from, and derives them; the planner is asked whether a value would help."""
+"""Collects the facts for alerts and derives the alerts; the planner checks whether a setting would help."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from inference.authority.state import ModelRecord, State
 from inference.devices.device import CPU, Reading
 
 LATELY_SECONDS = 600.0
-"""How long a refusal, and how full a device was, are worth an alert."""
+"""How long refusals and full devices raise an alert."""
 MOST_REFUSED = 10
 ROOM_FOR = "room for "
 
 
 # --- what happened ---------------------------------------------------------------------------------------------------
 def looked(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
-    """A device at a check: what others use of it counts while it is too full."""
+    """Records foreign use of a device that is too full at a check."""
     advice = draft.state.advice
     at, peak = advice.peaks.get(use.device, (-math.inf, 0))
     if now >= Level.CRITICAL or shortfall_bytes:
@@ -55,7 +55,7 @@ def looked(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
 
 
 def refused(draft: Draft, model: str) -> None:
-    """A load was refused for good."""
+    """Records a final refusal of a load."""
     advice = draft.state.advice
     kept = {name: at for name, at in advice.refused.items() if name != model}
     names = [*kept.items(), (model, draft.now)][-MOST_REFUSED:]
@@ -63,7 +63,7 @@ def refused(draft: Draft, model: str) -> None:
 
 
 def report(draft: Draft) -> None:
-    """Logs each alert once, and once that it is over."""
+    """Logs the begin and the end of each alert."""
     before = draft.state.advice.logged
     found = {(str(alert.kind), alert.subject): alert for alert in alerts(draft.state, draft.now)}
     for key, alert in found.items():
@@ -77,7 +77,7 @@ def report(draft: Draft) -> None:
 
 # --- what follows ----------------------------------------------------------------------------------------------------
 def alerts(state: State, now: float) -> tuple[Alert, ...]:
-    """Every alert there is now; none without INFERENCE_ENABLE_MEMORY_ALERTS."""
+    """All current alerts; none without INFERENCE_ENABLE_MEMORY_ALERTS."""
     if not state.settings.enable_memory_alerts:
         return ()
     return advise(_facts(state, now))
@@ -94,7 +94,7 @@ def _facts(state: State, now: float) -> Iterator[Fact]:
 
 
 def _outgrowths(state: State, now: float) -> Iterator[Fact]:
-    """Of workers that run, and for a while of those that are gone."""
+    """Growth of running workers, and for a while of ended ones."""
     for name, growth in state.advice.outgrown.items():
         model = state.models.get(name)
         if model is None:
@@ -141,9 +141,7 @@ def _swapping(state: State, now: float) -> Iterator[Fact]:
 
 
 def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: float) -> Mapping[str, Any] | None:
-    """Settings with which `second` would fit where `first` is loaded and all else but what stays left; {} if there
-    are none, None if it fits as it is.
-    """
+    """Settings with which `second` would fit beside `first` after evictions; {} if there are none, None if it fits."""
     ledger, held = _staying(state, {first.id, second.id}, now)
     placed = _place(state, first, ledger, held, now)
     if not isinstance(placed, Placement):
@@ -157,7 +155,7 @@ def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: floa
 
 
 def _staying(state: State, without: set[str], now: float) -> tuple[Ledger, list[Held]]:
-    """The ledger with the models alone that leave only by hand, and those models."""
+    """The ledger with only pinned and dedicated models, and these models."""
     held = held_models(state, now)
     stay = [item for item in held if item.standing is Standing.FIXED and item.model not in without]
     kept = {item.holding for item in stay}
@@ -187,7 +185,7 @@ def _misfits(state: State, now: float) -> Iterator[Fact]:
 
 
 def _allowing(state: State, model: ModelRecord, refusal: Refusal, now: float) -> tuple[Change, ...]:
-    """The service's own limit that, raised, lets the model in: tried with the planner, so that it is true."""
+    """The limit of the service that would have to be raised for the model, verified with the planner."""
     ledger, held = _staying(state, {model.id}, now)
     short = {lack.device: lack.need_bytes - lack.room_bytes for lack in refusal.lacks}
     if ledger.limit_bytes is not None:
@@ -209,7 +207,7 @@ def _allowing(state: State, model: ModelRecord, refusal: Refusal, now: float) ->
 
 
 def _larger_share(state: State, reading: Reading, wanted_bytes: int) -> tuple[str, float]:
-    """The setting that bounds our share of a device, and the value with which it is `wanted_bytes`."""
+    """The setting that limits Headgate's share of a device, and its value for `wanted_bytes`."""
     percent = math.ceil(wanted_bytes / reading.total_bytes * 100) / 100
     if reading.id == CPU:
         return "cpu_memory_max_percent", percent

@@ -1,7 +1,7 @@
-"""Checks how full the devices are and carries out what relief decides.
+"""Pressure checks of devices, and the actions of the relief policy.
 
-A regular check comes every INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS with fresh readings; one out of turn when others
-took more, when we booked more, when a level rose, and when a load was refused.
+A regular check runs every INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS with new readings. Additional checks follow a
+growth of foreign use, a reservation, a higher level, and a refused load.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
 MOST_SAMPLES = 1000
-"""At a check every 15 s, more than four hours."""
+"""More than four hours at one check every 15 s."""
 _S = ModelState
 
 
 # --- when ------------------------------------------------------------------------------------------------------------
 def begin(draft: Draft) -> None:
-    """The first check, when the devices are known: a device that is full already is reported."""
+    """The first check, when the devices are known."""
     draft.set(pressure=replace(draft.state.pressure, due_at=draft.now + _interval(draft)))
     check(draft, regular=False)
     _sample(draft)
@@ -42,7 +42,7 @@ def _interval(draft: Draft) -> float:
 
 
 def tick(draft: Draft) -> None:
-    """Begins a check when one is due, or when something about a device calls for one."""
+    """Begins a check that is due, or that a device needs."""
     pressure = draft.state.pressure
     if draft.now >= pressure.due_at and pressure.needs_read is None:
         needed = device_view.read(draft)
@@ -52,7 +52,7 @@ def tick(draft: Draft) -> None:
 
 
 def read_done(draft: Draft, problem: str | None) -> None:
-    """A fresh reading has come, or could not be taken: the last figures are better than no check."""
+    """A new reading has come or failed; without it the check uses the last figures."""
     needed = draft.state.pressure.needs_read
     if needed is None or draft.state.devices.done < needed:
         return
@@ -63,7 +63,7 @@ def read_done(draft: Draft, problem: str | None) -> None:
 
 
 def regular_check(draft: Draft) -> None:
-    """A check with its sample and its alerts."""
+    """A regular check with its sample and alerts."""
     check(draft, regular=True)
     _sample(draft)
     advisor.report(draft)
@@ -77,12 +77,12 @@ def _calls(state: State, use: Use) -> bool:
 
 
 def refused(draft: Draft) -> None:
-    """A load was refused: there is a check soon, once however many are refused until then."""
+    """A load was refused: schedules one check."""
     draft.set(pressure=replace(draft.state.pressure, asked=True))
 
 
 def booked(draft: Draft) -> None:
-    """Memory was just reserved: what others use at this moment is part of the plan."""
+    """Memory was reserved: the current foreign use counts as planned."""
     found = {use.device: use for use in uses(draft.state, draft.now)}
     watches = {
         device: replace(watch, gauge=admit(watch.gauge, found[device]))
@@ -95,7 +95,7 @@ def booked(draft: Draft) -> None:
 
 # --- a check ---------------------------------------------------------------------------------------------------------
 def check(draft: Draft, *, regular: bool) -> None:
-    """Looks at the devices as they are in the ledger, and does what follows."""
+    """Checks the devices in the ledger and performs the actions."""
     state = draft.state
     before, found = state.pressure.watches, uses(state, draft.now)
     seen = PressureInput(found, _tenants(state, draft.now), _wanted(state, draft.now))
@@ -122,7 +122,7 @@ def _tenants(state: State, now: float) -> list[Tenant]:
 
 
 def _wanted(state: State, now: float) -> Collection[str]:
-    """Accounts on which a model that is waited for would be booked if there were room."""
+    """The accounts of the devices that waiting models need."""
     found = device_view.readings(state, now)
     waiting = [
         model
@@ -154,11 +154,11 @@ def _carry_out(draft: Draft, action: Relief) -> None:
         how = Action.OFFLOAD if action.offload else Action.UNLOAD
         departure.leave(draft, action.model, Reason.PRESSURE, how, (action.reason,))
     elif worker is not None and isinstance(action, Limit):
-        draft.warning("%s admits at most %d at once: %s", action.model, action.sequences, action.reason)
+        draft.warning("%s admits at most %d sequences at a time: %s", action.model, action.sequences, action.reason)
         draft.set_worker(worker.id, limit=action.sequences)
         draft.emit(LimitWorker(worker.id, action.sequences))
     elif worker is not None:
-        draft.info("%s drops the prefixes that it retains: %s", action.model, action.reason)
+        draft.info("%s drops its retained prefixes: %s", action.model, action.reason)
         draft.emit(ForgetPrefixes(worker.id))
 
 

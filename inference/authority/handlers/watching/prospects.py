@@ -1,4 +1,4 @@
-"""Whether models could be loaded now, evictions included: quick answers for lists of models, which only advise."""
+"""Whether models could be loaded now, with evictions: fast predictions for lists of models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inference.authority.state import ModelRecord, State
 
 
 class Moment:
-    """Answers about one state; what they share is computed once."""
+    """Predictions for one state; shared inputs are computed once."""
 
     def __init__(self, state: State, now: float) -> None:
         self._state = state
@@ -38,5 +38,5 @@ class Moment:
             return None
         refusal = prospect(request, self._scene, device_view.policy(state.settings, now))
         if refusal is not None and may_bend(model, refusal, now):
-            return None  # with smaller settings it may; that is measured when a request comes
+            return None  # it may fit with smaller settings, which are measured when a request comes
         return refusal or True

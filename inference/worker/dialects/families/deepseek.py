@@ -34,9 +34,9 @@ Several calls stand side by side, each from {begin} to {end}. If no function hel
 
 
 class DeepSeekParser(CallReader):
-    """Reasoning, then text and calls. V3 and R1 write a type, the name on the same line and fenced arguments, V3.1 the
-    name and bare arguments; the text says which. The markers are unmistakable: a call of an unknown function is one
-    too. The marker around all calls, the fence and the closing markers may be missing.
+    """Reasoning, then text and calls. V3 and R1 write a type, the name on the same line and fenced arguments; V3.1
+    writes the name and bare arguments. The markers are unique, so a call of an unknown function counts as a call. The
+    marker around all calls, the fence and the closing markers may be missing.
     """
 
     def called(self) -> Steps[None]:
@@ -70,8 +70,8 @@ class DeepSeekParser(CallReader):
 
 
 class DeepSeek(CallingFamily):
-    """The dialect. `fenced` says that the template writes calls as V3 and R1 do, `presents` that it presents tools;
-    most of these templates leave that to the system message.
+    """The dialect. `fenced`: the template writes calls like V3 and R1. `presents`: it presents tools; most of these
+    templates leave that to the system message.
     """
 
     name = "deepseek"
@@ -93,7 +93,7 @@ class DeepSeek(CallingFamily):
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """No content beside calls where there is none: these templates would write an empty turn for it."""
+        """Removes empty content beside calls, for which these templates would write an empty turn."""
         found = [
             {**message, "content": message.get("content") or None} if "tool_calls" in message else message
             for message in normal(messages, text_arguments=self.text_arguments)

@@ -16,7 +16,7 @@ from inference.worker.dialects.thinking import Thinking
 
 TOKEN = "｜DSML｜"
 OLD, NEW = "function_calls", "tool_calls"
-"""What V3.2 and V4 call the block of all calls."""
+"""The names of the block of all calls in V3.2 and V4."""
 
 _BEGIN = Markers(f"<{TOKEN}{OLD}>", f"<{TOKEN}{NEW}>", f"<{TOKEN}invoke")
 _INVOKE = f"<{TOKEN}invoke"
@@ -27,8 +27,8 @@ _VALUE_END = Markers(_PARAMETER_END)
 
 
 class DsmlParser(TaggedReader):
-    """Reasoning, then text and calls. The token is unmistakable, so a call of an unknown function is one too. Around
-    all calls either block or none may stand; closing tags may be missing.
+    """Reasoning, then text and calls. The token is unique, so a call of an unknown function counts as a call. Either
+    block may be around all calls, or none; closing tags may be missing.
     """
 
     def called(self) -> Steps[None]:
@@ -70,7 +70,7 @@ class DsmlParser(TaggedReader):
 
 
 class Dsml(CallingFamily):
-    """The dialect; `block` is the name of what stands around all calls."""
+    """The dialect; `block` is the name of the tag around all calls."""
 
     name = "deepseek-dsml"
     markers = frozenset({TOKEN})

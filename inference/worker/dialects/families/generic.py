@@ -27,7 +27,7 @@ Write one such block for every call, and nothing after the last one. The results
 
 
 class Generic(Hermes):
-    """The dialect. `system` says that the template takes a system message."""
+    """The dialect. `system`: the template accepts a system message."""
 
     name = "generic"
     writes_tools = False
@@ -49,7 +49,7 @@ class Generic(Hermes):
             for call in message.pop("tool_calls", ()):
                 message["content"] = joined(message.get("content"), _written(call["function"]))
             if answered and message["role"] == "user":
-                # Many templates insist on turns that alternate: what a user says behind results joins them.
+                # Many templates require alternating turns, so a user message after results is joined to them.
                 found[-1]["content"] = joined(found[-1]["content"], message["content"])
             else:
                 found.append(message)

@@ -44,13 +44,13 @@ To call one, send its arguments as one JSON object to functions.NAME on the comm
 
 
 class HarmonyParser(Reader):
-    """What is on the channel `analysis` is reasoning, every other message content, and a message to `functions.NAME` a
-    call; the recipient may stand before the channel or after it.
+    """A message on the channel `analysis` is reasoning, a message to `functions.NAME` is a call, others are content.
+    The recipient may be before or after the channel.
 
-    The recipient is unmistakable: a call of an unknown function is one too. To anything else but the assistant itself
-    (a tool of the vendor's own) it is content, its header included. Two messages of one kind are parted by an empty
-    line; otherwise no white space is added or dropped but around arguments and between messages. A header that the end
-    of the answer cuts off is dropped.
+    The recipient is unique, so a call of an unknown function counts as a call. To anything else but the assistant
+    itself (a tool of the vendor's own) it is content, its header included. Two messages of one kind are parted by an
+    empty line; otherwise no white space is added or dropped but around arguments and between messages. A header that
+    the end of the answer cuts off is dropped.
     """
 
     def __init__(self, opened: str, names: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class HarmonyParser(Reader):
                 return
 
     def _header(self, marker: str) -> Steps[tuple[str, str]]:
-        """Channel and recipient of the message that `marker` opens; no marker stands for the prompt's own."""
+        """Channel and recipient of the message that `marker` opens; None is the message that the prompt has begun."""
         if marker == START:
             yield from self.word()
         channel = (yield from self.word()) if marker == CHANNEL else ""
@@ -118,15 +118,15 @@ class HarmonyParser(Reader):
         return (yield from self._rest_of_message(kind))
 
     def _function(self, recipient: str) -> str:
-        """The function that a recipient is; empty where it is none, or where there are no tools."""
+        """The function of a recipient; empty if it is not a function or there are no tools."""
         if recipient in self._names:
             return recipient
         return recipient[len(_NAMESPACE) :] if self._names and recipient.startswith(_NAMESPACE) else ""
 
     def _rest_of_message(self, kind: Kind) -> Steps[str]:
-        """Shows text until another message begins; returns the marker that opens it, none at the end of the answer.
+        """Emits text until another message begins; returns its marker, empty at the end of the answer.
 
-        Only there the text of a marker is one: amid a message it is what the message says.
+        Within a message the text of a marker is plain text.
         """
         while (marker := (yield from self.until(_ENDS, kind))) in _CLOSING:
             self._read[:] = [marker]
@@ -150,8 +150,8 @@ class HarmonyParser(Reader):
 
 
 class Harmony(Family):
-    """The dialect. A call ends the answer, so an answer is forced to one call at most. `presents` says that the
-    template presents tools.
+    """The dialect. A call ends the answer, so a forced answer has at most one call. `presents`: the template presents
+    tools.
     """
 
     name = "harmony"
@@ -172,7 +172,7 @@ class Harmony(Family):
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """One call per message, and reasoning as `thinking`.
 
-        Beside a call the template takes either thinking or content, both of which it writes as analysis.
+        Beside a call the template accepts either thinking or content, and writes both as analysis.
         """
         found: list[dict[str, Any]] = []
         for message in one_at_a_time(normal(messages, text_arguments=self.text_arguments)):
@@ -190,7 +190,7 @@ class Harmony(Family):
         return HarmonyParser(opened, {tool.name for tool in tools})
 
     def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
-        """A thought on its channel, content on the last one."""
+        """Reasoning on its channel, content on the final one."""
         parts_by_channel = (("analysis", message.get("reasoning_content")), ("final", message.get("content")))
         parts: list[Literal | Marker] = []
         for channel, text in parts_by_channel:
@@ -201,7 +201,7 @@ class Harmony(Family):
         return AnswerOpening(tuple(parts), opened + "".join(part.text for part in parts[-4:-1]))
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Thoughts and preambles, then a call, or where none is required the last message."""
+        """Reasoning and preambles, then a call, or the final message if no call is required."""
         chosen = wanted(tools, choice)
         if not chosen:
             return None
@@ -216,7 +216,7 @@ class Harmony(Family):
         return _after_thought(form) if "analysis" in header else None
 
     def wrap(self, form: Form, *, opened: str) -> Form:
-        """Thoughts, then `form` on the final channel."""
+        """Reasoning, then `form` on the final channel."""
         json = forms.Sequence((Literal("final "), Marker(CONSTRAIN), Literal("json")))
         final = (Marker(CHANNEL), one_of([Literal("final"), json]), Marker(MESSAGE), form)
         whole = forms.Sequence((Repeat(_message("analysis"), 0, None), *final))
@@ -227,7 +227,7 @@ class Harmony(Family):
 
 
 def _begun(opened: str) -> str:
-    """What the prompt has written of the header of the answer's first message, the role left out."""
+    """The part of the header of the answer's first message in the prompt, without the role."""
     return opened.rpartition(START)[2].removeprefix("assistant") if START in opened else ""
 
 
@@ -238,12 +238,12 @@ def _open_header(opened: str) -> str | None:
 
 
 def _message(channel: str) -> Form:
-    """A whole message that another one follows."""
+    """A complete message that is followed by another one."""
     return _next(Marker(CHANNEL), Literal(channel), Marker(MESSAGE), AnyText())
 
 
 def _after_thought(form: Form) -> Form:
-    """The rest of a thought that the prompt has begun, then `form`."""
+    """The rest of reasoning that the prompt has begun, then `form`."""
     return forms.Sequence((_next(AnyText()), form))
 
 

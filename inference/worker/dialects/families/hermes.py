@@ -17,8 +17,8 @@ _BEGIN = Markers(BEGIN)
 
 
 class HermesParser(CallReader):
-    """Reasoning, then text and calls in any order. The marker is unmistakable, so a call of an unknown function is one
-    too; the closing marker may be missing.
+    """Reasoning, then text and calls in any order. The marker is unique, so a call of an unknown function counts as a
+    call; the closing marker may be missing.
     """
 
     def called(self) -> Steps[None]:

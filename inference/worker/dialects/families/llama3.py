@@ -20,11 +20,10 @@ _BEGINNINGS = ("<|end_header_id|>", "<|header_end|>")
 
 
 class Llama3Parser(CallReader):
-    """Reasoning, where the model has any, then bare JSON or text.
+    """Optional reasoning, then bare JSON or text.
 
-    Bare JSON is a call only at the beginning of an answer (not of the rest of one that the prompt has begun) and only
-    with the name of a given tool. After <|python_tag|>,
-    which is unmistakable, an object with any name is one; code after it is content, the tag included.
+    Bare JSON is a call only at the beginning of an answer (unless the prompt has begun it) and only with the name of a
+    given tool. After <|python_tag|> an object with any name is a call; code after it is content, including the tag.
     """
 
     def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
@@ -54,7 +53,7 @@ def _starts(thinking: Thinking | None, opened: str) -> bool:
 
 
 class Llama3(CallingFamily):
-    """The dialect. Its templates write one call per turn, so one call is what an answer is forced to."""
+    """The dialect. Its templates write one call per turn, so a forced answer has one call."""
 
     name = "llama3"
     markers = frozenset({TAG})
@@ -71,15 +70,15 @@ class Llama3(CallingFamily):
         return Llama3Parser(self.thinking, opened, {tool.name for tool in tools})
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Where a call is not required, any object may be text; with a strict tool one that opens an answer is a call,
-        and so is what follows the tag.
+        """If no call is required, an object may be text; with a strict tool, an object at the beginning or after the
+        tag is a call.
         """
         chosen = wanted(tools, choice)
         if choice.mode != "auto" or not any(tool.strict for tool in chosen):
             return super().form(tools, choice, opened=opened)
         call = self.calls(chosen, 1)
         bare = [call] if _starts(self.thinking, opened) else []
-        thought = [] if self.thinking is None else [self.thinking.begin]  # behind which an answer begins anew
+        thought = [] if self.thinking is None else [self.thinking.begin]  # after which an answer begins again
         text = AnyText((TAG,), ("{", *thought) if bare else ())
         return self.wrap(one_of([text, led(text, forms.Sequence((Marker(TAG), call))), *bare]), opened=opened)
 

@@ -26,8 +26,8 @@ _LETTERS = string.digits + string.ascii_letters
 
 
 class MistralParser(CallReader):
-    """Reasoning, then text and calls in either notation. The marker is a control token and so unmistakable: a call of
-    an unknown function is one too.
+    """Reasoning, then text and calls in either notation. The marker is a control token, so a call of an unknown
+    function counts as a call.
     """
 
     def called(self) -> Steps[None]:
@@ -48,7 +48,7 @@ class MistralParser(CallReader):
 
 
 class Mistral(CallingFamily):
-    """The dialect. `lists` says that the template writes calls as a JSON list, `ids` that it writes [CALL_ID]."""
+    """The dialect. `lists`: the template writes calls as a JSON list. `ids`: it writes [CALL_ID]."""
 
     name = "mistral"
     markers = frozenset({CALLS, ID, ARGUMENTS})
@@ -64,7 +64,7 @@ class Mistral(CallingFamily):
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """Ids of nine letters or digits, which these templates insist on."""
+        """Ids of nine letters or digits, which these templates require."""
         found: list[Mapping[str, Any]] = []
         for message in normal(messages, text_arguments=self.text_arguments):
             if "tool_calls" in message:
@@ -97,7 +97,7 @@ class Mistral(CallingFamily):
 
 
 def short_id(id: str) -> str:
-    """`id` where it has nine letters or digits, otherwise nine that depend on nothing else."""
+    """`id` if it has nine letters or digits, otherwise nine that are derived from it."""
     if _ID.fullmatch(id):
         return id
     number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest(), "big")

@@ -34,8 +34,8 @@ _VALUE_END = Markers(f"\n{PARAMETER_END}", PARAMETER_END)
 
 
 class QwenXmlParser(TaggedReader):
-    """Reasoning, then text and calls. Between <tool_call> and </tool_call> any name makes a call; without the first,
-    which these models often leave out, a given tool's does. The closing markers may be missing.
+    """Reasoning, then text and calls. Between <tool_call> and </tool_call> any name is a call; without <tool_call>,
+    which these models often omit, only the name of a given tool. The closing markers may be missing.
     """
 
     def __init__(self, thinking: Thinking | None, opened: str, tools: Mapping[str, Tool]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import ImageTile
-from inference.worker.prompt.vision import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Sight
+from inference.worker.prompt.vision import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Vision
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
 
@@ -48,32 +48,32 @@ async def eye() -> FakeEye:
 
 
 @pytest.fixture
-async def sight(eye: FakeEye) -> Sight:
-    return Sight(eye, 100, 8, at_once=50)
+async def vision(eye: FakeEye) -> Vision:
+    return Vision(eye, 100, 8, at_once=50)
 
 
-async def test_tiles_are_runs_of_negative_numbers_with_gaps(sight: Sight) -> None:
-    image = sight.read(b"3 2", "messages")
+async def test_tiles_are_runs_of_negative_numbers_with_gaps(vision: Vision) -> None:
+    image = vision.read(b"3 2", "messages")
     assert image.tokens == (1, -1, -2, -3, -5, -6, 2)
-    assert sight.read(b"2", "messages").tokens == (1, -8, -9, 2)
+    assert vision.read(b"2", "messages").tokens == (1, -8, -9, 2)
 
 
-async def test_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sight, eye: FakeEye) -> None:
+async def test_same_file_has_the_same_numbers_and_is_encoded_once(vision: Vision, eye: FakeEye) -> None:
     for _ in range(2):
-        sight.encode([sight.read(b"3", "messages"), sight.read(b"4", "messages")], "messages")
+        vision.encode([vision.read(b"3", "messages"), vision.read(b"4", "messages")], "messages")
     assert eye.encoded == [3, 4]
-    assert sight.read(b"3", "messages").tokens == (1, -1, -2, -3, 2)
-    sight.encode([sight.read(b"3", "messages")] * 5, "messages")
+    assert vision.read(b"3", "messages").tokens == (1, -1, -2, -3, 2)
+    vision.encode([vision.read(b"3", "messages")] * 5, "messages")
     assert eye.encoded == [3, 4]
 
 
-async def test_images_are_not_shared_between_tenants(sight: Sight, eye: FakeEye) -> None:
+async def test_images_are_not_shared_between_tenants(vision: Vision, eye: FakeEye) -> None:
     def see() -> tuple[int, ...]:
-        image = sight.read(b"3", "messages")
-        sight.encode([image], "messages")
+        image = vision.read(b"3", "messages")
+        vision.encode([image], "messages")
         return image.tokens
 
-    numbers = [await sight.off_loop(see, tenant) for tenant in ("one", "other", "one")]
+    numbers = [await vision.off_loop(see, tenant) for tenant in ("one", "other", "one")]
     assert numbers[0] == numbers[2] != numbers[1]
     assert eye.encoded == [3, 3]
 
@@ -81,47 +81,47 @@ async def test_images_are_not_shared_between_tenants(sight: Sight, eye: FakeEye)
 async def test_images_are_kept_while_in_use_and_cached_within_a_limit(eye: FakeEye) -> None:
     """Numbers are remembered beyond the limit."""
     eye.width = KEPT_BYTES // 4 // 150  # one and a half images are cached
-    sight = Sight(eye, 100, 8, at_once=50)
-    first = sight.read(b"100", "messages")
-    sight.encode([first], "messages")
-    sight.encode([sight.read(b"99", "messages")], "messages")
-    assert sight.pictures[-1] is first.pictures[0], "its request still needs it"
+    vision = Vision(eye, 100, 8, at_once=50)
+    first = vision.read(b"100", "messages")
+    vision.encode([first], "messages")
+    vision.encode([vision.read(b"99", "messages")], "messages")
+    assert vision.tiles[-1] is first.tiles[0], "its request still needs it"
     del first
     gc.collect()
-    assert -1 not in sight.pictures
-    again = sight.read(b"100", "messages")
+    assert -1 not in vision.tiles
+    again = vision.read(b"100", "messages")
     assert again.tokens[1] == -1
-    sight.encode([again], "messages")
+    vision.encode([again], "messages")
     assert eye.encoded == [100, 99, 100]
 
 
-async def test_unusable_images_are_bad_requests(sight: Sight, eye: FakeEye) -> None:
+async def test_unusable_images_are_bad_requests(vision: Vision, eye: FakeEye) -> None:
     for data, says in ((b"bad", "cannot be decoded"), (b"101", "takes 101 tokens, and this model reads at most 100")):
         with pytest.raises(BadRequestError, match=says) as caught:
-            sight.read(data, "messages")
+            vision.read(data, "messages")
         assert caught.value.param == "messages"
     eye.non_causal = True
-    with pytest.raises(BadRequestError, match="at most 50 at once"):
-        sight.read(b"51", "messages")
+    with pytest.raises(BadRequestError, match="at most 50 at a time"):
+        vision.read(b"51", "messages")
     eye.non_causal = False
     eye.width = MAX_REQUEST_BYTES // 4 // 150
-    both = [sight.read(b"100", "messages"), sight.read(b"99", "messages")]
+    both = [vision.read(b"100", "messages"), vision.read(b"99", "messages")]
     with pytest.raises(BadRequestError, match="bytes of embeddings"):
-        sight.encode(both, "messages")
-    sight.encode([both[0]] * 3, "messages")  # an image counts once
+        vision.encode(both, "messages")
+    vision.encode([both[0]] * 3, "messages")  # an image counts once
     eye.breaks = True
     with pytest.raises(WorkerError, match="could not encode") as failed:
-        sight.encode([both[1]], "messages")
+        vision.encode([both[1]], "messages")
     assert failed.value.code is Code.MODEL_FAILED
 
 
-async def test_concurrent_and_waiting_requests_are_limited(sight: Sight) -> None:
+async def test_concurrent_and_waiting_requests_are_limited(vision: Vision) -> None:
     release = asyncio.Event()
     inside = 0
 
     async def see() -> None:
         nonlocal inside
-        async with sight.turn(None, 1):
+        async with vision.turn(None, 1):
             inside += 1
             await release.wait()
 
@@ -129,13 +129,13 @@ async def test_concurrent_and_waiting_requests_are_limited(sight: Sight) -> None
     while inside < MAX_TURNS:
         await asyncio.sleep(0)
     with pytest.raises(WorkerError) as full:
-        async with sight.turn(None, 1):
+        async with vision.turn(None, 1):
             raise AssertionError("the queue is full")
     assert full.value.code is Code.QUEUE_FULL
     tasks.pop().cancel()
     await asyncio.sleep(0)
     with pytest.raises(WorkerError) as late:
-        async with sight.turn(0.0, 1):
+        async with vision.turn(0.0, 1):
             raise AssertionError("the deadline has passed")
     assert late.value.code is Code.DEADLINE_EXCEEDED
     release.set()
@@ -143,17 +143,17 @@ async def test_concurrent_and_waiting_requests_are_limited(sight: Sight) -> None
     assert inside == MAX_TURNS + MAX_WAITING - 1
 
 
-async def test_encoding_is_part_of_the_heartbeat(sight: Sight, eye: FakeEye) -> None:
+async def test_encoding_is_part_of_the_heartbeat(vision: Vision, eye: FakeEye) -> None:
     """A hanging device is detected like one that hangs in a step."""
     beats = []
-    eye.watched.append(lambda: beats.append(sight.counters.beat()))
-    sight.encode([sight.read(b"3", "messages")], "messages")
+    eye.watched.append(lambda: beats.append(vision.counters.beat()))
+    vision.encode([vision.read(b"3", "messages")], "messages")
     assert [(beat.step_seconds is not None, beat.step_tokens) for beat in beats] == [(True, 3)]
     eye.breaks = True
     with pytest.raises(WorkerError):
-        sight.encode([sight.read(b"4", "messages")], "messages")
-    assert sight.counters.beat().step_seconds is None
+        vision.encode([vision.read(b"4", "messages")], "messages")
+    assert vision.counters.beat().step_seconds is None
 
 
-async def test_encoding_has_its_own_thread(sight: Sight) -> None:
-    assert (await sight.off_loop(lambda: threading.current_thread().name)).startswith("sight")
+async def test_encoding_has_its_own_thread(vision: Vision) -> None:
+    assert (await vision.off_loop(lambda: threading.current_thread().name)).startswith("vision")
