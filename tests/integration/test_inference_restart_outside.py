@@ -13,7 +13,7 @@ import pytest
 
 from headgate.shared.errors import Exit
 from headgate.shared.state_directory import StateDir
-from inference.devices.accelerator_memory import NAME, Circumstances, OutOfReachError, AcceleratorRecord
+from inference.devices.accelerator_memory import NAME, AcceleratorRecord, Circumstances, OutOfReachError
 from tests.rigs.processes import Service, inference_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]
