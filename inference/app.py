@@ -44,7 +44,7 @@ from inference.authority.state import Timing
 from inference.authority.views.dumps import Dumps
 from inference.authority.views.event_bus import Bus
 from inference.authority.views.inference_metrics import Metrics, gauges
-from inference.devices.accelerator_memory import Circumstances, Unreached
+from inference.devices.accelerator_memory import AcceleratorRecord, Circumstances
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.environment_settings import set_without_effect
@@ -96,22 +96,22 @@ class Service:
         clock: Clock | None = None,
     ) -> None:
         """The parameters from `command` on replace parts in tests."""
-        said = config.settings
+        settings = config.settings
         self.draining = False
         self.metrics = Metrics()
         self.crashes = CrashStore(state)
         self.build_check = BuildCheck(state)
         hang_timeouts = HangTimeouts(
-            start_seconds=said.worker_start_seconds,
-            load_seconds=said.load_timeout_seconds,
-            silence_seconds=said.worker_silence_seconds,
-            step_seconds=said.step_timeout_seconds,
-            step_seconds_per_token=said.step_timeout_seconds_per_token,
+            start_seconds=settings.worker_start_seconds,
+            load_seconds=settings.load_timeout_seconds,
+            silence_seconds=settings.worker_silence_seconds,
+            step_seconds=settings.step_timeout_seconds,
+            step_seconds_per_token=settings.step_timeout_seconds_per_token,
         )
         self.authority = Authority(
             config,
-            inventory=inventory or Inventory.of(said, socket_directory(state)),
-            estimator=estimator or Estimator(state, seconds=said.estimate_timeout_seconds),
+            inventory=inventory or Inventory.of(settings, socket_directory(state)),
+            estimator=estimator or Estimator(state, seconds=settings.estimate_timeout_seconds),
             supervisor=supervisor
             or Supervisor(state, hang_timeouts, command=command, build_is_trusted=lambda: self.build_check.is_trusted),
             crashes=self.crashes,
@@ -124,7 +124,7 @@ class Service:
             clock=clock,
         )
         self.metrics.gauges = self._gauges
-        self.app = self._app(token, said.admin_key, said.max_body_bytes)
+        self.app = self._app(token, settings.admin_key, settings.max_body_bytes)
 
     def _gauges(self) -> Iterator[GaugeMetricFamily]:
         self.authority.observe()
@@ -154,7 +154,7 @@ async def serve(
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
     await asyncio.to_thread(orphans.end_orphans, state, os.environ)
     running = Service(config, state, token)
-    unreached = Unreached(state, Circumstances.now(config.settings.devices))
+    accelerator_record = AcceleratorRecord(state, Circumstances.now(config.settings.devices))
     cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
     drain_seconds = round(config.settings.drain_seconds + CUT_SECONDS)
     server = QuietServer(
@@ -163,7 +163,7 @@ async def serve(
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
     try:
-        starting = asyncio.create_task(running.authority.start(partial(unreached.check, cpu_asked=cpu_asked)))
+        starting = asyncio.create_task(running.authority.start(partial(accelerator_record.check, cpu_asked=cpu_asked)))
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -183,7 +183,7 @@ async def serve(
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
     if stopping.status is Exit.RESTART_OUTSIDE:
-        unreached.note(len(running.authority.inventory.accelerators()))
+        accelerator_record.note(len(running.authority.inventory.accelerators()))
     log.info("inference has stopped")
     return stopping.status
 
@@ -259,8 +259,8 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
         for problem in error.problems:
             log.error("%s", problem)  # noqa: TRY400
         return
-    said = running.authority.reload(fresh)
-    log.info("configuration reloaded: %s", "; ".join(said) or "no difference")
+    changes = running.authority.reload(fresh)
+    log.info("configuration reloaded: %s", "; ".join(changes) or "no difference")
 
 
 # --- errors in the envelope ------------------------------------------------------------------------------------------

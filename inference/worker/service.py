@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from inference.worker.engine.engine import Engine
     from inference.worker.kv.standby import HeldFile
     from inference.worker.llama.context import Context
-    from inference.worker.prompt.vision import Sight
+    from inference.worker.prompt.vision import Vision
     from inference.worker.worker_model import WorkerModel
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Worker:
         self._ending: asyncio.Future[str] | None = None
         self._offloading: Offload | None = None
         self._readers: Readers | None = None
-        self._sight: Sight | None = None
+        self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._context: Context | None = None
         self._threads: int | None = None
@@ -252,15 +252,15 @@ class Worker:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
 
-        self._sight = self._sight or assembly.sight_of(model.loaded)
-        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._sight, self._fatal)
+        self._vision = self._vision or assembly.vision_of(model.loaded)
+        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._vision, self._fatal)
         self._engine = engine
         running = engine or embedder
         assert running is not None
         if engine is not None:
             engine.adopt(model.restored)
-        readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._sight)
-        app = assembly.app_of(model.loaded, engine, embedder, readers, self._sight)
+        readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._vision)
+        app = assembly.app_of(model.loaded, engine, embedder, readers, self._vision)
         # Connections are kept: the only client owns the socket.
         config = server_config(
             app, lifespan="off", date_header=False, timeout_keep_alive=3600, timeout_graceful_shutdown=5
@@ -306,7 +306,7 @@ class Worker:
         """Sends heartbeats, forever or until `until` is set."""
         while until is None or not until.is_set():
             beat = self._pulse()
-            self._channel.send(beat if self._sight is None else longer(beat, self._sight.counters.beat()))
+            self._channel.send(beat if self._vision is None else longer(beat, self._vision.counters.beat()))
             time.sleep(BEAT_SECONDS)
 
     def _fatal(self, message: str) -> None:
@@ -329,11 +329,11 @@ def _still() -> Heartbeat:
     return Heartbeat(None, 0, 0, 0, 0, 0)
 
 
-def longer(beat: Heartbeat, seeing: Heartbeat) -> Heartbeat:
-    """`beat` with the step of `seeing` where that takes longer, so that a hung encoding shows beside a busy engine."""
-    if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
+def longer(beat: Heartbeat, vision: Heartbeat) -> Heartbeat:
+    """`beat` with the step of `vision` if that takes longer, so that a hung encoder is visible beside a busy engine."""
+    if (vision.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
         return beat
-    return replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
+    return replace(beat, step_seconds=vision.step_seconds, step_tokens=vision.step_tokens)
 
 
 def _write_stderr(line: str) -> None:

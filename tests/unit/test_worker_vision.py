@@ -96,7 +96,7 @@ async def test_images_are_kept_while_in_use_and_cached_within_a_limit(eye: FakeE
 
 
 async def test_unusable_images_are_bad_requests(vision: Vision, eye: FakeEye) -> None:
-    for data, says in ((b"bad", "cannot be decoded"), (b"101", "takes 101 tokens, and this model reads at most 100")):
+    for data, says in ((b"bad", "cannot be decoded"), (b"101", "has 101 tokens, but this model processes at most 100")):
         with pytest.raises(BadRequestError, match=says) as caught:
             vision.read(data, "messages")
         assert caught.value.param == "messages"
