@@ -1,8 +1,8 @@
 """The hot path: passes a request to the worker of its model and relays the answer as bytes.
 
 The body is read once; only `model` and `stream` are decoded. When the client disconnects, the worker's request ends at
-once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that
-have an HTTP status, later ones are error frames.
+once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that have
+an HTTP status, later ones are error frames.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class RelayedRequest:
     """The fields of a request that the relay uses."""
 
     model: str
@@ -128,7 +128,7 @@ class Relay:
             gone.cancel()
             if not work.done():
                 work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):  # the caller left; nobody is there to be failure
+            with contextlib.suppress(asyncio.CancelledError):  # the client disconnected
                 await work
 
     async def _body(self, headers: Headers, receive: Receive, out: Response) -> bytes | None:
@@ -146,20 +146,20 @@ class Relay:
 
     async def _answer(self, path: str, headers: Headers, body: bytes, out: Response) -> None:
         try:
-            envelope = await self._read(path, headers, body)
-            model = self._authority.resolve(envelope.model)
-            if envelope.probe and await self._probe(model, out):
+            request = await self._read(path, headers, body)
+            model = self._authority.resolve(request.model)
+            if request.probe and await self._probe(model, out):
                 return
             if path in tokenize_client.PATHS and not self._is_ready(model):
-                await self._count(model, envelope, path, body, out)
+                await self._count(model, request, path, body, out)
                 return
             try:
-                await self._serve(model, envelope, path, headers, body, out)
+                await self._serve(model, request, path, headers, body, out)
             except _WorkerLeftError:
-                model = self._authority.resolve(envelope.model)  # a reload may have removed it and added it again
-                if envelope.probe and await self._probe(model, out):
+                model = self._authority.resolve(request.model)  # a reload may have removed it and added it again
+                if request.probe and await self._probe(model, out):
                     return
-                await self._serve(model, envelope, path, headers, body, out)
+                await self._serve(model, request, path, headers, body, out)
         except InferenceError as error:
             await out.fail(error)
         except _WorkerLeftError:
@@ -173,54 +173,54 @@ class Relay:
     def _is_ready(self, model: str) -> bool:
         return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
 
-    async def _count(self, model: str, envelope: Envelope, path: str, body: bytes, out: Response) -> None:
+    async def _count(self, model: str, request: RelayedRequest, path: str, body: bytes, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
-        seconds = limit if envelope.deadline_seconds is None else min(limit, envelope.deadline_seconds)
+        seconds = limit if request.deadline_seconds is None else min(limit, request.deadline_seconds)
         status, answer = await self._vocabulary.ask(self._authority.model(model).spec, path, body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
     async def _serve(
-        self, model: str, envelope: Envelope, path: str, headers: Headers, body: bytes, out: Response
+        self, model: str, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
     ) -> None:
         rerun = Rerun(self._authority, path, body)
         await rerun.admit(model)
         while True:
             try:
-                has_computed = await self._run(rerun, model, envelope, path, headers, body, out)
+                has_computed = await self._run(rerun, model, request, path, headers, body, out)
             except CrashedError as error:
-                if not await rerun.crashed(model, error) or envelope.probe:
+                if not await rerun.crashed(model, error) or request.probe:
                     raise error.error from error
-                model = self._authority.resolve(envelope.model)
+                model = self._authority.resolve(request.model)
             else:
                 if has_computed:
                     rerun.answered(model)
                 return
 
     async def _run(
-        self, rerun: Rerun, model: str, envelope: Envelope, path: str, headers: Headers, body: bytes, out: Response
+        self, rerun: Rerun, model: str, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
     ) -> bool:
         """Whether the model computed the answer: not for an error, and not for tokenize requests."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
-            priority=envelope.priority,
-            seconds=envelope.seconds_left(now) if rerun.crashes else envelope.deadline_seconds,
-            counts=not envelope.probe and path not in tokenize_client.PATHS,
+            priority=request.priority,
+            seconds=request.seconds_left(now) if rerun.crashes else request.deadline_seconds,
+            counts=not request.probe and path not in tokenize_client.PATHS,
             alone=rerun.alone,
             retries=rerun.crashes,
         ) as ticket:
-            lease = await (self._wait_with_progress(ticket, out) if envelope.stream else ticket.wait())
+            lease = await (self._wait_with_progress(ticket, out) if request.stream else ticket.wait())
             assert lease is not None
             await rerun.admit(model)  # the same request may have been convicted meanwhile
-            lease.shape = functools.partial(_shape, path, len(body), envelope.envelope, lease.alone)
-            answer = self._stream if envelope.stream else self._whole
+            lease.shape = functools.partial(_shape, path, len(body), request.envelope, lease.alone)
+            answer = self._stream if request.stream else self._whole
             has_computed = (
-                await answer(lease, envelope, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
+                await answer(lease, request, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
             )
             lease.release(completed=has_computed)
             return has_computed
 
-    async def _read(self, path: str, headers: Headers, body: bytes) -> Envelope:
+    async def _read(self, path: str, headers: Headers, body: bytes) -> RelayedRequest:
         asked_at = asyncio.get_running_loop().time()
         envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
         model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
@@ -229,7 +229,7 @@ class Relay:
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
-        return Envelope(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, envelope)
+        return RelayedRequest(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, envelope)
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""
@@ -253,10 +253,10 @@ class Relay:
 
     # --- forwarding ------------------------------------------------------------------------------------------------
     async def _stream(
-        self, lease: Lease, envelope: Envelope, path: str, headers: Headers, body: bytes, out: Response
+        self, lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
     ) -> int:
         """Relays the worker's answer and returns its status."""
-        asking = asyncio.ensure_future(_ask(lease, envelope, path, headers, body))
+        asking = asyncio.ensure_future(_ask(lease, request, path, headers, body))
         answer: Answer | None = None
         flow: Flow | None = None
         try:
@@ -287,10 +287,10 @@ class Relay:
                     (await asking).close()
 
     async def _whole(
-        self, lease: Lease, envelope: Envelope, path: str, headers: Headers, body: bytes, out: Response
+        self, lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
     ) -> int:
         try:
-            response = await lease.session.post(path, data=body, headers=_passed(envelope, headers))
+            response = await lease.session.post(path, data=body, headers=_passed(request, headers))
             try:
                 await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
                 return response.status
@@ -345,21 +345,21 @@ class _UnreachableError(Exception):
     """The worker's socket accepted no connection."""
 
 
-async def _ask(lease: Lease, envelope: Envelope, path: str, headers: Headers, body: bytes) -> Answer:
+async def _ask(lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes) -> Answer:
     """The worker's answer after its headers have arrived; raises BrokenError or _UnreachableError."""
     worker = Hop(hop.unix(str(lease.process.socket_path)), "worker")
     try:
-        return await worker.post(path, body, _passed(envelope, headers), CONNECT_SECONDS)
+        return await worker.post(path, body, _passed(request, headers), CONNECT_SECONDS)
     except OSError as error:
         raise _UnreachableError(str(error)) from error
 
 
-def _passed(envelope: Envelope, headers: Headers) -> dict[str, str]:
+def _passed(request: RelayedRequest, headers: Headers) -> dict[str, str]:
     """The headers of the request to a worker."""
     passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
     passed[H_REQUEST_ID] = headers[H_REQUEST_ID]
     passed["content-type"] = "application/json"
-    if (left := envelope.milliseconds_left(asyncio.get_running_loop().time())) is not None:
+    if (left := request.milliseconds_left(asyncio.get_running_loop().time())) is not None:
         passed[H_DEADLINE] = str(left)
     return passed
 
