@@ -1,8 +1,8 @@
 """The hot path: passes a request to the worker of its model and relays the answer as bytes.
 
 The body is read once; only `model` and `stream` are decoded. When the client disconnects, the worker's request ends at
-once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that have
-an HTTP status, later ones are error frames.
+once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that
+have an HTTP status, later ones are error frames.
 """
 
 from __future__ import annotations
