@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from headgate.shared.state_directory import StateDir
-from inference.authority.placement.plan import Refusal
 from inference.devices.host import CpuProbe
 from inference.environment_settings import InferenceSettings
 from inference.errors import ModelFailed
@@ -26,7 +25,7 @@ from inference.settings import ModelEntry, _spec, load
 from tests.fuzz.test_damaged_headers import CORPUS
 from tests.fuzz.test_damaged_models import Fuzzed
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import FakeEstimator, Start, empty, services
+from tests.rigs.authority_rig import Start, empty, services
 from tests.rigs.processes import wait_until
 
 
@@ -189,37 +188,6 @@ async def test_file_replaced_during_a_load_fails_only_that_load(
     monkeypatch.setenv("FAKE_WORKER", "{}")
     await authority.load(model)
     assert model.state is S.READY
-
-
-async def test_model_that_did_not_fit_is_measured_again_when_its_file_changes(start: Start, tmp_path: Path) -> None:
-    """Without a request: the gateway sends none while the model does not fit."""
-    fake = FakeEstimator()
-    fake.sizes["a"] = 500
-    service = await start({"a": {}}, estimator=fake, MEMORY_LIMIT_GB="0.25")
-    authority, model = service.authority, service.authority.resolve("a")
-    await authority.reached(lambda: bool(model.estimates))
-    assert isinstance(authority.prospect("a"), Refusal)
-    fake.sizes["a"] = 100
-    replace_file(tmp_path)
-    await authority.reached(lambda: authority.prospect(model.id) is True)
-
-
-async def test_backoff_of_a_failed_model_ends_when_its_file_changes(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = await start({"a": {}}, {"a": {"fail": "startup"}})
-    authority, model = service.authority, service.authority.resolve("a")
-    for _ in range(6):
-        with pytest.raises(ModelFailed):
-            await authority.load(model)
-        await service.clock.advance(model.retry_at - authority.now)
-    with pytest.raises(ModelFailed):
-        await authority.load(model)
-    assert model.backoff.failures == 7
-    monkeypatch.setenv("FAKE_WORKER", "{}")
-    replace_file(tmp_path)
-    await authority.reached(lambda: model.backoff.failures == 0)
-    await authority.load(model)
 
 
 async def test_file_that_changes_during_a_measurement_is_measured_again(

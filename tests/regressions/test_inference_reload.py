@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from inference import settings
 from inference.devices.device import Reading
 from inference.errors import ModelNotFound
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, reload, rewrite, services
+from tests.rigs.authority_rig import FakeAccelerator, rewrite, services
 from tests.rigs.processes import inference_service, wait_until
 
 
@@ -98,45 +96,3 @@ async def test_model_that_is_added_again_while_it_drains_stays_configured(
         assert (authority.resolve("a").loads, list(authority.models)) == (2, ["a", "b"])
         reload("b")
         await authority.reached(lambda: list(authority.models) == ["b"])
-
-
-S = ModelState
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
-
-
-async def test_lowered_limit_drops_the_warm_model_with_the_lowest_value(start: Start, tmp_path: Path) -> None:
-    """Two warm models have the same size; the new limit has room for one."""
-    models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
-    service = await start(models, {"a": {"buffers": 0}, "b": {"buffers": 0, "load_seconds": 0.5}})
-    authority = service.authority
-    for name in models:
-        await authority.load(authority.resolve(name))
-        await authority.offload(authority.resolve(name))
-    held = authority.ledger.balance("cpu").ours_bytes
-    total = authority.readings()[-1].total_bytes
-    reload(service, tmp_path, models, FORCE_CPU_MODE="true", CPU_MEMORY_MAX_PERCENT=str(held * 0.75 / total))
-    await authority.resolve("a").becomes(S.COLD)
-    assert authority.resolve("b").state is S.WARM
-    assert authority.ledger.excess("cpu") == 0
-
-
-async def test_model_suspended_on_the_cpu_is_loaded_on_a_gpu_after_its_oom_policy_changes(
-    start: Start, tmp_path: Path
-) -> None:
-    accelerator = FakeAccelerator()
-    accelerator.used_bytes = 1000 * 2**20
-    service = await start({"a": {"oom_policy": "cpu"}}, accelerator=accelerator)
-    authority, model = service.authority, service.authority.resolve("a")
-    await authority.load(model)
-    assert authority.status(model).devices == ("cpu",)
-    await authority.offload(model)
-    assert model.state is S.WARM
-    accelerator.used_bytes = 0
-    reload(service, tmp_path, {"a": {"oom_policy": "fail_fast"}})
-    await authority.load(model)
-    assert authority.status(model).devices == ("gpu-0",)

@@ -10,7 +10,6 @@ from typing import Any
 from inference.authority import events
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
-from inference.authority.handlers.running import oom_ladder
 from inference.authority.handlers.watching import advisor
 from inference.authority.leases import Lease, Ticket
 from inference.authority.lifecycle.departures import Action, Reason
@@ -215,15 +214,6 @@ class LiveAuthority:
     def readings(self) -> tuple[Reading, ...]:
         """All devices as decisions see them."""
         return device_view.readings(self.shell.state, self.shell.now)
-
-    def balances(self) -> Any:
-        """Accounts, freshly read."""
-        self.shell.observe()
-        return device_view.balances(self.shell.state, self.shell.now)
-
-    def may_bend(self, model: LiveModel | str, refusal: Any) -> bool:
-        """Whether `oom_policy` has something left to try."""
-        return oom_ladder.may_bend(self.shell.model(id_of(model)), refusal, self.shell.now)
 
     # --- time --------------------------------------------------------------------------------------------------------
     def check(self, *, regular: bool) -> None:

@@ -43,6 +43,9 @@ class StepWorld(World):
                 self.errors[command] = error
             case effects.Log(_, message):
                 self.log.append(message)
+            case effects.LookAtFiles(specs):
+                self.later.append(events.FilesSeen({spec.id: self._files_of(spec) for spec in specs}))
+                return
             case effects.Suspend(worker):
                 self.later.append(events.SuspendEnded(worker, *self.trouble))
                 return

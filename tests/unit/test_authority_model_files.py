@@ -1,0 +1,35 @@
+"""Model files that are replaced while the service runs."""
+
+from __future__ import annotations
+
+from inference.authority import events
+from inference.authority.handlers.watching.prospects import Moment
+from inference.authority.placement.plan import Refusal
+from inference.protocol import ExitCause, ModelState
+from tests.rigs.step_world import begin
+
+
+def test_model_that_did_not_fit_is_measured_again_when_its_file_changes() -> None:
+    world = begin({"a": {}}, {"a": 500}, memory_limit_gb=0.25)
+    assert isinstance(Moment(world.state, world.now).of(world.model("a")), Refusal)
+    world.sizes = {"a": 100}
+    world.versions["a"] += 1
+    world.live(5)
+    assert Moment(world.state, world.now).of(world.model("a")) is True
+
+
+def test_backoff_of_a_failed_model_ends_when_its_file_changes() -> None:
+    world = begin({"a": {}})
+    for failures in range(1, 8):
+        world.want("a")
+        world.arrive(events.Loaded)
+        world.end(world.model("a").worker or "", ExitCause.STARTUP, was_ready=False)
+        world.arrive()
+        world.live(0 if failures == 7 else 2 ** (failures - 1))
+    model = world.model("a")
+    assert (model.state, model.backoff.failures) == (ModelState.FAILED, 7)
+    assert model.retry_at - world.now > 30
+    world.versions["a"] += 1
+    world.live(5)
+    assert world.model("a").backoff.failures == 0
+    world.leased("a")
