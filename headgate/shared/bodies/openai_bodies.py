@@ -423,7 +423,8 @@ def decode_tokenize(given: Mapping[str, Any]) -> TokenizeBody:
 def _complete(body: Body, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
     """Checks the messages of a chat, and keeps the fields of its objects that are not declared."""
     for index, (message, raw) in enumerate(zip(messages, given.get("messages") or (), strict=True)):
-        if len(raw) == 2 and type(message.content) is str and message.role != "tool":
+        declared = 2 if message.tool_call_id is None else 3
+        if len(raw) == declared and type(message.content) is str and (declared == 3 or message.role != "tool"):
             continue
         _check_message(message, f"messages[{index}]")
         if keep_extra(message, raw):
