@@ -21,7 +21,7 @@ from inference.authority import effects, events
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import error_of
+from inference.authority.handlers.queries.plan_inputs import error_of
 from inference.authority.handlers.running.device_care import loss
 from inference.authority.handlers.running.worker_life import resting
 from inference.authority.handlers.watching.prospects import Moment

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headgate.shared.parameters import Sampling
 from inference import demo
 from inference.worker import llama
-from inference.worker.answers.detokenize import Detokenizer
+from inference.worker.answers.generation import Detokenizer
 from inference.worker.api.logprob_writer import Logprobs
 from inference.worker.llama.binding import lib
 from tests.rigs import tiny_spm

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from inference.worker.answers.detokenize import Detokenizer
-from inference.worker.answers.generation import TokenLogprob
+from inference.worker.answers.generation import Detokenizer, TokenLogprob
 from inference.worker.backend import Vocabulary
 from inference.worker.sampling.sampling import Distribution
 

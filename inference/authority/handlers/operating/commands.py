@@ -22,7 +22,7 @@ from inference.authority.events import (
 )
 from inference.authority.handlers.placing import decision, defragmentation, measuring, moving
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import held_models
+from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import departure, device_care, keeping, oom_ladder
 from inference.authority.handlers.running.growth_watch import reclaim, serving
 from inference.authority.lifecycle.departures import Action, Reason

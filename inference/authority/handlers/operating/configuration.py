@@ -7,7 +7,7 @@ from dataclasses import replace
 from inference.authority.draft import Draft
 from inference.authority.events import SettingsChanged
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import held_models
+from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import departure, keeping, model_files, tickets
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.placement.stage import Standing

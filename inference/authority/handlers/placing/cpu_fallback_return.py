@@ -11,8 +11,8 @@ from inference.authority.draft import Draft
 from inference.authority.events import Move
 from inference.authority.handlers.placing import decision, measuring, moving
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.queries.questions import Subject, held_models, request_for
 from inference.authority.handlers.running import oom_ladder
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing, plan
 from inference.authority.state import ModelRecord, MoveCommand, ReturnHome, State

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.queries.questions import Subject, held_models, request_for, residents
 from inference.authority.handlers.running import keeping, oom_ladder, relocation
 from inference.authority.handlers.running.model_files import FILES_SECONDS
 from inference.authority.placement.fix import smaller

@@ -13,7 +13,7 @@ from inference.authority.effects import Answer, Refuse
 from inference.authority.events import Move, Wanted
 from inference.authority.handlers.placing import decision, measuring
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import Subject, held_models, request_for, shortages_of
+from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for, shortages_of
 from inference.authority.handlers.queueing import request_events
 from inference.authority.handlers.running import departure, tickets
 from inference.authority.lifecycle.departures import Reason

@@ -15,7 +15,7 @@ from inference.authority.effects import ReadFiles
 from inference.authority.handlers.placing import decision, measuring
 from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsFiles, NeedsReading
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import error_of
+from inference.authority.handlers.queries.plan_inputs import error_of
 from inference.authority.handlers.running import (
     departure,
     device_care,

@@ -8,7 +8,7 @@ from inference.authority.device_health import DeviceHealth, Doubted, Effect, Rea
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, TryDevice
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import tenants
+from inference.authority.handlers.queries.plan_inputs import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle.departures import Action, Departure, Reason
 from inference.authority.lifecycle.transitions import ModelEvent

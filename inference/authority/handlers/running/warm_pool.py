@@ -24,7 +24,7 @@ from inference.authority.effects import (
 )
 from inference.authority.events import ContextFreed, FileHeld, ResumeEnded, SuspendEnded
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import grant_for
+from inference.authority.handlers.queries.plan_inputs import grant_for
 from inference.authority.handlers.running import endings, keeping
 from inference.authority.handlers.running.memory_return import give_back
 from inference.authority.handlers.running.model_files import FILES_SECONDS

@@ -20,7 +20,7 @@ from inference.authority.events import (
     SpawnFailed,
 )
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.questions import excess, grant_for
+from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_care,
     endings,

@@ -10,8 +10,8 @@ from typing import Any
 from headgate.shared.units import GIB, MIB
 from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for
 from inference.authority.handlers.queries.pressure_view import bounds_of, level, rungs, uses
-from inference.authority.handlers.queries.questions import Subject, held_models, request_for
 from inference.authority.handlers.watching.prospects import Moment
 from inference.authority.lifecycle.departures import Reason
 from inference.authority.placement.ledger import Account, Ledger

@@ -13,8 +13,8 @@ from headgate.shared.units import mib
 from inference.authority.draft import Draft
 from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.queries.pressure_view import bounds_of, levels, numbers_of, rules_of, uses
-from inference.authority.handlers.queries.questions import held_models
 from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle.departures import Action, Reason

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.queries.questions import Subject, held_models, request_for
 from inference.authority.handlers.running.oom_ladder import may_bend
 from inference.authority.placement.plan import Refusal, Scene, prospect
 from inference.authority.state import ModelRecord, State
