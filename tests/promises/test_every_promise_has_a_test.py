@@ -34,7 +34,7 @@ every error is an envelope with message, type, param and code; Anthropic's on /v
   promises/test_errors.py test_messages_has_anthropics_envelope
 Retry-After is true
   promises/test_errors.py test_retry_after_is_the_time_that_the_tier_says
-  unit/test_gateway_chain.py test_retry_after_has_a_default_when_nothing_is_known
+  unit/test_gateway_chain.py test_default_of_retry_after
 x-should-retry is false where trying again cannot help, or the budget is spent
   promises/test_errors.py test_should_retry_is_false_where_trying_again_cannot_help
   integration/test_gateway_budget.py test_spent_attempts_set_should_retry_false
@@ -98,7 +98,7 @@ five consecutive failures, or the ratio, open a breaker; half-open admits one pr
   unit/test_gateway_breakers.py test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe
   unit/test_gateway_breakers.py test_share_of_failures_opens_breaker
 one transport failure of our own service starts confirmation probes off the users' path
-  unit/test_gateway_probing.py test_failure_is_confirmed_every_quarter_second_until_an_answer
+  unit/test_gateway_prober.py test_failure_is_confirmed_every_quarter_second_until_an_answer
   unit/test_gateway_prober.py test_one_failure_and_four_probes_open_breaker_of_dead_service
 readiness ends the open period early
   unit/test_gateway_breakers.py test_good_recovery_probe_ends_open_period_and_one_request_probes
@@ -115,10 +115,10 @@ outcomes are recorded synchronously, no breaker is held across an await
   promises/test_gateway.py test_outcomes_are_recorded_synchronously_and_no_breaker_is_held_across_an_await
   unit/test_gateway_breakers.py test_cancelled_attempts_and_late_results_change_nothing
 the chain drops candidates with a recorded reason
-  unit/test_gateway_chain.py test_each_fact_drops_or_keeps
-  unit/test_gateway_chain.py test_the_order_stays_and_every_drop_has_its_reason
+  unit/test_gateway_chain.py test_facts_drop_or_keep_a_candidate
+  unit/test_gateway_chain.py test_order_is_kept_and_drops_have_reasons
 tokens are counted only near the context
-  unit/test_gateway_prompt_length.py test_only_what_comes_near_the_context_is_counted
+  unit/test_gateway_prompt_length.py test_only_prompts_near_the_context_length_are_counted
 one budget of attempts and time per request
   unit/test_gateway_budget.py test_attempts_and_time_are_one_budget
 the total bounds the time to commit; afterwards only inter_token counts

@@ -1,4 +1,4 @@
-"""docs/api.md agrees with the code: explain records, metrics, error codes, reasons, parameters."""
+"""The documents agree with the code: docs/api.md, docs/providers.md, links and paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
 from gateway.apis.schema.responses_body import responses_schema
-from gateway.errors import RequestError
+from gateway.errors import RequestError, UpstreamKind
+from gateway.providers import provider_fields
+from gateway.providers.anthropic import anthropic_events
 from gateway.providers.provider_fields import OPENAI_CHAT
 from gateway.routing.chain import Drop
 from gateway.routing.explain_record import AttemptRecord, BreakRecord, Record
@@ -28,6 +30,7 @@ from inference.protocol import CODES
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
+from tests.rigs.fake_provider.faults import KINDS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -182,3 +185,95 @@ def test_schemas_and_profiles_contain_all_parameters() -> None:
 def test_float_in_place_of_an_integer_is_quoted_unchanged() -> None:
     with pytest.raises(RequestError, match=r"`max_tokens` must be a whole number; it is 1000\.0"):
         _gateway("max_tokens", 1000.0)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
+_NAMED = re.compile(r"\bdocs/[a-z-]+\.md\b")
+_PATH = re.compile(r"`((?:gateway|inference|headgate|tests|benchmarks|config|docker|docs)/[\w./*-]*)`")
+RESULTS = "benchmarks/results/"
+"""Written by the benchmarks, not part of the repository."""
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_have_a_target(document: Path) -> None:
+    wrong = []
+    for link, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
+        target = document.parent / link if link else document
+        if "://" not in link and (not target.exists() or (anchor and anchor not in _anchors(target))):
+            wrong.append(f"{link}#{anchor}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_in_documents_exist(document: Path) -> None:
+    """`path/file.py`, `path/` and patterns such as `path/*.py` in backticks."""
+    named = set(_PATH.findall(document.read_text(encoding="utf-8")))
+    assert sorted(name for name in named if not name.startswith(RESULTS) and not [*ROOT.glob(name)]) == []
+
+
+def test_documents_named_in_configuration_and_units_exist() -> None:
+    named = {
+        name for path in (ROOT / "config").rglob("*") if path.is_file() for name in _NAMED.findall(path.read_text())
+    }
+    assert named, "the configuration refers to its documentation"
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text(encoding="utf-8")
+
+
+def parameters_of(endpoint: Endpoint) -> set[str]:
+    """The names that the gateway accepts."""
+    return {*json_schema(GATEWAY_BODIES[endpoint][0])[0]["properties"]}
+
+
+PROFILES = (provider_fields.OPENAI_CHAT, provider_fields.GOOGLE_CHAT, provider_fields.ANTHROPIC_CHAT)
+FATES = {"sent": "takes", "translated": "takes", "unsuitable": "refuses", "dropped": "drops"}
+
+
+def provider_rows(columns: int) -> dict[str, tuple[str, ...]]:
+    cell = r" ([^|]+) \|"
+    found = re.findall(r"^\| `([^`|]+)` \|" + cell * (columns - 1) + "$", DOCS, re.MULTILINE)
+    return {row[0]: tuple(row[1:]) for row in found}
+
+
+def test_documented_fields_agree_with_the_profiles() -> None:
+    rows = provider_rows(4)
+    assert len(rows) > 30
+    for name, fates in rows.items():
+        for profile, fate in zip(PROFILES, fates, strict=False):
+            if fate in FATES:
+                assert name in getattr(profile, FATES[fate]), f"{name}: {fate}"
+
+
+def test_fields_with_different_treatment_are_documented() -> None:
+    rows = provider_rows(4)
+    same = {"model", "messages", "stream", "stream_options"}
+    hosting = {name for name, why in provider_fields.GOOGLE_CHAT.drops.items() if "hosting" in why}
+    samplers = set(provider_fields.EXTENSIONS_DROPPED)
+    assert parameters_of(Endpoint.CHAT) - same - hosting - samplers <= set(rows)
+
+
+def test_documented_stop_reasons_agree_with_the_code() -> None:
+    rows = {
+        name: cells[0].strip("`") for name, cells in provider_rows(2).items() if name in anthropic_events.FINISH_REASONS
+    }
+    assert rows == dict(anthropic_events.FINISH_REASONS)
+
+
+def test_kinds_of_failures_are_documented() -> None:
+    assert {str(kind) for kind in UpstreamKind} <= set(provider_rows(2))
+
+
+def test_documented_faults_exist() -> None:
+    named = re.findall(r"`fault-([a-z-]+)(?:=[\d.]+)?`", DOCS)
+    assert named
+    assert {name.replace("-", "_") for name in named} <= set(KINDS)

@@ -1,18 +1,27 @@
-"""Host memory and cgroups, visible devices, allowances, and the probe of ggml devices."""
+"""Host memory and cgroups, visible devices, allowances, the probe of ggml devices, device views and trials."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.device_view import candidates
+from inference.devices import compute_trial as devices_trial
+from inference.devices import compute_trial_job
 from inference.devices.device import Reading, narrowed, outer_set
 from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory
 from inference.devices.nvml_reader import canonical_pci
 from inference.environment_settings import InferenceSettings
+from inference.protocol import DeviceState
+from inference.settings import ModelEntry, ModelSpec, _spec
 from inference.workers.helper_client import HelperError
 
 GIB = 2**30
@@ -247,3 +256,100 @@ async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_u
     await empty.start()
     await empty.refresh()
     assert empty.readings() == ()
+
+
+GPUS = tuple(Reading(f"gpu-{number}", "cuda", "H200", 1000, 1000, 0) for number in range(2))
+HOST = Reading("cpu", "cpu", "EPYC", 1000, 1000, 0)
+
+
+def model(settings: InferenceSettings | None = None, **fields: object) -> ModelSpec:
+    entry = ModelEntry.model_validate({"path": "/models/x.gguf", **fields})
+    return _spec("x", entry, settings or InferenceSettings())
+
+
+def ids(spec: ModelSpec, *readings: Reading, settings: InferenceSettings | None = None) -> list[str]:
+    return [reading.id for reading in candidates(spec, readings, settings or InferenceSettings())]
+
+
+def test_device_of_the_model_overrides_that_of_the_service_and_the_planner() -> None:
+    pinned = InferenceSettings(gpu_index=1)
+    assert ids(model(), *GPUS, HOST) == ["gpu-0", "gpu-1"]
+    assert ids(model(pinned), *GPUS, HOST, settings=pinned) == ["gpu-1"]
+    assert ids(model(pinned, gpu_index=0), *GPUS, HOST, settings=pinned) == ["gpu-0"]
+
+
+def test_cpu_is_a_candidate_without_accelerators_or_on_request() -> None:
+    assert ids(model(), HOST) == ["cpu"]
+    assert ids(model(gpu_layers=0), *GPUS, HOST) == ["cpu"]
+    forced = InferenceSettings(force_cpu_mode=True)
+    assert ids(model(), *GPUS, HOST, settings=forced) == ["cpu"]
+    assert ids(model(oom_policy="cpu"), *GPUS, HOST) == ["gpu-0", "gpu-1", "cpu"]
+
+
+@pytest.mark.parametrize("state", [DeviceState.LOST, DeviceState.QUARANTINED])
+def test_lost_accelerator_is_not_replaced_by_the_cpu(state: DeviceState) -> None:
+    lost = [replace(gpu, state=state) for gpu in GPUS]
+    assert ids(model(), *lost, HOST) == []
+    assert ids(model(), lost[0], GPUS[1], HOST) == ["gpu-1"]
+
+
+class PaperLibrary:
+    """Functions of ggml with one device; those in `failing` return the given failure."""
+
+    def __init__(self, **failing: int | None) -> None:
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments: self.failing.get(name, 0 if name == "ggml_backend_graph_compute" else 1)
+
+
+class WrongLibrary(PaperLibrary):
+    """A device that computes one number wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices: list[Any] = []
+
+    def ggml_backend_tensor_set(self, _tensor: int, data: int, _offset: int, size: int) -> None:
+        kept = np.frombuffer(ctypes.string_at(data, size), dtype=np.float32).reshape(-1, compute_trial_job.LONG)
+        self.matrices.append(kept)
+
+    def ggml_backend_tensor_get(self, _tensor: int, data: int, _offset: int, size: int) -> None:
+        left, right = self.matrices
+        product = right @ left.T
+        product[3, 5] += 1.0
+        ctypes.memmove(data, product.ctypes.data, size)
+
+
+@pytest.mark.parametrize(
+    ("library", "answer"),
+    [
+        (PaperLibrary(ggml_backend_dev_init=None), {"error": "it cannot be opened"}),
+        (PaperLibrary(ggml_backend_alloc_ctx_tensors=None), {"full": "it has no memory left"}),
+        (PaperLibrary(ggml_backend_graph_compute=-1), {"error": "it does not compute (status -1)"}),
+        (PaperLibrary(), {"error": "it computes 8192 of 8192 numbers wrong"}),
+        (WrongLibrary(), {"error": "it computes 1 of 8192 numbers wrong"}),
+    ],
+    ids=["closed", "full", "refusing", "silent", "wrong"],
+)
+def test_failure_of_a_device_is_described(library: Any, answer: dict[str, str]) -> None:
+    assert compute_trial_job.check_product(library, 1) == answer
+
+
+@pytest.mark.parametrize(
+    ("output", "passes"),
+    [
+        ("CUDA error: out of memory\n  current device: 0, in function ggml_backend_cuda_init\nggml-cuda.cu:95", True),
+        ("CUDA error: unspecified launch failure\nggml-cuda.cu:95: CUDA error", False),
+        ("", False),
+    ],
+    ids=["full", "broken", "silent"],
+)
+async def test_trial_that_ends_with_out_of_memory_is_no_failure_of_the_device(output: str, passes: bool) -> None:
+    """Backends print the reason before they abort; models may fill a healthy device."""
+
+    async def run(*_arguments: Any, **_more: Any) -> dict[str, Any]:
+        raise HelperError("the trial helper ended with status -6", output)
+
+    with contextlib.nullcontext() if passes else pytest.raises(HelperError):
+        await devices_trial.trial(Reading("gpu-0", "cuda", "card", 10, 0, 10), run=run)

@@ -1,4 +1,4 @@
-"""Overheads of workers beside buffers: learned per device, bounded, stored."""
+"""Overheads of workers beside buffers, learned per device, and headrooms, learned per model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headgate.shared.state_directory import StateDir
 from headgate.shared.units import MIB
+from inference import settings
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.devices.device import Reading, environment_of, grants_of
+from inference.estimate.estimator import Estimate
+from inference.estimate.header_formula import Parts
+from inference.estimate.headroom import (
+    ENOUGH_GOOD,
+    HALF_LIFE_SECONDS,
+    LEAST_BYTES,
+    MOST_SHARE,
+    Headroom,
+    asked,
+    eased,
+    grown,
+    proven,
+)
+from inference.estimate.headrooms import Headrooms
 from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads
+from inference.settings import ModelSpec
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
 
@@ -101,3 +119,154 @@ def test_process_pinned_to_several_devices() -> None:
     remote = [replace(CARD, id=f"gpu-{port}", rpc_endpoint=f"127.0.0.1:{port}") for port in (1, 2)]
     grants = [(grant.kind, grant.rpc_endpoint) for grant in grants_of(remote)]
     assert grants == [("gpu", "127.0.0.1:1"), ("gpu", "127.0.0.1:2")]
+
+
+MIB = 2**20
+NEED = 1600 * MIB
+
+
+def test_each_failure_doubles_headroom_from_a_sixteenth_to_a_quarter_of_the_need() -> None:
+    room = Headroom()
+    seen = []
+    for _ in range(6):
+        room = grown(room, NEED, 0.0, computing=True)
+        seen.append(room.compute_bytes // MIB)
+    assert seen == [100, 200, 400, 400, 400, 400]
+    assert room.load_bytes == 0
+
+
+def test_failures_of_loading_and_of_computing_are_separate() -> None:
+    room = grown(Headroom(), NEED, 0.0, computing=False)
+    assert (room.load_bytes, room.compute_bytes) == (100 * MIB, 0)
+    room = grown(room, NEED, 0.0, computing=True)
+    assert (room.load_bytes, room.compute_bytes) == (100 * MIB, 100 * MIB)
+
+
+def test_headroom_of_a_tiny_model_is_one_mebibyte() -> None:
+    assert grown(Headroom(), 0, 0.0, computing=True).compute_bytes == LEAST_BYTES
+
+
+def test_three_good_ends_halve_headroom_and_a_small_rest_is_dropped() -> None:
+    room = Headroom(0, 3 * MIB)
+    for _ in range(ENOUGH_GOOD - 1):
+        room = proven(room, 1.0)
+    assert room.compute_bytes == 3 * MIB
+    room = proven(room, 1.0)
+    assert room == Headroom(0, 3 * MIB // 2, 0, 1.0)
+    for _ in range(ENOUGH_GOOD):
+        room = proven(room, 1.0)
+    assert room.is_empty
+
+
+def test_failure_resets_the_count_of_good_ends() -> None:
+    room = proven(proven(Headroom(0, 4 * MIB), 0.0), 0.0)
+    assert grown(room, NEED, 0.0, computing=False).good == 0
+
+
+def test_headroom_halves_after_each_whole_hour() -> None:
+    room = Headroom(8 * MIB, 4 * MIB, 2, 100.0)
+    assert eased(room, 100.0 + HALF_LIFE_SECONDS - 1) == room
+    assert eased(room, 50.0) == room
+    later = eased(room, 100.0 + 2.5 * HALF_LIFE_SECONDS)
+    assert later == Headroom(2 * MIB, MIB, 0, 100.0 + 2 * HALF_LIFE_SECONDS)
+    assert eased(room, 1e12).is_empty
+
+
+def test_headroom_of_one_failure_never_excludes_a_model() -> None:
+    """It is limited to what the empty device can give; after a second failure it is required."""
+    assert asked(Headroom(100 * MIB, 0), NEED, NEED + 300 * MIB) == 100 * MIB
+    assert asked(Headroom(100 * MIB, 0), NEED, NEED + 30 * MIB) == 30 * MIB
+    assert asked(Headroom(100 * MIB, 0), NEED, NEED - MIB) == 0
+    assert asked(Headroom(400 * MIB, 100 * MIB), NEED, NEED + MIB) == MIB
+    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED) == 200 * MIB
+    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED + 250 * MIB) == 250 * MIB
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e6)), max_size=30), st.integers(0, 2**40))
+def test_headroom_is_bounded(shortages: list[tuple[bool, float]], need: int) -> None:
+    """At most a quarter of the need for each kind, or the minimum."""
+    room = Headroom()
+    for computing, now in shortages:
+        room = grown(room, need, now, computing=computing)
+        for count in (room.load_bytes, room.compute_bytes):
+            assert 0 <= count <= max(need // MOST_SHARE, need // 16, LEAST_BYTES)
+        assert not room.is_empty
+
+
+GPU = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
+MODEL_NEED = 160 * MIB
+PLAIN = Estimate({"gpu-0": Parts(MODEL_NEED, 0, 0)}, {"cpu": MIB}, "llama.cpp", "", 4096)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a": {"path": str(tmp_path / "x.gguf")}}}))
+    return settings.load(tmp_path, {}, {}).models["a"]
+
+
+def test_headroom_is_stored_per_model_settings_and_device(state: StateDir, spec: ModelSpec) -> None:
+    rooms = Headrooms(state, clock=lambda: 1.0)
+    assert rooms.short(spec, GPU, MODEL_NEED, computing=True) == 10 * MIB
+    again = Headrooms(state, clock=lambda: 1.0)
+    assert again.of(spec, GPU).compute_bytes == 10 * MIB
+    assert again.of(replace(spec, ubatch=64), GPU).is_empty
+    assert again.of(spec, replace(GPU, id="gpu-1")).is_empty
+    assert again.of(spec, replace(GPU, driver="590")).is_empty
+
+
+def test_headroom_is_added_to_the_estimate(state: StateDir, spec: ModelSpec) -> None:
+    """Head-room for loading only as far as the device can give it."""
+    rooms = Headrooms(state, clock=lambda: 1.0)
+    assert rooms.added(spec, [GPU], PLAIN, {"gpu-0": 900 * MIB}) is PLAIN
+    rooms.short(spec, GPU, MODEL_NEED, computing=False)
+    found = rooms.added(spec, [GPU], PLAIN, {"gpu-0": 900 * MIB})
+    assert found.need == {"gpu-0": MODEL_NEED + 10 * MIB, "cpu": MIB}
+    assert found.to_json()["devices"]["gpu-0"]["headroom_bytes"] == 10 * MIB
+    assert rooms.added(spec, [GPU], PLAIN, {"gpu-0": MODEL_NEED + MIB}).need["gpu-0"] == MODEL_NEED + MIB
+    assert rooms.added(spec, [GPU], PLAIN, {}) is PLAIN
+
+
+def test_configured_overhead_replaces_learned_headroom(state: StateDir, spec: ModelSpec) -> None:
+    rooms = Headrooms(state, clock=lambda: 1.0)
+    rooms.short(spec, GPU, MODEL_NEED, computing=True)
+    configured = replace(spec, memory_overhead=8 * MIB)
+    assert rooms.added(configured, [GPU], PLAIN, {"gpu-0": 900 * MIB}) is PLAIN
+    assert rooms.short(configured, GPU, NEED, computing=True) == 0
+    assert rooms.of(spec, GPU).compute_bytes == 10 * MIB
+
+
+def test_headroom_shrinks_with_good_ends_and_time(state: StateDir, spec: ModelSpec) -> None:
+    """`ended_well` returns whether it changed."""
+    now = [0.0]
+    rooms = Headrooms(state, clock=lambda: now[0])
+    rooms.short(spec, GPU, MODEL_NEED, computing=True)
+    assert [rooms.ended_well(spec, [GPU]) for _ in range(ENOUGH_GOOD)] == [False] * (ENOUGH_GOOD - 1) + [True]
+    assert rooms.of(spec, GPU).compute_bytes == 5 * MIB
+    now[0] = HALF_LIFE_SECONDS
+    assert rooms.of(spec, GPU).compute_bytes == 5 * MIB // 2
+    now[0] = 100 * HALF_LIFE_SECONDS
+    assert rooms.ended_well(spec, [GPU])
+    assert rooms.of(spec, GPU).is_empty
+    assert not rooms.ended_well(spec, [GPU])
+    assert json.loads((state.root / "headroom.json").read_bytes())["learned"] == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"version": 0, "learned": {}}',
+        b'{"version": 1, "learned": {"k": {"load_bytes": -1, "compute_bytes": 0, "good": 0, "at": 0}}}',
+        b'{"version": 1, "learned": {"k": {"load_bytes": 1, "compute_bytes": 1e999, "good": 0, "at": 0}}}',
+        b'{"version": 1, "learned": 5}',
+    ],
+    ids=["empty", "a list", "another version", "negative", "infinite", "a number"],
+)
+def test_damaged_file_of_headrooms_is_ignored(state: StateDir, spec: ModelSpec, content: bytes) -> None:
+    (state.root / "headroom.json").write_bytes(content)
+    rooms = Headrooms(state)
+    assert rooms.of(spec, GPU).is_empty
+    rooms.short(spec, GPU, MODEL_NEED, computing=True)
+    assert Headrooms(state).of(spec, GPU).compute_bytes == 10 * MIB

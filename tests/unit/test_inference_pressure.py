@@ -1,12 +1,48 @@
-"""Pressure levels: bounds, hysteresis, and admitted use."""
+"""Memory pressure: levels and admitted use, growth, relief, lowered limits, recommendations."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference.authority.handlers.running.growth_watch import GROWTH_SLACK_BYTES, growth_bytes
-from inference.authority.placement.ledger import Account, Ledger, LedgerError
+from inference.authority.placement.ledger import Account, Ledger, LedgerError, Phase
+from inference.authority.placement.stage import EVICTABLE, Held, Policy, Standing
+from inference.authority.pressure.advice import (
+    MIB,
+    RESIDENCY_SECONDS,
+    SWAPS,
+    TURNED_AWAY,
+    Change,
+    Crowd,
+    Fact,
+    Full,
+    Kind,
+    Misfit,
+    Outgrown,
+    Swapping,
+    TurnedAway,
+    advise,
+    swaps,
+)
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, admit, grew, settle
+from inference.authority.pressure.lowered_limits import Limits, surplus
+from inference.authority.pressure.relief import (
+    Forget,
+    Leave,
+    Limit,
+    PressureInput,
+    Relief,
+    Rules,
+    Rung,
+    Tenant,
+    Watches,
+    refusal,
+    step,
+)
 
 BOUNDS = Bounds()
 
@@ -89,7 +125,6 @@ def test_own_growth_is_no_foreign_growth() -> None:
     assert not grew(settled(use(0, 100)), use(800, 100))
 
 
-MIB = 2**20
 HELD = 100 * MIB
 SLACK = GROWTH_SLACK_BYTES + HELD // 10
 
@@ -132,3 +167,385 @@ def test_only_resident_models_grow() -> None:
     books = ledger().leave("a")
     with pytest.raises(LedgerError):
         books.grow("a", "cpu", 1)
+
+
+GPU = "gpu-0"
+RULES = Rules()
+
+
+def idle(model: str, seconds: float, count: int = 100) -> Tenant:
+    return Tenant(model, Standing.IDLE, {GPU: count}, seconds)
+
+
+def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> PressureInput:
+    ours = sum(tenant.bytes.get(GPU, 0) for tenant in tenants)
+    return PressureInput((Use(GPU, total, ours, foreign),), tenants, (GPU,) if wanted else ())
+
+
+def after(*scenes: PressureInput, rules: Rules = RULES) -> tuple[Watches, tuple[Relief, ...]]:
+    state: Watches = {}
+    actions: tuple[Relief, ...] = ()
+    for one in scenes:
+        state, actions = step(state, one, rules)
+    return state, actions
+
+
+def leaving(actions: tuple[Relief, ...]) -> dict[str, bool]:
+    """The models that leave, and whether into host memory."""
+    return {action.model: action.offload for action in actions if isinstance(action, Leave)}
+
+
+@pytest.mark.parametrize(
+    ("foreign", "expected"),
+    [
+        (0, {}),
+        (350, {"old": True}),
+        (550, {"old": True, "mid": True}),
+        (650, {"old": False, "mid": False, "new": False}),
+    ],
+)
+def test_idle_time_before_leaving_depends_on_the_level(foreign: int, expected: dict[str, bool]) -> None:
+    tenants = (idle("old", 121, 40), idle("mid", 31, 130), idle("new", 1, 100))
+    _, actions = after(scene(*tenants), scene(*tenants, foreign=foreign))
+    assert leaving(actions) == expected
+
+
+def test_below_critical_models_leave_only_if_memory_is_wanted() -> None:
+    tenants = (idle("old", 500, 400), idle("mid", 400, 400))
+    assert after(scene(*tenants), scene(*tenants))[1] == ()
+    assert leaving(after(scene(*tenants), scene(*tenants), rules=Rules(eager=True))[1]) == {"old": True}
+    assert leaving(after(scene(*tenants), scene(*tenants, wanted=True))[1]) == {"old": True}
+
+
+def test_busy_model_leaves_when_idle_if_foreign_use_grew_since_its_load() -> None:
+    then, now = Tenant("a", Standing.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
+    assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
+    assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "the use was the same at the load"
+
+
+def test_only_as_many_models_leave_as_needed() -> None:
+    tenants = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
+    assert leaving(after(scene(*tenants, wanted=True))[1]) == {"a": True}
+    assert leaving(after(scene(*tenants, wanted=True, foreign=95))[1]) == {"a": True}
+
+
+def test_warm_models_are_unloaded_first() -> None:
+    tenants = (idle("loaded", 500, 400), Tenant("warm", Standing.WARM, {GPU: 400}, 130))
+    assert leaving(after(scene(*tenants, wanted=True))[1]) == {"warm": False}
+
+
+@pytest.mark.parametrize("standing", [item for item in Standing if item not in EVICTABLE])
+def test_models_that_are_not_idle_stay_at_each_level(standing: Standing) -> None:
+    tenant = Tenant("a", standing, {GPU: 500}, 1000.0)
+    assert leaving(after(scene(), scene(tenant, foreign=499))[1]) == {}
+
+
+def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
+    tenant = Tenant("a", Standing.IDLE, {GPU: 100, "cpu": 100}, 500.0)
+    for order in ((GPU, "cpu"), ("cpu", GPU)):
+        full = {GPU: 850, "cpu": 550}
+        uses = tuple(Use(device, 1000, 100, full[device]) for device in order)
+        before = PressureInput(tuple(Use(device, 1000, 100, 0) for device in order), (tenant,))
+        _, actions = after(before, PressureInput(uses, (tenant,)))
+        assert leaving(actions) == {"a": False}
+
+
+def test_idle_model_on_another_device_stays() -> None:
+    tenant = Tenant("a", Standing.IDLE, {"gpu-1": 100}, 500.0)
+    scenes = PressureInput((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
+    assert after(scenes)[1] == ()
+
+
+def busy(model: str = "a", parallel: int = 16, limit: int | None = None) -> Tenant:
+    return Tenant(model, Standing.BUSY, {GPU: 500}, 0.0, parallel, limit)
+
+
+def test_ladder_moves_one_rung_per_check() -> None:
+    state, _ = step({}, scene(busy()), RULES)
+    limit: int | None = None
+    seen = []
+    for foreign in (490, 490, 490, 490, 490, 490, 350, 250, 250, 250, 250, 250, 250):
+        state, actions = step(state, scene(busy(limit=limit), foreign=foreign), RULES)
+        limits = [action.sequences for action in actions if isinstance(action, Limit)]
+        limit = limits[0] if limits else limit
+        forgot = any(isinstance(action, Forget) for action in actions)
+        seen.append((state[GPU].rung, limit, forgot))
+    assert seen == [
+        (Rung.WARN, None, False),
+        (Rung.HALVE, 8, False),
+        (Rung.FORGET, 4, True),
+        (Rung.NO_EXTRAS, 2, True),
+        (Rung.NO_LOADS, 1, True),
+        (Rung.NO_LOADS, 1, True),
+        (Rung.NO_LOADS, 1, False),  # high: neither better nor worse
+        (Rung.NO_EXTRAS, 2, False),
+        (Rung.FORGET, 4, False),
+        (Rung.HALVE, 8, False),
+        (Rung.WARN, 16, False),
+        (Rung.NONE, 16, False),
+        (Rung.NONE, 16, False),
+    ]
+
+
+def test_ladder_is_left_when_only_admitted_use_remains() -> None:
+    model = Tenant("a", Standing.FIXED, {GPU: 850}, 0.0, 4)
+    state, _ = step({}, scene(model, foreign=40), RULES)
+    for _ in range(3):
+        state, _ = step(state, scene(model, foreign=140), RULES)
+    assert state[GPU].rung is Rung.FORGET
+    for _ in range(3):
+        state, _ = step(state, scene(model, foreign=40), RULES)
+    assert (state[GPU].rung, state[GPU].gauge.level) == (Rung.NONE, Level.HIGH)
+
+
+def test_irregular_check_warns_at_most() -> None:
+    state, _ = step({}, scene(busy()), RULES)
+    for _ in range(3):
+        state, actions = step(state, scene(busy(), foreign=490), RULES, regular=False)
+    assert state[GPU].rung is Rung.WARN
+    assert actions == ()
+    state, _ = step(state, scene(busy()), RULES, regular=False)
+    assert state[GPU].rung is Rung.WARN, "an irregular check does not leave a rung"
+
+
+def test_ladder_rejects_models_with_extras_and_then_all_models() -> None:
+    state: Watches = {}
+    assert refusal(state, GPU, extras=True) is None
+    refused = []
+    for _ in range(5):
+        state, _ = step(state, scene(foreign=990), RULES)
+        refused.append((bool(refusal(state, GPU, extras=True)), bool(refusal(state, GPU, extras=False))))
+    assert refused == [(False, False)] * 3 + [(True, False), (True, True)]
+    assert "emergency" in str(refusal(state, GPU, extras=False))
+
+
+def test_only_running_models_of_the_device_get_limits() -> None:
+    tenants = (
+        Tenant("loading", Standing.LOADING, {GPU: 100}, 0.0, 8),
+        Tenant("leaving", Standing.LEAVING, {GPU: 100}, 0.0, 8),
+        Tenant("warm", Standing.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
+        Tenant("elsewhere", Standing.BUSY, {"gpu-1": 100}, 0.0, 8),
+        Tenant("here", Standing.BUSY, {GPU: 100}, 0.0, 8),
+    )
+    _, actions = after(scene(*tenants), *[scene(*tenants, foreign=690)] * 3)
+    assert {action.model for action in actions} == {"here"}
+
+
+def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
+    _, actions = step({}, PressureInput((), (busy(limit=4),)), RULES)
+    assert actions == (Limit("a", 16, "no restrictions"),)
+
+
+def test_disabled_governor_computes_levels_without_acting() -> None:
+    off = Rules(enabled=False)
+    tenants = (idle("a", 500, 100), busy("b", 4))
+    state, actions = after(*[scene(*tenants, foreign=399)] * 4, rules=off)
+    assert (state[GPU].gauge.level, state[GPU].rung, actions) == (Level.HIGH, Rung.NONE, ())
+    state, _ = after(scene(), *[scene(*tenants, foreign=395)] * 4)
+    state, actions = step(state, scene(idle("a", 500, 100), busy("b", 4, 2), foreign=395), off)
+    assert actions == (Limit("b", 4, f"{GPU}: no restrictions"),)
+
+
+NOW = 100.0
+KINDS = (Standing.WARM, Standing.IDLE, Standing.YOUNG, Standing.BUSY, Standing.FIXED)
+
+
+def books(*models: tuple[str, Standing, dict[str, int]], limit: int | None = None) -> tuple[Limits, list[Held]]:
+    """Two devices and a host of 1,000 bytes each, and the holdings of models."""
+    ledger = Ledger(limit_bytes=limit)
+    for device in ("gpu-0", "gpu-1", "cpu"):
+        ledger = ledger.open(Account(device, 1000, 1000))
+    held = []
+    for name, standing, need in models:
+        ledger = ledger.reserve(name, name, need).commit(name, need)
+        if standing is Standing.WARM:
+            ledger = ledger.put_aside(name)
+        if standing is Standing.LEAVING:
+            ledger = ledger.leave(name)
+        held.append(Held(name, name, standing, need, NOW - 10, 1.0))
+    return Limits(ledger, Policy(NOW)), held
+
+
+def lowered(before: Limits, *accounts: Account, limit: int | None = None, policy: Policy | None = None) -> Limits:
+    """Other limits for the same holdings."""
+    ledger = before.ledger
+    for account in accounts:
+        ledger = ledger.open(account)
+    return Limits(replace(ledger, limit_bytes=limit or ledger.limit_bytes), policy or before.policy)
+
+
+def names(before: Limits, now: Limits, held: list[Held]) -> list[str]:
+    return sorted(item.model for item in surplus(before, now, held).leavers)
+
+
+def test_models_stay_while_no_limit_is_lowered() -> None:
+    """Use above an unchanged or raised limit, and new devices, are handled elsewhere."""
+    before, held = books(("a", Standing.IDLE, {"gpu-0": 600}), limit=1000)
+    over = Limits(before.ledger.observe("gpu-0", 1500, 0), before.policy)
+    assert surplus(over, over, held).leavers == ()
+    assert names(over, lowered(over, Account("gpu-0", 1100, 1100), limit=1100), held) == []
+    fresh = Limits(Ledger().open(Account("cpu", 1000, 1000)), before.policy)
+    assert names(fresh, lowered(before, limit=None), held) == []
+
+
+def test_idle_models_leave_before_busy_ones_and_pinned_ones_last() -> None:
+    sizes = {kind: 20 * (place + 1) for place, kind in enumerate(KINDS)}
+    before, held = books(*((str(kind), kind, {"cpu": size}) for kind, size in reversed(sizes.items())))
+    gone: list[Standing] = []
+    for kind in KINDS:
+        gone.append(kind)
+        left = sum(size for other, size in sizes.items() if other not in gone)
+        assert names(before, lowered(before, Account("cpu", 1000, left)), held) == sorted(map(str, gone))
+
+
+def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
+    before, held = books(("a", Standing.IDLE, {"gpu-0": 400}), ("b", Standing.WARM, {"cpu": 300}))
+    found = surplus(before, lowered(before, limit=500), held)
+    assert (found.leavers, found.reasons) == ((), ())
+    found = surplus(before, lowered(before, limit=399), held)
+    assert [item.model for item in found.leavers] == ["a"]
+    assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
+
+
+def test_leaving_model_counts_as_gone() -> None:
+    before, held = books(("a", Standing.LEAVING, {"gpu-0": 400}), ("b", Standing.IDLE, {"gpu-0": 400}))
+    assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []
+
+
+def test_limits_on_the_number_of_models() -> None:
+    """In total and per device; a warm model is not loaded."""
+    before, held = books(
+        ("a", Standing.IDLE, {"gpu-0": 10}),
+        ("b", Standing.IDLE, {"gpu-0": 400}),
+        ("c", Standing.BUSY, {"gpu-1": 10}),
+        ("d", Standing.WARM, {"cpu": 1}),
+    )
+    assert names(before, lowered(before, policy=Policy(NOW, max_models=2)), held) == ["a"]
+    assert names(before, lowered(before, policy=Policy(NOW, max_models=3)), held) == []
+    assert names(before, lowered(before, policy=Policy(NOW, max_models_per_device=1)), held) == ["a"]
+
+
+def test_foreign_use_reduces_a_lowered_device_limit() -> None:
+    """Foreign use is 300: of a limit of 600 models may use 300, and of 200 nothing."""
+    before, held = books(("a", Standing.IDLE, {"gpu-0": 100}), ("b", Standing.BUSY, {"gpu-0": 300}))
+    before = Limits(before.ledger.observe("gpu-0", 700, 300), before.policy)
+    assert names(before, lowered(before, Account("gpu-0", 600, 600)), held) == ["a"]
+    assert names(before, lowered(before, Account("gpu-0", 200, 200)), held) == ["a", "b"]
+
+
+models = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 80), st.integers(0, 80), st.integers(0, 80)), max_size=8
+)
+
+
+@given(models, st.integers(0, 300), st.integers(0, 300), st.integers(1, 600))
+def test_lowered_limits_hold_without_needless_evictions(
+    drawn: list[tuple[Standing, int, int, int]], on_gpu: int, on_host: int, limit: int
+) -> None:
+    """All lowered limits hold afterwards, and would not hold with any one of the leaving models."""
+    described = [
+        (f"m{at}", kind, {"cpu": host} if kind is Standing.WARM else {"gpu-0": gpu, "gpu-1": other, "cpu": host})
+        for at, (kind, gpu, other, host) in enumerate(drawn)
+    ]
+    before, held = books(*described)
+    now = lowered(before, Account("gpu-0", 1000, on_gpu), Account("cpu", 1000, on_host), limit=limit)
+    gone = [item.holding for item in surplus(before, now, held).leavers]
+
+    def holds(without: list[str]) -> bool:
+        after = now.ledger.without(without)
+        return not after.excess("gpu-0") and not after.excess("cpu") and after.loaded_bytes <= limit
+
+    assert holds(gone)
+    assert all(not holds([other for other in gone if other != name]) for name in gone)
+
+
+def test_memory_aside_counts_on_its_device_and_not_for_the_limit() -> None:
+    ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 100})
+    assert ledger.lacks({"cpu": 1})
+    aside = ledger.put_aside("a")
+    assert (aside.loaded_bytes, aside.balance("cpu").ours_bytes, aside.lacks({"cpu": 100})) == (0, 100, ())
+    both = aside.reserve("b", "b", {"cpu": 400}, aside=True)
+    assert both.holdings["b"].aside
+    assert both.commit("b", {"cpu": 300}).leave("b").holdings["b"].phase is Phase.RELEASING
+    assert both.lacks({"cpu": 1}, aside=True)
+    back = aside.reserve("c", "c", {"cpu": 60}).put_aside("a", aside=False)
+    assert (back.loaded_bytes, back.spare_altogether) == (160, -60)
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_growth_of_memory_aside_is_bounded_by_the_device_only(aside: bool) -> None:
+    ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 90}, aside=aside)
+    assert bool(ledger.lacks({"cpu": 20}, aside=aside)) is not aside
+
+
+TOTAL = 1000 * MIB
+FULL = Full("gpu-0", Level.CRITICAL, Rung.NONE, 930 * MIB, 600 * MIB, TOTAL)
+CROWD = Crowd("gpu-0", 450 * MIB, 900 * MIB, TOTAL, Bounds())
+SWAPPING = Swapping(("a", "b"), SWAPS, 5.0, {"parallel": 1, "context_length": 512})
+OUTGROWN = Outgrown("a", 100 * MIB + 1, 64 * MIB, None)
+AWAY = TurnedAway("normal", 50, TURNED_AWAY)
+
+
+def only(fact: Fact) -> tuple[Kind, dict[str, str]]:
+    (alert,) = advise([fact])
+    assert alert.message
+    return alert.kind, {change.setting: change.value for change in alert.changes}
+
+
+def test_pressure_alert_has_its_numbers() -> None:
+    assert only(FULL) == (Kind.PRESSURE, {})
+    (alert,) = advise([replace(FULL, level=Level.HIGH, rung=Rung.HALVE)])
+    assert alert.message.endswith("600.0 MiB of it by others; 1/2 of the sequences are admitted at a time")
+    assert advise([replace(FULL, level=Level.HIGH)]) == ()
+
+
+def test_recommended_limit_beside_foreign_use_is_sufficient() -> None:
+    assert only(CROWD) == (Kind.FOREIGN_USE, {"INFERENCE_GPU_MEMORY_LIMIT_MB": "430"})
+    assert advise([replace(CROWD, budget_bytes=430 * MIB)]) == ()
+    assert only(replace(CROWD, host=True)) == (Kind.FOREIGN_USE, {"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.43"})
+    assert advise([replace(CROWD, host=True, budget_bytes=430 * MIB)]) == ()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_no_setting_is_recommended_if_foreign_use_fills_a_device(host: bool) -> None:
+    assert only(replace(CROWD, peak_bytes=950 * MIB, host=host)) == (Kind.FOREIGN_USE, {})
+
+
+def test_settings_for_swapping_models_make_them_fit_or_stay() -> None:
+    fix = {"models.b.parallel": "1", "models.b.context_length": "512"}
+    assert only(SWAPPING) == (Kind.THRASH, fix)
+    stay = {f"models.{name}.min_residency": f"{RESIDENCY_SECONDS}s" for name in ("a", "b")}
+    assert only(replace(SWAPPING, fix={})) == (Kind.THRASH, stay)
+    assert advise([replace(SWAPPING, fix={}, residency_seconds=RESIDENCY_SECONDS)]) == ()
+    assert advise([replace(SWAPPING, count=SWAPS - 1)]) == ()
+
+
+def test_alert_of_a_model_that_does_not_fit_has_the_fix() -> None:
+    misfit = Misfit("a", "needs 2 GiB", (Change("INFERENCE_MEMORY_LIMIT_GB", "2"),))
+    assert only(misfit) == (Kind.REFUSED, {"INFERENCE_MEMORY_LIMIT_GB": "2"})
+
+
+def test_recommended_overhead_covers_the_growth() -> None:
+    assert only(OUTGROWN) == (Kind.OUTGROWN, {"models.a.memory_overhead": "165MiB"})
+    assert only(replace(OUTGROWN, configured_bytes=100 * MIB))[0] is Kind.OUTGROWN
+    assert advise([replace(OUTGROWN, configured_bytes=165 * MIB)]) == ()
+
+
+def test_recommended_queue_would_have_held_all_rejected_requests() -> None:
+    assert only(AWAY) == (Kind.QUEUE_FULL, {"INFERENCE_QUEUE_NORMAL": "55"})
+    assert advise([replace(AWAY, count=TURNED_AWAY - 1)]) == ()
+
+
+def test_alert_as_json() -> None:
+    (alert,) = advise([AWAY])
+    assert alert.to_json() == {"kind": "queue_full", "subject": alert.subject, "message": alert.message}
+    about = {"kind": "queue_full", "subject": alert.subject}
+    assert alert.recommendations() == [{**about, "setting": "INFERENCE_QUEUE_NORMAL", "value": "55"}]
+    (alert,) = advise([FULL])
+    assert alert.recommendations() == []
+
+
+def test_two_models_swap_if_each_left_for_the_other() -> None:
+    assert swaps([]) is None
+    assert swaps([("a", "b"), ("a", "b"), ("c", "a")]) is None
+    assert swaps([("a", "b"), ("b", "a"), ("a", "b"), ("c", "a"), ("a", "c")]) == (("a", "b"), 3)

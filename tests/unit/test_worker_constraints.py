@@ -1,4 +1,4 @@
-"""Forms as masks over a small vocabulary: answers, rejections, limits, caching."""
+"""Forms as masks over a small vocabulary: answers, rejections and their reasons, limits, caching."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from inference.worker.backend import Mask
 from inference.worker.constraints import Compiler
 from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
+from inference.worker.constraints.reasons import reason
 from inference.worker.dialects.forms import (
     AnyText,
     Form,
@@ -635,3 +636,37 @@ def test_schema_that_needs_too_much_memory_is_rejected() -> None:
     with pytest.raises(BadRequestError, match="too long or too much memory"):
         compiler.compile(patterns, "f")
     compiler.compile(Json({"type": "object"}), "f")
+
+
+MESSAGES = [
+    ("NoExtensionBias\n<non-verbose/>", "nothing can satisfy it"),
+    ("oneOf constraints are not supported. Enable 'coerce_one_of'", "a value could satisfy several options of oneOf"),
+    (
+        'at 3(5): invalid regex "(?:a()" (in regex): regex parse error:\n    (?:a()\n    ^\nerror: unclosed group',
+        "a regular expression cannot be read: unclosed group",
+    ),
+    ("regex parse error:", "a regular expression cannot be read: it is malformed"),
+    (
+        "Unsatisfiable schema: Regex is empty:  (And (SearchRegex /^a$/))",
+        "no text has all patterns, formats and lengths",
+    ),
+    ("Unable to determine if regex is empty: (And (SearchRegex", "too large together"),
+    ("Unsatisfiable schema: minLength (4) is greater", "nothing can satisfy it: minLength (4) is greater"),
+    (
+        "patternProperty regexes /^a/ and /a$/ are not disjoint",
+        "a key can match two of patternProperties, /^a/ and /a$/",
+    ),
+    ('at 1(8): unknown name: "x"', 'in line 1, column 8 of the grammar: unknown name: "x"'),
+    ("1(10): lexer error", "in line 1, column 10 of the grammar: this cannot be read"),
+    ("circular reference json-schema:///#/$defs/d0", "circular reference what a $ref points at"),
+    ("something else: (And (Or a b))", "something else"),
+    ("(And (Or a b))", "it is too complex"),
+]
+
+
+@pytest.mark.parametrize(("message", "written"), MESSAGES)
+def test_message_has_no_internal_details(message: str, written: str) -> None:
+    """No positions in generated grammars, no expressions, no internal addresses."""
+    assert written in reason(message)
+    assert all(inside not in reason(message) for inside in ("(?:", "(And", "json-schema:", "Unsatisfiable", "at 3("))
+    assert len(reason(message * 50)) <= 300

@@ -1,4 +1,4 @@
-"""Single cases of the scheduler: scored prompts, suspended jobs, shared prefixes, limits and deadlines."""
+"""Single cases of the scheduler: scored prompts, suspended jobs, shared prefixes, limits, saved sequences."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.settings import DeadlineSettings
+from inference.protocol import FULL_FOR, RETRY_AFTER, Priority
 from inference.worker.answers.stop_strings import StopFilter
 from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,
@@ -22,8 +23,10 @@ from inference.worker.engine.prefill_pacing import (
     TOKEN_SECONDS,
     Pace,
 )
+from inference.worker.engine.queue_estimate import QueueEstimate
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
+from inference.worker.kv.saved_sequences import Retained, chosen, differing
 from inference.worker.steps import Copy, Job, Limits, Remove, Row
 
 
@@ -521,3 +524,85 @@ def test_rate_stays_within_the_measured_rates(steps: list[tuple[int, float]]) ->
     assert (found is None) == (not seen)
     if found is not None:
         assert min(seen) * 0.999 <= found <= max(seen) * 1.001
+
+
+FOUR_SLOTS = Limits(slots=4, context=64, batch=16, queue=8)
+
+
+def _details(estimate: QueueEstimate, requested: int, room: int) -> dict[str, object]:
+    return dict(estimate.queue_full(requested, room).body()["error"].get("headgate", {}))
+
+
+def test_retry_after_is_none_before_a_sequence_ends() -> None:
+    assert _details(QueueEstimate(FOUR_SLOTS), 1, 0) == {FULL_FOR: [*Priority]}
+
+
+@pytest.mark.parametrize(
+    ("requested", "room", "expected"),
+    [
+        (1, 0, {RETRY_AFTER: 1.0, FULL_FOR: [*Priority]}),
+        (3, 0, {RETRY_AFTER: 2.0, FULL_FOR: [*Priority]}),
+        (8, 4, {RETRY_AFTER: 2.0}),
+        (13, 12, {}),
+    ],
+    ids=["one too many", "three too many", "more at once than free", "more at once than ever"],
+)
+def test_queue_is_full_for_all_priorities_only_without_room(
+    requested: int, room: int, expected: dict[str, object]
+) -> None:
+    estimate = QueueEstimate(FOUR_SLOTS)
+    estimate.observe(2.0)
+    assert _details(estimate, requested, room) == expected
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "with all slots taken"])
+@pytest.mark.parametrize("taken", range(13))
+def test_queue_with_room_for_one_is_not_full_for_all_priorities(steps: int, taken: int) -> None:
+    """Free slots take waiting jobs in the next step, so these jobs do not fill the queue."""
+    scheduler = Scheduler(FOUR_SLOTS)
+    assert scheduler.submit([Job(number, (1, 2)) for number in range(taken)])
+    for _ in range(steps if taken else 0):
+        scheduler.plan(0.0, 16)
+    assert not scheduler.submit([Job(100 + number, (1, 2)) for number in range(scheduler.room + 1)])
+    expected = _details(QueueEstimate(FOUR_SLOTS), min(12, scheduler.room + 1), scheduler.room)
+    assert (FULL_FOR in expected) is not scheduler.submit([Job(200, (1, 2))])
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))
+def test_most_recently_used_sequences_that_fit_are_chosen(sequences: list[tuple[int, int]], most_bytes: int) -> None:
+    """Most recently used first; a sequence that is left out would not have fitted."""
+    retained = [Retained(slot, array("i", [1]), "t", used) for slot, (_size, used) in enumerate(sequences)]
+    sizes = {slot: size for slot, (size, _used) in enumerate(sequences)}
+    kept = chosen(retained, sizes, most_bytes)
+    assert sum(sizes[item.slot] for item in kept) <= max(0, most_bytes)
+    assert [item.used_at for item in kept] == sorted((item.used_at for item in kept), reverse=True)
+    room = most_bytes
+    for item in sorted(retained, key=lambda item: item.used_at, reverse=True):
+        if item in kept:
+            room -= sizes[item.slot]
+        else:
+            assert sizes[item.slot] > room
+
+
+def test_differing_returns_the_changed_keys() -> None:
+    """Also keys that one side lacks."""
+    assert differing({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == ("b", "c", "d")
+    assert differing({"a": [1, 2]}, {"a": [1, 2]}) == ()
+
+
+def test_adopted_sequence_is_reused_as_a_retained_prefix() -> None:
+    """Only by a prompt of the same tenant."""
+    limits = Limits(slots=2, context=4096, batch=64, queue=8, can_trim=True)
+    tokens = array("i", range(1, 1001))
+    scheduler = Scheduler(limits)
+    scheduler.adopt([Retained(1, tokens, "alice")])
+    (held,) = scheduler.retained()
+    assert (held.slot, held.tenant, list(held.tokens)) == (1, "alice", list(tokens))
+    for number, tenant, start in ((1, "bob", 0), (2, "alice", 1000)):
+        assert scheduler.submit([Job(number, [*tokens, 7], tenant=tenant)])
+        (row,) = [row for row in scheduler.plan(0.0, 64).rows if row.job == number]
+        assert row.start == start
+        scheduler.computed()
+        if tenant == "alice":
+            assert scheduler.retained() == []
+            scheduler.extend(number, 8)
