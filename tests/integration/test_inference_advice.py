@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start) -
     assert site.alerts() == {}
     await service.authority.reached(lambda: site.state("a") is ModelState.COLD)
     await site.load("a")
-    await asyncio.sleep(0.3)  # it is looked at meanwhile
+    await service.clock.advance(1.0)
     assert site.alerts() == {}, "and it does not outgrow this"
     running = service.authority.resolve("a").running
     assert running is not None
