@@ -1,1 +1,1 @@
-"""What the gateway, the inference service and the command line all need: units, files, keys, state, logs."""
+"""Code that the gateway, the inference service and the command line share: units, files, keys, state, logs."""

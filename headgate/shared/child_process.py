@@ -1,4 +1,4 @@
-"""What a child process sets up for itself: it ends with its parent, and it leaves no core dump."""
+"""Set-up of a child process: it ends with its parent, and it leaves no core dump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completes the OpenAPI description of a service: hot paths, the error envelope, the key; checks no value.
+"""Completes the OpenAPI description of a service: hot paths, the error envelope, the key.
 
 FastAPI describes the routes it knows. What it cannot know is added here: paths that are served beside it, that every
 error is one envelope, that a bad request is 400, and what must be sent to be let in.
@@ -37,7 +37,7 @@ NOT_NOW: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
-"""What health checks answer beside 200: no error, but the same answer with another status."""
+"""The other response of health checks: the same fields with another status."""
 
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
 _JSON = "application/json"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MAX_BREAKERS = 16
 MAX_BREAKER_BYTES = 40
-"""llama.cpp cuts longer ones."""
+"""llama.cpp truncates longer texts."""
 _INT32 = 2**31 - 1
 
 Kind = Literal["integer", "number", "boolean", "strings"]
@@ -84,7 +84,7 @@ class Parameter:
         return {**accepted, "description": self.effect}
 
     def values(self) -> str:
-        """The accepted values as the documentation writes them."""
+        """The accepted values as text for the documentation."""
         match self.kind:
             case "boolean":
                 return "`true`, `false`" if self.only is None else f"`{str(self.only).lower()}`"
@@ -124,7 +124,7 @@ _TUNING = "it tunes the sampler of one local model; another model has its own di
 
 
 def _tuning(kind: Kind, low: float, high: float, effect: str) -> Parameter:
-    """A parameter of llama.cpp's samplers that no other model understands."""
+    """A parameter of llama.cpp's samplers that clouds do not have."""
     return Parameter(kind, effect, low, high, clouds="left out", because=_TUNING)
 
 

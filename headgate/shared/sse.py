@@ -1,4 +1,4 @@
-"""Cuts a byte stream into server-sent-event frames and keeps their raw bytes; never decodes what a frame says."""
+"""Splits a byte stream into server-sent events and keeps their raw bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 MAX_FRAME_BYTES = 16 * 2**20
-"""A frame longer than this is no answer of a language model but a runaway; the splitter gives up."""
+"""The size limit of a frame; a longer one is an error."""
 
-_EOL = rb"(?:\r\n|\n|\r(?=[^\n]))"  # a bare CR counts only once the next byte shows that it is no half CRLF
+_EOL = rb"(?:\r\n|\n|\r(?=[^\n]))"  # a bare CR counts only when the next byte shows that it is not half of a CRLF
 _BLANK = re.compile(_EOL + _EOL)
 _LINES = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
@@ -28,12 +28,12 @@ class SseFrame:
 
     @property
     def is_comment(self) -> bool:
-        """Whether the frame carries no field at all, only comment lines."""
+        """Whether the frame has only comment lines."""
         return self.data is None and self.event is None and self.raw.startswith(b":")
 
 
 class SseSplitter:
-    """Feed it bytes in any pieces; it returns the frames that are complete by then.
+    """Splits bytes that arrive in pieces of any size into frames.
 
     The frames do not depend on how the bytes were cut. Raises ValueError when a frame exceeds `max_frame_bytes`.
     """
@@ -63,7 +63,7 @@ class SseSplitter:
                 frames.append(frame)
             begin = look = end
         self._rest = rest[begin:]
-        # the next search starts where a blank line cut in two by this piece may begin: at most `\r\n\r`
+        # the next search starts where a blank line may begin that this piece has cut: at most `\r\n\r`
         self._searched = max(0, len(self._rest) - 3)
         if len(self._rest) > self._limit:
             raise ValueError(f"a frame of the stream exceeds {self._limit} bytes")
@@ -82,7 +82,7 @@ class SseSplitter:
         return lines
 
     def end(self) -> list[SseFrame]:
-        """The frame that only the end of the stream completes (a final bare CR); what is unfinished is dropped."""
+        """The frame that the end of the stream completes (a final bare CR); an incomplete frame is dropped."""
         rest, self._rest = self._rest, b""
         if rest.endswith((b"\r\r", b"\n\r")):
             frame = _frame(rest)
@@ -91,7 +91,7 @@ class SseSplitter:
 
     @property
     def pending(self) -> int:
-        """Bytes of an unfinished frame."""
+        """Number of bytes of the incomplete frame."""
         return len(self._rest)
 
 

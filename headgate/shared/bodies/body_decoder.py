@@ -43,7 +43,7 @@ class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Body(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A request body: unknown fields are refused, and null counts as absent.
+    """A request body: unknown fields are rejected, and null counts as absent.
 
     `has_extra`: an object inside has an `extra` mapping.
     """
@@ -64,7 +64,7 @@ def expected(text: str) -> dict[str, Any]:
 
 
 def must(text: str) -> dict[str, Any]:
-    """Metadata of a type: the error message for a value of another shape, behind the parameter's name."""
+    """Metadata of a type: the error message for a value of another shape, after the parameter's name."""
     return {"must": text}
 
 
@@ -109,7 +109,7 @@ _preparing = threading.Lock()
 
 @functools.cache
 def prepare(type_: Any) -> None:
-    """Has msgspec collect what it needs of `type_` before the first conversion, in one thread at a time.
+    """Makes msgspec inspect `type_` before the first conversion, in one thread at a time.
 
     msgspec (0.22) does that at the first conversion, without a lock: two threads at once end the process by SIGSEGV.
     """

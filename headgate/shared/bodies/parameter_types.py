@@ -30,7 +30,7 @@ def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> A
 
 
 def check_parameters(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Checks what types do not say: bounds with a gap, sizes in bytes, the only value of a boolean."""
+    """Checks rules beyond types: bounds with a gap, sizes in bytes, the only value of a boolean."""
     for name in names:
         value = given.get(name)
         if value is not None and (problem := BY_NAME[name].problem(value)) is not None:

@@ -27,7 +27,7 @@ class Detokenizer:
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: nothing, or U+FFFD for a character that was never finished."""
+        """The rest at the end: empty, or U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", True)
 
 
@@ -105,7 +105,7 @@ class Generation:
         self._hidden = len(prefix.content) - len(self._stops.push(prefix.content))
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
-        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        """The output for the token, None while it is held back; an output with `finish` is the last."""
         self.tokens += 1
         if token in self._ends:
             return self._output(self._rest(), "stop")
@@ -122,7 +122,7 @@ class Generation:
         return self._output(text, None) if text else None
 
     def fail(self, error: WorkerError) -> Output:
-        """The end of a choice that cannot go on."""
+        """The end of a choice that cannot continue."""
         return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
 
     def _score(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:

@@ -37,7 +37,7 @@ class StopFilter:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back, at an end that no stop string caused."""
+        """The text that was held back, at an end without a stop string."""
         held, self._held = self._held, ""
         return held
 

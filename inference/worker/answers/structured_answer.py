@@ -25,7 +25,7 @@ class Reading:
     ends: frozenset[int] = frozenset()
     most_calls: int | None = None
     after_calls: str = "tool_calls"
-    """The finish reason of an answer that called and ended by itself."""
+    """The finish reason of an answer with tool calls that ended normally."""
     forced: bool = False
     """Whether the answer must be calls: the rest of an incomplete first call is then not content."""
 
@@ -71,7 +71,7 @@ class DividedGeneration(Generation):
         self._reasons = prefix.reasoning > 0 and not prefix.content
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
-        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        """The output for the token, None while it is held back; an output with `finish` is the last."""
         self.tokens += 1
         self._undecided += 1
         is_end = token in self._ends

@@ -57,7 +57,7 @@ def parse(raw: bytes) -> Any:
 
 
 class Exchange(Response):
-    """One request and its response. `gone` is true once the client is known to have left; any thread may read it."""
+    """One request and its response. `gone`: the client has disconnected; any thread may read it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._headers = headers_of(scope)

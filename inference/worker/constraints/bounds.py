@@ -11,19 +11,19 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from inference.worker.constraints.schema_limits import EXACT
 
 _DIGITS = 15
-"""All numbers of as many are below 2^53."""
+"""Numbers with this many digits are below 2^53."""
 _PLACES = 22
 
 
 def is_exact(value: float) -> bool:
-    """Whether a number, a whole one of at most 2^53, is read as it is written."""
+    """Whether llguidance reads a number exactly (whole numbers up to 2^53)."""
     return _is_read(Decimal(repr(value)))
 
 
 def inside(key: str, value: float) -> tuple[str, float]:
-    """A keyword and a value that allow no number which `key` with `value` forbids.
+    """A keyword and a value that allow only numbers which `key` with `value` allows.
 
-    They forbid besides what is so near to the bound that only its 15th digit or its 22nd place tells them apart.
+    They also forbid numbers that differ from the bound only in the 15th digit or the 22nd decimal place.
     """
     is_lower = key in ("minimum", "exclusiveMinimum")
     plain = "minimum" if is_lower else "maximum"

@@ -46,8 +46,8 @@ OPEN = Scope(False, None)
 
 
 class Description(NamedTuple):
-    """What the parts of one description say together. `names` are all properties that the object may have, in order;
-    None: it stays open. `open_values` as in `Scope`.
+    """The combined parts of one description. `names` are all properties that the object may have, in order; None: it
+    stays open. `open_values` as in `Scope`.
     """
 
     names: list[str] | None

@@ -16,9 +16,9 @@ _NONE: frozenset[str] = frozenset()
 
 
 def finite(lowered: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The same schema where what has no end is false; raises SchemaError when nothing is left.
+    """The schema with `false` for parts without a finite value; raises SchemaError if no value is possible.
 
-    `names` says for each definition how the caller refers to it.
+    `names`: the caller's reference of each definition.
     """
     defs: dict[str, Any] = lowered.get("$defs", {})
     if not defs:
@@ -57,7 +57,7 @@ def check_merges(lowered: Mapping[str, Any], names: Mapping[str, str]) -> None:
 
 
 def has_open_names(lowered: Mapping[str, Any]) -> bool:
-    """Whether an object has named keys and others beside them, so that each must have one spelling only."""
+    """Whether an object has both named and other keys, so that each key needs a unique spelling."""
     for node in _nodes(lowered):
         is_named = any(node.get(key) for key in ("properties", "required", "patternProperties"))
         if is_named and node.get("additionalProperties") is not False:
@@ -68,14 +68,14 @@ def has_open_names(lowered: Mapping[str, Any]) -> bool:
 
 
 class _Ends:
-    """For every definition the JSON types of which it has a value that ends: the least fixpoint."""
+    """For every definition the JSON types of its finite values (the least fixpoint)."""
 
     def __init__(self, defs: Mapping[str, Any]) -> None:
         self._defs = defs
         self.ends: dict[str, frozenset[str]] = dict.fromkeys(defs, _NONE)
 
     def find(self, names: Mapping[str, str]) -> None:
-        """Goes on until nothing changes; raises SchemaError when that takes too long."""
+        """Repeats until nothing changes; raises SchemaError if that takes too long."""
         order = list(_from_the_leaves(self._defs))
         for _round in range(MAX_VISITS // sum(1 for _node in _nodes({"$defs": self._defs}))):
             is_changed = False
@@ -152,7 +152,7 @@ def _merged(node: Any) -> dict[str, int]:
 
 
 def _from_the_leaves(defs: Mapping[str, Any]) -> Iterator[str]:
-    """Definitions, those that others refer to before them, as far as there is no circle."""
+    """The definitions in order of their references, as far as there are no cycles."""
     seen: set[str] = set()
     for root in defs:
         stack: list[tuple[str, Iterator[Any]]] = []

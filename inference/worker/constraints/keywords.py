@@ -105,7 +105,7 @@ class Document(Protocol):
         ...
 
     def find(self, value: str, base: str) -> Any:
-        """What a reference points at, or None."""
+        """The target of a reference, or None."""
         ...
 
 

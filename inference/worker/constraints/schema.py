@@ -117,7 +117,7 @@ class _Lowering:
         return f"#/$defs/{self._targets[key][0]}"
 
     def find(self, value: str, base: str) -> Any:
-        """What a reference points at, or None."""
+        """The target of a reference, or None."""
         return None if (found := self._found(value, base)) is None else found[0]
 
     def _found(self, value: str, base: str) -> tuple[Any, str] | None:

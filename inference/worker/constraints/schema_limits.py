@@ -10,21 +10,21 @@ MAX_NODES = 10_000
 MAX_DEPTH = 48
 """Schemas inside schemas, references not followed: llguidance reads JSON 128 levels deep."""
 MAX_PROPERTIES = 1000
-"""Named properties of one object: what llguidance does with them grows with their square."""
+"""Named properties of one object: llguidance's cost grows with their square."""
 MAX_MULTIPLE = 20_000
 """Least common multiple of all `multipleOf`, in units of their last decimal: an automaton has as many states."""
 MAX_COUNT = 100_000
-"""Of minItems, maxLength and their kind."""
+"""Limit of `minItems`, `maxLength` and similar keywords."""
 MAX_HOPS = 256
 """References in place (beside keywords or in allOf) from one to the next: llguidance merges them by recursion."""
 MAX_MERGED = 10_000
-"""References in place behind one: llguidance copies what each points at."""
+"""References in place behind one reference: llguidance copies each target."""
 MAX_VISITS = 200_000
 """Schemas seen until it is known which references have an end, half a second. Without circles each is seen twice."""
 EXACT = 2**53
 """Largest number that compares exactly."""
 MAX_PATTERNS = 64
-"""Of `patternProperties` in all schemas of a form: all of an object are compared with each other."""
+"""Limit of `patternProperties` in all schemas of a form: those of an object are compared with each other."""
 MAX_COMPARISONS = 500_000
 """Steps to tell the options of `oneOf` apart, in all schemas of a form; at most some 0.8 s."""
 

@@ -34,7 +34,7 @@ _PROBE = "hgprobe"
 
 @dataclass(frozen=True, slots=True)
 class _Wants:
-    """What a template needs: contents as lists of `parts`, as some templates of vision models do, and `nones` in place
+    """What a template needs: contents as lists of `parts`, like some templates of vision models, and `nones` in place
     of missing tools and documents, which most templates test and some would iterate over.
     """
 
