@@ -1,7 +1,7 @@
 """The whole authority under random events: crashes at any point, late and repeated completions, lost devices, reloads.
 
-After every step the ledger balances, each reservation is released once, no waiter is lost, no transition is illegal,
-and a decision is that of a dry run. AUTHORITY_STEPS=100000 makes a long run of about as many steps.
+What must hold after each step, and at the end of a run, is in `tests/rigs/authority_checks.py`. AUTHORITY_STEPS=100000
+makes a long run of about as many rules.
 """
 
 from __future__ import annotations
@@ -10,123 +10,219 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from inference.authority import events
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle.departures import Action
 from inference.devices.signs import Sign
 from inference.protocol import ExitCause, ModelState, Priority
-from tests.rigs.authority_world import GPUS, MIB, World, configuration
+from tests.rigs.authority_checks import CheckedWorld
+from tests.rigs.authority_world import GPUS, MIB, configuration
 
-NAMES = ("a", "b", "c", "d")
-SIZES = {"a": 200, "b": 400, "c": 700, "d": 300}
+NAMES = ("a", "b", "c", "d", "e")
+SIZES = {"a": 200, "b": 400, "c": 600, "d": 300, "e": 1200}
 LONG = int(os.environ.get("AUTHORITY_STEPS", "0"))
 STEPS = 60
-CAUSES = [cause for cause in ExitCause if cause is not ExitCause.BROKEN_BUILD]
-names = st.sampled_from(NAMES)
+names = st.sampled_from(["a", "a", "b", "b", "c", "d", "d", "e"])
 numbers = st.integers(0, 20)
+TIMEOUT_SECONDS = 600
 
 
-def models(policy: str, *, warm: bool, pinned: bool) -> dict[str, dict[str, Any]]:
+def models(policy: str, *, warm: bool, pinned: bool, dedicated: bool) -> dict[str, dict[str, Any]]:
+    """Three that share accelerators, one for the CPU, and one that needs both accelerators."""
     return {
-        "a": {"min_residency": 0, "oom_policy": policy, "warm": warm},
-        "b": {"min_residency": 0, "idle_timeout": 5, "warm": warm},
-        "c": {"min_residency": 3, "pinned": pinned},
-        "d": {"min_residency": 0, "gpu_layers": 0},
+        "a": {"min_residency": 0, "oom_policy": policy, "warm": warm, "parallel": 4},
+        "b": {"min_residency": 0, "idle_timeout": 5, "warm": warm, "parallel": 1, "dedicated": dedicated},
+        "c": {"min_residency": 3, "pinned": pinned, "parallel": 1},
+        "d": {"min_residency": 0, "gpu_layers": 0, "parallel": 2},
+        "e": {"min_residency": 1, "oom_policy": policy, "parallel": 1},
     }
 
 
 class Authority(RuleBasedStateMachine):
-    """Rules are the events of the world; the checks are in `World.check`."""
+    """Rules are the events of the world; `CheckedWorld` checks each step."""
 
     @initialize(
-        policy=st.sampled_from(["fail_fast", "reduce", "cpu"]), warm=st.booleans(), pinned=st.booleans(),
-        gpus=st.integers(0, 2), limit=st.sampled_from([None, 1.0, 0.6]),
+        policy=st.sampled_from(["fail_fast", "reduce", "cpu"]), warm=st.sampled_from([True, True, False]),
+        pinned=st.booleans(), dedicated=st.booleans(), gpus=st.sampled_from([1, 2, 2, 0]),
+        kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
+        lazy=st.booleans(), shuts_down=st.booleans(),
     )  # fmt: skip
-    def begin(self, policy: str, warm: bool, pinned: bool, gpus: int, limit: float | None) -> None:
-        self.models = models(policy, warm=warm, pinned=pinned)
-        config = configuration(self.models, memory_limit_gb=limit, acquire_timeout_seconds=40)
-        self.world = World(config, SIZES, GPUS[:gpus])
-        self.tickets: list[int] = []
+    def begin(
+        self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
+        lazy: bool, shuts_down: bool,
+    ) -> None:  # fmt: skip
+        self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
+        config = configuration(
+            self.models, memory_limit_gb=limit, acquire_timeout_seconds=TIMEOUT_SECONDS, enable_lazy_model_loading=lazy
+        )
+        self.shuts_down = shuts_down
+        self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind)
 
     # --- requests ----------------------------------------------------------------------------------------------------
-    @rule(name=names, priority=st.sampled_from(list(Priority)), seconds=st.sampled_from([None, 0.5, 20]),
-          alone=st.booleans())  # fmt: skip
-    def want(self, name: str, priority: Priority, seconds: float | None, alone: bool) -> None:
-        self.tickets.append(self.world.want(name, priority=priority, seconds=seconds, alone=alone))
+    @rule(name=names, priority=st.sampled_from(list(Priority)), seconds=st.sampled_from([None, None, 0.5, 20.0]),
+          alone=st.sampled_from([False, False, False, True]), retries=st.integers(0, 1))  # fmt: skip
+    def want(self, name: str, priority: Priority, seconds: float | None, alone: bool, retries: int) -> None:
+        self.world.want(name, priority=priority, seconds=seconds, alone=alone, retries=retries)
 
-    @precondition(lambda self: self.tickets)
+    @rule(name=names, count=st.integers(1, 3))
+    def use(self, name: str, count: int) -> None:
+        """Requests arrive, and whatever is under way has time to arrive as well."""
+        for _ in range(count):
+            self.world.want(name)
+        for _ in range(8):
+            self.world.deliver()
+
+    @rule(count=st.integers(0, 3))
+    def recall(self, count: int) -> None:
+        """A warm model is wanted."""
+        warm = [model.id for model in self.world.state.models.values() if model.state is ModelState.WARM]
+        for name in warm[:1]:
+            self.world.want(name)
+        for _ in range(count):
+            self.world.deliver()
+
+    @rule(count=st.integers(0, 4))
+    def keep(self, count: int) -> None:
+        """A loaded model goes into the warm pool."""
+        world = self.world
+        for model in list(world.state.models.values()):
+            if model.state in (ModelState.READY, ModelState.BUSY):
+                for lease in [lease for lease, worker in world.leases.items() if worker == model.worker]:
+                    world.release(lease, completed=True)
+                world.command(events.Offload(model.id))
+                break
+        for _ in range(count):
+            world.deliver()
+
+    @rule(name=names)
+    def probe(self, name: str) -> None:
+        self.world.want(name, counts=False)
+
+    @precondition(lambda self: self.world.asked)
     @rule(number=numbers)
     def withdraw(self, number: int) -> None:
-        ticket = self.tickets[number % len(self.tickets)]
-        self.world.asked.pop(ticket, None)
-        self.world.send(events.Withdrawn(ticket))
+        self.world.withdraw(sorted(self.world.asked)[number % len(self.world.asked)])
 
     @precondition(lambda self: self.world.leases)
     @rule(number=numbers, completed=st.booleans(), twice=st.booleans())
     def release(self, number: int, completed: bool, twice: bool) -> None:
         lease = sorted(self.world.leases)[number % len(self.world.leases)]
-        worker = self.world.leases.pop(lease)
-        for _ in range(1 + twice):
-            self.world.send(events.Released(worker, lease, completed))
+        self.world.release(lease, completed=completed, twice=twice)
+
+    @rule()
+    def release_all(self) -> None:
+        for lease in list(self.world.leases):
+            self.world.release(lease, completed=True)
 
     # --- what takes time ---------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.world.later)
     @rule(number=numbers, twice=st.booleans())
     def deliver(self, number: int, twice: bool) -> None:
         self.world.deliver(number, twice=twice)
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 8))
     def deliver_several(self, count: int) -> None:
         for _ in range(count):
-            self.world.deliver(0)
+            self.world.deliver()
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 3.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.world.tick(seconds)
 
+    @rule(seconds=st.sampled_from([1, 6]))
+    def run(self, seconds: int) -> None:
+        self.world.settle(seconds)
+
     @rule(seconds=st.sampled_from([2.0, 50.0]))
     def stand_still(self, seconds: float) -> None:
-        self.world.now += seconds
-        self.world.send(events.Tick(self.world.readings(), self.world.now))
+        self.world.stand_still(seconds)
 
     # --- what breaks -------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.world.alive)
-    @rule(number=numbers, cause=st.sampled_from(CAUSES), was_ready=st.booleans())
-    def crash(self, number: int, cause: ExitCause, was_ready: bool) -> None:
-        self.world.end(sorted(self.world.alive)[number % len(self.world.alive)], cause, was_ready=was_ready)
+    @rule(number=numbers, cause=st.sampled_from(list(ExitCause)), was_ready=st.booleans(), wordless=st.booleans())
+    def crash(self, number: int, cause: ExitCause, was_ready: bool, wordless: bool) -> None:
+        worker = sorted(self.world.alive)[number % len(self.world.alive)]
+        self.world.end(worker, cause, was_ready=was_ready, wordless=wordless)
+
+    @rule(state=st.sampled_from(list(ModelState)), cause=st.sampled_from(list(ExitCause)))
+    def crash_while(self, state: ModelState, cause: ExitCause) -> None:
+        """The worker of a model in this state ends."""
+        for model in list(self.world.state.models.values()):
+            if model.state is state and model.worker in self.world.alive:
+                self.world.end(model.worker, cause)
+                return
 
     @precondition(lambda self: self.world.gpus)
-    @rule(number=numbers, sign=st.sampled_from([Sign.FINE, Sign.FINE, Sign.DEAD, Sign.ILL, Sign.UNSURE]))
-    def device(self, number: int, sign: Sign) -> None:
-        self.world.signs[self.world.gpus[number % len(self.world.gpus)]] = sign
-        self.world.send(events.DeviceNoticed())
+    @rule(number=numbers, sign=st.sampled_from([*Sign, Sign.FINE, Sign.DEAD]), reads=st.booleans())
+    def device(self, number: int, sign: Sign, reads: bool) -> None:
+        self.world.put_sign(self.world.gpus[number % len(self.world.gpus)], sign)
+        if reads:
+            self.world.deliver(len(self.world.later) - 1)
 
-    @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 200 * MIB, 600 * MIB, 990 * MIB]))
+    @rule(state=st.sampled_from([ModelState.LOADING, ModelState.BUSY, ModelState.DRAINING, ModelState.OFFLOADING,
+                                 ModelState.WARM, ModelState.RESTORING, ModelState.UNLOADING]))  # fmt: skip
+    def lose_device_while(self, state: ModelState) -> None:
+        """A device of a model in this state is lost, and that is read at once."""
+        for model in list(self.world.state.models.values()):
+            worker = self.world.state.worker_of(model)
+            if model.state is state and worker is not None:
+                home = model.kept.original_device if model.kept else worker.placement.devices[0]
+                if home in self.world.gpus:
+                    self.world.put_sign(home, Sign.DEAD)
+                    for _ in range(3):
+                        self.world.deliver(len(self.world.later) - 1)
+                    return
+
+    @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 200, 600, 990, 3900]))
     def others_use(self, device: str, used: int) -> None:
-        self.world.foreign[device] = used
+        self.world.use(device, used * MIB)
 
-    @rule(spawn=st.booleans(), trials=st.booleans(), damaged=st.sampled_from([None, *NAMES]))
-    def faults(self, spawn: bool, trials: bool, damaged: str | None) -> None:
-        self.world.spawn_fails, self.world.trials_fail = spawn, trials
-        self.world.unmeasurable = {damaged} if damaged else set()
+    @rule(field=st.sampled_from(["spawn", "trials", "readings", "broken_build", "headroom"]), value=st.booleans())
+    def fault(self, field: str, value: bool) -> None:
+        setattr(self.world.faults, field, value)
+
+    @rule(
+        allocation=st.sampled_from([1.0, 0.8, 1.05, 0.3, 3.0]), suspension=st.sampled_from([None, "driver", "state"]),
+        damaged=st.sampled_from([None, None, *NAMES]), linger=st.sampled_from([0.0, 0.3, 20.0]),
+    )  # fmt: skip
+    def faults(self, allocation: float, suspension: str | None, damaged: str | None, linger: float) -> None:
+        found = self.world.faults
+        found.allocation, found.suspension, found.damaged, found.linger_seconds = (
+            allocation, suspension, damaged, linger,
+        )  # fmt: skip
+
+    @precondition(lambda self: self.world.alive)
+    @rule(number=numbers, count=st.sampled_from([100, 300, 1500]))
+    def grow(self, number: int, count: int) -> None:
+        self.world.grow(sorted(self.world.alive)[number % len(self.world.alive)], count * MIB)
 
     @rule(name=names)
     def replace_file(self, name: str) -> None:
         self.world.versions[name] += 1
 
+    @precondition(lambda self: self.world.alive)
+    @rule(number=numbers, prompt=numbers, generated=numbers)
+    def beat(self, number: int, prompt: int, generated: int) -> None:
+        self.world.beat(sorted(self.world.alive)[number % len(self.world.alive)], prompt, generated)
+
+    @rule(name=names, number=st.integers(0, 2))
+    def clear_case(self, name: str, number: int) -> None:
+        self.world.send(events.CaseCleared(name, f"key-{number}"))
+
     # --- operators ---------------------------------------------------------------------------------------------------
-    @rule(name=names, kind=st.sampled_from(["unload", "now", "offload", "evict", "keep", "plan", "other plan"]))
+    @rule(name=names, kind=st.sampled_from(["unload", "now", "offload", "offload", "evict", "keep", "plan", "change"]))
     def command(self, name: str, kind: str) -> None:
-        requests = {
+        requests: dict[str, events.Request] = {
             "unload": events.Unload(name),
             "now": events.Unload(name, now=True),
             "offload": events.Offload(name),
             "evict": events.Evict(name),
             "keep": events.Evict(name, Action.OFFLOAD),
             "plan": events.Plan(name, {}),
-            "other plan": events.Plan(name, {"parallel": 2}),
+            "change": events.Plan(name, {"parallel": 2}),
         }
         self.world.command(requests[kind])
 
@@ -141,58 +237,43 @@ class Authority(RuleBasedStateMachine):
     @precondition(lambda self: self.world.commands)
     @rule(number=numbers)
     def abandon(self, number: int) -> None:
-        id = sorted(self.world.commands)[number % len(self.world.commands)]
-        self.world.commands.discard(id)
-        self.world.send(events.Abandoned(id))
+        self.world.abandon(sorted(self.world.commands)[number % len(self.world.commands)])
 
-    @rule(name=names, reason=st.sampled_from(list(Reason)), action=st.sampled_from(list(Action)))
-    def leave(self, name: str, reason: Reason, action: Action) -> None:
-        self.world.send(events.DepartureWanted(name, str(reason), action))
-
-    @rule(kept=st.sets(names, min_size=1), parallel=st.integers(1, 2), limit=st.sampled_from([None, 0.5, 2.0]),
-          most=st.sampled_from([None, 1]))  # fmt: skip
-    def reload(self, kept: set[str], parallel: int, limit: float | None, most: int | None) -> None:
+    @rule(kept=st.sampled_from([NAMES, NAMES, ("a", "d"), ("b", "c", "e")]), parallel=st.sampled_from([4, 4, 2]),
+          limit=st.sampled_from([None, 0.5, 2.0]), most=st.sampled_from([None, None, 1, 2]), pinned=st.booleans(),
+          share=st.sampled_from([0.9, 0.5]))  # fmt: skip
+    def reload(
+        self, kept: tuple[str, ...], parallel: int, limit: float | None, most: int | None, pinned: bool, share: float
+    ) -> None:
         found = {name: dict(keys) for name, keys in self.models.items() if name in kept}
         if "a" in found:
-            found["a"]["parallel"] = parallel
-        config = configuration(found, memory_limit_gb=limit, max_models=most, acquire_timeout_seconds=40)
-        self.world.send(events.SettingsChanged(config))
-
-    @rule(regular=st.booleans())
-    def check_pressure(self, regular: bool) -> None:
-        self.world.send(events.PressureChecked(self.world.readings(), regular))
+            found["a"] |= {"parallel": parallel, "pinned": pinned}
+        config = configuration(
+            found,
+            memory_limit_gb=limit,
+            max_models=most,
+            acquire_timeout_seconds=TIMEOUT_SECONDS,
+            gpu_memory_max_percent=share,
+        )
+        self.world.change(config)
 
     def teardown(self) -> None:
-        """Once everything that is under way has arrived, all requests end and every byte is back."""
+        """Everything comes to rest, or the service ends; then nothing remains."""
         world = getattr(self, "world", None)
-        if world is None:
+        if world is None or world.is_broken:
             return
-        world.spawn_fails = world.trials_fail = False
-        for lease, worker in list(world.leases.items()):
-            del world.leases[lease]
-            world.send(events.Released(worker, lease, True))
-        world.settle()
-        world.tick(60.0)
-        world.settle()
-        assert not world.asked, "every wait has ended"
-        world.send(events.Quiesced())
-        for name in list(world.state.models):
-            if name in world.state.models:
-                world.command(events.Unload(name, now=True))
-        world.settle()
-        assert not world.state.ledger.holdings, "every byte is back"
-        assert not world.state.workers
-        assert all(model.state in (ModelState.COLD, ModelState.FAILED) for model in world.state.models.values())
-        world.tick(60.0)
-        world.settle()
-        assert not world.commands, "every command is answered"
+        if self.shuts_down:
+            world.shut_down()
+        else:
+            world.rest()
 
 
 TestAuthority = Authority.TestCase
 TestAuthority.settings = settings(
-    max_examples=max(1, LONG // (STEPS * 3)) if LONG else 25,
+    max_examples=max(1, LONG // STEPS) if LONG else 60,
     stateful_step_count=STEPS,
     deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # to shrink an example takes minutes
     suppress_health_check=list(HealthCheck),
 )
 pytestmark = pytest.mark.timeout(0 if LONG else 120)
@@ -200,8 +281,10 @@ pytestmark = pytest.mark.timeout(0 if LONG else 120)
 
 def test_dry_runs_are_compared_with_decisions() -> None:
     """The comparison of the machine above happens."""
-    world = World(configuration(models("fail_fast", warm=True, pinned=False)), SIZES)
+    found = models("fail_fast", warm=True, pinned=False, dedicated=False)
+    world = CheckedWorld(configuration(found), SIZES)
     world.want("a")
-    world.settle()
+    while world.later:
+        world.deliver()
     assert world.compared > 0
     assert world.state.models["a"].state is ModelState.BUSY

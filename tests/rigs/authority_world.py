@@ -1,39 +1,44 @@
-"""The authority in a made-up world: effects are carried out by a runner that can fail, delay and repeat.
+"""The authority in a simulated world: processes with memory of their own, devices, clients, and a fake effect runner.
 
-Every step is followed by checks of what must hold; see `World.check`.
+The runner answers late, in any order, twice, with failures, or never, when a process ends before it answers.
+`authority_checks.CheckedWorld` checks each step.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inference.authority import effects, events
-from inference.authority.handlers.placing import decision
-from inference.authority.handlers.queries import device_view
-from inference.authority.placement.ledger import Phase
-from inference.authority.placement.plan import Placement, Refusal, Result
-from inference.authority.state import ModelRecord, Purpose, State, TimerKind
+from inference.authority.lifecycle.wait_queue import ORDER
+from inference.authority.quarantine import Crash
+from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State
 from inference.authority.step import step
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
 from inference.errors import InferenceError, ModelFailed, Shortage
 from inference.estimate.header_formula import Parts
+from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate
-from inference.protocol import ExitCause, ModelState
+from inference.protocol import ExitCause, Priority
 from inference.settings import InferenceConfig, ModelEntry, ModelSpec, _spec
-from inference.worker_link import Buffer, Hold, Offloaded, Ready
+from inference.worker_link import Buffer, Heartbeat, Hold, Offloaded, Ready
+from inference.worker_link import Grant as LoadOrder
 from inference.workers.exit_cause import WorkerExit
 
 MIB = 2**20
+CPU = "cpu"
 GPUS = ("gpu-0", "gpu-1")
-OF_WORKERS = (events.Loaded, events.FileHeld, events.ContextFreed)
 GPU_BYTES, HOST_BYTES = 1000 * MIB, 4000 * MIB
+OVERHEAD_BYTES = 10 * MIB
+KEEPER_BYTES = 64 * MIB
+LAYERS = 4
 
 
 def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> InferenceConfig:
@@ -44,18 +49,66 @@ def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> I
 
 
 @dataclass
+class Process:
+    """A worker process: what it holds on each device, how it was told to end, and what it was told last."""
+
+    order: LoadOrder | Hold
+    bytes: dict[str, int] = field(default_factory=dict)
+    grown_bytes: int = 0
+    """what it took of host memory beyond its buffers"""
+    told_to_end: bool = False
+    connected: bool = False
+    limit: int | None = None
+    threads: int | None = None
+
+
+@dataclass
+class Ask:
+    """A request that waits."""
+
+    model: str
+    priority: Priority
+    alone: bool
+    patience: float
+    asked_at: float
+    stood_still: float
+    """how long the service had stood still in all when it came"""
+
+    @property
+    def rank(self) -> int:
+        """Its priority class."""
+        return ORDER.index(self.priority)
+
+
+@dataclass
+class Faults:
+    """What goes wrong from now on."""
+
+    spawn: bool = False
+    trials: bool = False
+    readings: bool = False
+    suspension: str | None = None
+    """`driver` or `state`: why processes cannot be suspended or resumed"""
+    allocation: float = 1.0
+    """what workers allocate, as a share of the estimate"""
+    broken_build: bool = False
+    headroom: bool = False
+    """what was learned of the head-room of a model changes"""
+    damaged: str | None = None
+    """a model that cannot be measured"""
+    linger_seconds: float = 0.0
+    """how long accelerators show the memory of ended processes as used"""
+
+
+@dataclass
 class World:
     """`later` are events that are under way; a test decides when, in which order and how often they arrive."""
 
     config: InferenceConfig
     sizes: Mapping[str, int]
     gpus: tuple[str, ...] = GPUS
+    kind: str = "cuda"
     now: float = 1000.0
-    foreign: dict[str, int] = field(default_factory=dict)
-    signs: dict[str, Sign] = field(default_factory=dict)
-    unmeasurable: set[str] = field(default_factory=set)
-    spawn_fails: bool = False
-    trials_fail: bool = False
 
     def __post_init__(self) -> None:
         self.state = State(
@@ -63,59 +116,130 @@ class World:
         )
         self.later: list[events.Event] = []
         self.now_due: list[events.Event] = []
-        self.alive: dict[str, Any] = {}
+        self.alive: dict[str, Process] = {}
+        self.lingering: dict[str, tuple[float, dict[str, int]]] = {}
+        self.foreign: dict[str, int] = {}
+        self.foreign_moved_at = -math.inf
+        self.signs: dict[str, Sign] = {}
+        self.absent: set[str] = set()
+        self.faults = Faults()
+        self.learned: Counter[str] = Counter()
+        self.versions = dict.fromkeys(self.config.models, 1)
         self.leases: dict[int, str] = {}
-        self.asked: dict[int, str] = {}
+        self.asked: dict[int, Ask] = {}
+        self.failures: list[tuple[Ask, InferenceError]] = []
+        self.commands: dict[int, tuple[events.Request, Any]] = {}
         self.answers: dict[int, Any] = {}
-        self.commands: set[int] = set()
         self.released: set[str] = set()
+        self.uses: Counter[str] = Counter()
+        self.metrics: Counter[str] = Counter()
+        self.exits = 0
         self.numbers = itertools.count(1)
+        self.reads = 0
+        self.stood_still = 0.0
         self.steps = 0
         self.compared = 0
+        self.visited: Counter[str] = Counter()
+        self.visited_standby: set[str] = set()
         self.wake_at = math.inf
-        self.versions = dict.fromkeys(self.config.models, 1)
-        self.send(events.DevicesFound(self.readings(), {}, 0.0))
+        self.is_broken = False
+        """a check has failed: nothing that follows counts"""
+        self.shown = self._measured()
+        carriers = {"sim": "the simulator"} if self.kind == "sim" else {}
+        self.send(events.DevicesFound(self.readings(), carriers, self.now))
+
+    # --- devices -----------------------------------------------------------------------------------------------------
+    def _measured(self) -> dict[str, Reading]:
+        """The devices as they are at this moment."""
+        lingering = {id: item for id, item in self.lingering.items() if item[0] > self.now}
+        if len(lingering) != len(self.lingering):
+            self.lingering, self.foreign_moved_at = lingering, self.now
+        used: Counter[str] = Counter(self.foreign)
+        for process in self.alive.values():
+            used.update(process.bytes)
+        for _, left in self.lingering.values():
+            used.update(left)
+        found = {}
+        for device in (*self.gpus, CPU):
+            if device in self.absent:
+                continue
+            total, kind = (HOST_BYTES, CPU) if device == CPU else (GPU_BYTES, self.kind)
+            taken = min(total, used[device])
+            found[device] = Reading(
+                device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.FINE)
+            )
+        return found
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What the probes show: accelerators as they were last measured, the host as it is."""
+        self.shown[CPU] = self._measured()[CPU]
+        return tuple(self.shown.values())
+
+    def put_sign(self, device: str, sign: Sign) -> None:
+        """Something happens to a device; one that is dead or gone loses its memory."""
+        self.signs[device] = sign
+        self.absent.discard(device)
+        if sign is Sign.GONE:
+            self.absent.add(device)
+        if sign in (Sign.DEAD, Sign.GONE):
+            for process in self.alive.values():
+                process.bytes.pop(device, None)
+            for _, left in self.lingering.values():
+                left.pop(device, None)
+        self.send(events.DeviceNoticed())
+
+    def use(self, device: str, count_bytes: int) -> None:
+        """Other programs use so much of a device now."""
+        self.foreign[device] = count_bytes
+        self.foreign_moved_at = self.now
+
+    # --- what a checked world looks at -------------------------------------------------------------------------------
+    def before_step(self, event: events.Event) -> Any:
+        """What `after_step` gets."""
+
+    def after_step(self, before: State, event: events.Event, expected: Any) -> None:
+        """A step and its effects are done."""
+
+    def settled(self) -> None:
+        """An event and all that follows from it at once are done."""
+
+    def granted(self, ticket: int, lease: LeaseRecord) -> None:
+        """The wait of a ticket is about to end with a lease."""
+
+    def spawning(self, worker: str, order: LoadOrder | Hold) -> None:
+        """A process is about to be started."""
+
+    def commanding(self, request: events.Request) -> Any:
+        """What `answered` gets."""
+
+    def answered(self, request: events.Request, noted: Any) -> None:
+        """A command is answered without an error."""
 
     # --- running -----------------------------------------------------------------------------------------------------
-    def readings(self) -> tuple[Reading, ...]:
-        """The devices as a probe shows them: others' use, and what processes that exist hold."""
-        held: dict[str, int] = {}
-        for holding in self.state.ledger.holdings.values():
-            exists = any(
-                worker in self.alive and holding.id in (record.holding, record.extra)
-                for worker, record in self.state.workers.items()
-            )
-            for device, count in holding.bytes.items() if exists else ():
-                held[device] = held.get(device, 0) + count
-        found = []
-        for device in self.gpus:
-            used = min(GPU_BYTES, held.get(device, 0) + self.foreign.get(device, 0))
-            sign = self.signs.get(device, Sign.FINE)
-            found.append(Reading(device, "cuda", "fake", GPU_BYTES, GPU_BYTES - used, used, sign=sign))
-        used = min(HOST_BYTES, held.get("cpu", 0) + self.foreign.get("cpu", 0))
-        return (*found, Reading("cpu", "cpu", "fake", HOST_BYTES, HOST_BYTES - used, used))
-
     def send(self, event: events.Event) -> None:
         """One event, and what follows from it at once."""
         self.now_due.append(event)
         for _ in range(2000):
             if not self.now_due:
+                self.is_broken = True
+                self.settled()
+                self.is_broken = False
                 return
             self._step(self.now_due.pop(0))
         raise AssertionError("the events do not settle")
 
     def _step(self, event: events.Event) -> None:
-        before = self.state
-        expected = self._expected(event)
+        before, self.is_broken = self.state, True
+        expected = self.before_step(event)
         self.state, found = step(before, event, self.now)
         self.steps += 1
         for effect in found:
             self._perform(effect)
-        self.check(before)
-        self._compare(expected)
+        self.after_step(before, event, expected)
+        self.is_broken = False
 
     def tick(self, seconds: float) -> None:
-        """Time passes, in pieces no longer than the timers ask for."""
+        """Time passes; the service wakes up when it wants to."""
         until = self.now + seconds
         for _ in range(10_000):
             if self.wake_at > until:
@@ -125,57 +249,187 @@ class World:
             self.send(events.Tick(self.readings(), self.now))
         self.now = max(self.now, until)
 
-    def deliver(self, index: int, *, twice: bool = False) -> None:
+    def stand_still(self, seconds: float) -> None:
+        """The service does not run for a while."""
+        self.now += seconds
+        self.stood_still += seconds
+        self.wake_at = math.inf
+        self.send(events.Tick(self.readings(), self.now))
+
+    def deliver(self, index: int = 0, *, twice: bool = False) -> None:
         """One of the events that are under way arrives."""
-        if self.later:
-            event = self.later.pop(index % len(self.later))
-            if isinstance(event, events.DevicesRead):
-                event = events.DevicesRead(self.readings(), event.problem)
-            if isinstance(event, events.Exited):
-                self.alive.pop(event.worker, None)
-            elif isinstance(event, OF_WORKERS) and event.worker not in self.alive:
+        if not self.later:
+            return
+        event = self.later.pop(index % len(self.later))
+        if isinstance(event, events.DevicesRead):
+            self.reads += 1
+            if self.faults.readings:
+                event = events.DevicesRead(self.readings(), "the driver does not answer")
+            else:
+                self.shown = self._measured()
+                event = events.DevicesRead(self.readings())
+        elif isinstance(event, events.FilesSeen):
+            event = events.FilesSeen({spec.id: self._files_of(spec) for spec in self.config.models.values()})
+        elif isinstance(event, events.Exited):
+            if event.worker not in self.alive:
                 return
+            self._gone(event.worker)
+        elif not self._arrives(event):
+            return
+        self.send(event)
+        if twice and not isinstance(event, events.DevicesRead):
             self.send(event)
-            if twice:
-                self.send(event)
 
-    def end(self, worker: str, cause: ExitCause, *, was_ready: bool = True) -> None:
-        """The process of a worker ends."""
-        if worker in self.alive:
-            del self.alive[worker]
-            self.send(
-                events.Exited(worker, WorkerExit(cause, 0, f"ended ({cause})", (), was_ready), self._files(worker))
-            )
+    def _arrives(self, event: events.Event) -> bool:
+        """Does what a process did before it sent the event; False for one that ended meanwhile."""
+        match event:
+            case events.Loaded(worker, ready):
+                if process := self.alive.get(worker):
+                    self._allocate(process, ready)
+                return process is not None
+            case events.FileHeld(worker, count):
+                if process := self.alive.get(worker):
+                    process.bytes = {CPU: count + KEEPER_BYTES}
+                return process is not None
+            case events.ContextFreed(worker, saved):
+                process, record = self.alive.get(worker), self.state.workers.get(worker)
+                if process is None or record is None:
+                    return False
+                ready = record.ready
+                kept = sum(item.bytes for item in ready.buffers if item.kind == "weights") if ready else 0
+                process.bytes = {CPU: kept + OVERHEAD_BYTES + saved.count_bytes}
+                process.limit = None
+                return True
+            case events.SuspendEnded(worker, None):
+                if process := self.alive.get(worker):
+                    process.bytes = {CPU: sum(process.bytes.values())}
+                return process is not None
+            case events.ResumeEnded(worker, None):
+                process, record = self.alive.get(worker), self.state.workers.get(worker)
+                if process is None or record is None or record.suspended is None:
+                    return False
+                self._allocate(process, record.suspended.ready)
+                return True
+            case events.SuspendEnded(worker) | events.ResumeEnded(worker):
+                return worker in self.alive
+            case _:
+                return True
 
-    def settle(self) -> None:
-        """Everything that is under way arrives, and time passes until nothing moves."""
-        for _ in range(400):
-            while self.later:
-                self.deliver(0)
-            self.tick(1.0)
-            if not self.later and not self.state.returns:
-                return
+    def _allocate(self, process: Process, ready: Ready) -> None:
+        process.bytes = dict.fromkeys([buffer.device for buffer in ready.buffers], OVERHEAD_BYTES)
+        for buffer in ready.buffers:
+            process.bytes[buffer.device] += buffer.bytes
+        process.grown_bytes = 0
+        self._lose_memory(process)
+
+    def _lose_memory(self, process: Process) -> None:
+        """A process has nothing on a device that is dead or gone."""
+        for device in list(process.bytes):
+            if self.signs.get(device) in (Sign.DEAD, Sign.GONE):
+                del process.bytes[device]
+
+    def _gone(self, worker: str) -> None:
+        process = self.alive.pop(worker)
+        left = {device: count for device, count in process.bytes.items() if device != CPU}
+        if left and self.faults.linger_seconds:
+            self.lingering[worker] = (self.now + self.faults.linger_seconds, left)
+        if worker in self.state.workers and not self.state.workers[worker].ending:
+            self.exits += 1
+
+    def end(self, worker: str, cause: ExitCause, *, was_ready: bool = True, wordless: bool = False) -> None:
+        """The process of a worker ends; its clients report what they met and run again elsewhere."""
+        if worker not in self.alive:
+            return
+        record = self.state.workers[worker]
+        exit = WorkerExit(cause, 0, f"ended ({cause})", (), was_ready, silent_abort=wordless)
+        crash = Crash(cause, exit.message, alone=record.alone is not None, unexplained=wordless)
+        files = self._files(worker)
+        self._gone(worker)
+        self.send(events.Exited(worker, exit, files))
+        for lease in [lease for lease, owner in self.leases.items() if owner == worker]:
+            if cause is ExitCause.ASSERT:
+                self.send(events.CrashReported(record.model, f"key-{lease % 3}", crash))
+            del self.leases[lease]
+            self.send(events.Released(worker, lease, completed=False))
 
     def want(self, model: str, **more: Any) -> int:
         """A request for a model."""
         ticket = -next(self.numbers)
-        self.asked[ticket] = model
+        patience = min(self.config.settings.acquire_timeout_seconds, more.get("seconds") or math.inf)
+        ask = Ask(model, more.get("priority", Priority.NORMAL), more.get("alone", False), patience, self.now,
+                  self.stood_still)  # fmt: skip
+        self.asked[ticket] = ask
         self.send(events.Wanted(ticket, model, **more))
         return ticket
+
+    def withdraw(self, ticket: int) -> None:
+        """The client of a waiting request is gone."""
+        if self.asked.pop(ticket, None) is not None:
+            self.send(events.Withdrawn(ticket))
+
+    def release(self, lease: int, *, completed: bool, twice: bool = False) -> None:
+        """A request ends."""
+        worker = self.leases[lease]
+        record = self.state.workers.get(worker)
+        if completed and record is not None:
+            self.send(events.RequestAnswered(record.model, f"key-{lease % 3}", 1))
+        del self.leases[lease]
+        for _ in range(1 + twice):
+            self.send(events.Released(worker, lease, completed))
 
     def command(self, request: events.Request) -> int:
         """An operator's request."""
         id = -next(self.numbers)
-        self.commands.add(id)
+        self.commands[id] = (request, self.commanding(request))
         self.send(events.Commanded(id, request))
         return id
+
+    def abandon(self, id: int) -> None:
+        """The client of a command is gone."""
+        del self.commands[id]
+        self.send(events.Abandoned(id))
+
+    def change(self, config: InferenceConfig) -> None:
+        """Another configuration."""
+        self.config = config
+        self.versions = dict.fromkeys(config.models, 1) | self.versions
+        self.send(events.SettingsChanged(config))
+
+    def grow(self, worker: str, count_bytes: int) -> None:
+        """A process that serves takes more host memory than was planned."""
+        process = self.alive[worker]
+        if CPU in process.bytes:
+            process.bytes[CPU] += count_bytes
+            process.grown_bytes += count_bytes
+
+    def beat(self, worker: str, prompt: int, generated: int) -> None:
+        """A worker reports what it does."""
+        beat = Heartbeat(None, 0, 1, 0, prompt, generated, prefill_tokens_per_second=100.0)
+        self.send(events.Progressed(worker, 0.5, beat))
+
+    def settle(self, seconds: int) -> None:
+        """Everything that is under way arrives, requests end, and time passes."""
+        for _ in range(seconds):
+            while self.later:
+                self.deliver()
+            for lease in list(self.leases):
+                self.release(lease, completed=True)
+            self.tick(1.0)
+
+    def heal(self) -> None:
+        """Nothing fails any more, and other programs use nothing."""
+        self.faults = Faults()
+        self.foreign = {}
+        self.foreign_moved_at = self.now
+        for device in self.gpus:
+            self.put_sign(device, Sign.FINE)
 
     def _files(self, worker: str) -> Any:
         record = self.state.workers.get(worker)
         return () if record is None else self._files_of(record.spec)
 
     def _files_of(self, spec: ModelSpec) -> Any:
-        return ((str(spec.path), (self.sizes[spec.id], self.versions[spec.id], 1)),)
+        return ((str(spec.path), (self.sizes[spec.id] * MIB, self.versions[spec.id], 1)),)
 
     # --- effects -----------------------------------------------------------------------------------------------------
     def _perform(self, effect: effects.Effect) -> None:
@@ -186,166 +440,160 @@ class World:
                 self.now_due.append(events.Observed(self.readings()))
             case effects.ReadFiles(model, spec):
                 self.now_due.append(events.FilesRead(model, self._files_of(spec)))
+            case effects.LookAtFiles():
+                self.later.append(events.FilesSeen({}))
             case effects.ReadDevices():
                 self.later.append(events.DevicesRead(()))
             case effects.TryDevice(device, trial):
-                self.later.append(events.TrialEnded(device, trial, "it is wrong" if self.trials_fail else None))
+                self.later.append(events.TrialEnded(device, trial, "it is wrong" if self.faults.trials else None))
             case effects.RenewProbes(id):
                 self.later.append(events.ProbesRenewed(id))
+            case effects.ProveSuspension(kind, _):
+                self.later.append(events.SuspensionTested(kind, self.faults.suspension))
             case effects.Estimate(key, devices, _):
                 self.later.append(events.Estimated(key, self._estimate(key, devices)))
-            case effects.Spawn(worker, _, _, order):
-                self._spawn(worker, order)
-            case effects.SendOrder(worker, order):
-                self.later.append(events.Loaded(worker, self._ready(order), self._files(worker)))
-            case effects.FreeContext(worker, most, stays):
-                self.later.append(events.ContextFreed(worker, Offloaded(min(most, MIB), 1, 10)))
-                if not stays:
-                    self._exits(worker, ExitCause.REQUESTED)
-            case effects.StopWorker(worker):
-                self._exits(worker, ExitCause.REQUESTED)
-            case effects.KillWorker(worker) | effects.LoseWorker(worker):
-                self._exits(worker, ExitCause.KILLED)
             case effects.MeasureWorkers(workers):
-                self.later.append(events.WorkersMeasured(dict.fromkeys(workers, 0), self.readings()))
+                found = {id: self.alive[id].bytes.get(CPU, 0) for id in workers if id in self.alive}
+                self.now_due.append(events.WorkersMeasured(found, self.readings()))
             case effects.TrimWorkers(job, workers):
-                self.later.append(events.Trimmed(job, MIB, dict.fromkeys(workers, 0)))
-            case effects.LearnShortage(worker, _, exit, short, _):
+                found = {id: self.alive[id].bytes.get(CPU, 0) for id in workers if id in self.alive}
+                self.later.append(events.Trimmed(job, MIB, found, dict.fromkeys(found, (10, 0))))
+            case effects.CheckBuild(model, error):
+                self.later.append(events.BuildChecked(model, not self.faults.broken_build, error))
+            case effects.LearnShortage(worker, spec, exit, short, _):
+                self.learned[spec.id] += 50
                 lacks = tuple(Shortage(item.device.id, 1, 0, "the device") for item in short)
                 self.later.append(events.ShortageLearned(worker, exit, lacks))
+            case effects.LearnGoodEnd(spec, _):
+                if self.faults.headroom:
+                    self.now_due.append(events.HeadroomChanged((spec,)))
+            case effects.EaseHeadrooms(planned):
+                self.learned.clear()
+                self.now_due.append(events.HeadroomChanged(tuple(dict.fromkeys(spec for spec, _, _ in planned))))
             case effects.Grant(ticket, lease):
-                self._end_ticket(ticket)
+                assert ticket in self.asked, "the wait of a ticket ends once"
+                self.granted(ticket, lease)
+                del self.asked[ticket]
                 self.leases[lease.id] = lease.worker
+                self.uses[lease.model] += lease.counts
             case effects.Fail(ticket, error):
-                assert isinstance(error, InferenceError)
-                self._end_ticket(ticket)
-            case effects.Answer(id, value) | effects.Refuse(id, value):
+                assert ticket in self.asked, "the wait of a ticket ends once"
+                self.failures.append((self.asked.pop(ticket), error))
+            case effects.Answer(id, value):
                 assert id in self.commands, "a command is answered once"
-                self.commands.discard(id)
+                self.answered(*self.commands.pop(id))
                 self.answers[id] = value
+            case effects.Refuse(id, error):
+                assert id in self.commands, "a command is answered once"
+                assert isinstance(error, InferenceError)
+                del self.commands[id]
+                self.answers[id] = error
+            case effects.Count(metric, _, amount):
+                assert amount >= 0
+                self.metrics[metric] += amount if metric in ("tokens",) else 1
+            case _:
+                self._order(effect)
+
+    def _order(self, effect: effects.Effect) -> None:
+        """Effects on worker processes. Where a process has to be there, it is."""
+        match effect:
+            case effects.Spawn(worker, _, _, order, after):
+                assert after is None or after in self.alive
+                self._spawn(worker, order)
+            case effects.SendOrder(worker, order):
+                process = self.alive[worker]
+                process.order = order
+                self.later.append(self._loaded(worker))
+            case effects.FreeContext(worker, most, stays):
+                process = self.alive[worker]
+                cells = sum(item.bytes for item in self._ready(worker).buffers if item.kind == "kv")
+                self.later.append(events.ContextFreed(worker, Offloaded(min(most, cells // 2), 1, 10)))
+                if not stays:
+                    process.told_to_end = True
+                    self._exits(worker, ExitCause.REQUESTED)
+            case effects.Suspend(worker):
+                assert worker in self.alive
+                self.later.append(events.SuspendEnded(worker, *self._carried()))
+            case effects.Resume(worker):
+                assert worker in self.alive
+                self.later.append(events.ResumeEnded(worker, *self._carried()))
+            case effects.StopWorker(worker):
+                self._exits(worker, ExitCause.REQUESTED)
+            case effects.KillWorker(worker):
+                self._exits(worker, ExitCause.HANG if effect.hang else ExitCause.KILLED)
+            case effects.LoseWorker(worker):
+                self._exits(worker, ExitCause.DEVICE_LOST)
+            case effects.Connect(worker):
+                self.alive[worker].connected = True
+            case effects.Disconnect(worker):
+                if worker in self.alive:
+                    self.alive[worker].connected = False
+            case effects.LimitWorker(worker, sequences):
+                self.alive[worker].limit = sequences
+            case effects.SetThreads(worker, count):
+                self.alive[worker].threads = count
             case _:
                 pass
 
-    def _end_ticket(self, ticket: int) -> None:
-        assert ticket in self.asked, "the wait of a ticket ends once"
-        del self.asked[ticket]
+    def _carried(self) -> tuple[str | None, bool]:
+        problem = self.faults.suspension
+        return (None, False) if problem is None else (f"the {problem} refused", problem == "state")
 
-    def _spawn(self, worker: str, order: Any) -> None:
-        if self.spawn_fails:
+    def _spawn(self, worker: str, order: LoadOrder | Hold) -> None:
+        self.spawning(worker, order)
+        if self.faults.spawn:
             self.now_due.append(events.SpawnFailed(worker, "no descriptors are left"))
             return
-        self.alive[worker] = order
+        self.alive[worker] = Process(order)
         self.now_due.append(events.Spawned(worker, 2**22 + next(self.numbers)))
         if isinstance(order, Hold):
-            self.later.append(events.FileHeld(worker, 4))
+            self.later.append(events.FileHeld(worker, self._files(worker)[0][1][0]))
         else:
-            self.later.append(events.Loaded(worker, self._ready(order), self._files(worker)))
+            self.alive[worker].bytes = {device: count // 2 for device, count in order.reserved_bytes.items()}
+            self._lose_memory(self.alive[worker])
+            self.later.append(self._loaded(worker))
 
     def _exits(self, worker: str, cause: ExitCause) -> None:
-        under_way = any(isinstance(item, events.Exited) and item.worker == worker for item in self.later)
-        if worker in self.alive and not under_way:
+        process = self.alive.get(worker)
+        if process is None:
+            return
+        process.told_to_end = True
+        if not any(isinstance(item, events.Exited) and item.worker == worker for item in self.later):
             exit = WorkerExit(cause, 0, "asked to", (), True)
             self.later.append(events.Exited(worker, exit, self._files(worker)))
 
-    def _ready(self, order: Any) -> Ready:
+    def _loaded(self, worker: str) -> events.Loaded:
+        return events.Loaded(worker, self._ready(worker), self._files(worker))
+
+    def _ready(self, worker: str) -> Ready:
+        record = self.state.workers[worker]
+        share = self.faults.allocation
         buffers = tuple(
-            Buffer(device, "weights", max(0, count - 10 * MIB)) for device, count in order.reserved_bytes.items()
-        )
-        return Ready(0.1, buffers, order.context_length, ("chat",))
-
-    def _estimate(self, key: Any, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
-        if key.spec.id in self.unmeasurable:
-            return ModelFailed(f"the model {key.spec.id!r} is damaged")
-        size = self.sizes[key.spec.id] * MIB * key.spec.parallel
-        each = size // len(devices)
-        counts = dict(zip(key.devices, key.counts, strict=True)) if key.counts else {}
-        parts = {item.id: Parts(each, 0, 0) for item in devices}
-        return Estimate(parts, {item.id: 10 * MIB for item in devices}, "llama.cpp", "", 4096, counts=counts)
-
-    # --- what must hold ----------------------------------------------------------------------------------------------
-    def check(self, before: State) -> None:
-        """Invariants of the ledger, of workers, of waiters, and of timers."""
-        state = self.state
-        self._check_ledger(before, state)
-        for id, worker in state.workers.items():
-            assert worker.id == id
-            assert worker.holding in state.ledger.holdings
-            if worker.extra is not None:
-                assert worker.extra in state.ledger.holdings
-        for model in state.models.values():
-            holds = model.state not in (ModelState.COLD, ModelState.FAILED)
-            assert (model.worker is not None) == holds, f"{model.id} is {model.state} with worker {model.worker}"
-            assert model.worker is None or model.worker in state.workers
-            assert (model.kept is not None) <= (
-                model.state in (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
+            Buffer(device, kind, int(count * share))
+            for device, parts in record.estimate.parts.items()
+            for kind, count in (
+                ("weights", parts.weights_bytes), ("kv", parts.kv_bytes), ("compute", parts.compute_bytes)
             )
-            assert (model.state is ModelState.BUSY) <= bool(state.in_flight(model))
-            assert {waiter.id for waiter in model.queue.waiters} == {
-                id for id, ticket in state.tickets.items() if ticket.model == model.id
-            }
-        waiting = {id for id, ticket in state.tickets.items() if ticket.purpose is Purpose.CLIENT}
-        assert waiting == self.asked.keys() - self._unstarted(), "no waiter is lost"
-        for id in state.tickets:
-            assert (TimerKind.TICKET, id) in state.timers, "every wait has a deadline"
-        for lease, worker in self.leases.items():
-            assert worker not in state.workers or lease in state.workers[worker].leases
-        assert self.commands >= {id for id in state.commands if id < 0}
+            if count
+        )  # fmt: skip
+        return Ready(0.1, buffers, record.spec.context_length, ("chat",))
 
-    def _unstarted(self) -> set[int]:
-        """Tickets whose event is in the queue of this runner."""
-        return {item.ticket for item in self.now_due if isinstance(item, events.Wanted)}
-
-    def _check_ledger(self, before: State, state: State) -> None:
-        ledger = state.ledger
-        for device in ledger.accounts:
-            balance = ledger.balance(device)
-            figures = (balance.free_bytes, balance.foreign_bytes, balance.reserved_bytes, balance.resident_bytes,
-                       balance.releasing_bytes, balance.shortfall_bytes, balance.room_bytes)  # fmt: skip
-            assert min(figures) >= 0
-            assert balance.capacity_bytes + balance.shortfall_bytes == sum(figures[:5])
-            ours = sum(holding.bytes.get(device, 0) for holding in ledger.holdings.values())
-            assert ours == balance.ours_bytes
-        gone = before.ledger.holdings.keys() - ledger.holdings.keys()
-        assert not gone & self.released, "a reservation is released once"
-        self.released |= gone
-        assert not self.released & ledger.holdings.keys()
-        owned = {holding for worker in state.workers.values() for holding in (worker.holding, worker.extra)}
-        owned |= state.returns.keys()
-        assert ledger.holdings.keys() <= owned, "every reservation has a worker, or is on its way back"
-        for holding in state.returns:
-            assert ledger.holdings[holding].phase is Phase.RELEASING
-
-    # --- dry runs ----------------------------------------------------------------------------------------------------
-    def _expected(self, event: events.Event) -> tuple[str, Any] | None:
-        """What a dry run says of the one model that is wanted, in the step that decides."""
-        state = self.state
-        if not isinstance(event, events.Observed) or state.closing or not state.unplanned:
-            return None
-        wanted = [model for model in state.models.values() if model.queue.waiters]
-        if len(wanted) != 1 or wanted[0].state is not ModelState.COLD or wanted[0].cleaning or state.commands:
-            return None
-        if any(model.state is ModelState.DRAINING for model in state.models.values()) or state.startup:
-            return None
-        seen = replace(device_view.observed(state, event.readings, self.now), claims=())
-        found = decision.consider(seen, wanted[0].id, self.now)
-        return (wanted[0].id, found.outcome) if isinstance(found, decision.Decision) else None
-
-    def _compare(self, expected: tuple[str, Any] | None) -> None:
-        """The decision is that of the dry run."""
-        if expected is None:
-            return
-        id, outcome = expected
-        model = self.state.models[id]
-        worker = self.state.worker_of(model)
-        if isinstance(outcome, Placement) and outcome.result is Result.FREE:
-            assert worker is not None
-            assert (worker.placement.devices, worker.placement.need) == (outcome.devices, outcome.need)
-            self.compared += 1
-        elif isinstance(outcome, Placement):
-            assert worker is None
-            for name in outcome.evict:
-                assert self.state.models[name].state not in (ModelState.READY, ModelState.BUSY)
-            self.compared += 1
-        elif isinstance(outcome, Refusal):
-            assert worker is None
-            self.compared += 1
+    def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
+        """Weights by layer, a cache that grows with the context and the sequences, and a part in host memory."""
+        spec = key.spec
+        if spec.id == self.faults.damaged:
+            return ModelFailed(f"the model {spec.id!r} is damaged")
+        weights = self.sizes[spec.id] * MIB // (LAYERS + 1)
+        kv = 8 * MIB * spec.parallel * spec.context_length // 4096
+        compute = 10 * MIB * spec.ubatch // 512
+        counts = dict(zip(key.devices, key.counts, strict=True)) if key.counts else {devices[0].id: LAYERS + 1}
+        parts = {name: Parts(weights * count, kv * min(count, LAYERS), compute) for name, count in counts.items()}
+        parts.setdefault(CPU, Parts(5 * MIB, 0, 0))
+        more = self.learned[spec.id] * MIB
+        headroom = {devices[0].id: more} if more else {}
+        overhead = {name: OVERHEAD_BYTES + headroom.get(name, 0) for name in parts}
+        sizes = (Sizes(weights, kv),) * LAYERS
+        return Estimate(
+            parts, overhead, "llama.cpp", "", 4096, sizes=sizes, counts=counts if key.counts else {},
+            headroom_bytes=headroom,
+        )  # fmt: skip

@@ -84,7 +84,9 @@ def _reads_files(draft: Draft) -> bool:
 
 def _advance(draft: Draft, id: str) -> bool:
     """Decides for a model; returns whether nothing is left to decide."""
-    model = draft.model(id)
+    model, worker = draft.model(id), draft.worker_of(id)
+    if worker is not None and worker.ending:
+        return True
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
         is_tried = model.queue.waiters[0].alone
@@ -97,9 +99,7 @@ def _advance(draft: Draft, id: str) -> bool:
         draft.advance(id, ModelEvent.RETRY)
         model = draft.model(id)
     if model.state in (_S.READY, _S.BUSY):
-        worker = draft.worker_of(id)
-        if worker is not None and not worker.ending:
-            tickets.serve(draft, id)
+        tickets.serve(draft, id)
         return True
     if model.state not in (_S.COLD, _S.WARM):
         return True

@@ -36,7 +36,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
         return
     worker = state.worker_of(model)
     is_ready = model.state in _READY and worker is not None and not model.queue.waiters
-    if is_ready and worker is not None and tickets.is_open(worker, alone=event.alone):
+    if is_ready and worker is not None and not worker.ending and tickets.is_open(worker, alone=event.alone):
         draft.count("placements", Result.DEPLOYED.lower(), "ready")
         tickets.grant(draft, ticket)
         return

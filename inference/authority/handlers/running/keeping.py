@@ -135,8 +135,10 @@ def adapted(state: State, model: ModelRecord, request: Request) -> Request:
     if model.kept.mechanism is not Mechanism.STANDBY:
         return request
     held = state.ledger.holdings[worker.holding].bytes
-    option = next(option for option in request.options if option.device == HOST)
-    rest = {name: max(0, count - held.get(name, 0)) for name, count in option.need.items()}
+    there = next((option for option in request.options if option.device == HOST), None)
+    if there is None:  # it may not come back onto the host: it is dropped and loaded elsewhere
+        return request
+    rest = {name: max(0, count - held.get(name, 0)) for name, count in there.need.items()}
     return Request(request.model, (Option(HOST, rest),), request.dedicated)
 
 

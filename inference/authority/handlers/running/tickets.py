@@ -96,7 +96,7 @@ def _limit_alone(draft: Draft, worker: WorkerRecord) -> None:
 def alone_is_over(draft: Draft, id: str) -> None:
     """The time limit of a request that runs alone or waits to is over: others may run beside it."""
     worker = draft.state.workers.get(id)
-    if worker is None or not draft.is_current(worker):
+    if worker is None or worker.ending or not draft.is_current(worker):
         return
     model = draft.model(worker.model)
     if worker.alone is not None:

@@ -230,7 +230,7 @@ def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved
     draft.set(ledger=ledger)
     draft.cancel(TimerKind.OFFLOAD, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
-    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0)
+    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0, predecessor=None, home_device=None)
     draft.advance(worker.model, ModelEvent.OFFLOADED)
     kept = Kept(how, device, draft.unix, size, saved.count_bytes, saved.sequences, saved.tokens)
     draft.set_model(worker.model, kept=kept)

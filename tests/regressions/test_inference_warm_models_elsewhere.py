@@ -1,0 +1,79 @@
+"""Models in the warm pool whose next device is another one, and workers whose end is not booked yet.
+
+A model that was restored onto the CPU could not be offloaded again: its worker was killed after the deadline. A model
+that was offloaded from the CPU and belongs on an accelerator made every decision fail, for all models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference.authority import events
+from inference.authority.retention import Mechanism
+from inference.devices.signs import Sign
+from inference.protocol import ExitCause, ModelState
+from tests.rigs.authority_checks import CheckedWorld
+from tests.rigs.authority_world import configuration
+
+SIZES = {"a": 200, "b": 300}
+
+
+def world_of(**keys: Any) -> CheckedWorld:
+    """A world with one accelerator and two models."""
+    found = {name: {"min_residency": 0, "parallel": 1, **keys} for name in SIZES}
+    return CheckedWorld(configuration(found), SIZES, ("gpu-0",))
+
+
+def test_model_restored_onto_the_cpu_can_be_offloaded_again() -> None:
+    """It is kept in its process this time."""
+    world = world_of(oom_policy="cpu")
+    world.want("a")
+    world.settle(1)
+    world.command(events.Offload("a"))
+    world.settle(1)
+    assert world.state.models["a"].state is ModelState.WARM
+    world.put_sign("gpu-0", Sign.DEAD)
+    world.settle(1)
+    world.want("a")
+    world.settle(1)
+    assert world.state.models["a"].state is ModelState.READY
+    world.command(events.Offload("a"))
+    world.settle(1)
+    kept = world.state.models["a"].kept
+    assert kept is not None
+    assert kept.mechanism is Mechanism.STANDBY
+
+
+def test_model_offloaded_from_the_cpu_is_loaded_onto_its_accelerator() -> None:
+    """It was moved to the CPU, and what is kept there is dropped; other models are decided on as always."""
+    world = world_of()
+    world.want("a")
+    world.settle(1)
+    world.command(events.Move("a", "cpu", 20))
+    world.settle(1)
+    world.command(events.Offload("a"))
+    world.settle(1)
+    assert world.state.models["a"].state is ModelState.WARM
+    world.command(events.Refresh())
+    while world.later:
+        world.deliver()
+    world.want("a")
+    world.want("b")
+    world.settle(2)
+    assert not world.asked
+    assert not world.failures
+    worker = world.state.worker_of(world.state.models["a"])
+    assert worker is not None
+    assert worker.placement.devices == ("gpu-0",)
+
+
+def test_worker_whose_end_is_not_booked_gets_no_request() -> None:
+    """What is learned from its end is still on its way."""
+    world = world_of()
+    world.want("a")
+    world.settle(1)
+    world.end(world.state.models["a"].worker or "", ExitCause.OOM_COMPUTE)
+    world.want("a")
+    assert not world.leases
+    world.settle(5)
+    assert not world.asked

@@ -1,0 +1,598 @@
+"""What must hold in the world of `authority_world`: after each step, at each rest, and at the end of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from inference.authority import effects, events
+from inference.authority.device_health import USABLE
+from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.queries.questions import held_models
+from inference.authority.handlers.running import device_care, tickets
+from inference.authority.handlers.running.memory_return import SLACK_BYTES
+from inference.authority.handlers.running.model_files import FILES_SECONDS
+from inference.authority.lifecycle.departures import Reason
+from inference.authority.placement.ledger import Ledger, Phase
+from inference.authority.placement.plan import Placement, Refusal, Result, Standing
+from inference.authority.placement.turns import age_rank
+from inference.authority.pressure.relief import Rung
+from inference.authority.quarantine import Standing as Verdict
+from inference.authority.retention import Mechanism
+from inference.authority.state import (
+    LeaseRecord,
+    ModelRecord,
+    MoveCommand,
+    Purpose,
+    State,
+    TimerKind,
+    WorkerRecord,
+)
+from inference.authority.step import step
+from inference.errors import DeadlineExceeded, ModelLoading, ShuttingDown
+from inference.protocol import DeviceState, ModelState
+from inference.settings import ModelSpec
+from inference.worker_link import Grant as LoadOrder
+from inference.worker_link import Hold
+from tests.rigs.authority_world import CPU, World
+
+_S = ModelState
+SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
+BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
+EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
+_OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.SAVE, TimerKind.ROOM_TO_KEEP)
+_ALWAYS = (TimerKind.PERIODIC, TimerKind.PLAN, TimerKind.THREADS)
+
+
+class CheckedWorld(World):
+    """A world that fails at the first step after which something does not hold."""
+
+    # --- after each step ---------------------------------------------------------------------------------------------
+    def after_step(self, before: State, event: events.Event, expected: Any) -> None:
+        for name in self.state.models.keys() - before.models.keys():
+            self.uses[name] = 0
+        self._check_ledger(before, event)
+        self._check_holdings(before)
+        for model in self.state.models.values():
+            self._check_model(model)
+            self.visited[model.state] += 1
+        for worker in self.state.workers.values():
+            self._check_worker(worker)
+        self._check_processes()
+        self._check_devices(before)
+        self._check_waiters()
+        self._check_timers(event)
+        self._check_departures(before)
+        self._check_counters(before)
+        self._check_loads(before)
+        self._check_limits(before)
+        self._check_verdicts(before, event)
+        self._compare(expected)
+
+    def _check_ledger(self, before: State, event: events.Event) -> None:
+        ledger = self.state.ledger
+        for device, account in ledger.accounts.items():
+            balance = ledger.balance(device)
+            figures = (balance.free_bytes, balance.foreign_bytes, balance.reserved_bytes, balance.resident_bytes,
+                       balance.releasing_bytes, balance.shortfall_bytes, balance.room_bytes)  # fmt: skip
+            assert min(figures) >= 0, "no account is negative"
+            assert balance.capacity_bytes + balance.shortfall_bytes == sum(figures[:5])
+            ours = balance.ours_bytes
+            if device in before.ledger.accounts and ours > before.ledger.balance(device).ours_bytes:
+                assert ours <= account.budget_bytes, "no more is booked than our share of a device"
+        anew = Ledger(ledger.accounts, ledger.holdings, ledger.limit_bytes).sums
+        for device in {*anew, *ledger.sums}:
+            assert ledger.sums.get(device) == anew.get(device) or not any(_figures(ledger.sums[device])), "sums"
+        if ledger.limit_bytes is not None and not isinstance(event, events.SettingsChanged):
+            before_bytes = before.ledger.loaded_bytes
+            assert ledger.loaded_bytes <= max(before_bytes, ledger.limit_bytes), "the memory limit holds"
+
+    def _check_holdings(self, before: State) -> None:
+        state = self.state
+        holdings = state.ledger.holdings
+        owners = Counter(holding for worker in state.workers.values() for holding in (worker.holding, worker.extra))
+        owners.update(state.returns.keys())
+        del owners[None]
+        assert owners.keys() == holdings.keys(), "each holding has an owner, and each owner its holding"
+        assert not owners or max(owners.values()) == 1, "each holding has one owner"
+        for worker in state.workers.values():
+            assert holdings[worker.holding].owner == worker.model
+            assert worker.extra is None or holdings[worker.extra].owner == worker.model
+        for id, awaited in state.returns.items():
+            assert holdings[id].phase is Phase.RELEASING
+            assert state.timers[TimerKind.RETURN, id] <= awaited.deadline
+        gone = before.ledger.holdings.keys() - holdings.keys()
+        assert not gone & self.released, "a reservation is released once"
+        self.released |= gone
+        assert not self.released & holdings.keys()
+        for id in gone & before.returns.keys():
+            awaited = before.returns[id]
+            until, left = self.lingering.get(awaited.worker, (0.0, {}))
+            is_awaited = until > self.now and awaited.deadline > self.now and self.foreign_moved_at < self.now - 20
+            others = [item for item in before.ledger.holdings.values() if item.id != id and left.keys() & item.bytes]
+            if is_awaited and not others and not any(self._is_empty(device) for device in left):
+                assert max(left.values(), default=0) <= SLACK_BYTES, "memory is given back when the device shows it"
+
+    def _is_empty(self, device: str) -> bool:
+        """Whether a device has lost what was in its memory."""
+        case = self.state.devices.health.get(device)
+        return case is not None and case.emptied
+
+    # --- models and workers ------------------------------------------------------------------------------------------
+    def _check_model(self, model: ModelRecord) -> None:
+        state = self.state
+        holds = model.state not in (_S.COLD, _S.FAILED)
+        assert (model.worker is not None) == holds, f"{model.id} is {model.state} with worker {model.worker}"
+        assert (model.kept is not None) <= (model.state in (_S.WARM, _S.UNLOADING, _S.RESTORING))
+        assert (model.home is None) or model.target is not None or model.moved_in_vain is not None
+        assert not model.removed or (model.worker is not None and not model.queue.waiters)
+        assert model.uses == self.uses[model.id]
+        worker = state.worker_of(model)
+        if worker is None:
+            return
+        assert worker.model == model.id
+        held, process = state.ledger.holdings[worker.holding], self.alive.get(worker.id)
+        assert worker.ending or process is not None or self._ends_soon(worker.id)
+        if model.state is not _S.DRAINING and not worker.ending:
+            assert (model.state is _S.BUSY) == bool(worker.leases), "busy with requests, and with nothing else"
+        if model.state is _S.LOADING:
+            assert (held.aside, worker.ready, worker.extra) == (False, None, None)
+            assert held.phase is Phase.RESERVED or worker.failure is not None
+            reserved = _nonzero(worker.placement.need)
+            assert worker.failure is not None or _nonzero(held.bytes) == reserved, "what is planned is reserved"
+        elif model.state in SERVING:
+            assert (held.phase, held.aside, worker.extra, worker.suspended) == (Phase.RESIDENT, False, None, None)
+            assert worker.ending or (process is not None and process.connected)
+            self._check_resident(worker, held.bytes)
+        elif model.state is _S.WARM:
+            assert (held.phase, held.aside, worker.extra, worker.ready) == (Phase.RESIDENT, True, None, None)
+            assert set(_nonzero(held.bytes)) <= {CPU}, "a warm model has no device memory"
+            assert model.kept is not None
+            assert sum(held.bytes.values()) == model.kept.count_bytes
+            assert worker.predecessor not in state.workers
+        elif model.state is _S.RESTORING:
+            assert worker.extra is not None
+            assert model.kept is not None
+        elif model.state is _S.UNLOADING:
+            assert held.phase is Phase.RELEASING
+            assert worker.ending or process is None or process.told_to_end, "a model that leaves has its worker stopped"
+
+    def _check_resident(self, worker: WorkerRecord, held: Any) -> None:
+        """A loaded model holds what its worker reported."""
+        assert worker.ready is not None
+        actual = Counter(dict(worker.estimate.overhead_bytes))
+        for buffer in worker.ready.buffers:
+            actual[buffer.device] += buffer.bytes
+        actual[CPU] += worker.grown_bytes
+        if worker.id in self.visited_standby:
+            assert all(held.get(device, 0) >= count for device, count in actual.items())
+        else:
+            assert _nonzero(held) == _nonzero(actual), f"{worker.id} holds what it reported"
+
+    def _check_worker(self, worker: WorkerRecord) -> None:
+        model = self.state.models.get(worker.model)
+        is_current = model is not None and model.worker == worker.id
+        process = self.alive.get(worker.id)
+        if is_current and process is not None and worker.spec.gpu_layers == 0:
+            assert process.threads == worker.threads
+        if not is_current and process is not None and not worker.ending:
+            assert process.told_to_end, "the worker of no model ends"
+        ours = {lease for lease, owner in self.leases.items() if owner == worker.id}
+        assert ours == worker.leases.keys(), "a lease ends when its request does, and not before"
+        if worker.alone is not None:
+            assert worker.leases.keys() == {worker.alone}
+            assert (TimerKind.ALONE, worker.id) in self.state.timers
+        if is_current and model is not None and model.state in (_S.WARM, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING):
+            assert not worker.leases
+        kept = model.kept if model is not None and is_current else None
+        if kept is not None and kept.mechanism is Mechanism.STANDBY:
+            self.visited_standby.add(worker.id)
+
+    def _check_processes(self) -> None:
+        """What a process takes is booked for it."""
+        ledger = self.state.ledger
+        for id, process in self.alive.items():
+            worker = self.state.workers.get(id)
+            assert worker is not None, "no process is forgotten"
+            if worker.ending or process.told_to_end or worker.failure is not None:
+                continue
+            booked: Counter[str] = Counter(dict(ledger.holdings[worker.holding].bytes))
+            if worker.extra is not None:
+                booked.update(ledger.holdings[worker.extra].bytes)
+            for device, count in process.bytes.items():
+                more = process.grown_bytes if device == CPU else 0
+                assert self._is_empty(device) or count - more <= booked[device], f"{id} takes {count} of {device}"
+
+    def _ends_soon(self, worker: str) -> bool:
+        """Whether the start of its process has just failed."""
+        return any(isinstance(item, events.SpawnFailed) and item.worker == worker for item in self.now_due)
+
+    # --- devices -----------------------------------------------------------------------------------------------------
+    def _check_devices(self, before: State) -> None:
+        state = self.state
+        for device, case in state.devices.health.items():
+            if not case.emptied:
+                continue
+            for holding in state.ledger.holdings.values():
+                assert not holding.bytes.get(device), f"{holding.id} has nothing on {device}, which is {case.state}"
+            for worker in state.workers.values():
+                if device in worker.placement.devices:
+                    model, process = state.models.get(worker.model), self.alive.get(worker.id)
+                    assert model is None or model.worker != worker.id, f"{worker.id} is attached to {device}"
+                    assert process is None or process.told_to_end
+            was = before.devices.health.get(device)
+            if case.state is DeviceState.LOST and was is not None and not was.emptied:
+                for model in state.models.values():
+                    kept = model.kept if model.state is _S.WARM else None
+                    assert kept is None or kept.mechanism is not Mechanism.CHECKPOINT or kept.original_device != device
+        for device, (_, trial) in state.devices.trials.items():
+            assert trial <= state.devices.health[device].trial
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def _check_waiters(self) -> None:
+        state = self.state
+        for model in state.models.values():
+            assert [waiter.id for waiter in model.queue.waiters] == [
+                waiter.id for waiter in sorted(model.queue.waiters, key=lambda waiter: waiter.rank)
+            ]
+            ours = {id: ticket for id, ticket in state.tickets.items() if ticket.model == model.id}
+            assert {waiter.id: waiter for waiter in model.queue.waiters} == {
+                id: ticket.waiter for id, ticket in ours.items()
+            }, "queues and tickets are the same requests"
+        assert all(ticket.model in state.models for ticket in state.tickets.values())
+        waiting = {id for id, ticket in state.tickets.items() if ticket.purpose is Purpose.CLIENT}
+        unstarted = {item.ticket for item in self.now_due if isinstance(item, events.Wanted)}
+        assert waiting == self.asked.keys() - unstarted, "no waiter is lost"
+        for id, ticket in state.tickets.items():
+            due = state.timers[TimerKind.TICKET, id]
+            ask = self.asked.get(id)
+            begun, still = (ticket.waiter.deadline_at, self.stood_still)
+            if ask is not None:
+                begun, still = ask.asked_at + ask.patience, self.stood_still - ask.stood_still
+            assert begun - 1e-6 <= due <= begun + still + 1e-6, "each wait has its deadline"
+        for command in state.commands.values():
+            if isinstance(command, MoveCommand) and command.ticket is not None:
+                assert command.ticket in state.tickets, "a move waits for its ticket"
+
+    def granted(self, ticket: int, lease: LeaseRecord) -> None:
+        ask, worker = self.asked[ticket], self.state.workers[lease.worker]
+        process = self.alive[lease.worker]
+        assert (lease.model, worker.model) == (ask.model, ask.model)
+        assert process.connected
+        assert self.state.models[ask.model].worker == worker.id
+        if not ask.alone:
+            for other, waiting in self.asked.items():
+                if waiting.model == ask.model and not waiting.alone:
+                    assert (waiting.rank, -other) >= (ask.rank, -ticket), "requests are served in their order"
+
+    def _check_timers(self, event: events.Event) -> None:
+        state = self.state
+        first = min(state.timers.values(), default=math.inf)
+        assert state.wake_at == first, "the service wakes up for its first timer"
+        assert self.wake_at == first
+        if isinstance(event, events.Tick):
+            assert first >= self.now, "what is due is done"
+        for kind, id in state.timers:
+            if kind in _OF_WORKER:
+                assert id in state.workers, f"{kind} of {id} is forgotten"
+            elif kind is TimerKind.TICKET:
+                assert id in state.tickets
+            elif kind is TimerKind.RETURN:
+                assert id in state.returns
+            elif kind is TimerKind.COMMAND:
+                assert id in state.commands
+            else:
+                assert (kind in _ALWAYS, id) == (True, 0)
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+    def _check_departures(self, before: State) -> None:
+        """A model is made to leave only for a reason that may make it leave."""
+        for id, worker in self.state.workers.items():
+            old, departure = before.workers.get(id), worker.departure
+            if departure is None or old is None or old.departure == departure:
+                continue
+            was, now = before.models.get(worker.model), self.state.models.get(worker.model)
+            if was is None or now is None or was.worker != id or was.state not in (_S.READY, _S.BUSY):
+                continue
+            if departure.reason in EASILY:
+                assert not was.spec.pinned, f"{was.id} is pinned"
+                assert not was.spec.dedicated or departure.reason is Reason.IDLE, f"{was.id} is dedicated"
+            if departure.reason in (Reason.IDLE, Reason.PRESSURE):
+                assert not worker.leases
+                assert not now.queue.waiters
+            if departure.reason is Reason.MEMORY_WANTED and "room for" in " ".join(departure.explanation):
+                assert self.now >= worker.ready_at + was.spec.min_residency, f"{was.id} has had its turn"
+
+    def _check_counters(self, before: State) -> None:
+        state = self.state
+        assert self.metrics["evictions"] == sum(state.departures.values())
+        assert self.metrics["restorations"] == state.restorations
+        assert sum(len(model.queue) for model in state.models.values()) == len(state.tickets)
+        assert state.settings is state.config.settings
+        assert state.config is self.config
+        assert state.config.models.keys() <= state.models.keys()
+        for model in state.models.values():
+            assert model.removed == (model.id not in state.config.models)
+            assert model.removed or model.spec == state.config.models[model.id]
+        for record in state.evictions[len(before.evictions) :]:
+            old = sum(before.ledger.owned_by(record.model_name).values())
+            new = sum(state.ledger.owned_by(record.model_name).values())
+            assert record.memory_freed_mb * 2**20 <= old - new + 2**12, "a record names what was freed"
+
+    def _check_loads(self, before: State) -> None:
+        """A load begins only where the limits allow it."""
+        for model in self.state.models.values():
+            was = before.models.get(model.id)
+            if model.state not in (_S.LOADING, _S.RESTORING) or was is None or was.worker == model.worker:
+                continue
+            worker = self.state.workers[model.worker or ""]
+            held = [item for item in held_models(self.state, self.now) if item.standing is not Standing.WARM]
+            most = self.state.settings.max_models
+            assert most is None or len(held) <= most, "INFERENCE_MAX_MODELS holds"
+            for device in worker.placement.devices:
+                if device != CPU:
+                    assert device_care.health_of(self.state, device).state in USABLE
+                there = [item for item in held if device in item.devices and item.holding != worker.holding]
+                assert not there or not (model.spec.dedicated or any(item.dedicated for item in there))
+            assert not model.removed
+            assert not self.state.closing
+
+    def _check_limits(self, before: State) -> None:
+        """What workers were told is what is written down, and follows from the last check of the pressure."""
+        state = self.state
+        checked = state.pressure.watches is not before.pressure.watches
+        for model in state.models.values():
+            worker, was = state.worker_of(model), before.models.get(model.id)
+            if worker is None or model.state not in (_S.READY, _S.BUSY) or worker.ending:
+                continue
+            most = model.effective.parallel
+            assert (self.alive[worker.id].limit or most) == (worker.limit or most), f"the limit of {worker.id}"
+            if checked and was is not None and was.state in (_S.READY, _S.BUSY) and was.worker == worker.id:
+                held = state.ledger.holdings[worker.holding].bytes
+                rung = max((watch.rung for name, watch in state.pressure.watches.items() if held.get(name)), default=0)
+                expected = most if rung < Rung.HALVE else max(1, most >> (rung - 1))
+                assert (worker.limit or most) == expected, "the pressure decides how many run at once"
+        for device, watch in state.pressure.watches.items():
+            old = before.pressure.watches.get(device)
+            assert watch.rung - (old.rung if old else 0) in (-1, 0, 1) or not state.settings.enable_memory_governor
+
+    def _check_verdicts(self, before: State, event: events.Event) -> None:
+        """Nothing is held against a request that was answered, and convicted is what crashed alone twice."""
+        if not isinstance(event, events.CrashReported | events.RequestAnswered | events.CaseCleared):
+            return
+        model, was = self.state.models.get(event.model), before.models.get(event.model)
+        if model is None or was is None:
+            return
+        verdict, old = model.quarantine.standing(event.key, self.now), was.quarantine.standing(event.key, self.now)
+        if not isinstance(event, events.CrashReported):
+            assert verdict is Verdict.INNOCENT
+        elif old is Verdict.CONVICTED or model.quarantine.doubted:
+            return
+        elif event.crash.is_telling and not event.crash.unexplained and old is not Verdict.INNOCENT:
+            assert verdict is Verdict.CONVICTED
+        else:
+            assert verdict is not Verdict.INNOCENT
+            assert verdict is not Verdict.CONVICTED or old is Verdict.ACCUSED
+
+    # --- dry runs ----------------------------------------------------------------------------------------------------
+    def before_step(self, event: events.Event) -> Any:
+        """The answer of a dry run, on a copy, for the model that is decided on first in this step."""
+        state = self.state
+        if not isinstance(event, events.Observed) or state.closing or not state.unplanned or not state.started:
+            return None
+        wanted = [model for model in state.models.values() if model.queue.waiters]
+        if not wanted or state.commands or state.startup or state.checks:
+            return None
+        if any(model.state is _S.DRAINING for model in state.models.values()):
+            return None
+        if any(model.state is not _S.COLD or self.now - model.files_seen_at > FILES_SECONDS for model in wanted):
+            return None
+        model = min(wanted, key=lambda item: (item.called_at, age_rank(item.queue.waiters)))
+        if model.cleaning or model.wanted_at != self.now or model.target is not None:
+            return None
+        copy = state
+        for ticket in state.tickets:
+            copy, _ = step(copy, events.Withdrawn(ticket), self.now)
+        asked, _ = step(copy, events.Commanded(0, events.Plan(model.id, {})), self.now)
+        after, found = step(asked, event, self.now)
+        answers = [effect.value for effect in found if isinstance(effect, effects.Answer)]
+        if not answers or not isinstance(answers[0], Planned):
+            return None
+        assert after.ledger.holdings == state.ledger.holdings, "a dry run books nothing"
+        assert after.workers == state.workers, "a dry run tells no worker anything"
+        assert {name: item.state for name, item in after.models.items()} == {
+            name: item.state for name, item in state.models.items()
+        }
+        return model.id, answers[0].outcome
+
+    def _compare(self, expected: tuple[str, Any] | None) -> None:
+        """The decision is that of the dry run."""
+        if expected is None:
+            return
+        id, outcome = expected
+        model = self.state.models[id]
+        worker = self.state.worker_of(model)
+        self.compared += 1
+        if isinstance(outcome, Refusal):
+            doubted = any(case.state is DeviceState.PROBING for case in self.state.devices.health.values())
+            if model.effective.oom_policy == "fail_fast" and not doubted:
+                assert worker is None, outcome
+                assert bool(model.queue.waiters) == bool(outcome.waits_for), "a final refusal ends the wait"
+        elif outcome.result is Result.FREE:
+            assert worker is not None
+            assert (worker.placement.devices, worker.placement.need) == (outcome.devices, outcome.need)
+        else:
+            assert isinstance(outcome, Placement)
+            assert worker is None, outcome
+            for name in outcome.evict:
+                other = self.state.models[name]
+                leaver = self.state.worker_of(other)
+                has_ended = leaver is not None and leaver.ending
+                assert has_ended or other.state not in (_S.READY, _S.BUSY), f"{name} leaves for {id}"
+
+    # --- starts and commands -----------------------------------------------------------------------------------------
+    def spawning(self, worker: str, order: LoadOrder | Hold) -> None:
+        record = self.state.workers[worker]
+        held = self.state.ledger.holdings[record.holding]
+        assert worker not in self.alive
+        assert held.phase is not Phase.RESIDENT, "memory is reserved before a process starts"
+        if isinstance(order, LoadOrder):
+            assert _nonzero(order.reserved_bytes) == _nonzero(held.bytes)
+            assert tuple(item.id for item in order.devices) == record.placement.devices
+
+    def commanding(self, request: events.Request) -> Any:
+        if isinstance(request, events.Unload):
+            model = self.state.models.get(request.model)
+            return None if model is None else model.worker
+        return self.state.devices.begun if isinstance(request, events.Refresh) else None
+
+    def answered(self, request: events.Request, noted: Any) -> None:
+        state = self.state
+        match request:
+            case events.Unload():
+                assert noted not in state.workers, "an unload is answered when the worker has ended"
+            case events.Offload(name):
+                assert name not in state.models or state.models[name].state not in (_S.DRAINING, _S.OFFLOADING)
+            case events.Move(name, device):
+                worker = state.worker_of(state.models[name])
+                assert worker is not None
+                assert worker.placement.devices == (device,), "a move is answered when the model is there"
+            case events.Refresh():
+                assert state.devices.done > noted, "a refresh is answered by a reading that began after it"
+            case events.Recover(device):
+                assert device_care.health_of(state, device).state is not DeviceState.PROBING
+            case _:
+                pass
+
+    # --- at rest -----------------------------------------------------------------------------------------------------
+    def settled(self) -> None:
+        """What waits has something to wait for."""
+        state = self.state
+        if not state.started:
+            return
+        assert not state.unplanned, "what was wanted was looked at"
+        for id, worker in state.workers.items():
+            assert worker.ending or id in self.alive, f"{id} has ended"
+        coming = {getattr(item, "worker", None) for item in self.later}
+        for model in state.models.values():
+            worker = state.worker_of(model)
+            if worker is None:
+                if model.queue.waiters and not state.closing:
+                    hope = (TimerKind.PLAN, 0) in state.timers or self.later or state.claims
+                    assert hope, f"{model.id} is waited for and nothing will happen"
+                continue
+            if worker.ending:
+                assert worker.id in coming
+            elif model.state in (_S.READY, _S.BUSY) and model.queue.waiters:
+                first = model.queue.waiters[0]
+                assert not tickets.is_open(worker, alone=first.alone), f"{first.id} could be served"
+                assert (TimerKind.ALONE, worker.id) in state.timers
+            elif model.state is _S.DRAINING and not worker.leases:
+                process = self.alive[worker.id]
+                timer = (TimerKind.ROOM_TO_KEEP, worker.id)
+                assert process.told_to_end or (worker.room_awaited and timer in state.timers), f"{model.id} leaves"
+            elif model.state in BETWEEN:
+                assert {worker.id, worker.predecessor} & coming, f"{model.id} is {model.state} for ever"
+        for kind in (events.Loaded, events.Estimated, events.TrialEnded):
+            self.visited[kind.__name__] += any(isinstance(item, kind) for item in self.later)
+        reading = any(isinstance(item, events.DevicesRead) for item in self.later)
+        assert reading == (state.devices.begun > state.devices.done), "one reading at a time"
+        assert {item.key for item in self.later if isinstance(item, events.Estimated)} == state.measuring
+        trimmed = {item.job for item in self.later if isinstance(item, events.Trimmed)}
+        assert {model.id for model in state.models.values() if model.cleaning} <= trimmed
+        for id in state.commands:
+            assert id >= 0 or id in self.commands, "an abandoned command is forgotten"
+        assert self.commands.keys() <= state.commands.keys() | {
+            item.command for item in self.now_due if isinstance(item, events.Commanded)
+        }, "a command is answered or goes on"
+
+    # --- at the end of a run -----------------------------------------------------------------------------------------
+    def rest(self) -> None:
+        """All faults end and all requests complete; then nothing may remain."""
+        self.heal()
+        failed = len(self.failures)
+        self.settle(110)
+        self._check_idle()
+        for ask, error in self.failures[failed:]:
+            if isinstance(error, DeadlineExceeded | ModelLoading):
+                assert ask.patience < 100, f"a request for {ask.model} waits for nothing"
+        for name in list(self.state.models):
+            self.command(events.Unload(name, now=True))
+            self.settle(1)
+        self.settle(20)
+        self._check_empty()
+
+    def shut_down(self) -> None:
+        """The service drains and ends; then nothing may remain."""
+        failed = len(self.failures)
+        waited = len(self.asked)
+        self.send(events.Quiesced())
+        assert not self.asked
+        assert all(isinstance(error, ShuttingDown) for _, error in self.failures[failed : failed + waited])
+        self.send(events.Ended())
+        for id in self.alive:
+            assert self.alive[id].told_to_end or self.state.workers[id].leases or model_is_gone(self.state, id)
+        self.settle(60)
+        self._check_empty()
+
+    def _check_idle(self) -> None:
+        state = self.state
+        while self.later:
+            self.deliver()
+        state = self.state
+        assert not self.asked, "every wait has ended"
+        assert not self.commands, "every command is answered"
+        left = {
+            "tickets": state.tickets, "commands": state.commands, "returns": state.returns, "checks": state.checks,
+            "measuring": state.measuring, "reloads": state.reloads, "foreseen": state.foreseen, "claims": state.claims,
+            "startup": state.startup, "learning": state.learning, "trials": state.devices.trials,
+            "homeless": [name for names in state.devices.homeless.values() for name in names if name in state.models],
+            "proving": state.devices.proving,
+        }  # fmt: skip
+        assert not {name: found for name, found in left.items() if found}
+        assert {kind for kind, _ in state.timers} <= {*_ALWAYS}
+        assert all(case.state is DeviceState.HEALTHY for case in state.devices.health.values())
+        for model in state.models.values():
+            assert model.state in (_S.COLD, _S.FAILED, _S.READY, _S.WARM), f"{model.id} is {model.state}"
+            assert (model.target, model.home, model.moved_in_vain, model.cleaning) == (None, None, None, False)
+            assert not model.removed
+            worker = state.worker_of(model)
+            if worker is not None and model.spec.oom_policy != "reduce":
+                hard = {*model.spec.changed(worker.spec)} - ModelSpec.SOFT
+                assert not hard or model.state is _S.WARM, f"{model.id} runs with other settings: {hard}"
+        assert all(holding.phase is Phase.RESIDENT for holding in state.ledger.holdings.values())
+        for device, account in state.ledger.accounts.items():
+            balance = state.ledger.balance(device)
+            grown = sum(process.grown_bytes for process in self.alive.values()) if device == CPU else 0
+            assert balance.foreign_bytes <= grown, f"nothing else uses {device}"
+            assert balance.ours_bytes <= account.budget_bytes, "a lowered limit holds in the end"
+        limit = state.ledger.limit_bytes
+        assert limit is None or state.ledger.loaded_bytes <= limit
+        for watch in state.pressure.watches.values():
+            assert watch.rung is Rung.NONE
+
+    def _check_empty(self) -> None:
+        state = self.state
+        assert not state.ledger.holdings, "every byte is back"
+        assert not state.workers
+        assert not self.alive
+        assert not state.returns
+        assert not state.tickets
+        assert not self.commands
+        assert not any(any(_figures(sums)) for sums in state.ledger.sums.values())
+        assert all(model.state in (_S.COLD, _S.FAILED) for model in state.models.values())
+        assert self.metrics["exits"] == self.exits, "every end of a worker is counted once"
+
+
+def model_is_gone(state: State, worker: str) -> bool:
+    """Whether no model has this worker any more."""
+    return not any(model.worker == worker for model in state.models.values())
+
+
+def _nonzero(counts: Any) -> dict[str, int]:
+    return {device: count for device, count in counts.items() if count}
+
+
+def _figures(sums: Any) -> tuple[int, ...]:
+    return (sums.reserved_bytes, sums.resident_bytes, sums.releasing_bytes, sums.aside_bytes)
