@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from typing import Any
 
+from inference.authority.handlers.queries.questions import held_models
+
 from inference.authority import effects, events
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
-from inference.authority.handlers.queries.questions import held_models
 from inference.authority.handlers.running import device_care, tickets
 from inference.authority.handlers.running.memory_return import SLACK_BYTES
 from inference.authority.handlers.running.model_files import FILES_SECONDS
