@@ -142,10 +142,10 @@ class Authority(RuleBasedStateMachine):
 
     # --- what breaks -------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.world.alive)
-    @rule(number=numbers, cause=st.sampled_from(list(ExitCause)), was_ready=st.booleans(), wordless=st.booleans())
-    def crash(self, number: int, cause: ExitCause, was_ready: bool, wordless: bool) -> None:
+    @rule(number=numbers, cause=st.sampled_from(list(ExitCause)), was_ready=st.booleans(), unexplained=st.booleans())
+    def crash(self, number: int, cause: ExitCause, was_ready: bool, unexplained: bool) -> None:
         worker = sorted(self.world.alive)[number % len(self.world.alive)]
-        self.world.end(worker, cause, was_ready=was_ready, wordless=wordless)
+        self.world.end(worker, cause, was_ready=was_ready, unexplained=unexplained)
 
     @rule(state=st.sampled_from(list(ModelState)), cause=st.sampled_from(list(ExitCause)))
     def crash_while(self, state: ModelState, cause: ExitCause) -> None:

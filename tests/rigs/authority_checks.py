@@ -6,11 +6,10 @@ import math
 from collections import Counter
 from typing import Any
 
-from inference.authority.handlers.queries.questions import held_models
-
 from inference.authority import effects, events
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_care, tickets
 from inference.authority.handlers.running.memory_return import SLACK_BYTES
 from inference.authority.handlers.running.model_files import FILES_SECONDS
@@ -157,7 +156,7 @@ class CheckedWorld(World):
             assert model.kept is not None
         elif model.state is _S.UNLOADING:
             assert held.phase is Phase.RELEASING
-            assert worker.ending or process is None or process.told_to_end, "a model that leaves has its worker stopped"
+            assert worker.ending or process is None or process.is_stopped, "a model that leaves has its worker stopped"
 
     def _check_resident(self, worker: WorkerRecord, held: Any) -> None:
         """A loaded model holds what its worker reported."""
@@ -178,7 +177,7 @@ class CheckedWorld(World):
         if is_current and process is not None and worker.spec.gpu_layers == 0:
             assert process.threads == worker.threads
         if not is_current and process is not None and not worker.ending:
-            assert process.told_to_end, "the worker of no model ends"
+            assert process.is_stopped, "the worker of no model ends"
         ours = {lease for lease, owner in self.leases.items() if owner == worker.id}
         assert ours == worker.leases.keys(), "a lease ends when its request does, and not before"
         if worker.alone is not None:
@@ -196,7 +195,7 @@ class CheckedWorld(World):
         for id, process in self.alive.items():
             worker = self.state.workers.get(id)
             assert worker is not None, "no process is forgotten"
-            if worker.ending or process.told_to_end or worker.failure is not None:
+            if worker.ending or process.is_stopped or worker.failure is not None:
                 continue
             booked: Counter[str] = Counter(dict(ledger.holdings[worker.holding].bytes))
             if worker.extra is not None:
@@ -221,7 +220,7 @@ class CheckedWorld(World):
                 if device in worker.placement.devices:
                     model, process = state.models.get(worker.model), self.alive.get(worker.id)
                     assert model is None or model.worker != worker.id, f"{worker.id} is attached to {device}"
-                    assert process is None or process.told_to_end
+                    assert process is None or process.is_stopped
             was = before.devices.health.get(device)
             if case.state is DeviceState.LOST and was is not None and not was.emptied:
                 for model in state.models.values():
@@ -340,7 +339,7 @@ class CheckedWorld(World):
             assert not self.state.closing
 
     def _check_limits(self, before: State) -> None:
-        """What workers were told is what is written down, and follows from the last check of the pressure."""
+        """The limits of workers are those of their records, and follow from the last check of the pressure."""
         state = self.state
         checked = state.pressure.watches is not before.pressure.watches
         for model in state.models.values():
@@ -492,7 +491,7 @@ class CheckedWorld(World):
             elif model.state is _S.DRAINING and not worker.leases:
                 process = self.alive[worker.id]
                 timer = (TimerKind.ROOM_TO_KEEP, worker.id)
-                assert process.told_to_end or (worker.room_awaited and timer in state.timers), f"{model.id} leaves"
+                assert process.is_stopped or (worker.room_awaited and timer in state.timers), f"{model.id} leaves"
             elif model.state in BETWEEN:
                 assert {worker.id, worker.predecessor} & coming, f"{model.id} is {model.state} for ever"
         for kind in (events.Loaded, events.Estimated, events.TrialEnded):
@@ -533,7 +532,7 @@ class CheckedWorld(World):
         assert all(isinstance(error, ShuttingDown) for _, error in self.failures[failed : failed + waited])
         self.send(events.Ended())
         for id in self.alive:
-            assert self.alive[id].told_to_end or self.state.workers[id].leases or model_is_gone(self.state, id)
+            assert self.alive[id].is_stopped or self.state.workers[id].leases or model_is_gone(self.state, id)
         self.settle(60)
         self._check_empty()
 

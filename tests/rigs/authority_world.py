@@ -50,13 +50,13 @@ def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> I
 
 @dataclass
 class Process:
-    """A worker process: what it holds on each device, how it was told to end, and what it was told last."""
+    """A worker process: its bytes on each device, and the last orders to it. `is_stopped`: it was ordered to end."""
 
     order: LoadOrder | Hold
     bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     """what it took of host memory beyond its buffers"""
-    told_to_end: bool = False
+    is_stopped: bool = False
     connected: bool = False
     limit: int | None = None
     threads: int | None = None
@@ -336,13 +336,13 @@ class World:
         if worker in self.state.workers and not self.state.workers[worker].ending:
             self.exits += 1
 
-    def end(self, worker: str, cause: ExitCause, *, was_ready: bool = True, wordless: bool = False) -> None:
+    def end(self, worker: str, cause: ExitCause, *, was_ready: bool = True, unexplained: bool = False) -> None:
         """The process of a worker ends; its clients report what they met and run again elsewhere."""
         if worker not in self.alive:
             return
         record = self.state.workers[worker]
-        exit = WorkerExit(cause, 0, f"ended ({cause})", (), was_ready, silent_abort=wordless)
-        crash = Crash(cause, exit.message, alone=record.alone is not None, unexplained=wordless)
+        exit = WorkerExit(cause, 0, f"ended ({cause})", (), was_ready, silent_abort=unexplained)
+        crash = Crash(cause, exit.message, alone=record.alone is not None, unexplained=unexplained)
         files = self._files(worker)
         self._gone(worker)
         self.send(events.Exited(worker, exit, files))
@@ -509,7 +509,7 @@ class World:
                 cells = sum(item.bytes for item in self._ready(worker).buffers if item.kind == "kv")
                 self.later.append(events.ContextFreed(worker, Offloaded(min(most, cells // 2), 1, 10)))
                 if not stays:
-                    process.told_to_end = True
+                    process.is_stopped = True
                     self._exits(worker, ExitCause.REQUESTED)
             case effects.Suspend(worker):
                 assert worker in self.alive
@@ -557,7 +557,7 @@ class World:
         process = self.alive.get(worker)
         if process is None:
             return
-        process.told_to_end = True
+        process.is_stopped = True
         if not any(isinstance(item, events.Exited) and item.worker == worker for item in self.later):
             exit = WorkerExit(cause, 0, "asked to", (), True)
             self.later.append(events.Exited(worker, exit, self._files(worker)))
