@@ -1,4 +1,4 @@
-"""What several contracts are held against; judges nothing."""
+"""Shared fixtures of the contract tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rigs.nvml_stub.two_cards import two_cards
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlStub:
-    """The NVML of a machine with two cards, which this process and its children would load."""
+    """The NVML of a machine with two cards, for this process and its children."""
     stub = two_cards(tmp_path)
     for name, value in stub.env.items():
         monkeypatch.setenv(name, value)
@@ -23,7 +23,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlStub:
 
 @pytest.fixture
 async def reader(stub: NvmlStub) -> AsyncIterator[NvmlReader]:
-    """Our child that reads it."""
+    """The child process that reads it."""
     reader = NvmlReader()
     yield reader
     await reader.close()

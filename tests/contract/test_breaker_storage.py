@@ -1,4 +1,4 @@
-"""What every store of breaker states guarantees: state, counters and the end of the open period, in one place."""
+"""Guarantees of every breaker storage: state, counters and the end of the open period are in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = Failure(Scope.PAIR, reached=True)
 
 
 class World:
-    """The clocks of two gateways, one after the other; a restart begins a new monotonic clock."""
+    """The clocks of two consecutive gateways; a restart begins a new monotonic clock."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = StateDir(directory)
@@ -27,11 +27,11 @@ class World:
         self.wall = 1_700_000_000.0
 
     def file(self) -> BreakerFile:
-        """The store of a gateway that has not loaded it yet."""
+        """The storage of a gateway that has not loaded it yet."""
         return BreakerFile(self.directory, lambda: ("p",), lambda: self.monotonic, lambda: self.wall)
 
     def pass_time(self, seconds: float) -> None:
-        """Both clocks go on."""
+        """Advances both clocks."""
         self.monotonic += seconds
         self.wall += seconds
 
@@ -47,7 +47,7 @@ async def _reopen_file(world: World, store: BreakerStore) -> BreakerStore:
 
 STORES: dict[str, Callable[[World], BreakerStore]] = {"memory": lambda _: BreakerStore(), "file": World.file}
 REOPEN: dict[str, Callable[[World, BreakerStore], Awaitable[BreakerStore]]] = {"file": _reopen_file}
-"""Stores that keep open breakers over a restart, and how a new gateway opens them."""
+"""Storages that keep open breakers across a restart, and how a new gateway opens them."""
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_counters_are_independent(store: BreakerStore) -> None:
     assert storage.success_counter == 0
 
 
-def test_same_name_is_the_same_state_and_other_names_are_not(store: BreakerStore) -> None:
+def test_breakers_with_the_same_name_share_their_state(store: BreakerStore) -> None:
     store.storage("p", "m").state = "open"
     assert store.storage("p", "m").state == "open"
     assert store.storage("p", "").state == store.storage("p", "other").state == "closed"
     assert set(store.stored()) == {("p", "m"), ("p", ""), ("p", "other")}
 
 
-def test_discarded_state_is_forgotten(store: BreakerStore) -> None:
+def test_discarded_state_is_removed(store: BreakerStore) -> None:
     store.storage("p", "m").state = "open"
     store.discard("p", "m")
     store.discard("p", "never stored")
@@ -130,7 +130,9 @@ def test_breaker_opens_probes_and_closes_in_the_storage(store: BreakerStore, wor
     assert (storage.state, storage.counter, storage.success_counter) == ("closed", 0, 0)
 
 
-def test_change_made_elsewhere_holds_at_once_and_makes_earlier_results_late(store: BreakerStore, world: World) -> None:
+def test_change_by_another_process_applies_at_once_and_makes_earlier_results_late(
+    store: BreakerStore, world: World
+) -> None:
     breakers, storage = _breakers(world, store), store.storage("p", "m")
     before = _lease(breakers)
     storage.open_until, storage.state = world.monotonic + 12.0, "open"
@@ -142,7 +144,7 @@ def test_change_made_elsewhere_holds_at_once_and_makes_earlier_results_late(stor
     assert breakers.open_for("p", "m") is None
 
 
-def test_late_failure_does_not_extend_an_open_period_that_began_elsewhere(store: BreakerStore, world: World) -> None:
+def test_late_failure_does_not_extend_an_open_period_of_another_process(store: BreakerStore, world: World) -> None:
     breakers, storage = _breakers(world, store), store.storage("p", "m")
     before = _lease(breakers)
     storage.open_until, storage.state = world.monotonic + 12.0, "open"
@@ -160,7 +162,7 @@ def test_removed_provider_is_discarded_and_its_late_results_are_not_stored(store
 
 
 @pytest.mark.parametrize("name", REOPEN)
-async def test_open_period_goes_on_after_a_restart(name: str, world: World) -> None:
+async def test_open_period_continues_after_a_restart(name: str, world: World) -> None:
     store = STORES[name](world)
     breakers = _breakers(world, store)
     _open(breakers)

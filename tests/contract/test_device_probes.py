@@ -1,4 +1,4 @@
-"""What every probe promises, real or simulated: devices with one name each, true figures, and nothing left behind."""
+"""Guarantees of every probe, real or simulated: one name per device, correct figures, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ async def cpu(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
 
 
 @asynccontextmanager
-async def this_machines(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
-    """Whatever accelerators there really are: usually none."""
+async def this_machine(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
+    """The accelerators of this machine: usually none."""
     yield GgmlProbe()
 
 
 @asynccontextmanager
 async def nvidia(root: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
-    """NVML's figures of a simulated machine."""
+    """Figures of NVML on a simulated machine."""
     with SimDevices(*SIZES) as devices:
         machine = SimMachine(root, devices.control, reserved_bytes=8 * MIB)
         for name, value in machine.env.items():
@@ -57,15 +57,15 @@ async def simulated(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Pr
 
 KINDS = [
     pytest.param(cpu, id="cpu"),
-    pytest.param(this_machines, id="this-machine"),
-    pytest.param(nvidia, id="nvidia", marks=pytest.mark.skipif(sys.platform != "linux", reason="the stub is Linux's")),
+    pytest.param(this_machine, id="this-machine"),
+    pytest.param(nvidia, id="nvidia", marks=pytest.mark.skipif(sys.platform != "linux", reason="the stub needs Linux")),
     pytest.param(simulated, id="simulated"),
 ]
 
 
 @pytest.mark.parametrize("open_probe", KINDS)
 async def test_every_probe(open_probe: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and identities stay the same from reading to reading; figures make sense; no process survives `close`."""
+    """Names and identities stay the same between readings, figures are plausible, and no process survives `close`."""
     async with open_probe(tmp_path, monkeypatch) as probe:
         before = set(children_of(os.getpid()))
         await probe.start()
@@ -93,7 +93,7 @@ def identity(reading: Reading) -> tuple[object, ...]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
-async def test_the_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same UUIDs and figures at every moment, foreign use and losses included."""
     simulated = SimProbe(SIZES)
     await simulated.start()
@@ -134,8 +134,8 @@ def figures(reading: Reading) -> tuple[object, ...]:
     )
 
 
-async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() -> None:
-    """Noticed at once, without being asked; questions are answered as quickly; the others' figures stay."""
+async def test_end_of_the_simulator_loses_its_devices_without_a_hang() -> None:
+    """The loss is noticed without a request, commands are answered quickly, and other figures stay."""
     probe = SimProbe(SIZES)
     noticed = asyncio.Event()
     probe.listen(noticed.set)
@@ -151,12 +151,12 @@ async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() 
     assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
     assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
     wait_until("its servers end", lambda: not any(is_alive(pid) for pid in servers))
-    wait_until("nothing answers in its place", lambda: _is_refused(probe.socket_path))
+    wait_until("the socket is closed", lambda: _is_refused(probe.socket_path))
     await probe.close()
 
 
 def _is_refused(path: Path) -> bool:
-    """The kernel may close a killed process's sockets a moment after its end is told."""
+    """The kernel may close the sockets of a killed process a moment later."""
     try:
         with Control(path):
             return False
@@ -164,8 +164,8 @@ def _is_refused(path: Path) -> bool:
         return "no simulated device answers" in str(error)
 
 
-async def test_a_simulator_that_ended_comes_back_once_its_loss_was_told() -> None:
-    """Empty devices with the same identity, which compute; one that ends again and again is started ever later."""
+async def test_simulator_restarts_after_its_loss_was_reported() -> None:
+    """Empty devices with the same identity, which compute; repeated ends delay the restart."""
     probe = SimProbe(SIZES)
     noticed = asyncio.Event()
     probe.listen(noticed.set)
@@ -193,7 +193,7 @@ async def test_a_simulator_that_ended_comes_back_once_its_loss_was_told() -> Non
 
 
 async def ended(probe: SimProbe, noticed: asyncio.Event) -> int:
-    """Kills the simulator; the process it was."""
+    """Kills the simulator; returns its process."""
     pid = probe.pid
     assert pid is not None
     noticed.clear()
@@ -202,13 +202,13 @@ async def ended(probe: SimProbe, noticed: asyncio.Event) -> int:
     return pid
 
 
-async def test_host_memory_can_be_tried() -> None:
-    """Computed and compared by a helper, as on every other device."""
+async def test_host_memory_has_a_trial() -> None:
+    """A helper computes and compares, as for every other device."""
     await CpuProbe().trial("cpu")
 
 
-async def test_the_inventory_tries_and_renews_through_the_probe_of_the_device() -> None:
-    first, second = Paper("gpu-0"), Paper("cpu")
+async def test_inventory_uses_the_probe_of_the_device_for_trials() -> None:
+    first, second = RecordingProbe("gpu-0"), RecordingProbe("cpu")
     inventory = Inventory([first, second])
     notices: list[str] = []
     inventory.listen(lambda: notices.append("now"))
@@ -218,9 +218,9 @@ async def test_the_inventory_tries_and_renews_through_the_probe_of_the_device() 
     assert (first.done, second.done, notices) == (["renew"], ["trial cpu", "renew"], ["now"])
 
 
-async def test_what_is_seen_once_is_seen_though_others_measure_at_the_same_time() -> None:
-    """An event is told by one reading alone; the next one follows at once where two parts of the service ask."""
-    paper = Paper("gpu-0")
+async def test_single_event_is_seen_by_simultaneous_readings() -> None:
+    """An event is part of one reading only; two simultaneous readings both show it."""
+    paper = RecordingProbe("gpu-0")
     inventory = Inventory([paper])
     seen: list[Sign] = []
     inventory.refreshed = lambda: seen.append(inventory.measured()[0].sign)
@@ -229,8 +229,8 @@ async def test_what_is_seen_once_is_seen_though_others_measure_at_the_same_time(
     assert (seen, inventory.refreshes) == ([Sign.DEAD, Sign.FINE], 2)
 
 
-class Paper(CpuProbe):
-    """A probe that writes down what it is told."""
+class RecordingProbe(CpuProbe):
+    """A probe that records its calls."""
 
     def __init__(self, id: str) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Paper(CpuProbe):
         return (Reading(self.id, "cuda", "paper", 0, 0, 0, sign=self.sign),)
 
 
-async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
+async def test_refusal_of_a_simulator_has_its_message() -> None:
     probe = SimProbe(SIZES)
     await probe.start()
     with pytest.raises(HeadgateError, match="other processes can use 0 to 629145600 bytes"):
@@ -269,8 +269,8 @@ async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
     await probe.close()
 
 
-async def test_devices_that_cannot_start_are_told(tmp_path: Path) -> None:
-    """Here, because nothing can be created where its socket should be."""
+async def test_simulator_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    """A file is in the place of the directory of its socket."""
     before = set(children_of(os.getpid()))
     probe = SimProbe(SIZES, tmp_path / "missing")
     with pytest.raises(HeadgateError, match="did not start"):
@@ -278,7 +278,7 @@ async def test_devices_that_cannot_start_are_told(tmp_path: Path) -> None:
     assert set(children_of(os.getpid())) <= before
 
 
-async def test_a_llama_cpp_without_rpc_is_told_with_the_flag_that_is_missing(tmp_path: Path) -> None:
+async def test_llama_cpp_without_rpc_is_reported_with_the_missing_flag(tmp_path: Path) -> None:
     (tmp_path / "libggml.so").write_bytes(b"no such symbol in here")
     probe = SimProbe(SIZES, engine=tmp_path)
     with pytest.raises(ConfigError, match=r"INFERENCE_DEVICES: .*CMAKE_ARGS=-DGGML_RPC=ON"):
@@ -288,15 +288,15 @@ async def test_a_llama_cpp_without_rpc_is_told_with_the_flag_that_is_missing(tmp
 
 
 @pytest.mark.parametrize(
-    ("said", "ids"),
+    ("setting", "ids"),
     [
         ({"devices": "cpu"}, ["cpu"]),
         ({"force_cpu_mode": True, "devices": "sim:2x600MiB"}, ["cpu"]),
         ({"devices": "sim:2x600MiB,1GiB"}, ["gpu-0", "gpu-1", "gpu-2", "cpu"]),
     ],
 )
-async def test_the_inventory_has_what_the_settings_ask_for(said: dict[str, object], ids: list[str]) -> None:
-    inventory = Inventory.of(InferenceSettings.model_validate(said))
+async def test_inventory_has_the_configured_devices(setting: dict[str, object], ids: list[str]) -> None:
+    inventory = Inventory.of(InferenceSettings.model_validate(setting))
     await inventory.start()
     assert [reading.id for reading in inventory.readings()] == ids
     assert inventory.get("cpu") is not None

@@ -1,4 +1,4 @@
-"""The fake provider speaks as the real ones do: by the SDKs' own types, by the documented shapes, by their clients."""
+"""The fake provider matches the real ones: types of the SDKs, documented formats, and their clients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def events(http: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) -
 # --- OpenAI and Google ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("prefix", ["/v1", "/v1beta/openai"])
 @pytest.mark.parametrize("name", [name for name in ANSWERS if name != "thinking"])
-async def test_openai_chunks_are_the_sdks_own_type(
+async def test_openai_chunks_match_the_type_of_the_sdk(
     fake: FakeProvider, http: httpx2.AsyncClient, prefix: str, name: str
 ) -> None:
     fake.answers.set(ANSWERS[name])
@@ -80,16 +80,16 @@ async def test_openai_chunks_are_the_sdks_own_type(
     assert strictly(ChatCompletion, whole).choices[0].finish_reason == read[-2].choices[0].finish_reason
 
 
-async def test_openai_text_completions_are_the_sdks_own_type(http: httpx2.AsyncClient) -> None:
+async def test_openai_text_completions_match_the_type_of_the_sdk(http: httpx2.AsyncClient) -> None:
     found = await events(http, "/v1/completions", {"model": "m", "prompt": "x", "stream_options": {}})
     for chunk in found[:-1]:
         for choice in chunk["choices"]:
-            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in streams, which the SDK's type forgets
+            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in streams, against the type
         strictly(Completion, chunk)
     strictly(Completion, (await http.post("/v1/completions", json={"model": "m", "prompt": "x"})).json())
 
 
-async def test_openai_embeddings_and_models_are_the_sdks_own_types(http: httpx2.AsyncClient) -> None:
+async def test_openai_embeddings_and_models_match_the_types_of_the_sdk(http: httpx2.AsyncClient) -> None:
     strictly(
         CreateEmbeddingResponse, (await http.post("/v1/embeddings", json={"model": "m", "input": ["a", "b"]})).json()
     )
@@ -99,17 +99,17 @@ async def test_openai_embeddings_and_models_are_the_sdks_own_types(http: httpx2.
 
 
 def _shape(value: Any) -> Any:
-    """Keys and JSON types, without values; lists by their first item."""
+    """Keys and JSON types without values; lists by their first item."""
     if isinstance(value, dict):
         return {name: _shape(item) for name, item in value.items()}
     return [_shape(value[0])] if isinstance(value, list) and value else type(value).__name__
 
 
 def _has(shape: Any, example: Any, path: str = "") -> None:
-    """Everything in the documented example is there, with its type."""
+    """Checks that everything in the documented example exists with its type."""
     if isinstance(example, dict):
         for name, inner in example.items():
-            assert name in shape, f"{path}.{name} is documented and not there"
+            assert name in shape, f"{path}.{name} is documented and missing"
             _has(shape[name], inner, f"{path}.{name}")
     elif isinstance(example, list) and shape:
         _has(shape[0], example[0], path + "[0]")
@@ -117,7 +117,7 @@ def _has(shape: Any, example: Any, path: str = "") -> None:
         assert shape == example, path
 
 
-async def test_answers_have_everything_the_documented_examples_have(http: httpx2.AsyncClient) -> None:
+async def test_answers_have_all_fields_of_the_documented_examples(http: httpx2.AsyncClient) -> None:
     strictly(ChatCompletion, documented.OPENAI_ANSWER)
     strictly(Message, documented.ANTHROPIC_ANSWER)
     whole = (await http.post("/v1/chat/completions", json={"model": "m", "messages": ASK})).json()
@@ -128,7 +128,9 @@ async def test_answers_have_everything_the_documented_examples_have(http: httpx2
 
 # --- Anthropic --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", list(ANSWERS))
-async def test_anthropic_events_are_the_sdks_own_type(fake: FakeProvider, http: httpx2.AsyncClient, name: str) -> None:
+async def test_anthropic_events_match_the_type_of_the_sdk(
+    fake: FakeProvider, http: httpx2.AsyncClient, name: str
+) -> None:
     fake.answers.set(ANSWERS[name])
     body = {"model": "m", "messages": ASK, "max_tokens": 100}
     found = await events(http, "/v1/messages", body)
@@ -139,7 +141,7 @@ async def test_anthropic_events_are_the_sdks_own_type(fake: FakeProvider, http: 
 
 
 @pytest.mark.parametrize("example", ["ANTHROPIC_TEXT", "ANTHROPIC_TOOL", "ANTHROPIC_THINKING"])
-async def test_the_documented_anthropic_streams_have_the_fakes_shape(
+async def test_anthropic_streams_match_the_documented_ones(
     fake: FakeProvider, http: httpx2.AsyncClient, example: str
 ) -> None:
     fake.answers.set(
@@ -167,14 +169,14 @@ async def test_anthropic_counts_tokens(http: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 429, 500, 504, 529])
-async def test_anthropic_errors_are_the_sdks_own_type(http: httpx2.AsyncClient, status: int) -> None:
+async def test_anthropic_errors_match_the_type_of_the_sdk(http: httpx2.AsyncClient, status: int) -> None:
     answer = await http.post("/v1/messages", json={"model": f"fault-{status}", "messages": ASK, "max_tokens": 9})
     assert answer.status_code == status
     strictly(ErrorResponse, answer.json())
 
 
 # --- the official clients ---------------------------------------------------------------------------------------------
-async def test_the_openai_client_reads_a_tool_call(fake: FakeProvider) -> None:
+async def test_openai_client_reads_a_tool_call(fake: FakeProvider) -> None:
     tools: Any = [
         {
             "type": "function",
@@ -195,7 +197,7 @@ async def test_the_openai_client_reads_a_tool_call(fake: FakeProvider) -> None:
         assert [model.id async for model in client.models.list()] == ["fake-large", "fake-small"]
 
 
-async def test_the_anthropic_client_reads_thinking_and_tools(fake: FakeProvider) -> None:
+async def test_anthropic_client_reads_thinking_and_tools(fake: FakeProvider) -> None:
     fake.answers.set(Answer(text="Yes", reasoning="Hm hm.", tools=(ToolUse("a", {"x": 1}),), stop="tool_calls"))
     async with anthropic.AsyncAnthropic(api_key=KEY, base_url=fake.url, max_retries=0) as client:
         async with client.messages.stream(model="m", max_tokens=50, messages=ASK) as stream:
@@ -216,7 +218,7 @@ async def test_the_anthropic_client_reads_thinking_and_tools(fake: FakeProvider)
         ("fault-reset", openai.APIConnectionError),
     ],
 )
-async def test_the_openai_client_knows_the_failures(
+async def test_openai_client_recognises_the_failures(
     fake: FakeProvider, fault: str, expected: type[openai.OpenAIError]
 ) -> None:
     async with openai.AsyncOpenAI(api_key=KEY, base_url=fake.openai_url, max_retries=0) as client:
@@ -250,7 +252,7 @@ BAD_OPENAI: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("change", "code"), BAD_OPENAI)
-async def test_openai_refuses_what_openai_refuses(
+async def test_fake_openai_refuses_the_same_requests(
     http: httpx2.AsyncClient, change: dict[str, Any], code: str | None
 ) -> None:
     answer = await http.post("/v1/chat/completions", json={"model": "m", "messages": ASK, **change})
@@ -259,7 +261,7 @@ async def test_openai_refuses_what_openai_refuses(
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_google_refuses_unknown_names_in_its_own_envelope(http: httpx2.AsyncClient) -> None:
+async def test_fake_google_refuses_unknown_names_in_its_envelope(http: httpx2.AsyncClient) -> None:
     answer = await http.post("/v1beta/openai/chat/completions", json={"model": "m", "messages": ASK, "seed": 1})
     assert answer.status_code == 400
     assert answer.json()[0]["error"]["status"] == "INVALID_ARGUMENT"
@@ -293,14 +295,14 @@ BAD_ANTHROPIC: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BAD_ANTHROPIC)
-async def test_anthropic_refuses_what_anthropic_refuses(http: httpx2.AsyncClient, change: dict[str, Any]) -> None:
+async def test_fake_anthropic_refuses_the_same_requests(http: httpx2.AsyncClient, change: dict[str, Any]) -> None:
     body = {"model": "m", "messages": ASK, "max_tokens": 10, **change}
     answer = await http.post("/v1/messages", json={name: value for name, value in body.items() if value is not None})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_anthropics_api_version_is_needed_and_decides_about_sampling(http: httpx2.AsyncClient) -> None:
+async def test_api_version_of_anthropic_is_required_and_decides_about_sampling(http: httpx2.AsyncClient) -> None:
     body = {"model": "m", "messages": ASK, "max_tokens": 10, "temperature": 1.0}
     assert (await http.post("/v1/messages", json=body)).status_code == 200
     later = await http.post("/v1/messages", json=body, headers={"anthropic-version": "2026-10-21"})
@@ -310,13 +312,13 @@ async def test_anthropics_api_version_is_needed_and_decides_about_sampling(http:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_a_wrong_key_is_refused(http: httpx2.AsyncClient, path: str) -> None:
+async def test_invalid_key_is_refused(http: httpx2.AsyncClient, path: str) -> None:
     http.headers["Authorization"] = "Bearer stolen"
     assert (await http.post(path, json={"model": "m", "messages": ASK, "max_tokens": 1})).status_code == 401
 
 
 # --- controls ---------------------------------------------------------------------------------------------------------
-async def test_faults_are_met_in_order_and_by_dialect(fake: FakeProvider, http: httpx2.AsyncClient) -> None:
+async def test_faults_apply_in_order_and_by_api(fake: FakeProvider, http: httpx2.AsyncClient) -> None:
     fake.faults.add(Fault("status", status=503, count=2), Fault("status", status=529, dialect="anthropic", count=None))
 
     async def openai_status() -> int:
@@ -345,7 +347,7 @@ async def test_controls_work_over_http(http: httpx2.AsyncClient) -> None:
     assert seen[0]["body"] == body
 
 
-def test_it_runs_as_a_process(tmp_path: Path) -> None:
+def test_fake_provider_runs_as_a_process(tmp_path: Path) -> None:
     service = fake_cloud(tmp_path).start()
     try:
         request = urllib.request.Request(

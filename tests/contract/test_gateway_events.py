@@ -1,4 +1,4 @@
-"""The view understands what the inference service really tells, from its own bus."""
+"""The gateway's view understands the events of the real event bus of the inference service."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 class OnTheBus:
-    """The stream that `GET /events` would answer."""
+    """The stream of `GET /events`."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
 
     @asynccontextmanager
     async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bus, from its snapshot on."""
+        """The bus, beginning with its snapshot."""
         yield self.bus.listen()
 
 
 async def _no_polls(path: str, seconds: float) -> Any:
-    raise AssertionError("nobody polls here")
+    raise AssertionError("the view polled the service")
 
 
-async def test_a_model_is_seen_through_its_whole_life_without_a_poll(
+async def test_view_follows_the_states_of_a_model_by_events_alone(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = await start({"a": {}, "broken": {}}, {"broken": {"abort": "GGML_ASSERT"}})

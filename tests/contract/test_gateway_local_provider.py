@@ -1,4 +1,4 @@
-"""What the gateway's local provider needs of an inference service, as the fake plays it: frames, progress, refusals."""
+"""What the gateway's local provider needs from the inference service: frames, progress, refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(30)
 
-BODY = {"model": "asked", "messages": [{"role": "user", "content": "x"}]}
+BODY = {"model": "requested", "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def _frames(provider: LocalProvider, model: str = "demo") -> list[Frame]:
         return [frame async for frame in stream]
 
 
-async def test_progress_comes_as_comments_that_can_be_read(fake: FakeInference, provider: LocalProvider) -> None:
+async def test_progress_is_sent_as_readable_comments(fake: FakeInference, provider: LocalProvider) -> None:
     fake.answers["demo"] = Answer(comments=2)
     frames = await _frames(provider)
     comments = [frame for frame in frames if isinstance(frame, Comment)]
@@ -58,7 +58,9 @@ async def test_progress_comes_as_comments_that_can_be_read(fake: FakeInference, 
 
 
 @pytest.mark.parametrize("code", [Code.MEMORY_LIMIT_EXCEEDED, Code.QUEUE_FULL, Code.CONTEXT_LENGTH_EXCEEDED])
-async def test_a_refusal_keeps_code_numbers_and_date(fake: FakeInference, provider: LocalProvider, code: Code) -> None:
+async def test_refusal_keeps_its_code_numbers_and_retry_after(
+    fake: FakeInference, provider: LocalProvider, code: Code
+) -> None:
     fake.answers["demo"] = Answer(refuse=code, retry_after=2.5)
     with pytest.raises(UpstreamError) as caught:
         await _frames(provider)
@@ -67,7 +69,7 @@ async def test_a_refusal_keeps_code_numbers_and_date(fake: FakeInference, provid
     assert error.details == {"needed_bytes": 1, "retry_after": 2.5}
 
 
-async def test_an_error_frame_has_the_status_of_its_code_and_comes_after_the_words(
+async def test_error_frame_has_the_status_of_its_code_and_follows_the_text(
     fake: FakeInference, provider: LocalProvider
 ) -> None:
     fake.answers["demo"] = Answer(words=("one",), error=Code.DEVICE_LOST, retry_after=7.5)
@@ -75,13 +77,13 @@ async def test_an_error_frame_has_the_status_of_its_code_and_comes_after_the_wor
     with pytest.raises(UpstreamError) as caught:
         async with provider.stream(typed_call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
             async for frame in stream:
-                seen.append(frame)  # noqa: PERF401  # what came before the error counts
+                seen.append(frame)  # noqa: PERF401  # frames before the error count
     assert len(seen) == 2
     assert (caught.value.kind, caught.value.status) == (UpstreamKind.ERROR_FRAME, 503)
-    assert caught.value.retry_after == 7.5, "a frame has no headers to say it in"
+    assert caught.value.retry_after == 7.5, "a frame has no headers"
 
 
-async def test_frames_that_came_together_can_be_taken_together(fake: FakeInference, provider: LocalProvider) -> None:
+async def test_frames_that_arrive_together_can_be_read_together(fake: FakeInference, provider: LocalProvider) -> None:
     chunk = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
     fake.answers["demo"] = Answer(raw=chunk * 3 + b"data: oops\n\n")
     async with provider.stream(typed_call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
@@ -92,7 +94,7 @@ async def test_frames_that_came_together_can_be_taken_together(fake: FakeInferen
             await anext(stream)
 
 
-async def test_what_else_the_service_is_asked_is_json_or_an_error_in_its_own_words(
+async def test_other_requests_return_json_or_the_error_of_the_service(
     fake: FakeInference, provider: LocalProvider
 ) -> None:
     fake.counts["demo"] = 7
@@ -110,9 +112,7 @@ async def test_what_else_the_service_is_asked_is_json_or_an_error_in_its_own_wor
     assert gone.value.kind is UpstreamKind.CONNECT
 
 
-async def test_the_view_holds_what_the_service_says_and_survives_its_silence(
-    fake: FakeInference, provider: LocalProvider
-) -> None:
+async def test_view_keeps_its_data_while_the_service_is_silent(fake: FakeInference, provider: LocalProvider) -> None:
     now = [0.0]
     fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, aliases=("d",), fits=False, reason="no room")
     view = InferenceView(provider.get_json, lambda: now[0])
@@ -145,23 +145,21 @@ async def test_the_view_holds_what_the_service_says_and_survives_its_silence(
         (b'{"choices":[],"usage":{"total_tokens":1}}', DeltaKind.USAGE),
     ],
 )
-def test_the_kind_of_a_chunk_is_read_from_its_bytes(payload: bytes, kind: DeltaKind) -> None:
+def test_kind_of_a_chunk_is_read_from_its_bytes(payload: bytes, kind: DeltaKind) -> None:
     assert kind_of(payload) is kind
 
 
-async def _heard(provider: LocalProvider, seconds: float) -> None:
+async def _receive(provider: LocalProvider, seconds: float) -> None:
     async with provider.events(seconds) as pieces:
         async for piece in pieces:
             assert piece.startswith(b"event: snapshot\n")
 
 
-async def test_events_end_in_an_error_when_they_are_silent_cut_refused_or_not_there(
-    fake: FakeInference, provider: LocalProvider
-) -> None:
+async def test_silent_cut_refused_or_missing_events_are_an_error(fake: FakeInference, provider: LocalProvider) -> None:
     with pytest.raises(UpstreamError) as caught:
-        await _heard(provider, 0.05)
+        await _receive(provider, 0.05)
     assert caught.value.kind is UpstreamKind.TIMEOUT
-    hearing = asyncio.create_task(_heard(provider, 20.0))
+    hearing = asyncio.create_task(_receive(provider, 20.0))
     async with asyncio.timeout(10):
         while not fake.listeners:
             await asyncio.sleep(0.01)
@@ -170,11 +168,11 @@ async def test_events_end_in_an_error_when_they_are_silent_cut_refused_or_not_th
             await hearing
         assert caught.value.kind is UpstreamKind.CONNECT
         with pytest.raises(UpstreamError) as caught:
-            await _heard(provider, 20.0)
+            await _receive(provider, 20.0)
         assert caught.value.kind is UpstreamKind.CONNECT
     await fake.start()
     elsewhere = LocalProvider(fake.url + "/elsewhere", "token", make_local_session())
     with pytest.raises(UpstreamError) as caught:
-        await _heard(elsewhere, 20.0)
+        await _receive(elsewhere, 20.0)
     assert caught.value.status == 404
     await elsewhere.aclose()

@@ -1,4 +1,4 @@
-"""Frames of the local hop that are passed on as they come: none twice, none lost, the end and errors never."""
+"""Frames of the local hop that are relayed as bytes: each once and in order; ends and errors are not relayed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def chunk(text: str, finish: str | None = None) -> bytes:
 
 
 class Service:
-    """An inference service whose answer is written by hand."""
+    """An inference service whose answer the test writes."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.done = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serves one connection."""
         await reader.readuntil(b"\r\n\r\n")
         writer.write(HEAD)
         self.writer = writer
-        self.asked.set()
+        self.requested.set()
         await self.done.wait()
         writer.close()
 
@@ -61,14 +61,14 @@ async def service() -> AsyncIterator[tuple[Service, LocalProvider]]:
 
 
 class Sink:
-    """Takes frames up to one that says `stop`."""
+    """Accepts frames up to one with the text `stop`."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.got = asyncio.Event()
 
     def take(self, frames: list[Frame]) -> bool:
-        """Whether they were taken."""
+        """Whether the frames were accepted."""
         if any(isinstance(frame, Data) and b"stop here" in frame.payload for frame in frames):
             return False
         if any(isinstance(frame, Data) and b"fail here" in frame.payload for frame in frames):
@@ -83,50 +83,52 @@ async def listening(service: Service, provider: LocalProvider) -> AsyncIterator[
     """A stream whose reader waits, and its sink."""
     sink = Sink()
     async with provider.stream(CALL) as stream:
-        await service.asked.wait()
+        await service.requested.wait()
         stream.pass_on(sink.take)  # type: ignore[attr-defined]
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         yield sink, waiting  # type: ignore[misc]
 
 
-async def test_taken_frames_wake_nobody_and_what_is_refused_does(service: tuple[Service, LocalProvider]) -> None:
-    said, provider = service
-    async with listening(said, provider) as (sink, waiting):
-        said.say(chunk("a") + chunk("b"))
+async def test_accepted_frames_do_not_wake_the_reader_and_refused_ones_do(
+    service: tuple[Service, LocalProvider],
+) -> None:
+    upstream, provider = service
+    async with listening(upstream, provider) as (sink, waiting):
+        upstream.say(chunk("a") + chunk("b"))
         await sink.got.wait()
         assert len(sink.frames) == 2
         assert not waiting.done()
-        said.say(chunk("stop here"))
+        upstream.say(chunk("stop here"))
         assert b"stop here" in (await waiting).payload  # type: ignore[union-attr]
         assert len(sink.frames) == 2
 
 
-async def test_the_end_and_what_came_with_it_are_for_who_waits(service: tuple[Service, LocalProvider]) -> None:
-    said, provider = service
-    async with listening(said, provider) as (sink, waiting):
-        said.say(chunk("a", "stop") + b"data: [DONE]\n\n")
+async def test_end_and_its_frames_go_to_the_reader(service: tuple[Service, LocalProvider]) -> None:
+    upstream, provider = service
+    async with listening(upstream, provider) as (sink, waiting):
+        upstream.say(chunk("a", "stop") + b"data: [DONE]\n\n")
         assert isinstance(await waiting, Data)
         assert sink.frames == []
-        said.done.set()
+        upstream.done.set()
 
 
-async def test_an_error_reaches_who_waits(service: tuple[Service, LocalProvider]) -> None:
-    said, provider = service
-    async with listening(said, provider) as (sink, waiting):
-        said.say(chunk("a"))
+async def test_error_goes_to_the_reader(service: tuple[Service, LocalProvider]) -> None:
+    upstream, provider = service
+    async with listening(upstream, provider) as (sink, waiting):
+        upstream.say(chunk("a"))
         await sink.got.wait()
-        said.done.set()
+        upstream.done.set()
         with pytest.raises(UpstreamError, match="broke off"):
             await waiting
         assert not any(isinstance(frame, Done) for frame in sink.frames)
 
 
-async def test_a_defect_of_who_passes_on_loses_nothing(
+async def test_exception_of_the_sink_loses_no_frame(
     service: tuple[Service, LocalProvider], caplog: pytest.LogCaptureFixture
 ) -> None:
-    said, provider = service
-    async with listening(said, provider) as (_sink, waiting):
-        said.say(chunk("fail here"))
+    upstream, provider = service
+    async with listening(upstream, provider) as (_sink, waiting):
+        upstream.say(chunk("fail here"))
         assert b"fail here" in (await waiting).payload  # type: ignore[union-attr]
     assert "could not be relayed" in caplog.text

@@ -1,4 +1,4 @@
-"""What the supervisor may rely on, held against the fake and the real worker process."""
+"""The link between supervisor and worker, for the fake and the real worker process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _ready(supervisor: Supervisor) -> WorkerProcess:
     return worker
 
 
-async def test_a_worker_says_hello_loads_and_answers_on_its_socket(supervisor: Supervisor) -> None:
+async def test_worker_says_hello_loads_and_answers_on_its_socket(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     ready = worker.ready.result()
     assert ready.context_length == 256
@@ -73,14 +73,14 @@ async def test_a_worker_says_hello_loads_and_answers_on_its_socket(supervisor: S
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_it_is_heard_while_idle(supervisor: Supervisor) -> None:
+async def test_idle_worker_sends_heartbeats(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     async with asyncio.timeout(5):
         while worker.beat is None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_stopped_worker_ends_orderly_and_leaves_no_socket(supervisor: Supervisor) -> None:
+async def test_stopped_worker_ends_with_0_and_leaves_no_socket(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     worker.stop()
     async with asyncio.timeout(10):
@@ -90,7 +90,7 @@ async def test_a_stopped_worker_ends_orderly_and_leaves_no_socket(supervisor: Su
     assert not is_alive(worker.pid)
 
 
-async def test_a_killed_worker_is_known_dead_at_once(supervisor: Supervisor) -> None:
+async def test_exit_of_a_killed_worker_is_noticed_at_once(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     began = asyncio.get_running_loop().time()
     os.kill(worker.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ async def test_a_killed_worker_is_known_dead_at_once(supervisor: Supervisor) -> 
     assert (exit.cause, exit.status, exit.was_ready) == (ExitCause.KILLED, -signal.SIGKILL, True)
 
 
-async def test_a_worker_stopped_before_its_grant_ends(supervisor: Supervisor) -> None:
+async def test_worker_stopped_before_its_grant_ends(supervisor: Supervisor) -> None:
     worker = supervisor.spawn("tiny", {}, lambda: None)
     async with asyncio.timeout(60):
         await worker.hello
@@ -111,7 +111,7 @@ async def test_a_worker_stopped_before_its_grant_ends(supervisor: Supervisor) ->
         await worker.ready
 
 
-# --- misbehavior: only the fake can be told to ------------------------------------------------------------------------
+# --- misbehavior: only the fake can do that ---------------------------------------------------------------------------
 async def _misbehaving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeouts: HangTimeouts | None = None, /, **how: object
 ) -> WorkerProcess:
@@ -122,34 +122,34 @@ async def _misbehaving(
     return worker
 
 
-async def test_a_clean_load_failure_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reported_load_failure_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await _misbehaving(tmp_path, monkeypatch, fail="oom_load")
     exit = await asyncio.wait_for(worker.exited, 20)
     assert exit.cause is ExitCause.OOM_LOAD
     assert "told to fail" in exit.message
 
 
-async def test_an_abort_is_classified_by_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_is_classified_by_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await _misbehaving(tmp_path, monkeypatch, abort="CUDA error: uncorrectable ECC error encountered")
     exit = await asyncio.wait_for(worker.exited, 20)
     assert exit.cause is ExitCause.DEVICE_LOST
     assert exit.last_lines[-1] == "CUDA error: uncorrectable ECC error encountered"
 
 
-async def test_an_end_before_hello_is_a_startup_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exit_before_hello_is_a_startup_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await _misbehaving(tmp_path, monkeypatch, exit=3)
     exit = await asyncio.wait_for(worker.exited, 20)
     assert (exit.cause, exit.status) == (ExitCause.STARTUP, 3)
 
 
-async def test_a_silent_worker_is_killed_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_without_heartbeats_is_killed_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await _misbehaving(tmp_path, monkeypatch, HangTimeouts(silence_seconds=1.0), silent_after=0.5)
     exit = await asyncio.wait_for(worker.exited, 30)
     assert exit.cause is ExitCause.HANG
     assert "silent" in exit.message
 
 
-async def test_a_step_beyond_its_allowance_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_beyond_its_time_limit_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts = HangTimeouts(step_seconds=1.0, step_seconds_per_token=0.5)
     worker = await _misbehaving(tmp_path, monkeypatch, timeouts, step_seconds=2.0)
     exit = await asyncio.wait_for(worker.exited, 30)
@@ -157,7 +157,7 @@ async def test_a_step_beyond_its_allowance_is_a_hang(tmp_path: Path, monkeypatch
     assert "a step of 1 tokens" in exit.message
 
 
-async def test_a_worker_that_ignores_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_ignores_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.workers.worker_process.STOP_SECONDS", 0.3)
     worker = await _misbehaving(tmp_path, monkeypatch, ignore_stop=True)
     await asyncio.wait_for(worker.ready, 20)
@@ -166,7 +166,7 @@ async def test_a_worker_that_ignores_stop_is_killed(tmp_path: Path, monkeypatch:
     assert (exit.cause, exit.status) == (ExitCause.REQUESTED, -signal.SIGKILL)
 
 
-async def test_a_state_directory_with_a_long_path_still_gets_sockets(tmp_path: Path) -> None:
+async def test_sockets_work_with_a_long_state_directory(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 90) / ("e" * 60)
     supervisor = Supervisor(StateDir.from_env({"HEADGATE_STATE_DIR": str(deep)}), HangTimeouts(), command=FAKE)
     worker = await _ready(supervisor)

@@ -1,4 +1,4 @@
-"""NVML's child and the devices it describes, against a real library: errors cost a process, never a hang or a lie."""
+"""The child process for NVML against a real library: errors end the child, without hangs or wrong figures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def nvml_children() -> set[int]:
     return {pid for pid in mine if "inference.helper nvml" in command_of(pid)}
 
 
-async def test_the_child_reads_every_card(reader: NvmlReader) -> None:
-    """Total leaves out what the driver reserves, so that total = free + used."""
+async def test_child_reads_every_card(reader: NvmlReader) -> None:
+    """The total excludes memory that the driver reserves, so that total = free + used."""
     cards = await reader.read()
     assert list(cards) == ["0:1:0.0", "0:41:0.0"]
     first = cards["0:1:0.0"]
@@ -35,8 +35,8 @@ async def test_the_child_reads_every_card(reader: NvmlReader) -> None:
     assert reader.error is None
 
 
-async def test_figures_are_read_anew_by_the_same_child(stub: NvmlStub, reader: NvmlReader) -> None:
-    """At the question, not after the answer to the one before."""
+async def test_child_reads_new_figures_for_each_request(stub: NvmlStub, reader: NvmlReader) -> None:
+    """At the request, not after the previous answer."""
     await reader.read()
     before = nvml_children()
     stub.gpus[0].used_bytes = 3 * GIB
@@ -46,7 +46,7 @@ async def test_figures_are_read_anew_by_the_same_child(stub: NvmlStub, reader: N
     assert len(before) == 1
 
 
-async def test_drivers_without_the_second_memory_query_are_read_too(stub: NvmlStub, reader: NvmlReader) -> None:
+async def test_drivers_without_the_second_memory_query_are_supported(stub: NvmlStub, reader: NvmlReader) -> None:
     """The first version counts reserved bytes as used."""
     stub.errors = [("nvmlDeviceGetMemoryInfo_v2", 13, "")]
     stub.write()
@@ -55,10 +55,10 @@ async def test_drivers_without_the_second_memory_query_are_read_too(stub: NvmlSt
 
 
 @pytest.mark.parametrize("code", [15, 16, 9, 18, 999])
-async def test_an_error_of_the_library_costs_the_child_and_the_next_reading_has_another(
+async def test_library_error_ends_the_child_and_the_next_reading_has_a_new_one(
     stub: NvmlStub, reader: NvmlReader, code: int
 ) -> None:
-    """The process that was told so would be told so for ever: only a fresh one sees the machine healed."""
+    """A process keeps such an error for ever; only a new one sees the recovered machine."""
     await reader.read()
     before = nvml_children()
     stub.errors = [("nvmlDeviceGetCount_v2", code, "")]
@@ -73,8 +73,8 @@ async def test_an_error_of_the_library_costs_the_child_and_the_next_reading_has_
     assert nvml_children() != before
 
 
-async def test_an_error_at_the_opening_is_told(stub: NvmlStub, reader: NvmlReader) -> None:
-    """A driver that is being replaced is no machine without one."""
+async def test_error_at_initialization_is_reported(stub: NvmlStub, reader: NvmlReader) -> None:
+    """A driver that is being replaced is not a machine without a driver."""
     stub.errors = [("nvmlInitWithFlags", 18, "")]
     stub.write()
     assert await reader.read() == {}
@@ -86,9 +86,7 @@ async def test_an_error_at_the_opening_is_told(stub: NvmlStub, reader: NvmlReade
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo_v2"])
-async def test_a_lost_card_is_told_and_the_other_is_still_read(
-    stub: NvmlStub, reader: NvmlReader, function: str
-) -> None:
+async def test_lost_card_is_reported_and_the_other_is_read(stub: NvmlStub, reader: NvmlReader, function: str) -> None:
     await reader.read()
     before = nvml_children()
     stub.errors = [(function, 15, FIRST)]
@@ -104,7 +102,7 @@ async def test_a_lost_card_is_told_and_the_other_is_still_read(
     assert not nvml_children() & before
 
 
-async def test_a_call_that_never_returns_is_cut_by_the_deadline(stub: NvmlStub) -> None:
+async def test_hanging_call_ends_at_the_deadline(stub: NvmlStub) -> None:
     reader = NvmlReader(next_seconds=0.3)
     await reader.read()
     before = nvml_children()
@@ -120,12 +118,12 @@ async def test_a_call_that_never_returns_is_cut_by_the_deadline(stub: NvmlStub) 
     assert not nvml_children()
 
 
-async def test_a_machine_without_nvml_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not asked again."""
+async def test_machine_without_nvml_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there is no further attempt."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     reader = NvmlReader()
     assert await reader.read() == {}
-    if (error := reader.error) is not None:  # a machine with a real driver that does not work
+    if (error := reader.error) is not None:  # a machine whose real driver does not work
         pytest.skip(f"this machine has NVML: {error}")
     assert not nvml_children()
     assert await reader.read() == {}
@@ -137,10 +135,10 @@ async def test_a_machine_without_nvml_is_no_error(tmp_path: Path, monkeypatch: p
     ("outer", "pinned"),
     [({}, [SECOND, FIRST]), ({"CUDA_VISIBLE_DEVICES": "5,7"}, ["5", "7"])],
 )
-async def test_devices_are_named_pinned_and_measured_by_nvml(
+async def test_devices_have_names_uuids_and_figures_of_nvml(
     stub: NvmlStub, outer: dict[str, str], pinned: list[str]
 ) -> None:
-    """Our order is llama.cpp's; figures and UUIDs are NVML's; what was set from outside is narrowed within itself."""
+    """The order is that of llama.cpp, figures and UUIDs are those of NVML, a configured selection is narrowed."""
     probe = GgmlProbe(outer, probe=listing)
     await probe.start()
     first, second = probe.readings()
@@ -155,7 +153,7 @@ async def test_devices_are_named_pinned_and_measured_by_nvml(
     assert not nvml_children()
 
 
-async def test_a_device_that_cannot_be_read_says_why_until_it_can(stub: NvmlStub) -> None:
+async def test_unreadable_device_has_a_reason_until_it_is_readable(stub: NvmlStub) -> None:
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
     signs: list[list[Sign]] = []
@@ -181,8 +179,8 @@ async def test_a_device_that_cannot_be_read_says_why_until_it_can(stub: NvmlStub
     await probe.close()
 
 
-async def test_without_a_working_nvml_the_probe_child_measures(stub: NvmlStub) -> None:
-    """Containers often have the driver and no NVML: the devices are usable all the same."""
+async def test_probe_child_measures_without_a_working_nvml(stub: NvmlStub) -> None:
+    """Containers often have the driver without NVML: the devices are usable."""
     stub.errors = [("all", 9, "")]
     stub.write()
     probe = GgmlProbe({}, probe=listing)
@@ -197,26 +195,26 @@ async def test_without_a_working_nvml_the_probe_child_measures(stub: NvmlStub) -
 XIDS = """
 import sys, pynvml
 pynvml.nvmlInit()
-heard = pynvml.nvmlEventSetCreate()
+event_set = pynvml.nvmlEventSetCreate()
 for index in range(pynvml.nvmlDeviceGetCount()):
     card = pynvml.nvmlDeviceGetHandleByIndex(index)
     assert pynvml.nvmlDeviceGetSupportedEventTypes(card) & pynvml.nvmlEventTypeXidCriticalError
-    pynvml.nvmlDeviceRegisterEvents(card, pynvml.nvmlEventTypeXidCriticalError, heard)
+    pynvml.nvmlDeviceRegisterEvents(card, pynvml.nvmlEventTypeXidCriticalError, event_set)
 try:
-    pynvml.nvmlEventSetWait(heard, 0)
+    pynvml.nvmlEventSetWait(event_set, 0)
 except pynvml.NVMLError_Timeout:
     print("nothing", flush=True)
 sys.stdin.readline()
 for _ in range(2):
-    event = pynvml.nvmlEventSetWait(heard, 10000)
+    event = pynvml.nvmlEventSetWait(event_set, 10000)
     print(pynvml.nvmlDeviceGetUUID(event.device), event.eventData, flush=True)
-pynvml.nvmlEventSetFree(heard)
+pynvml.nvmlEventSetFree(event_set)
 pynvml.nvmlShutdown()
 """
 
 
-def test_xid_events_reach_those_who_registered_before(stub: NvmlStub) -> None:
-    """Old ones are not told again; each is told once."""
+def test_xid_events_reach_earlier_registrations(stub: NvmlStub) -> None:
+    """Earlier events are not repeated, and each is reported once."""
     stub.xids = [(FIRST, 13)]
     stub.write()
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What NVML tells of the health of devices, through its child: events at once, errors as signs."""
+"""Signs of device health from NVML through its child: events at once, and errors."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub i
 ONE, TWO = "0:1:0.0", "0:41:0.0"
 
 
-async def test_an_xid_is_noticed_unasked_and_told_by_the_next_reading_alone(stub: NvmlStub, reader: NvmlReader) -> None:
-    """Of the device that had it; what a killed worker leaves behind (45) is no evidence."""
+async def test_xid_triggers_a_notice_and_is_part_of_the_next_reading_only(stub: NvmlStub, reader: NvmlReader) -> None:
+    """For the device that had it; Xid 45, which a killed worker causes, is no evidence."""
     noticed = asyncio.Event()
     reader.listen(noticed.set)
     await reader.read()
     stub.xids = [(FIRST, 79), (FIRST, 45)]
     stub.write()
     await asyncio.wait_for(noticed.wait(), 10)
-    told: list[tuple[Sign, str]] = []
+    seen: list[tuple[Sign, str]] = []
     async with asyncio.timeout(10):
-        while not told or told[-1][0] is Sign.FINE:  # the notice may come between two events
+        while not seen or seen[-1][0] is Sign.FINE:  # the notice may arrive between two events
             cards = await reader.read()
-            told.append((cards[ONE].sign, cards[ONE].note))
+            seen.append((cards[ONE].sign, cards[ONE].note))
             assert cards[TWO].sign is Sign.FINE
-    assert told[-1] == (Sign.DEAD, "Xid 79 (fallen off the bus)")
+    assert seen[-1] == (Sign.DEAD, "Xid 79 (fallen off the bus)")
     assert (await reader.read())[ONE].sign is Sign.FINE
 
 
 async def test_no_event_is_lost_between_two_readings(stub: NvmlStub, reader: NvmlReader) -> None:
-    """Each of several, though a driver keeps only the newest for those who do not wait."""
+    """All of several, although a driver keeps only the newest without a waiting listener."""
     count, noticed = 0, asyncio.Event()
 
     def notice() -> None:
@@ -57,10 +57,8 @@ async def test_no_event_is_lost_between_two_readings(stub: NvmlStub, reader: Nvm
     assert card.note == "Xid 64 (memory cannot be remapped); Xid 154 (another recovery action is needed)"
 
 
-async def test_the_recovery_action_is_told_for_as_long_as_the_driver_asks_for_it(
-    stub: NvmlStub, reader: NvmlReader
-) -> None:
-    """Unlike an event, which a child that started later never hears of; 0 asks for nothing."""
+async def test_recovery_action_is_reported_while_the_driver_requires_it(stub: NvmlStub, reader: NvmlReader) -> None:
+    """Unlike an event, a child that started later sees it as well; 0 means no action."""
     signs: list[Sign] = []
     for action in (0, 4, 4, 1, 0):
         stub.actions = {FIRST: action}
@@ -72,17 +70,17 @@ async def test_the_recovery_action_is_told_for_as_long_as_the_driver_asks_for_it
     assert signs == [Sign.FINE, Sign.ILL, Sign.ILL, Sign.DEAD, Sign.FINE]
 
 
-async def test_devices_without_events_are_read_all_the_same(stub: NvmlStub, reader: NvmlReader) -> None:
+async def test_devices_without_events_are_read(stub: NvmlStub, reader: NvmlReader) -> None:
     stub.errors = [("nvmlDeviceRegisterEvents", 3, FIRST), ("nvmlEventSetCreate", 3, "")]
     stub.write()
     assert {card.sign for card in (await reader.read()).values()} == {Sign.FINE}
 
 
 @pytest.mark.parametrize(("code", "sign"), [(15, Sign.DEAD), (18, Sign.ILL)])
-async def test_the_codes_of_one_card_and_of_the_library(
+async def test_error_codes_apply_to_a_card_or_to_the_library(
     stub: NvmlStub, reader: NvmlReader, code: int, sign: Sign
 ) -> None:
-    """One card's error is that card's alone; the library's is everybody's."""
+    """The error of a card affects that card; an error of the library affects all."""
     await reader.read()
     stub.errors = [("nvmlDeviceGetMemoryInfo_v2", code, FIRST)]
     stub.write()
@@ -94,10 +92,10 @@ async def test_the_codes_of_one_card_and_of_the_library(
     assert reader.sign is sign
 
 
-async def test_a_library_that_vanished_is_waited_for(
+async def test_missing_library_is_tried_again(
     stub: NvmlStub, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a driver is being replaced."""
+    """For example while a driver is being replaced."""
     assert len(await reader.read()) == 2
     await reader.close()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stub.root))
@@ -108,8 +106,8 @@ async def test_a_library_that_vanished_is_waited_for(
 
 
 # --- as the devices of the machine show it ----------------------------------------------------------------------------
-async def test_readings_carry_the_sign_and_its_reason(stub: NvmlStub) -> None:
-    """Our order is llama.cpp's: the second device is the first card."""
+async def test_readings_have_the_sign_and_its_reason(stub: NvmlStub) -> None:
+    """The order is that of llama.cpp: the second device is the first card."""
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
     found: list[list[Sign]] = []
@@ -131,8 +129,8 @@ async def test_readings_carry_the_sign_and_its_reason(stub: NvmlStub) -> None:
     await probe.close()
 
 
-async def test_a_trial_of_a_device_that_this_machine_does_not_have_says_so(stub: NvmlStub) -> None:
-    """The real helper, which looks for the device that the listing promised."""
+async def test_trial_of_a_missing_device_is_reported(stub: NvmlStub) -> None:
+    """The real helper looks for the listed device."""
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
     with pytest.raises(HelperError, match=r"trial of gpu-1 failed: device gpu-1 \(CUDA0\) is not visible"):

@@ -1,4 +1,4 @@
-"""Every parameter of the official client is known at both ends: it is heeded, ignored, or refused with its reason."""
+"""Every parameter of the official client is supported, ignored, or refused with a reason, in gateway and worker."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
         (Embeddings.create, Endpoint.EMBEDDINGS, generation_body.embedding),
     ],
 )
-def test_no_parameter_of_the_client_is_unknown(
+def test_every_parameter_of_the_client_is_known(
     create: Callable[..., Any], endpoint: Endpoint, read: Callable[[Any, Facts], Any]
 ) -> None:
     for name in inspect.signature(create).parameters.keys() - _CLIENTS_OWN:
-        assert name in json_schema(GATEWAY_BODIES[endpoint][0])[0]["properties"], "the gateway takes it"
+        assert name in json_schema(GATEWAY_BODIES[endpoint][0])[0]["properties"], "the gateway accepts it"
         assert name in BODIES[f"/v1/{endpoint}"]["properties"], "it is described"
         try:
             read({name: {"odd": True}}, FACTS)
@@ -47,16 +47,16 @@ def test_no_parameter_of_the_client_is_unknown(
             assert "unknown field" not in error.message, name
 
 
-def test_what_concerns_a_clouds_cache_alone_is_ignored() -> None:
+def test_parameters_of_cloud_caches_are_ignored() -> None:
     request = generation_body.chat({**CHAT, "prompt_cache_options": {"mode": "implicit"}}, FACTS)
     assert request == generation_body.chat(CHAT, FACTS)
     parse(Endpoint.CHAT, json.dumps({**CHAT, "model": "demo", "prompt_cache_options": {}}).encode())
 
 
-def test_what_the_answer_would_lack_is_refused_with_a_reason() -> None:
-    """By a worker that is asked directly, where null asks for nothing; the gateway asks somebody else."""
-    asked = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
+def test_parameter_that_the_answer_would_lack_is_refused_with_a_reason() -> None:
+    """By a worker directly, where null requests nothing; the gateway uses another tier."""
+    body = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
     with pytest.raises(BadRequestError, match="moderation is not supported") as caught:
-        generation_body.chat(asked, FACTS)
+        generation_body.chat(body, FACTS)
     assert (caught.value.param, caught.value.code) == ("moderation", Code.UNSUPPORTED_PARAMETER)
     assert generation_body.chat({**CHAT, "moderation": None}, FACTS) == generation_body.chat(CHAT, FACTS)

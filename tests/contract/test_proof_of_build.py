@@ -1,4 +1,4 @@
-"""The check of a build of llama.cpp: passed by the installed one, failed by every broken one, in seconds."""
+"""The check of a llama.cpp build: the installed one passes, every broken one fails, within seconds."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ async def test_installed_build_passes_within_seconds() -> None:
 
 
 def test_check_sees_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is full or lost says nothing about the CPU's code."""
+    """A full or lost accelerator says nothing about the code for the CPU."""
     seen: list[str | None] = []
     monkeypatch.setattr(
         build_proof_job, "_check_products", lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")) or []
     )
     monkeypatch.setattr(build_proof_job, "_check_model", lambda: "")
     for name in HIDDEN:
-        monkeypatch.setenv(name, "0")  # and puts back what there was
+        monkeypatch.setenv(name, "0")  # monkeypatch restores it
     assert build_proof_job.run({}) == {"buffers": [], "answer": ""}
     assert seen == [""]
 
 
 @needs_preloading
 @pytest.mark.parametrize("how", ["sigill", "sigsegv"])
-async def test_build_whose_decode_crashes_is_told_by_its_signal(broken: BrokenLlama, how: str) -> None:
+async def test_build_whose_decode_crashes_is_reported_with_its_signal(broken: BrokenLlama, how: str) -> None:
     broken.breaks(how)
     with pytest.raises(HelperError, match=f"ended with signal {how.upper()}"):
         await run_helper("proof", {}, seconds=60.0, environment=broken.env)
@@ -69,21 +69,21 @@ async def test_build_that_computes_zeros_fails(broken: BrokenLlama) -> None:
 
 @needs_preloading
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("sigill", "this build is broken: its first computation ended with signal SIGILL"),
         ("sigsegv", "this build is broken: its first computation ended with signal SIGSEGV"),
         ("zero", "this build computes wrong results: the demo model's logits are zero or not finite"),
     ],
 )
-def test_set_up_sees_that_a_build_is_broken(broken: BrokenLlama, how: str, said: str) -> None:
+def test_set_up_detects_a_broken_build(broken: BrokenLlama, how: str, message: str) -> None:
     broken.breaks(how)
-    assert Setup(ROOT, {**os.environ, **broken.env})._proof() == said
+    assert Setup(ROOT, {**os.environ, **broken.env})._proof() == message
 
 
 # --- what counts as nonsense -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda found: found * 0, "all 12 numbers are zero"),
         (lambda found: np.where(found == found.max(), np.nan, found), "1 of 12 numbers are not finite"),
@@ -91,9 +91,9 @@ def test_set_up_sees_that_a_build_is_broken(broken: BrokenLlama, how: str, said:
         (lambda found: found * 1.05, "the numbers are off by 5%"),
     ],
 )
-def test_numbers_far_from_the_expected_ones_fail(change: Any, said: str) -> None:
+def test_numbers_far_from_the_expected_ones_fail(change: Any, message: str) -> None:
     expected = np.arange(1.0, 13.0).reshape(3, 4)
-    with pytest.raises(build_proof_job.ProofError, match=said):
+    with pytest.raises(build_proof_job.ProofError, match=message):
         build_proof_job.check_close("it", change(expected), expected)
 
 
@@ -102,7 +102,7 @@ def test_numbers_within_the_error_of_quantization_pass() -> None:
     build_proof_job.check_close("it", expected * 1.01, expected)
 
 
-def test_quantized_weights_mean_nearly_what_they_were_made_from() -> None:
+def test_quantized_weights_are_close_to_their_originals() -> None:
     matrix = np.random.default_rng(2).standard_normal((4, 64)).astype(np.float32)
     sizes = {weights.name: (len(weights.data), weights.values) for weights in build_proof_job.quantized(matrix)}
     assert {name: size for name, (size, _values) in sizes.items()} == {"f16": 512, "q8_0": 8 * 34, "q4_0": 8 * 18}
@@ -111,8 +111,8 @@ def test_quantized_weights_mean_nearly_what_they_were_made_from() -> None:
         assert error < most
 
 
-class PaperContext:
-    """A context whose logits always name the tokens of `answer` in turn, the same for every row."""
+class FixedContext:
+    """A context whose logits select the tokens of `answer` in turn, the same for every row."""
 
     def __init__(self, answer: list[int], status: Decode = Decode.OK) -> None:
         self._answer = answer
@@ -131,11 +131,11 @@ class PaperContext:
 def _answered(text: str) -> str:
     letters = [ord(letter) for letter in text]
     return build_proof_job._check_answer(
-        PaperContext(letters[1:]), lambda tokens: "".join(map(chr, tokens)), 9, letters[0]
+        FixedContext(letters[1:]), lambda tokens: "".join(map(chr, tokens)), 9, letters[0]
     )
 
 
-def test_answer_that_begins_as_it_was_learned_passes() -> None:
+def test_answer_with_the_learned_beginning_passes() -> None:
     assert _answered(build_proof_job.ANSWER) == build_proof_job.ANSWER[: build_proof_job.TOKENS + 1]
 
 
@@ -145,6 +145,6 @@ def test_another_answer_fails() -> None:
 
 
 def test_batch_that_is_not_computed_fails() -> None:
-    context = PaperContext([1], Decode.COMPUTE_FAILED)
+    context = FixedContext([1], Decode.COMPUTE_FAILED)
     with pytest.raises(build_proof_job.ProofError, match=r"could not decode 1 rows \(compute_failed\)"):
         build_proof_job._decoded(context, [SimpleNamespace()])  # type: ignore[list-item]

@@ -38,7 +38,7 @@ SECRET = "sk-proj-very-secret-0123456789"
 
 @dataclass
 class Rig:
-    """A provider and the fake it talks to; `dialect` is what the fake calls it."""
+    """A provider and its fake; `dialect` is the name of the API in the fake."""
 
     name: str
     provider: Provider
@@ -54,12 +54,12 @@ class Rig:
             return [frame async for frame in stream]
 
     async def failure(self, call: Call) -> tuple[list[Frame], UpstreamError]:
-        """The frames that came before the error, and the error."""
+        """The frames before the error, and the error."""
         seen: list[Frame] = []
         with pytest.raises(UpstreamError) as caught:
             async with asyncio.timeout(10), self.provider.stream(call) as stream:
                 async for frame in stream:
-                    seen.append(frame)  # noqa: PERF401 - what came before the error counts
+                    seen.append(frame)  # noqa: PERF401 - frames before the error count
         return seen, caught.value
 
 
@@ -105,12 +105,12 @@ def chunks(frames: list[Frame]) -> list[dict[str, Any]]:
 
 
 def text_of(frames: list[Frame]) -> str:
-    said = [choice["delta"].get("content") or "" for chunk in chunks(frames) for choice in chunk["choices"]]
-    return "".join(said)
+    parts = [choice["delta"].get("content") or "" for chunk in chunks(frames) for choice in chunk["choices"]]
+    return "".join(parts)
 
 
 # --- one OpenAI stream ------------------------------------------------------------------------------------------------
-async def test_the_answer_is_one_openai_stream_whatever_the_provider_speaks(rig: Rig) -> None:
+async def test_answer_of_every_provider_is_one_openai_stream(rig: Rig) -> None:
     frames = await rig.frames(rig.call())
     assert text_of(frames) == f"[{rig.dialect} m] What is a mill?"
     assert frames[-1] == Done()
@@ -124,21 +124,21 @@ async def test_the_answer_is_one_openai_stream_whatever_the_provider_speaks(rig:
     assert read[-1].usage.total_tokens > 0
 
 
-async def test_every_chunk_says_what_it_carries(rig: Rig) -> None:
+async def test_every_chunk_has_the_kind_of_its_content(rig: Rig) -> None:
     kinds = [frame.kind for frame in await rig.frames(rig.call()) if isinstance(frame, Data)]
     content = kinds.count(DeltaKind.CONTENT)
     assert kinds == [DeltaKind.OTHER, *[DeltaKind.CONTENT] * content, DeltaKind.FINISH, DeltaKind.USAGE]
     assert content > 3
 
 
-async def test_an_empty_answer_with_a_finish_is_an_answer(rig: Rig) -> None:
+async def test_empty_answer_with_a_finish_reason_is_complete(rig: Rig) -> None:
     rig.fake.answers.set(Answer(text=""))
     frames = await rig.frames(rig.call())
     assert text_of(frames) == ""
     assert frames[-1] == Done()
 
 
-async def test_tool_calls_come_in_openai_deltas(rig: Rig) -> None:
+async def test_tool_calls_are_openai_deltas(rig: Rig) -> None:
     calls = (ToolUse("weather", {"city": "Ulm", "days": 2}), ToolUse("clock", {}))
     rig.fake.answers.set(Answer(text="Let me look.", tools=calls, stop="tool_calls"))
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -160,8 +160,8 @@ async def test_tool_calls_come_in_openai_deltas(rig: Rig) -> None:
 async def test_reasoning_is_content(rig: Rig) -> None:
     rig.fake.answers.set(Answer(text="Yes.", reasoning="Let me think."))
     frames = await rig.frames(rig.call())
-    said = "".join(c["delta"].get("reasoning_content") or "" for chunk in chunks(frames) for c in chunk["choices"])
-    assert said == "Let me think."
+    parts = "".join(c["delta"].get("reasoning_content") or "" for chunk in chunks(frames) for c in chunk["choices"])
+    assert parts == "Let me think."
     first = next(frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.CONTENT)
     assert b"reasoning_content" in first.payload
 
@@ -175,40 +175,40 @@ async def test_cached_tokens_are_part_of_the_prompt(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("fault", ["fault-no-done", "fault-no-usage", "fault-slow=0.05", "fault-silence=0.05"])
-async def test_a_stream_with_its_finish_is_complete(rig: Rig, fault: str) -> None:
+async def test_stream_with_a_finish_reason_is_complete(rig: Rig, fault: str) -> None:
     frames = await rig.frames(rig.call(fault))
     assert text_of(frames) == f"[{rig.dialect} {fault}] What is a mill?"
     assert frames[-1] == Done()
 
 
 @only_clouds
-async def test_a_connection_that_breaks_after_the_finish_costs_nothing(rig: Rig) -> None:
+async def test_break_after_the_finish_reason_is_ignored(rig: Rig) -> None:
     frames = await rig.frames(rig.call("fault-reset-after-finish"))
     assert text_of(frames).endswith("What is a mill?")
     assert frames[-1] == Done()
 
 
-async def test_usage_that_is_no_count_breaks_no_answer(rig: Rig) -> None:
+async def test_invalid_usage_does_not_break_an_answer(rig: Rig) -> None:
     frames = await rig.frames(rig.call("fault-wrong-usage"))
     assert text_of(frames).endswith("What is a mill?")
     assert frames[-1] == Done()
 
 
-async def test_the_callers_body_is_not_changed(rig: Rig) -> None:
+async def test_body_of_the_client_is_not_changed(rig: Rig) -> None:
     body = {**copy.deepcopy(dict(ASK)), "max_tokens": 50, "temperature": 0.5}
     before = copy.deepcopy(body)
     await rig.frames(rig.call(body=body))
     assert body == before
 
 
-async def test_two_streams_at_once_do_not_mix(rig: Rig) -> None:
+async def test_concurrent_streams_are_independent(rig: Rig) -> None:
     bodies = [{"messages": [{"role": "user", "content": word * 5}]} for word in ("ab ", "xy ", "mn ")]
     answers = await asyncio.gather(*(rig.frames(rig.call("fault-pace=0.001", body)) for body in bodies))
     for word, frames in zip(("ab", "xy", "mn"), answers, strict=True):
         assert text_of(frames).count(word) == 5
 
 
-async def test_a_finished_stream_leaves_its_connection_usable(rig: Rig) -> None:
+async def test_connection_is_reused_after_a_finished_stream(rig: Rig) -> None:
     for _ in range(3):
         await rig.frames(rig.call())
     assert len({record.peer for record in rig.fake.records}) == 1
@@ -232,7 +232,7 @@ READ, EMPTY, MALFORMED = UpstreamKind.READ, UpstreamKind.EMPTY, UpstreamKind.MAL
         ("fault-error-frame", UpstreamKind.ERROR_FRAME, False),
     ],
 )
-async def test_a_broken_stream_is_an_error_and_never_done(
+async def test_broken_stream_is_an_error_without_done(
     rig: Rig, fault: str, kind: UpstreamKind, has_content: bool
 ) -> None:
     frames, error = await rig.failure(rig.call(fault))
@@ -243,7 +243,7 @@ async def test_a_broken_stream_is_an_error_and_never_done(
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 429, 500, 503, 529])
-async def test_an_error_status_is_known_on_entering_and_never_retried(rig: Rig, status: int) -> None:
+async def test_error_status_is_raised_on_entering_and_not_retried(rig: Rig, status: int) -> None:
     frames, error = await rig.failure(rig.call(f"fault-{status}"))
     assert frames == []
     assert (error.kind, error.status) == (UpstreamKind.STATUS, status)
@@ -251,7 +251,7 @@ async def test_an_error_status_is_known_on_entering_and_never_retried(rig: Rig, 
     assert len(rig.fake.records) == 1
 
 
-async def test_a_retry_after_is_in_seconds(rig: Rig) -> None:
+async def test_retry_after_is_in_seconds(rig: Rig) -> None:
     _, error = await rig.failure(rig.call("fault-429=7"))
     assert error.retry_after == 7.0
 
@@ -260,21 +260,21 @@ async def test_a_retry_after_is_in_seconds(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("fault", "code"), [("fault-context", "context_length_exceeded"), ("fault-content-policy", "content_")]
 )
-async def test_a_prompt_that_is_refused_has_the_same_code_everywhere(rig: Rig, fault: str, code: str) -> None:
+async def test_refused_prompt_has_the_same_code_for_every_provider(rig: Rig, fault: str, code: str) -> None:
     _, error = await rig.failure(rig.call(fault))
     assert error.status == 400
     assert (error.code or "").startswith(code)
 
 
 @only_clouds
-async def test_an_error_frame_has_the_status_its_words_stand_for(rig: Rig) -> None:
+async def test_error_frame_has_the_status_of_its_type(rig: Rig) -> None:
     _, error = await rig.failure(rig.call("fault-error-frame=1"))
     assert error.status == {"openai": 500, "google": 503, "anthropic": 529}[rig.dialect]
     assert error.type
 
 
 @only_clouds
-async def test_a_wrong_key_is_a_401_and_stays_secret(rig: Rig) -> None:
+async def test_invalid_key_is_a_401_without_the_key(rig: Rig) -> None:
     provider = rig.make(rig.fake.url, SECRET)
     try:
         with pytest.raises(UpstreamError) as caught:
@@ -287,19 +287,19 @@ async def test_a_wrong_key_is_a_401_and_stays_secret(rig: Rig) -> None:
     assert "very-secret" not in repr(caught.value)
 
 
-async def test_nobody_listening_is_a_connect_error(rig: Rig) -> None:
+async def test_closed_port_is_a_connect_error(rig: Rig) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         provider = rig.make(f"http://127.0.0.1:{unused.getsockname()[1]}", SECRET)
         with pytest.raises(UpstreamError) as caught:
             async with provider.stream(rig.call()):
-                raise AssertionError("a stream from nobody")
+                raise AssertionError("a stream was opened without a server")
         await provider.aclose()
     assert caught.value.kind is UpstreamKind.CONNECT
     assert SECRET not in str(caught.value)
 
 
-async def test_a_connection_that_is_not_made_in_time_is_a_connect_error(rig: Rig) -> None:
+async def test_connect_timeout_is_a_connect_error(rig: Rig) -> None:
     with full_backlog() as address:
         provider = rig.make(f"http://{address}", KEY)
         begun = asyncio.get_running_loop().time()
@@ -313,7 +313,7 @@ async def test_a_connection_that_is_not_made_in_time_is_a_connect_error(rig: Rig
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
-async def test_leaving_closes_the_connection_at_once(rig: Rig) -> None:
+async def test_leaving_a_stream_closes_its_connection_at_once(rig: Rig) -> None:
     async with rig.provider.stream(rig.call("fault-stall=1")) as stream:
         async for frame in stream:
             if isinstance(frame, Data) and frame.kind is DeltaKind.CONTENT:
@@ -323,7 +323,7 @@ async def test_leaving_closes_the_connection_at_once(rig: Rig) -> None:
     assert record.outcome == "disconnected"
 
 
-async def test_leaving_without_reading_closes_the_connection(rig: Rig) -> None:
+async def test_leaving_an_unread_stream_closes_its_connection(rig: Rig) -> None:
     async with rig.provider.stream(rig.call("fault-stall")):
         pass
     async with asyncio.timeout(2):
@@ -331,7 +331,7 @@ async def test_leaving_without_reading_closes_the_connection(rig: Rig) -> None:
     assert record.outcome == "disconnected"
 
 
-async def test_leaving_by_an_exception_closes_the_connection_too(rig: Rig) -> None:
+async def test_exception_closes_the_connection(rig: Rig) -> None:
     with pytest.raises(ZeroDivisionError):
         async with rig.provider.stream(rig.call("fault-stall=1")) as stream:
             await anext(stream)
@@ -340,11 +340,11 @@ async def test_leaving_by_an_exception_closes_the_connection_too(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("fault", ["fault-silence", "fault-stall", "fault-stall=2", "fault-pace=0.2"])
-async def test_a_cancelled_task_closes_the_connection_and_stays_cancelled(rig: Rig, fault: str) -> None:
+async def test_cancelled_task_closes_the_connection_and_stays_cancelled(rig: Rig, fault: str) -> None:
     task = asyncio.create_task(rig.frames(rig.call(fault)))
     await rig.fake.arrived(1)
     while rig.fake.records[0].frames_sent < 1 and fault != "fault-silence":
-        await asyncio.sleep(0.01)  # until the first frame is on its way
+        await asyncio.sleep(0.01)  # until the first frame is being sent
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -354,14 +354,14 @@ async def test_a_cancelled_task_closes_the_connection_and_stays_cancelled(rig: R
     assert len(rig.fake.records) == 1
 
 
-async def test_silence_has_no_deadline_of_the_providers_own(rig: Rig) -> None:
+async def test_provider_has_no_deadline_for_silence(rig: Rig) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5), rig.provider.stream(rig.call("fault-silence")):
             raise AssertionError("a stream out of silence")
     assert (await rig.fake.record()).outcome == "disconnected"
 
 
-async def test_a_provider_works_after_a_failure(rig: Rig) -> None:
+async def test_provider_works_after_a_failure(rig: Rig) -> None:
     await rig.failure(rig.call("fault-cut=1"))
     await rig.failure(rig.call("fault-503"))
     assert (await rig.frames(rig.call()))[-1] == Done()
@@ -380,7 +380,7 @@ Inference = tuple[fake_inference.FakeInference, Provider]
 LOCAL = typed_call(Endpoint.CHAT, "demo", ASK, "req-1")
 
 
-async def test_the_local_answer_is_one_stream_with_its_progress(inference: Inference) -> None:
+async def test_local_answer_is_one_stream_with_progress(inference: Inference) -> None:
     fake, provider = inference
     fake.answers["demo"] = fake_inference.Answer(comments=2)
     async with provider.stream(LOCAL) as stream:
@@ -406,7 +406,7 @@ async def test_the_local_answer_is_one_stream_with_its_progress(inference: Infer
         (fake_inference.Answer(status=500), UpstreamKind.STATUS, None),
     ],
 )
-async def test_a_broken_local_answer_is_an_error_and_never_done(
+async def test_broken_local_answer_is_an_error_without_done(
     inference: Inference, answer: fake_inference.Answer, kind: UpstreamKind, code: str | None
 ) -> None:
     fake, provider = inference
@@ -415,7 +415,7 @@ async def test_a_broken_local_answer_is_an_error_and_never_done(
     with pytest.raises(UpstreamError) as caught:
         async with provider.stream(LOCAL) as stream:
             async for frame in stream:
-                frames.append(frame)  # noqa: PERF401 - what came before the error counts
+                frames.append(frame)  # noqa: PERF401 - frames before the error count
     assert (caught.value.kind, caught.value.code) == (kind, code)
     assert Done() not in frames
     assert len(fake.seen) == 1
@@ -424,7 +424,7 @@ async def test_a_broken_local_answer_is_an_error_and_never_done(
 @pytest.mark.parametrize(
     "answer", [fake_inference.Answer(stall=True), fake_inference.Answer(stall_before_headers=True)]
 )
-async def test_leaving_the_local_provider_closes_its_connection(
+async def test_leaving_a_local_stream_closes_its_connection(
     inference: Inference, answer: fake_inference.Answer
 ) -> None:
     fake, provider = inference
@@ -452,13 +452,13 @@ async def test_text_completions_are_relayed() -> None:
             ) as stream:
                 frames = [frame async for frame in stream]
             await provider.aclose()
-            said = [choice["text"] for chunk in chunks(frames) for choice in chunk["choices"]]
-            assert "".join(said) == "[openai m] Once upon a time"
+            parts = [choice["text"] for chunk in chunks(frames) for choice in chunk["choices"]]
+            assert "".join(parts) == "[openai m] Once upon a time"
             assert frames[-1] == Done()
 
 
 @pytest.mark.parametrize("make", [_make_google, _make_anthropic])
-async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent(
+async def test_unsupported_endpoint_is_refused_before_a_request(
     make: Callable[[str, str], Provider],
 ) -> None:
     async with FakeProvider() as fake:
@@ -473,8 +473,10 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
 
 
 @only_clouds
-async def test_what_cannot_be_written_is_no_answer_of_the_providers(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """A defect of ours: a tier that was never asked is not to blame, and the next one may do the request."""
+async def test_request_that_cannot_be_written_is_not_a_failure_of_the_provider(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A defect of the gateway: the tier is not at fault, and the next one may serve the request."""
     defect = ChatRequest(model="m", messages=[None])  # type: ignore[list-item]
     frames, error = await rig.failure(rig.call(body=defect))
     assert frames == []
@@ -485,7 +487,7 @@ async def test_what_cannot_be_written_is_no_answer_of_the_providers(rig: Rig, ca
 
 @pytest.mark.parametrize("rig", ["openai", "google", "anthropic"], indirect=True)
 @pytest.mark.parametrize("extra", [{}, {"seed": 7}, {"n": 2}, {"grammar": "root ::= x"}, {"temperature": 1}])
-async def test_what_is_known_beforehand_is_what_an_attempt_would_meet(rig: Rig, extra: dict[str, Any]) -> None:
+async def test_unsupported_parameters_agree_with_the_errors_of_attempts(rig: Rig, extra: dict[str, Any]) -> None:
     call = rig.call(body={"messages": [{"role": "user", "content": "x"}], **extra})
     known = rig.provider.unsupported_params(call.endpoint, call.body, call.model)
     met: dict[str | None, str] = {}
@@ -499,7 +501,7 @@ async def test_what_is_known_beforehand_is_what_an_attempt_would_meet(rig: Rig, 
 
 
 @pytest.mark.parametrize("rig", ["openai", "google", "local"], indirect=True)
-async def test_embeddings_are_the_providers_bytes(rig: Rig) -> None:
+async def test_embeddings_are_the_bytes_of_the_provider(rig: Rig) -> None:
     call = rig.call(body={"input": ["a", "b"]}, endpoint=Endpoint.EMBEDDINGS)
     answer = json.loads(await rig.provider.unary(call))
     assert [item["index"] for item in answer["data"]] == [0, 1]
@@ -515,7 +517,7 @@ async def test_embeddings_fail_as_streams_do(rig: Rig) -> None:
     assert len(rig.fake.records) == 2
 
 
-async def test_an_embedding_that_is_no_json_object_is_malformed() -> None:
+async def test_embedding_that_is_not_a_json_object_is_malformed() -> None:
     async with FakeProvider() as fake:
         provider = _make_openai(fake.url, KEY)
         with pytest.raises(UpstreamError) as caught:
@@ -538,7 +540,7 @@ async def test_anthropic_has_no_embeddings() -> None:
     await provider.aclose()
 
 
-async def test_anthropics_pings_are_signs_of_life() -> None:
+async def test_pings_of_anthropic_are_keep_alives() -> None:
     async with FakeProvider() as fake:
         provider = _make_anthropic(fake.url, KEY)
         async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
@@ -549,7 +551,7 @@ async def test_anthropics_pings_are_signs_of_life() -> None:
 @pytest.mark.parametrize(
     ("model", "version", "temperature"), [("claude-sonnet-4-6", "2023-06-01", 0.2), ("claude-opus-5", None, None)]
 )
-async def test_sampling_reaches_only_the_anthropic_models_that_take_it(
+async def test_sampling_is_sent_only_to_anthropic_models_that_accept_it(
     model: str, version: str | None, temperature: float | None
 ) -> None:
     async with FakeProvider() as fake:
@@ -562,8 +564,8 @@ async def test_sampling_reaches_only_the_anthropic_models_that_take_it(
         assert version in (None, record.headers["anthropic-version"])
 
 
-class _Elsewhere(httpx2.AsyncHTTPTransport):
-    """Sends what is meant for one host to another."""
+class _Redirecting(httpx2.AsyncHTTPTransport):
+    """Redirects the connections for one host to another."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -574,9 +576,9 @@ class _Elsewhere(httpx2.AsyncHTTPTransport):
         return await super().handle_async_request(request)
 
 
-async def test_openai_itself_gets_the_new_name_of_max_tokens() -> None:
+async def test_openai_gets_the_new_name_of_max_tokens() -> None:
     async with FakeProvider() as fake:
-        http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
+        http = httpx2.AsyncClient(transport=_Redirecting(fake.url))
         provider = OpenAIProvider("openai", api_key=KEY, base_url=None, http=http)
         body = {**ASK, "max_tokens": 2, "top_k": 40}
         async with provider.stream(typed_call(Endpoint.CHAT, "gpt-5-mini", body, "r")) as stream:
@@ -587,15 +589,15 @@ async def test_openai_itself_gets_the_new_name_of_max_tokens() -> None:
 
 
 @pytest.mark.parametrize("flavor", [None, *Flavor])
-async def test_openais_account_headers_reach_openai_alone(
+async def test_account_headers_of_openai_are_sent_to_openai_only(
     monkeypatch: pytest.MonkeyPatch, flavor: Flavor | None
 ) -> None:
-    """Not another address either that is said to speak as OpenAI does."""
+    """Nor another address with the API of OpenAI."""
     monkeypatch.setenv("OPENAI_ORG_ID", "org-ours")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-ours")
     async with FakeProvider() as fake:
         for base_url, is_told in ((None, True), (fake.openai_url, False)):
-            http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
+            http = httpx2.AsyncClient(transport=_Redirecting(fake.url))
             provider = OpenAIProvider("openai", api_key=KEY, base_url=base_url, http=http, flavor=flavor)
             async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
                 assert [frame async for frame in stream]

@@ -1,4 +1,4 @@
-"""A machine with devices that compute and a driver that talks about them: what each trouble looks like, and its end."""
+"""A simulated machine with devices and a driver: the signs of each fault, and its end."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def machine(devices: SimDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     machine.restore()
 
 
-async def test_every_trouble_has_its_sign_and_its_end(machine: SimMachine) -> None:
-    """On the device that it happens to, or on all; and all are fine again afterwards, without a new probe."""
+async def test_every_fault_has_its_sign_and_its_end(machine: SimMachine) -> None:
+    """On the affected device or on all; afterwards all are healthy without a new probe."""
     assert EXPECTED.keys() == TROUBLES.keys()
     now = 0.0
     probe = machine.probe(NvmlReader(next_seconds=0.3, clock=lambda: now))
@@ -67,7 +67,7 @@ async def test_every_trouble_has_its_sign_and_its_end(machine: SimMachine) -> No
         await probe.refresh()
         found[name] = tuple(reading.sign for reading in probe.readings())
         machine.restore()
-        for _ in range(3):  # the child that is told of a loss, and the one after it
+        for _ in range(3):  # the child that gets the loss, and the next one
             now += MOST_SECONDS
             await probe.refresh()
         assert [reading.sign for reading in probe.readings()] == [FINE, FINE], name
@@ -75,8 +75,8 @@ async def test_every_trouble_has_its_sign_and_its_end(machine: SimMachine) -> No
     await probe.close()
 
 
-async def test_a_trial_computes_where_the_device_computes(machine: SimMachine) -> None:
-    """Also on one that NVML cannot read or that is full; not on one that is lost; and nothing of it stays there."""
+async def test_trial_passes_if_the_device_computes(machine: SimMachine) -> None:
+    """Also on a device that is full or that NVML cannot read, but not on a lost one; nothing of it remains."""
     probe = machine.probe()
     await probe.start()
     machine.strike("out-of-reach", "gpu-0")

@@ -1,4 +1,4 @@
-"""A simulated device is a GPU to llama.cpp: loads, refusals and losses are those of a real one."""
+"""A simulated device is a GPU for llama.cpp: loads, refusals and losses are those of a real one."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def on(ready: worker_link.Ready, device: str) -> int:
     return sum(buffer.bytes for buffer in ready.buffers if buffer.device == device)
 
 
-def test_what_the_worker_says_it_allocated_is_what_the_device_counts(tmp_path: Path, devices: SimDevices) -> None:
-    """To the log's 0.01 MiB per buffer; it answers, and at its end every byte is back."""
+def test_reported_buffers_equal_the_count_of_the_device(tmp_path: Path, devices: SimDevices) -> None:
+    """Within the 0.01 MiB per buffer of the log; it answers, and at its end every byte is released."""
     before = devices.status()
     with WorkerRig(tmp_path, grant(devices)) as rig:
         ready = rig.ready()
@@ -76,8 +76,8 @@ def test_what_the_worker_says_it_allocated_is_what_the_device_counts(tmp_path: P
 
 
 @pytest.mark.parametrize("room_bytes", [MIB // 8, 3 * MIB // 2], ids=["weights", "cache"])
-def test_a_load_over_capacity_fails_cleanly(tmp_path: Path, devices: SimDevices, room_bytes: int) -> None:
-    """The worker says oom_load and ends by itself; nothing stays behind."""
+def test_load_over_capacity_fails_with_oom_load(tmp_path: Path, devices: SimDevices, room_bytes: int) -> None:
+    """The worker reports oom_load and ends; nothing remains."""
     devices.tell("shrink", bytes=room_bytes)
     with WorkerRig(tmp_path, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
@@ -86,8 +86,8 @@ def test_a_load_over_capacity_fails_cleanly(tmp_path: Path, devices: SimDevices,
     assert devices.status()["refusals"] >= 1
 
 
-def test_an_allocation_can_be_refused_on_demand(tmp_path: Path, devices: SimDevices) -> None:
-    """Memory that looks free and is not: the same clean failure; the next load is served."""
+def test_allocation_can_be_refused_on_command(tmp_path: Path, devices: SimDevices) -> None:
+    """Memory only seems free: the same failure; the next load succeeds."""
     devices.tell("refuse", count=1)
     with WorkerRig(tmp_path, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
@@ -98,8 +98,8 @@ def test_an_allocation_can_be_refused_on_demand(tmp_path: Path, devices: SimDevi
         assert on(rig.ready(), "gpu-0") > 0
 
 
-def test_capacity_is_shared_by_all_clients_and_by_others(tmp_path: Path, devices: SimDevices) -> None:
-    """A second worker finds only what the first and a foreign process left."""
+def test_capacity_is_shared_by_all_clients_and_foreign_processes(tmp_path: Path, devices: SimDevices) -> None:
+    """A second worker gets only the memory that the first and a foreign process left."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         used = devices.status()["used_bytes"]
@@ -112,8 +112,8 @@ def test_capacity_is_shared_by_all_clients_and_by_others(tmp_path: Path, devices
         assert rig.post("/v1/completions", ASK)[0] == 200
 
 
-def test_a_cut_device_ends_its_worker_as_a_lost_one(tmp_path: Path, devices: SimDevices) -> None:
-    """The next step aborts the process, by a text that says device_lost; back again, the device is empty and usable."""
+def test_cut_device_ends_its_worker_with_device_lost(tmp_path: Path, devices: SimDevices) -> None:
+    """The next step aborts the process with a text for device_lost; the returned device is empty and usable."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         there = devices.tell("cut")
@@ -135,10 +135,10 @@ def test_a_cut_device_ends_its_worker_as_a_lost_one(tmp_path: Path, devices: Sim
         assert rig.post("/v1/completions", ASK)[0] == 200
 
 
-def test_a_stalled_device_holds_a_worker_and_gives_back_its_memory_when_it_is_killed(
+def test_stalled_device_blocks_its_worker_and_frees_memory_when_it_is_killed(
     tmp_path: Path, devices: SimDevices
 ) -> None:
-    """A hang is seen in the worker's step, which grows without an end; SIGKILL frees the device all the same."""
+    """The step in the heartbeat grows without an end; SIGKILL frees the device."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         devices.tell("stall")
@@ -150,19 +150,19 @@ def test_a_stalled_device_holds_a_worker_and_gives_back_its_memory_when_it_is_ki
             wait_until("the memory is back", lambda: is_empty(devices))
 
 
-def test_memory_can_come_back_late(tmp_path: Path, devices: SimDevices) -> None:
+def test_memory_can_be_released_late(tmp_path: Path, devices: SimDevices) -> None:
     devices.tell("late")
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         used = devices.status()["used_bytes"]
-    wait_until("the worker is gone", lambda: devices.status()["connections"] == 0)
+    wait_until("the worker ended", lambda: devices.status()["connections"] == 0)
     assert devices.status()["used_bytes"] == devices.status()["late_bytes"] >= used
     assert devices.tell("settle")["used_bytes"] == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
-def test_a_suspended_worker_answers_when_it_is_resumed_and_not_before(tmp_path: Path, devices: SimDevices) -> None:
-    """As if nothing had been; what it has is in host memory meanwhile, and there has to be room for it again."""
+def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devices: SimDevices) -> None:
+    """Its bytes are in host memory in between, and there must be room to restore them."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         first = rig.post("/v1/completions", ASK)[1]["choices"]
@@ -189,8 +189,8 @@ def test_a_suspended_worker_answers_when_it_is_resumed_and_not_before(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
-def test_a_worker_that_computes_is_not_suspended(tmp_path: Path, devices: SimDevices) -> None:
-    """A device that stands still does not say that it is done; the worker goes on when it does."""
+def test_computing_worker_is_not_suspended(tmp_path: Path, devices: SimDevices) -> None:
+    """A stalled device does not confirm; the worker continues when the device does."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         devices.tell("stall")
@@ -200,11 +200,11 @@ def test_a_worker_that_computes_is_not_suspended(tmp_path: Path, devices: SimDev
         assert rig.post("/v1/completions", ASK)[0] == 200
         devices.tell("suspend", pid=rig.process.pid)
         rig.process.kill()
-        wait_until("nothing is left", lambda: is_empty(devices) and not devices.status()["suspended_bytes"])
+        wait_until("all memory is released", lambda: is_empty(devices) and not devices.status()["suspended_bytes"])
 
 
-def test_a_model_over_two_devices_is_counted_on_each(tmp_path: Path, devices: SimDevices) -> None:
-    """Which buffer is on which device is told apart, although ggml numbers remote devices differently twice."""
+def test_model_on_two_devices_is_counted_on_each(tmp_path: Path, devices: SimDevices) -> None:
+    """Buffers are assigned to the right device, although ggml numbers remote devices in two ways."""
     with WorkerRig(tmp_path, grant(devices, "gpu-1", "gpu-0", tensor_split=(0.5, 0.5))) as rig:
         ready = rig.ready()
         for name in ("gpu-0", "gpu-1"):
@@ -214,8 +214,8 @@ def test_a_model_over_two_devices_is_counted_on_each(tmp_path: Path, devices: Si
         assert rig.post("/v1/completions", ASK)[0] == 200
 
 
-def test_the_simulator_ends_with_all_it_started(tmp_path: Path) -> None:
-    """Closing its stdin is enough, and so is killing it: no ggml server survives."""
+def test_servers_end_with_the_simulator(tmp_path: Path) -> None:
+    """Closing its stdin or killing it: no ggml server survives."""
     for how in ("let go", "killed"):
         with SimDevices(SIZE) as devices:
             wait_until("the spare server starts", lambda: children_of(devices.process.pid))
@@ -230,13 +230,13 @@ def test_the_simulator_ends_with_all_it_started(tmp_path: Path) -> None:
             wait_until("its servers are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine))  # noqa: B023
 
 
-def test_a_connection_that_only_asks_starts_no_server(devices: SimDevices) -> None:
-    """llama.cpp connects several times before it allocates anything: the same server answers each time."""
+def test_connection_with_queries_only_uses_the_spare_server(devices: SimDevices) -> None:
+    """llama.cpp connects several times before it allocates: the same server answers each time."""
     address = devices.status()["endpoint"].rsplit(":", 1)
     for _ in range(5):
         before = set(children_of(devices.process.pid))
         with socket.create_connection((address[0], int(address[1])), timeout=20) as client:
             client.sendall(request(Command.HELLO, bytes(24)))
             assert client.recv(36, socket.MSG_WAITALL)[:8] == (28).to_bytes(8, "little")
-        wait_until("it is over", lambda: devices.status()["connections"] == 0)
+        wait_until("the connection ended", lambda: devices.status()["connections"] == 0)
         assert before <= set(children_of(devices.process.pid))

@@ -1,4 +1,4 @@
-"""What a simulated device's sockets carry: every byte in its order, large or small, stalled meanwhile or not."""
+"""The relay of simulated devices passes every byte in order, large or small, also while it is stalled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 class Ends:
-    """The client's and the server's ends of a relay that runs."""
+    """The client end and the server end of a running relay."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
@@ -63,13 +63,13 @@ async def receive(end: socket.socket, size: int) -> bytes:
     found = bytearray()
     while len(found) < size:
         data = await loop.sock_recv(end, min(2**18, size - len(found)))
-        assert data, "it ended too early"
+        assert data, "the connection ended too early"
         found += data
     return bytes(found)
 
 
-async def test_weights_arrive_as_they_were_sent() -> None:
-    """Although one buffer carries all of it, and the server is slower than the client."""
+async def test_weights_are_relayed_unchanged() -> None:
+    """One buffer holds all of it, and the server is slower than the client."""
     sent = request(Command.SET_TENSOR, WEIGHTS) + request(Command.FREE_BUFFER, bytes(8))
     async with relayed(sent[:5]) as (ends, _running):
         loop = asyncio.get_running_loop()
@@ -78,10 +78,10 @@ async def test_weights_arrive_as_they_were_sent() -> None:
         assert ends.pace.requests == 2
 
 
-async def test_an_answer_from_here_waits_for_the_one_before_it() -> None:
-    """A client that asks for a large tensor and for the memory gets both, one behind the other."""
-    asked = request(Command.GET_TENSOR, b"all") + request(Command.GET_DEVICE_MEMORY, bytes(4))
-    async with relayed(asked) as (ends, _running):
+async def test_own_answer_follows_the_answer_of_the_server() -> None:
+    """A client that requests a large tensor and the memory gets both in order."""
+    requests = request(Command.GET_TENSOR, b"all") + request(Command.GET_DEVICE_MEMORY, bytes(4))
+    async with relayed(requests) as (ends, _running):
         loop = asyncio.get_running_loop()
         assert await receive(ends.server, 12) == request(Command.GET_TENSOR, b"all")
         answers = reply(WEIGHTS) + reply(FREE.to_bytes(8, "little") + TOTAL.to_bytes(8, "little"))
@@ -91,7 +91,7 @@ async def test_an_answer_from_here_waits_for_the_one_before_it() -> None:
         assert arrived == answers
 
 
-async def test_what_comes_while_a_device_is_stalled_passes_when_it_is_over() -> None:
+async def test_bytes_sent_during_a_stall_pass_after_it() -> None:
     """All of it, in order, and nothing before."""
     first, second = request(Command.BUFFER_CLEAR, bytes(9)), request(Command.SET_TENSOR, WEIGHTS)
     async with relayed(first) as (ends, _running):
@@ -105,7 +105,7 @@ async def test_what_comes_while_a_device_is_stalled_passes_when_it_is_over() -> 
         assert await receive(ends.server, len(second)) == second
 
 
-async def test_a_client_that_leaves_a_stalled_device_ends_the_connection() -> None:
+async def test_client_that_disconnects_during_a_stall_ends_the_connection() -> None:
     first = request(Command.BUFFER_CLEAR, bytes(9))
     async with relayed(first) as (ends, running):
         assert await receive(ends.server, len(first)) == first
@@ -116,8 +116,7 @@ async def test_a_client_that_leaves_a_stalled_device_ends_the_connection() -> No
             await running
 
 
-async def test_either_side_ends_it() -> None:
-    """In good order: nobody has to be told."""
+async def test_either_side_can_end_the_connection() -> None:
     for name in ("client", "server"):
         async with relayed(request(Command.BUFFER_CLEAR, bytes(9))) as (ends, running):
             await receive(ends.server, 18)
@@ -128,8 +127,8 @@ async def test_either_side_ends_it() -> None:
 MARK = request(Command.DEVICE_COUNT)
 
 
-async def test_a_connection_is_shut_between_two_requests_and_what_comes_then_waits() -> None:
-    """Not before the one that runs is answered, and the server has said that it is done; the client sees nothing."""
+async def test_connection_is_paused_between_two_requests() -> None:
+    """After the running request was answered and the server is idle; the client does not notice."""
     first, second = request(Command.GET_TENSOR, b"all"), request(Command.SET_TENSOR, WEIGHTS)
     async with relayed(first) as (ends, _running):
         loop = asyncio.get_running_loop()
@@ -137,7 +136,7 @@ async def test_a_connection_is_shut_between_two_requests_and_what_comes_then_wai
         shutting = asyncio.create_task(ends.relay.shut())
         await asyncio.sleep(0)
         with pytest.raises(BlockingIOError):
-            ends.server.recv(1)  # nothing is asked while the answer is due
+            ends.server.recv(1)  # no request arrives while an answer is due
         await loop.sock_sendall(ends.server, reply(b"here"))
         assert await receive(ends.client, len(reply(b"here"))) == reply(b"here")
         assert await receive(ends.server, len(MARK)) == MARK
@@ -153,8 +152,8 @@ async def test_a_connection_is_shut_between_two_requests_and_what_comes_then_wai
             ends.client.recv(1)
 
 
-async def test_shutting_that_is_given_up_leaves_it_open() -> None:
-    """The server is busy with something that has no answer."""
+async def test_cancelled_pause_leaves_the_connection_open() -> None:
+    """The server is busy with a command without an answer."""
     first, second = request(Command.GRAPH_COMPUTE, b"graph"), request(Command.BUFFER_CLEAR, bytes(9))
     async with relayed(first) as (ends, _running):
         await receive(ends.server, len(first))
@@ -166,7 +165,7 @@ async def test_shutting_that_is_given_up_leaves_it_open() -> None:
         assert await receive(ends.server, len(second)) == second
 
 
-async def test_a_client_that_leaves_a_shut_connection_ends_it() -> None:
+async def test_client_that_disconnects_during_a_pause_ends_the_connection() -> None:
     first = request(Command.BUFFER_CLEAR, bytes(9))
     async with relayed(first) as (ends, running):
         await receive(ends.server, len(first))

@@ -1,4 +1,4 @@
-"""Servers that compute for simulated devices: one is always ready, none is left over, whoever gives up or dies."""
+"""Servers of simulated devices: one spare is ready, and none remains after cancellations or exits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def servers() -> AsyncIterator[Servers]:
     wait_until("no server is left", lambda: not running())
 
 
-async def test_each_taker_has_a_server_of_its_own_and_the_next_one_is_begun(servers: Servers) -> None:
+async def test_each_client_has_its_own_server_and_a_spare_is_started(servers: Servers) -> None:
     first, second = await asyncio.gather(servers.take(), servers.take())
     assert first.port != second.port
     assert {first.process.pid, second.process.pid} < running()
@@ -35,8 +35,8 @@ async def test_each_taker_has_a_server_of_its_own_and_the_next_one_is_begun(serv
     await second.end()
 
 
-async def test_a_server_that_nobody_waits_for_any_more_is_kept_for_the_next(servers: Servers) -> None:
-    """A client that leaves while its server starts costs nothing."""
+async def test_server_of_a_cancelled_request_is_kept_as_spare(servers: Servers) -> None:
+    """A client that disconnects while its server starts causes no new server."""
     waiting = [asyncio.create_task(servers.take()) for _ in range(3)]
     await asyncio.sleep(0)
     for task in waiting:
@@ -47,8 +47,8 @@ async def test_a_server_that_nobody_waits_for_any_more_is_kept_for_the_next(serv
     await server.end()
 
 
-async def test_a_spare_server_that_died_is_replaced(servers: Servers) -> None:
-    """Whether it had said its port already or not."""
+async def test_ended_spare_server_is_replaced(servers: Servers) -> None:
+    """Before and after it has reported its port."""
     server = await servers.take()
     await server.end()
     (spare,) = running()
@@ -62,13 +62,13 @@ async def test_a_spare_server_that_died_is_replaced(servers: Servers) -> None:
     await again.end()
 
 
-async def test_a_server_that_comes_back_is_the_next_one_taken(servers: Servers) -> None:
-    """As often as its clients leave nothing in it; dead ones and those beyond two are not kept."""
+async def test_returned_server_is_used_next(servers: Servers) -> None:
+    """Repeatedly, if its clients leave nothing in it; ended servers and more than two are not kept."""
     first, second, third = [await servers.take() for _ in range(3)]
     await servers.give_back(first)
     assert await servers.take() is first
     await servers.give_back(first)
-    await servers.give_back(second)  # the one that was begun is a spare as well
+    await servers.give_back(second)  # the starting server is a spare as well
     assert second.process.returncode is not None
     assert await servers.take() is first
     await first.end()

@@ -1,4 +1,4 @@
-"""What dialects force is what masks let through, in vocabularies that have the families' tokens and that lack them."""
+"""The forms that dialects force match the masks, in vocabularies with and without the tokens of their families."""
 # ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inference.worker.dialects.thinking import BRACKETS, TAGS
 
 
 class Vocabulary:
-    """Single bytes, tokens of markers, which are control tokens or plain ones, and one token that ends."""
+    """Single bytes, marker tokens, which are control tokens or plain ones, and one end token."""
 
     def __init__(self, markers: Iterable[str], *, control: bool = False) -> None:
         self._markers = sorted(markers, key=len, reverse=True)
@@ -44,7 +44,7 @@ class Vocabulary:
         return [*self._markers, "</s>"][token - 256].encode() if shown else b""
 
     def tokens(self, text: str) -> list[int]:
-        """The text, its markers as tokens where there are any, and the end."""
+        """The text with markers as tokens if there are any, and the end."""
         found, at = [], 0
         for match in self._pattern.finditer(text):
             found += [*text[at : match.start()].encode(), 256 + self._markers.index(match[0])]
@@ -129,17 +129,17 @@ MARKERS = [
     "<|constrain|>", "<|message|>", "<|end|>", "｜DSML｜", "<|python_tag|>",
 ]  # fmt: skip
 VOCABULARIES = {"control": Vocabulary(MARKERS, control=True), "plain": Vocabulary(MARKERS), "none": Vocabulary(())}
-"""By what their markers are: GGUFs have them as control tokens, as plain tokens, or not at all."""
+"""By the kind of their markers: GGUFs have them as control tokens, as plain tokens, or not at all."""
 COMPILERS = {name: Compiler(vocabulary) for name, vocabulary in VOCABULARIES.items()}
 
 
 def tried(dialect: Dialect) -> list[str]:
-    """Vocabularies in which a family's models come."""
+    """Vocabularies of the models of a family."""
     return ["control"] if dialect.name == "harmony" else [*VOCABULARIES]
 
 
 def accepts(name: str, form: Form, text: str) -> bool:
-    """Whether the text is a whole answer of the form."""
+    """Whether the text is a complete answer of the form."""
     vocabulary = VOCABULARIES[name]
     mask = COMPILERS[name].compile(form, "tools").start()
     for token in vocabulary.tokens(text):
@@ -153,14 +153,14 @@ def accepts(name: str, form: Form, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("row", "name"), [(row, name) for row in range(len(ROWS)) for name in tried(ROWS[row][0])])
-def test_calls_are_forced_as_the_family_writes_them(row: int, name: str) -> None:
-    """Whole answers pass, others do not; the text of a marker inside a JSON string is text."""
+def test_forced_calls_have_the_format_of_their_family(row: int, name: str) -> None:
+    """Complete answers pass, others do not; a marker within a JSON string is text."""
     dialect, opened, choice, whole, others = ROWS[row]
     form = dialect.form(TOOLS, choice, opened=opened)
     assert form is not None
-    # A control token inside a string would be that token.
-    told = [text.replace(" <tool_call> ", " ") for text in whole] if name == "control" else whole
-    assert [text for text in told if not accepts(name, form, text)] == []
+    # In such a vocabulary the marker would be a control token.
+    texts = [text.replace(" <tool_call> ", " ") for text in whole] if name == "control" else whole
+    assert [text for text in texts if not accepts(name, form, text)] == []
     assert [text for text in others if accepts(name, form, text)] == []
 
 
@@ -183,23 +183,23 @@ NO_CITY = [LLAMA.replace("city", "town"), LLAMA.replace('"Rome"', "1"), LLAMA.re
         (Llama3(TAGS), f"{HEADER}<think>\n", [f"Hm</think>{LLAMA}"], [f"Hm</think>{NO_CITY[0]}"]),
     ],
 )  # fmt: skip
-def test_strict_tools_are_held_to_where_calls_may_be_bare(
+def test_strict_tools_are_enforced_for_calls_without_tags(
     name: str, dialect: Dialect, opened: str, whole: list[str], others: list[str]
 ) -> None:
-    """What is read as a call of a strict tool has its shape, with a tag and without; all other text is free."""
+    """A call of a strict tool has its schema, with and without a tag; all other text is free."""
     form = dialect.form(STRICT, AUTO, opened=opened)
     assert form is not None
     assert [text for text in whole if not accepts(name, form, text)] == []
     assert [text for text in others if accepts(name, form, text)] == []
     for text in whole:
         parser = dialect.parser(tools=STRICT, opened=opened)
-        said = [*parser.push(text), *parser.flush()]
-        is_call = any(isinstance(part, CallBegin) for part in said)
+        parts = [*parser.push(text), *parser.flush()]
+        is_call = any(isinstance(part, CallBegin) for part in parts)
         assert is_call == (text.endswith("}}") and not (opened.endswith("So") and TAG not in text))
 
 
 @pytest.mark.parametrize("dialect", {row[0].name: row[0] for row in ROWS}.values(), ids=lambda dialect: dialect.name)
-def test_every_family_holds_strict_tools_to_their_shape(dialect: Dialect) -> None:
+def test_every_family_enforces_strict_tools(dialect: Dialect) -> None:
     opened = START if dialect.name == "harmony" else HEADER if dialect.name == "llama3" else ""
     count = Tool("count", parameters={"properties": {"to": {"type": "integer"}}, "required": ["to"]}, strict=True)
     form = dialect.form((count,), AUTO, opened=opened)
@@ -222,14 +222,14 @@ VALUES = Tool(
 
 
 def run(*arguments: tuple[str, str], dsml: str = "") -> str:
-    """A call of `run` in either notation; `dsml` says of each argument whether it is a text."""
+    """A call of `run` in either notation; in `dsml` each argument is marked as text or not."""
     if not dsml:
         return XML.format("run", "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments))
-    said = "".join(
+    parts = "".join(
         f'<｜DSML｜parameter name="{key}" string="{"true" if kind == "t" else "false"}">{value}</｜DSML｜parameter>\n'
         for (key, value), kind in zip(arguments, dsml, strict=True)
     )
-    return f'{DSML}<｜DSML｜invoke name="run">\n{said}</｜DSML｜invoke>\n{DSML_END}'
+    return f'{DSML}<｜DSML｜invoke name="run">\n{parts}</｜DSML｜invoke>\n{DSML_END}'
 
 
 MODE, COUNT, DEEP, MAYBE = ("mode", "slow"), ("count", "12"), ("deep", '{"a": 1}'), ("maybe", "null")
@@ -261,8 +261,8 @@ TAGGED: list[tuple[Dialect, Tool, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("row", range(len(TAGGED)))
-def test_tagged_arguments_are_held_to_the_schema(row: int) -> None:
-    """Required ones stand, in the schema's order, and none that it does not name where it names some."""
+def test_tagged_arguments_follow_the_schema(row: int) -> None:
+    """Required arguments exist, in the order of the schema, and only declared ones if it declares some."""
     dialect, tool, whole, others = TAGGED[row]
     form = dialect.form((tool,), ONE, opened="")
     assert form is not None
@@ -287,7 +287,7 @@ WRAPPED: list[tuple[Dialect, str, list[str], list[str]]] = [
 @pytest.mark.parametrize(
     ("row", "name"), [(row, name) for row in range(len(WRAPPED)) for name in tried(WRAPPED[row][0])]
 )
-def test_constrained_answers_are_wrapped_as_the_family_writes_them(row: int, name: str) -> None:
+def test_constrained_answers_have_the_format_of_their_family(row: int, name: str) -> None:
     dialect, opened, whole, others = WRAPPED[row]
     form = dialect.wrap(Json({"type": "array"}), opened=opened)
     assert [text for text in whole if not accepts(name, form, text)] == []

@@ -1,4 +1,4 @@
-"""Large blocks of a worker are the system's again when they are freed, but while weights go to a device."""
+"""Freed large blocks of a worker are returned to the system, except while weights are sent to a device."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ assert pages_of_its_own()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc from 2.33 on only")
 def test_freed_blocks_are_kept_only_while_weights_are_loaded() -> None:
-    """In a process of its own, because what is asked of the allocator is asked for the whole process."""
+    """In a separate process, because the settings of the allocator apply to the whole process."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

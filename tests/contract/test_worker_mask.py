@@ -1,4 +1,4 @@
-"""What every mask promises the engine, kept by the real thing and by its stand-in."""
+"""Guarantees of every mask to the engine, for the real one and the fake."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _allowed(mask: Mask) -> frozenset[int]:
     return frozenset(np.flatnonzero(logits == 1.0).tolist())
 
 
-def test_only_what_may_follow_keeps_its_logit(constraint: Constraint) -> None:
-    """At every step, and the end when all is said."""
+def test_only_allowed_tokens_keep_their_logits(constraint: Constraint) -> None:
+    """At every step; the end token when the form is complete."""
     mask = constraint.start()
     assert _allowed(mask) == {A}
     mask.accept(A)
@@ -52,13 +52,13 @@ def test_only_what_may_follow_keeps_its_logit(constraint: Constraint) -> None:
     mask.accept(min(VOCABULARY.end_tokens))
 
 
-def test_applying_twice_says_the_same(constraint: Constraint) -> None:
-    """A step may be repeated before a token is drawn."""
+def test_applying_a_mask_twice_gives_the_same_result(constraint: Constraint) -> None:
+    """A step may be repeated before a token is sampled."""
     mask = constraint.start()
     assert _allowed(mask) == _allowed(mask) == {A}
 
 
-def test_masks_of_one_constraint_are_apart(constraint: Constraint) -> None:
+def test_masks_of_one_constraint_are_independent(constraint: Constraint) -> None:
     """Every choice has its own."""
     first, second = constraint.start(), constraint.start()
     first.accept(A)
@@ -66,8 +66,8 @@ def test_masks_of_one_constraint_are_apart(constraint: Constraint) -> None:
     assert _allowed(first) == {B, C}
 
 
-def test_a_token_that_may_not_follow_is_an_error_of_the_request(constraint: Constraint) -> None:
-    """ConstraintError, which is the caller's and no failure of the model."""
+def test_token_that_is_not_allowed_is_a_client_error(constraint: Constraint) -> None:
+    """ConstraintError: an error of the client, not a failure of the model."""
     mask = constraint.start()
     with pytest.raises(ConstraintError) as caught:
         mask.accept(B)

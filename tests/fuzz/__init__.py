@@ -1,6 +1,6 @@
-"""Bad input made by machines: damaged model files, requests nobody would write; everything here ends in a clear error.
+"""Generated bad input: damaged model files and odd requests must end in a clear error.
 
-A bounded choice of it runs with all other tests, everything with `make fuzz`, which sets FUZZ_EXAMPLES.
+The normal test run uses a limited selection, `make fuzz` all of it (FUZZ_EXAMPLES).
 """
 
 from __future__ import annotations
@@ -8,4 +8,4 @@ from __future__ import annotations
 import os
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-"""Requests per operation and kind; 0: the bounded choice."""
+"""Requests per operation and kind; 0: the limited selection."""

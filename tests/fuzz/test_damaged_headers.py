@@ -1,4 +1,4 @@
-"""A damaged GGUF header is refused in words or read for what it says; it never becomes another exception."""
+"""A damaged GGUF header is read or refused with a message, without any other exception."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED_BY_HEADER = (
     "rope-base-nan", "rope-scaling-unknown",
 )  # fmt: skip
 MOST_BYTES = 2**62
-"""No estimate may be more: figures travel as 64-bit numbers."""
+"""Upper limit of an estimate: figures are 64-bit numbers."""
 
 
 def facts_of(content: bytes, directory: Path) -> Facts:
@@ -31,13 +31,13 @@ def facts_of(content: bytes, directory: Path) -> Facts:
 
 
 def sane(facts: Facts) -> bool:
-    """Whether an estimate can be made of it that is an amount of bytes."""
+    """Whether it can be estimated as an amount of bytes."""
     parts = formula(facts, Parameters(context_length=4096, parallel=4))
     return all(0 <= count < MOST_BYTES for count in (parts.weights_bytes, parts.kv_bytes, parts.compute_bytes))
 
 
 @pytest.mark.parametrize("damaged", CORPUS, ids=lambda damaged: damaged.name)
-def test_a_damaged_header_is_refused_in_words_or_read(damaged: Damaged, tmp_path: Path) -> None:
+def test_damaged_header_is_read_or_refused_with_a_message(damaged: Damaged, tmp_path: Path) -> None:
     try:
         facts = facts_of(damaged.content, tmp_path)
     except BadGgufError as error:
@@ -48,7 +48,7 @@ def test_a_damaged_header_is_refused_in_words_or_read(damaged: Damaged, tmp_path
         assert not damaged.name.startswith(REFUSED_BY_HEADER) or damaged.may_load, facts
 
 
-def test_the_names_of_the_corpus_are_unique() -> None:
+def test_names_of_the_corpus_are_unique() -> None:
     assert len({damaged.name for damaged in CORPUS}) == len(CORPUS) > 100
 
 
@@ -56,7 +56,7 @@ HEADER_BYTES = len(b"".join(Parts.read(GOOD).sections()))
 
 
 @given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
-def test_bytes_overwritten_anywhere_in_a_header(
+def test_header_with_overwritten_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
 ) -> None:
     content = bytearray(GOOD)

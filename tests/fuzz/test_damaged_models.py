@@ -1,6 +1,6 @@
-"""Damaged model files in a running service: it names the file and what is wrong, nothing leaks, other models answer.
+"""Damaged model files in a running service: the error names file and cause, and other models answer.
 
-Estimates come from real helpers and loads go to real workers; both may die of such a file, the service may not.
+Estimates use real helpers and loads real workers; both may end because of such a file, the service may not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.rigs.asgi import Answer, ask
 from tests.rigs.damaged_gguf import Damaged
 
 CHOSEN = ("cut-tensor-list", "tensor-missing", "tokens-fewer", "merges-in-a-circle")
-"""With all tests: what the header refuses, what llama.cpp refuses or aborts on, what is taken."""
-SAID = {"content": "hello"}
+"""Part of the normal run: files that the header check refuses, that llama.cpp refuses or aborts on, and valid ones."""
+HELLO = {"content": "hello"}
 SECONDS = 120.0
 REFUSED = {
     "model_failed",
@@ -41,7 +41,7 @@ def chosen() -> Sequence[Damaged]:
 
 
 class Fuzzed:
-    """A service on the CPU whose models are damaged files, and one good one; every model is asked everything."""
+    """A service on the CPU with damaged models and a good one; every request kind is sent to each."""
 
     def __init__(self, root: Path, damaged: Sequence[Damaged]) -> None:
         self.files = root / "files"
@@ -66,23 +66,23 @@ class Fuzzed:
             return Answer(0, {}, f"did not answer within {SECONDS} s")
 
     async def everything(self, name: str) -> dict[str, Answer]:
-        """What the model is asked, one after the other, and unloaded at the end."""
-        messages = [{"role": "user", **SAID}]
+        """Sends all requests for the model, one after the other, and unloads it."""
+        messages = [{"role": "user", **HELLO}]
         streamed = {"model": name, "prompt": "he", "max_tokens": 2, "stream": True}
-        said = {
+        answers = {
             "plan": await self.ask("/memory/plan", {"model": name}),
             "load": await self.ask(f"/models/{name}/load"),
             "chat": await self.ask("/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 4}),
             "show": await self.ask(f"/v1/models/{name}", method="GET"),
         }
         if EXAMPLES:
-            said |= {
+            answers |= {
                 "complete": await self.ask("/v1/completions", {"model": name, "prompt": "hello", "max_tokens": 4}),
                 "stream": await self.ask("/v1/completions", streamed),
-                "tokenize": await self.ask("/tokenize", {"model": name, **SAID}),
+                "tokenize": await self.ask("/tokenize", {"model": name, **HELLO}),
             }
         await self.ask(f"/models/{name}/unload?now=true")
-        return said
+        return answers
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ async def fuzzed(tmp_path: Path) -> AsyncIterator[Fuzzed]:
         await found.service.authority.close()
 
 
-def complaints(item: Damaged, said: dict[str, Answer], file: Path) -> list[str]:
+def complaints(item: Damaged, answers: dict[str, Answer], file: Path) -> list[str]:
     """What is wrong with the answers about one damaged file."""
     found = []
-    for what, answer in said.items():
+    for what, answer in answers.items():
         if answer.status == 200:
             continue
         error = answer.body["error"] if isinstance(answer.body, dict) else {}
@@ -105,26 +105,26 @@ def complaints(item: Damaged, said: dict[str, Answer], file: Path) -> list[str]:
             found.append(f"{item.name}: {what} answered {answer.status} {answer.body}")
         elif answer.status == 503 and what in ("plan", "load") and str(file) not in error["message"]:
             found.append(f"{item.name}: {what} does not name the file: {error['message']}")
-    if said["show"].status != 200:
-        found.append(f"{item.name}: is not listed: {said['show'].body}")
-    if not item.may_load and said["load"].status == 200:
+    if answers["show"].status != 200:
+        found.append(f"{item.name}: is not listed: {answers['show'].body}")
+    if not item.may_load and answers["load"].status == 200:
         found.append(f"{item.name}: was loaded")
     return found
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
-async def test_damaged_models_fail_by_name_and_nobody_else_does(fuzzed: Fuzzed) -> None:
+async def test_damaged_models_fail_by_name_without_affecting_others(fuzzed: Fuzzed) -> None:
     turn = asyncio.Semaphore(3)
 
     async def one(item: Damaged) -> list[str]:
         async with turn:
-            said = await fuzzed.everything(item.name)
-        return complaints(item, said, fuzzed.files / f"{item.name}.gguf")
+            answers = await fuzzed.everything(item.name)
+        return complaints(item, answers, fuzzed.files / f"{item.name}.gguf")
 
     found = await asyncio.gather(*map(one, chosen()))
     assert not any(found), "\n".join(line for lines in found for line in lines)
     listed = await fuzzed.ask("/v1/models", method="GET")
     assert {entry["id"] for entry in listed.body["data"]} == {item.name for item in chosen()} | {"good"}
-    said = await fuzzed.everything("good")
-    assert {what: answer.status for what, answer in said.items()} == dict.fromkeys(said, 200)
+    answers = await fuzzed.everything("good")
+    assert {what: answer.status for what, answer in answers.items()} == dict.fromkeys(answers, 200)
     assert not fuzzed.service.authority.state.ledger.holdings

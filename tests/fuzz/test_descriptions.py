@@ -1,4 +1,4 @@
-"""Both services describe themselves in OpenAPI: every path, every field, and only to who has a key."""
+"""Both services describe themselves in OpenAPI: every path, every field, and only with a key."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 
 
-def test_every_hot_path_is_described() -> None:
+def test_every_generation_path_is_described() -> None:
     assert set(BODIES) == set(HOT_PATHS)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint, ids=lambda endpoint: endpoint.name.lower())
-def test_the_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None:
+def test_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None:
     type_ = GATEWAY_BODIES[endpoint][0]
     described, parts = json_schema(type_)
     fields = {name for name in type_.__struct_encode_fields__ if name[0] != "$" and name not in HOP_FIELDS}
@@ -41,7 +41,7 @@ def check(described: dict[str, Any], hot: set[str], open_paths: set[str]) -> Non
     assert hot <= set(described["paths"])
     for path, methods in described["paths"].items():
         for operation in methods.values():
-            assert "422" not in operation["responses"], "bad input is 400"
+            assert "422" not in operation["responses"], "invalid input is 400"
             assert "default" in operation["responses"]
             assert ("security" in operation) is (path not in open_paths)
     assert set(described["components"]["schemas"]) & {"HTTPValidationError", "ValidationError"} == set()
@@ -53,7 +53,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_the_inference_service_describes_itself(start: Start) -> None:
+async def test_inference_service_describes_itself(start: Start) -> None:
     service = await start({"a": {}})
     assert (await ask(service.app, "GET", "/openapi.json", key="wrong")).status == 401
     described = (await ask(service.app, "GET", "/openapi.json")).body
@@ -61,7 +61,7 @@ async def test_the_inference_service_describes_itself(start: Start) -> None:
     assert {path for _, path in operations(service.app)} | set(HOT_PATHS) == set(described["paths"])
 
 
-async def test_the_gateway_describes_itself(tmp_path: Path) -> None:
+async def test_gateway_describes_itself(tmp_path: Path) -> None:
     async with FakeInference("token") as inference, Gateway(tmp_path, inference.url) as gateway:
         async with httpx2.AsyncClient(base_url=gateway.url) as stranger:
             assert (await stranger.get("/openapi.json")).status_code == 401

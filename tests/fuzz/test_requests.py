@@ -1,7 +1,7 @@
-"""Requests made by a machine from both descriptions, right and wrong ones: an answer or a clear error, never a 500.
+"""Requests generated from both OpenAPI documents, valid and invalid: an answer or a clear error, never a 500.
 
-The requests come from schemathesis, the same in every run. They go to a whole Headgate with real workers, and name its
-models, so that they get further than a model that nobody knows.
+schemathesis generates the same requests in every run. They go to all services with real workers, and use the names
+of the configured models.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from schemathesis import Case
 
 ENDLESS = {"/events"}
-"""Never over, so never read to its end."""
+"""Endless, so not read to the end."""
 BUSY = {503, 504}
-"""What a 5xx may be: a model that cannot be had says so; anything else is a defect."""
+"""Allowed codes of a 5xx: the model is not available. Anything else is a defect."""
 ANTHROPICS = "/v1/messages"
 CODES = {*Code, "thread_unsupported_request"}
-"""Ours, and the one of Anthropic's that its clients act upon."""
+"""The codes of the gateway, and the one of Anthropic that its clients use."""
 SECONDS = 60
 FEW = 1
-"""Requests per operation and kind with all other tests, which ask one model."""
+"""Requests per operation and kind in the normal run, with one model."""
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def narrowed(described: dict[str, Any], models: list[str]) -> dict[str, Any]:
-    """The description with the names of models that there are, instead of any text."""
+    """The OpenAPI document with the names of configured models instead of any text."""
     found = copy.deepcopy(described)
     names = {"type": "string", "enum": models}
 
     def visit(value: Any) -> None:
         if isinstance(value, dict):
-            value.pop("security", None)  # or the key would be made up too
+            value.pop("security", None)  # otherwise the key would be generated too
             if isinstance(properties := value.get("properties"), dict) and "model" in properties:
                 properties["model"] = names
             if value.get("in") == "path" and value["name"] in ("model_id", "name"):
@@ -80,9 +80,9 @@ def narrowed(described: dict[str, Any], models: list[str]) -> dict[str, Any]:
 
 
 def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[Case]:
-    """`most` right requests for every operation that ends, and as many wrong ones where there is time for them.
+    """`most` valid requests for every operation that ends, and as many invalid ones if there is time.
 
-    The import takes over a second, which nobody who only collects the tests has to wait for.
+    The import is local because it takes over a second.
     """
     import schemathesis
     from schemathesis import GenerationMode
@@ -108,7 +108,7 @@ def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[C
 
             try:
                 keep()
-            except Exception as error:  # an operation without parameters cannot be asked wrongly
+            except Exception as error:  # an operation without parameters has no invalid request
                 if type(error).__name__ not in ("Unsatisfiable", "SkipTest", "Skipped"):
                     raise
             yield from made
@@ -117,8 +117,8 @@ def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[C
 
 def complaint(case: Case | SimpleNamespace, answer: Any) -> str | None:
     """What is wrong with an answer, or None."""
-    said = f"{case.method} {case.formatted_path} {case.query!r} {case.body!r}"[:600]
-    shown = f"{said} -> {answer.status_code} {answer.content[:400]!r}"
+    text = f"{case.method} {case.formatted_path} {case.query!r} {case.body!r}"[:600]
+    shown = f"{text} -> {answer.status_code} {answer.content[:400]!r}"
     if answer.status_code < 400 or (answer.status_code == 503 and case.path in ("/health", "/memory/health")):
         return None
     if answer.status_code == 401 or (answer.status_code >= 500 and answer.status_code not in BUSY):
@@ -138,8 +138,8 @@ def _is_openais(body: Any) -> bool:
 
 def _is_anthropics(body: Any) -> bool:
     error = body["error"]
-    said = body["type"], body["request_id"], error["type"], error["message"]
-    return body["type"] == "error" and all(said) and error["details"]["error_code"] in CODES
+    text = body["type"], body["request_id"], error["type"], error["message"]
+    return body["type"] == "error" and all(text) and error["details"]["error_code"] in CODES
 
 
 ENVELOPE = b'{"error": {"message": "no", "type": "invalid_request_error", "param": null, "code": "invalid_request"}}'
@@ -170,7 +170,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize(("path", "status", "content", "is_fine"), JUDGED.values(), ids=JUDGED)
-def test_a_defect_would_be_seen(path: str, status: int, content: bytes, is_fine: bool) -> None:
+def test_defects_are_detected(path: str, status: int, content: bytes, is_fine: bool) -> None:
     case = SimpleNamespace(method="POST", path=path, formatted_path=path, query=None, body=None)
     answer = SimpleNamespace(status_code=status, content=content, headers={})
     assert (complaint(case, answer) is None) is is_fine
@@ -178,9 +178,9 @@ def test_a_defect_would_be_seen(path: str, status: int, content: bytes, is_fine:
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
 @pytest.mark.parametrize("service", ["inference", "gateway"])
-def test_no_request_is_answered_with_a_defect(stack: Stack, service: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def tell(line: str) -> None:
-        """In a long run at once: who ends it knows what was found so far."""
+def test_generated_requests_find_no_defect(stack: Stack, service: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def report(line: str) -> None:
+        """Prints at once, for long runs that are interrupted."""
         if EXAMPLES:
             with capsys.disabled():
                 sys.stdout.write(f"\n{line}")
@@ -199,11 +199,11 @@ def test_no_request_is_answered_with_a_defect(stack: Stack, service: str, capsys
             answer = case.call(base_url=base, session=session, headers=headers, timeout=SECONDS)
             operations.add((case.method, case.path))
             statuses[answer.status_code] += 1
-            if (said := complaint(case, answer)) is not None:
-                tell(said)
-                found.append(said)
-    told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
-    tell(f"{service}: {len(operations)} operations, {statuses.total()} requests; replies by status: {told}")
+            if (text := complaint(case, answer)) is not None:
+                report(text)
+                found.append(text)
+    summary = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+    report(f"{service}: {len(operations)} operations, {statuses.total()} requests; replies by status: {summary}")
     assert statuses.total() >= len(described["paths"]) - len(ENDLESS)
     assert not found, "\n".join(found)
     assert http_status(stack.inference.url + "/livez") == http_status(stack.front.url + "/livez") == 200

@@ -1,4 +1,4 @@
-"""Rigs of the promise tests: a gateway and an inference service inside the test, over fakes."""
+"""Fixtures of the promise tests: a gateway and an inference service in the test process, over fakes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ routes:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
-    """A gateway with one route without a second tier, one with, and one that resumes."""
+    """A gateway with a route with one tier, one with two, and one that resumes."""
     async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
         yield gateway
 
 
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """A function that starts inference services over fake workers."""
+    """A function that starts inference services with fake workers."""
     async with services(tmp_path, monkeypatch) as make:
         yield make

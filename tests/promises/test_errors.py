@@ -1,4 +1,4 @@
-"""What the contract promises of every error."""
+"""Promises of the contract about every error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_code_has_the_status_of_the_contract(code: str, status: int) -> No
 
 @pytest.mark.parametrize("code", Code)
 def test_every_error_has_message_type_param_and_code(code: Code) -> None:
-    """And nothing else but our own details."""
+    """And nothing else but Headgate's own details."""
     for body in (
         error_body(code, "why"),
         InferenceError("why", code=code, param="model", details={"n": 1}).body(),
@@ -45,23 +45,23 @@ def test_every_error_has_message_type_param_and_code(code: Code) -> None:
         assert (body["error"]["message"], body["error"]["code"]) == ("why", code)
 
 
-def test_a_memory_refusal_has_its_numbers_in_the_message_and_in_the_details() -> None:
-    """Which device lacks how much, and what would fit."""
+def test_memory_refusal_has_its_numbers_in_the_message_and_in_the_details() -> None:
+    """The device, the missing bytes, and a setting that fits."""
     shortage = Shortage("gpu-0", 300 * 2**20, 100 * 2**20, "the device")
     error = MemoryLimitExceededError("big", [shortage], fix={"context_length": 512})
     assert "gpu-0 needs 300.0 MiB and has 100.0 MiB (200.0 MiB short" in error.message
     assert "it would fit with context_length: 512" in error.message
-    told = error.body()["error"]["headgate"]
-    numbers = {name: told["devices"][0][f"{name}_bytes"] // 2**20 for name in ("need", "free", "short")}
+    details = error.body()["error"]["headgate"]
+    numbers = {name: details["devices"][0][f"{name}_bytes"] // 2**20 for name in ("need", "free", "short")}
     assert numbers == {"need": 300, "free": 100, "short": 200}
-    assert told["fix"] == {"context_length": 512}
+    assert details["fix"] == {"context_length": 512}
 
 
 @pytest.mark.parametrize(
     ("code", "says_false"),
     [(Code.CONTEXT_LENGTH_EXCEEDED, True), (Code.POISON_REQUEST, True), (Code.DEVICE_LOST, False)],
 )
-async def test_should_retry_is_false_where_trying_again_cannot_help(
+async def test_should_retry_is_false_if_a_retry_cannot_succeed(
     gateway: Gateway, fake: FakeInference, code: Code, *, says_false: bool
 ) -> None:
     """Clients obey the header before the status."""
@@ -71,14 +71,14 @@ async def test_should_retry_is_false_where_trying_again_cannot_help(
     assert (answer.headers.get("x-should-retry") == "false") == says_false
 
 
-async def test_retry_after_is_the_time_that_the_tier_says(gateway: Gateway, fake: FakeInference) -> None:
-    """Not a guess."""
+async def test_retry_after_is_the_time_of_the_tier(gateway: Gateway, fake: FakeInference) -> None:
+    """Not an estimate."""
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED, retry_after=17)
     assert 16 <= float((await gateway.chat("demo")).headers["retry-after"]) <= 17
 
 
-async def test_a_wrong_key_of_a_provider_is_never_the_callers_401(tmp_path: Path, fake: FakeInference) -> None:
-    """It is our misconfiguration: the next tier answers, or a 503 does."""
+async def test_invalid_key_of_a_provider_is_not_a_401_of_the_client(tmp_path: Path, fake: FakeInference) -> None:
+    """It is an error of the configuration: the next tier answers, or the request is a 503."""
     async with FakeProvider() as cloud:
         config = (
             f'providers:\n  wrong: {{kind: openai, api_key: not-the-key, base_url: "{cloud.url}/v1"}}\n'
@@ -97,8 +97,8 @@ async def test_a_wrong_key_of_a_provider_is_never_the_callers_401(tmp_path: Path
     "body", [b"", b"{", b"[]", b"null", b'{"model": 5}', b'{"model": "demo", "messages": 7}', b'{"model": "demo"}']
 )
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "embeddings", "messages", "responses", "rerank"])
-async def test_bad_input_is_a_400_and_never_a_422_or_500(gateway: Gateway, path: str, body: bytes) -> None:
-    """With a sentence, in the envelope of the API."""
+async def test_invalid_input_is_a_400(gateway: Gateway, path: str, body: bytes) -> None:
+    """With a message, in the envelope of the API."""
     answer = await gateway.client.post(f"/v1/{path}", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -106,7 +106,7 @@ async def test_bad_input_is_a_400_and_never_a_422_or_500(gateway: Gateway, path:
 
 
 async def test_messages_has_anthropics_envelope(gateway: Gateway, fake: FakeInference) -> None:
-    """For a refusal of the gateway and for one of a tier."""
+    """For a refusal of the gateway and of a tier."""
     fake.answers["demo"] = Answer(refuse=Code.DEVICE_LOST)
     for body in ({"model": "demo"}, {"model": "demo", "messages": MESSAGES, "max_tokens": 5}):
         answer = await gateway.client.post("/v1/messages", content=json.dumps(body))

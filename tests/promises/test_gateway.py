@@ -1,4 +1,4 @@
-"""What the contract promises of the gateway's decisions, where no other test is named after it."""
+"""Promises of the contract about decisions of the gateway that have no other test."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def tree(path: Path) -> ast.Module:
 
 @pytest.mark.parametrize("name", BREAKERS)
 def test_outcomes_are_recorded_synchronously_and_no_breaker_is_held_across_an_await(name: str) -> None:
-    """Nothing in these modules can be suspended, so a cancelled request cannot leave a permit half taken."""
+    """These modules never suspend, so a cancelled request cannot leave a permit half acquired."""
     waits = (ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor)
     assert not [node.lineno for node in ast.walk(tree(ROOT / name)) if isinstance(node, waits)]
 
 
-def test_http_clients_are_made_in_one_module() -> None:
-    """Time-outs, proxies and limits are decided in one place."""
+def test_http_clients_are_created_in_one_module() -> None:
+    """Timeouts, proxies and limits are decided in one place."""
     found = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(tree(path)):
@@ -43,8 +43,8 @@ def test_http_clients_are_made_in_one_module() -> None:
     assert found == {"providers/http_clients.py"}
 
 
-async def test_after_the_commit_the_total_deadline_counts_no_more(tmp_path: Path, fake: FakeInference) -> None:
-    """An answer may take as long as its tokens come."""
+async def test_total_deadline_does_not_apply_after_the_commit(tmp_path: Path, fake: FakeInference) -> None:
+    """An answer may take as long as its tokens arrive."""
     fake.answers["demo"] = Answer(words=("a",) * 12, pause=0.1)
     config = 'routes:\n  demo: {chain: [local/demo], resume: "off"}\ndeadlines: {total: 500ms, connect: 400ms}\n'
     async with Gateway(tmp_path, fake.url, config) as gateway:
@@ -52,7 +52,7 @@ async def test_after_the_commit_the_total_deadline_counts_no_more(tmp_path: Path
     assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_silence_after_the_commit_is_bounded_by_inter_token(tmp_path: Path, fake: FakeInference) -> None:
+async def test_silence_after_the_commit_is_limited_by_inter_token(tmp_path: Path, fake: FakeInference) -> None:
     """The stream ends in an error frame."""
     fake.answers["demo"] = Answer(stall=True)
     config = 'routes:\n  demo: {chain: [local/demo], resume: "off"}\ndeadlines: {inter_token: 300ms}\n'
@@ -62,7 +62,7 @@ async def test_silence_after_the_commit_is_bounded_by_inter_token(tmp_path: Path
     assert "[DONE]" not in text
 
 
-async def test_a_tier_skipped_by_the_fit_check_is_no_outcome(gateway: Gateway, fake: FakeInference) -> None:
+async def test_tier_skipped_by_the_fit_check_has_no_outcome(gateway: Gateway, fake: FakeInference) -> None:
     """No attempt is made, and no breaker counts it."""
     fake.models["demo"] = replace(fake.models["demo"], fits=False)
     await gateway.look()
@@ -73,10 +73,10 @@ async def test_a_tier_skipped_by_the_fit_check_is_no_outcome(gateway: Gateway, f
 
 
 @pytest.mark.parametrize("code", [Code.MODEL_LOADING, Code.QUEUE_FULL, Code.CONTEXT_LENGTH_EXCEEDED])
-async def test_what_is_no_failure_of_the_tier_opens_no_breaker(
+async def test_errors_that_are_not_failures_of_the_tier_open_no_breaker(
     gateway: Gateway, fake: FakeInference, code: Code
 ) -> None:
-    """Ten in a row, where five failures would."""
+    """Ten in a row, where five failures would open it."""
     fake.answers["demo"] = Answer(refuse=code, retry_after=0.01)
     for _ in range(10):
         await gateway.chat("demo")

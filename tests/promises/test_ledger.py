@@ -68,7 +68,7 @@ ENDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", ENDS)
 async def test_memory_is_released_however_a_worker_ends(start: Start, way: str) -> None:
-    """A crash gives back the same as an unload."""
+    """A crash releases the same as an unload."""
     end, behavior = ENDS[way]
     service = await start({"a": {}}, {"*" if "exit" in behavior else "a": behavior})
     model = service.authority.resolve("a")
@@ -91,7 +91,7 @@ class ObservedSupervisor(InstantSupervisor):
 
 
 async def test_memory_is_reserved_before_a_process_starts(start: Start) -> None:
-    """At the moment of the spawn the bytes of the placement are in the books."""
+    """When the process is spawned, the bytes of the placement are booked."""
     supervisor = ObservedSupervisor()
     service = await start({"a": {}}, parts={"supervisor": supervisor})
     supervisor.booked_bytes = lambda: service.authority.ledger.balance("cpu").ours_bytes

@@ -1,4 +1,4 @@
-"""What the contract promises of the inference service's endpoints, events and probes, and of the gateway's paths."""
+"""Promises of the contract about endpoints, events and probes of the inference service, and paths of the gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INFERENCE = tuple(
 
 
 async def test_every_endpoint_of_the_gateway_exists(gateway: Gateway) -> None:
-    """A method that none of them has is a 405, where an unknown path is a 404."""
+    """An unsupported method is a 405, an unknown path a 404."""
     for path in GATEWAY:
         target = path.replace("{model}", "demo").replace("{name}", "local").replace("{id}", "x")
         assert (await gateway.admin("PATCH", target)).status_code == 405, target
@@ -44,18 +44,18 @@ async def test_every_endpoint_of_the_gateway_exists(gateway: Gateway) -> None:
 
 
 async def test_every_endpoint_of_the_inference_service_exists(start: Start) -> None:
-    """None of them answers 404 for its path."""
+    """No path answers 404."""
     service = await start({"a": {}})
     for path in INFERENCE:
         if path == "/events":
-            continue  # never ends; it has a test of its own
+            continue  # endless; it has its own test
         target = path.replace("{model}", "a").replace("{id}", "cpu")
         answer = await ask(service.app, "PATCH", target)
         assert answer.status == 405, target
 
 
-async def test_events_begin_with_a_snapshot_are_numbered_and_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listener knows what it missed, and that the service lives."""
+async def test_events_begin_with_a_snapshot_have_numbers_and_keep_alives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener knows missed events and that the service is alive."""
     assert buses.BEAT_SECONDS == 5.0
     monkeypatch.setattr(buses, "BEAT_SECONDS", 0.01)
     bus = Bus()
@@ -65,15 +65,15 @@ async def test_events_begin_with_a_snapshot_are_numbered_and_beat(monkeypatch: p
     first = await anext(events)
     bus.publish("model", {"id": "a"})
     second, third = await anext(events), await anext(events)
-    told = [
+    events_seen = [
         (frame.split(b"\n")[0], json.loads(frame.split(b"data: ")[1])["number"]) for frame in (first, second, third)
     ]
-    assert told == [(b"event: snapshot", 1), (b"event: model", 2), (b"event: beat", 2)]
+    assert events_seen == [(b"event: snapshot", 1), (b"event: model", 2), (b"event: beat", 2)]
     await events.aclose()  # type: ignore[attr-defined]
 
 
 async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> None:
-    """Other models answer meanwhile."""
+    """Other models answer during the load."""
     service = await start({"a": {}}, {"a": {"load_seconds": 1.0}})
     loading = asyncio.create_task(service.authority.load(service.authority.resolve("a")))
     await service.authority.resolve("a").becomes(ModelState.LOADING)
@@ -82,7 +82,7 @@ async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> 
 
 
 async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: Start) -> None:
-    """Pressure never restarts a container: its health check asks `/livez`."""
+    """Pressure does not restart a container: its health check uses `/livez`."""
     accelerator = FakeAccelerator()
     service = await start({"a": {}}, accelerator=accelerator)
     assert (await ask(service.app, "GET", "/health", key=None)).status == 200
@@ -95,7 +95,7 @@ async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: 
 
 
 async def test_a_probe_never_loads_and_never_counts_as_use(start: Start) -> None:
-    """A cold model that fits answers it 200 with `cold`."""
+    """A cold model that fits answers 200 with `cold`."""
     service = await start({"a": {}})
     model = service.authority.resolve("a")
     await service.authority.reached(lambda: bool(model.estimates))
@@ -107,7 +107,7 @@ async def test_a_probe_never_loads_and_never_counts_as_use(start: Start) -> None
 
 
 async def test_a_probe_never_evicts(start: Start) -> None:
-    """A model that would fit only after another has left is not made room for."""
+    """A model that would fit only after an eviction causes none."""
     service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
     authority = service.authority
     await authority.load(authority.resolve("a"))
@@ -118,8 +118,8 @@ async def test_a_probe_never_evicts(start: Start) -> None:
     assert authority.resolve("b").state is ModelState.COLD
 
 
-async def test_progress_comes_at_least_every_two_seconds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause between comments is shorter than promised; here it is a tenth of that."""
+async def test_progress_is_sent_at_least_every_two_seconds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause between comments is shorter than promised; this test uses a tenth of it."""
     assert PROGRESS_INTERVAL_SECONDS == 2.0
     assert 0 < relay.WORD_SECONDS < PROGRESS_INTERVAL_SECONDS
     monkeypatch.setattr(relay, "WORD_SECONDS", relay.WORD_SECONDS / 10)

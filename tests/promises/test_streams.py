@@ -1,4 +1,4 @@
-"""What the contract promises of every stream."""
+"""Promises of the contract about every stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = {
     "/v1/messages": ("event: error\n", "message_stop"),
     "/v1/responses": ("event: error\n", "response.completed"),
 }
-"""For each API: how the last frame of a stream that broke off begins, and what it never contains."""
+"""For each API: the beginning of the last frame of a broken stream, and what the stream must not contain."""
 WITHOUT_FINISH = [Answer(finish=None), Answer(finish=None, done=False), Answer(cut=True)]
 
 
@@ -38,13 +38,13 @@ async def streamed(gateway: Gateway, path: str = "/v1/chat/completions", model: 
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    """The JSON of every data frame but `[DONE]`."""
+    """The JSON of every data frame except `[DONE]`."""
     frames = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(frame) for frame in frames if frame != "[DONE]"]
 
 
 def words(text: str) -> str:
-    """The content of a chat stream."""
+    """The text of a chat stream."""
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(text) if chunk.get("choices")]
     return "".join(delta.get("content") or "" for delta in deltas)
 
@@ -54,7 +54,7 @@ def words(text: str) -> str:
 async def test_stream_without_finish_reason_never_ends_in_done(
     gateway: Gateway, fake: FakeInference, path: str, answer: Answer
 ) -> None:
-    """It ends in an error frame, also where the tier itself sends `[DONE]`."""
+    """It ends in an error frame, even if the tier sends `[DONE]`."""
     fake.answers["demo"] = answer
     text = await streamed(gateway, path)
     error, done = ENDS[path]
@@ -64,10 +64,10 @@ async def test_stream_without_finish_reason_never_ends_in_done(
 
 
 @pytest.mark.parametrize("answer", WITHOUT_FINISH, ids=["with-done", "without-done", "cut"])
-async def test_stream_without_finish_reason_is_resumed_where_the_route_resumes(
+async def test_stream_without_finish_reason_is_resumed_by_routes_with_resume(
     gateway: Gateway, fake: FakeInference, answer: Answer
 ) -> None:
-    """The client gets one whole answer, and a comment marks the hop."""
+    """The client gets one whole answer, and a comment marks the resume."""
     fake.queue["demo"] = [answer]
     fake.answers["demo"] = Answer(words=("Hello", " there", "!", " Bye."))
     text = await streamed(gateway, model="resumed")
@@ -77,7 +77,7 @@ async def test_stream_without_finish_reason_is_resumed_where_the_route_resumes(
 
 
 async def test_all_chunks_share_one_id_and_created(gateway: Gateway, fake: FakeInference) -> None:
-    """Also those behind a hop to another tier."""
+    """Including chunks of another tier after a resume."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": " Bye."}, "finish_reason": "stop"}
     other = {"id": "other", "object": "chat.completion.chunk", "created": 2, "model": "demo-mini", "choices": [choice]}
     fake.answers["demo"] = Answer(cut=True)
@@ -88,10 +88,8 @@ async def test_all_chunks_share_one_id_and_created(gateway: Gateway, fake: FakeI
 
 
 @pytest.mark.parametrize("model", ["demo", "resumed"])
-async def test_role_stands_in_the_first_delta_and_in_no_other(
-    gateway: Gateway, fake: FakeInference, model: str
-) -> None:
-    """A hop begins no second message."""
+async def test_role_is_in_the_first_delta_only(gateway: Gateway, fake: FakeInference, model: str) -> None:
+    """A resume begins no second message."""
     if model == "resumed":
         fake.queue["demo"] = [Answer(cut=True)]
         fake.answers["demo"] = Answer(words=("Hello", " there", "!", " Bye."))
@@ -103,8 +101,8 @@ async def test_role_stands_in_the_first_delta_and_in_no_other(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_usage_comes_only_when_asked_last_and_without_choices(gateway: Gateway, path: str) -> None:
-    """The tier sends it always."""
+async def test_usage_is_sent_only_if_requested_last_and_without_choices(gateway: Gateway, path: str) -> None:
+    """The tier always sends it."""
     plain = chunks(await streamed(gateway, path))
     assert all(not chunk.get("usage") and chunk["choices"] for chunk in plain)
     *others, last = chunks(await streamed(gateway, path, stream_options={"include_usage": True}))
@@ -114,15 +112,15 @@ async def test_usage_comes_only_when_asked_last_and_without_choices(gateway: Gat
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_streams_carry_no_id_and_no_retry_lines(gateway: Gateway, fake: FakeInference, path: str) -> None:
-    """Clients would reconnect with them; neither do they come through from a tier."""
+async def test_streams_have_no_id_and_no_retry_lines(gateway: Gateway, fake: FakeInference, path: str) -> None:
+    """Clients would reconnect with them; those of a tier are removed."""
     fake.answers["demo"] = Answer(garbage=b"retry: 5\nid: 7\n\n")
     fields = {line.partition(":")[0] for line in (await streamed(gateway, path)).splitlines() if line}
     assert fields <= {"", "data", "event"}
 
 
-async def test_a_reasoning_delta_is_content(gateway: Gateway, fake: FakeInference) -> None:
-    """It commits the answer: what breaks off behind it is no reason to begin anew elsewhere."""
+async def test_reasoning_delta_is_content(gateway: Gateway, fake: FakeInference) -> None:
+    """It commits the answer: later breaks do not restart it on another tier."""
     fake.answers["demo"] = Answer(thoughts=("Hm.",), words=(), cut=True)
     text = await streamed(gateway, model="both")
     assert "Hm." in text
@@ -130,8 +128,8 @@ async def test_a_reasoning_delta_is_content(gateway: Gateway, fake: FakeInferenc
     assert fake.seen_for("demo-mini") == []
 
 
-async def test_an_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gateway, fake: FakeInference) -> None:
-    """No other tier is asked."""
+async def test_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gateway, fake: FakeInference) -> None:
+    """No other tier is tried."""
     fake.answers["demo"] = Answer(words=())
     text = await streamed(gateway, model="both")
     assert text.endswith("data: [DONE]\n\n")
@@ -141,7 +139,7 @@ async def test_an_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gatewa
 async def test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarded(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    """They would commit the answer to it. A time-out of 0.9 s lets the last tier send them after 0.3 s."""
+    """They would commit the answer to it. With a timeout of 0.9 s the last tier sends them after 0.3 s."""
     fake.answers["demo"] = Answer(comments=6, pause=0.1, words=(), error=Code.DEVICE_LOST)
     body = {"model": "both", "stream": True, **BODIES["/v1/chat/completions"]}
     headers = {"x-stainless-read-timeout": "0.9"}
@@ -150,8 +148,8 @@ async def test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarde
     assert words(text) == "Hello there!"
 
 
-async def test_status_and_headers_wait_for_the_first_content_delta(gateway: Gateway, fake: FakeInference) -> None:
-    """An error before it is a status, although the tier has told its role and an empty delta."""
+async def test_status_and_headers_are_sent_with_the_first_content_delta(gateway: Gateway, fake: FakeInference) -> None:
+    """An earlier error is a status, even after the role and an empty delta."""
     fake.answers["demo"] = Answer(words=("", ""), pause=0.1, error=Code.DEVICE_LOST)
     body = {"model": "demo", "stream": True, "messages": MESSAGES}
     answer = await gateway.client.post("/v1/chat/completions", content=json.dumps(body))
@@ -160,10 +158,10 @@ async def test_status_and_headers_wait_for_the_first_content_delta(gateway: Gate
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_model_in_the_body_is_the_one_that_answered(
+async def test_model_in_the_body_is_the_one_that_answers(
     gateway: Gateway, fake: FakeInference, *, stream: bool
 ) -> None:
-    """And so are the headers; the tier says that it is not the first choice."""
+    """The headers agree; the tier header says that it is not the first one."""
     fake.answers["demo"] = Answer(refuse=Code.DEVICE_LOST)
     answer = await gateway.chat("both", stream=stream)
     names = {chunk["model"] for chunk in chunks(answer.text)} if stream else {answer.json()["model"]}
@@ -174,7 +172,7 @@ async def test_model_in_the_body_is_the_one_that_answered(
 
 
 async def test_local_requests_are_always_streamed_on_the_inference_hop(gateway: Gateway, fake: FakeInference) -> None:
-    """Whatever the client asked for."""
+    """For streams and whole answers."""
     for stream in (False, True):
         assert (await gateway.chat("demo", stream=stream)).status_code == 200
     assert [seen.body["stream"] for seen in fake.seen_for("demo")] == [True, True]

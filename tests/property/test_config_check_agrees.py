@@ -1,4 +1,4 @@
-"""`headgate config check`, the start and a reload accept the same configuration files, whatever their text is."""
+"""`headgate config check`, the start and a reload accept the same configuration files."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ LINES = st.lists(st.tuples(KEYS, NOTHING), max_size=3).map(lambda items: "".join
 
 
 def texts(whole: str) -> st.SearchStrategy[str]:
-    """Files: half-saved ones, empty ones, sections with nothing under them, and whole ones with such sections."""
+    """Files: half-saved, empty, with empty sections, and complete ones."""
     half = CUT.map(lambda count: whole[:count])
     return st.one_of(half, st.sampled_from(EMPTY), LINES, LINES.map(lambda more: whole + more))
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A configuration directory that the command uses, without the developer's own settings."""
+    """A configuration directory for the command, without settings of the developer."""
     path = tmp_path_factory.mktemp("config")
     with pytest.MonkeyPatch.context() as patch:
         forget_own(patch)
@@ -98,10 +98,10 @@ def service(directory: Path, runner: asyncio.Runner) -> Iterator[Service]:
     runner.run(service.authority.close())
 
 
-def test_models_yaml_is_judged_alike_by_check_start_and_reload(
+def test_check_start_and_reload_agree_about_models_yaml(
     directory: Path, service: Service, runner: asyncio.Runner
 ) -> None:
-    """Models are removed only by a file that is accepted everywhere, and all of them only by `models: {}`."""
+    """Models are removed only by a file that all three accept, and all of them only by `models: {}`."""
 
     async def reloaded() -> set[str]:
         _reload(service, directory, {})
@@ -128,8 +128,8 @@ def test_models_yaml_is_judged_alike_by_check_start_and_reload(
     agree()
 
 
-def test_gateway_yaml_is_judged_alike_by_check_start_and_reload(directory: Path, runner: asyncio.Runner) -> None:
-    """A file that is accepted nowhere changes nothing; sections with nothing under them are accepted nowhere."""
+def test_check_start_and_reload_agree_about_gateway_yaml(directory: Path, runner: asyncio.Runner) -> None:
+    """A file that is refused changes nothing; empty sections are refused."""
     write(directory)
     source = Source(directory, lambda: {"GATEWAY_API_KEY": "key", "INFERENCE_TOKEN": "token"}, {})
     runtime = Runtime(source, source.load(), StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")}))
@@ -170,14 +170,12 @@ def test_gateway_yaml_is_judged_alike_by_check_start_and_reload(directory: Path,
 
 
 @pytest.mark.parametrize("text", ["", "# models: {}\n", "models:\n", "models: ~\n", "models: null\n", "{}\n"])
-def test_a_file_without_models_is_an_error_that_says_what_to_write(tmp_path: Path, text: str) -> None:
-    """The same advice for every way to leave the file without models."""
+def test_file_without_models_is_an_error_with_the_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "models.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"if that is intended, write `models: \{\}`"):
         settings.load(tmp_path, {}, {})
 
 
-def test_an_explicit_empty_mapping_serves_no_models(tmp_path: Path) -> None:
-    """The one way to remove every model."""
+def test_empty_mapping_configures_no_models(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("models: {}\n")
     assert settings.load(tmp_path, {}, {}).models == {}

@@ -1,4 +1,4 @@
-"""Streams of any shape and cut anywhere: text and order survive, and only a stream with its finish is done."""
+"""Translated streams of any shape, cut anywhere: text and order are kept, and only a finish reason completes them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _run(module: Any, state: Any, raw: bytes, pieces: list[int]) -> list[Frame]:
     sizes = [*pieces, len(raw)]
     for size in sizes:
         for frame in splitter.feed(raw[at : at + size]):
-            state, said = module.step(state, frame)
-            frames += said
+            state, written = module.step(state, frame)
+            frames += written
         at += size
         if at >= len(raw):
             break
@@ -63,7 +63,7 @@ def _joined(frames: list[Frame], name: str) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(ANSWERS, st.lists(st.integers(1, 200), max_size=30))
-def test_an_anthropic_answer_says_the_same_in_openais_dialect(answer: Answer, pieces: list[int]) -> None:
+def test_anthropic_answer_has_the_same_content_as_openai_chunks(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in anthropic_wire.stream(1, CALL, answer, 10))
     state = anthropic_events.AnthropicStream(created=5)
     frames = _run(anthropic_events, state, raw, pieces)
@@ -79,7 +79,7 @@ def test_an_anthropic_answer_says_the_same_in_openais_dialect(answer: Answer, pi
                 at = calls.setdefault(call["index"], ["", ""])
                 at[0] += call["function"].get("name", "")
                 at[1] += call["function"].get("arguments", "")
-    assert [(name, json.loads(said)) for name, said in calls.values()] == [
+    assert [(name, json.loads(written)) for name, written in calls.values()] == [
         (tool.name, dict(tool.arguments)) for tool in answer.tools
     ]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in _chunks(frames)}) == 1
@@ -89,7 +89,7 @@ def test_an_anthropic_answer_says_the_same_in_openais_dialect(answer: Answer, pi
 
 @settings(max_examples=150, deadline=None)
 @given(ANSWERS, st.lists(st.integers(1, 300), max_size=30))
-def test_an_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[int]) -> None:
+def test_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in openai_wire.chat_stream(1, CALL, answer, 10))
     frames = _run(openai_events, openai_events.OpenAIStream(), raw, pieces)
     relayed = b"".join(b"data: " + frame.payload + b"\n\n" for frame in frames if isinstance(frame, Data))
@@ -99,7 +99,7 @@ def test_an_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[
 
 @settings(max_examples=200, deadline=None)
 @given(ANSWERS, st.floats(0, 1), st.sampled_from(["anthropic", "openai"]))
-def test_a_stream_cut_anywhere_is_done_only_with_its_finish(answer: Answer, where: float, dialect: str) -> None:
+def test_cut_stream_is_complete_only_after_its_finish_reason(answer: Answer, where: float, dialect: str) -> None:
     wire, module, state = {
         "anthropic": (anthropic_wire.stream, anthropic_events, anthropic_events.AnthropicStream(created=5)),
         "openai": (openai_wire.chat_stream, openai_events, openai_events.OpenAIStream()),
@@ -108,8 +108,8 @@ def test_a_stream_cut_anywhere_is_done_only_with_its_finish(answer: Answer, wher
     cut = raw[: int(len(raw) * where)]
     seen: list[Frame] = []
     for frame in SseSplitter().feed(cut):
-        state, said = module.step(state, frame)  # type: ignore[attr-defined]
-        seen += said
+        state, written = module.step(state, frame)  # type: ignore[attr-defined]
+        seen += written
     kinds = {frame.kind for frame in seen if isinstance(frame, Data)}
     try:
         last = module.end(state)  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ EVENT = st.fixed_dictionaries(
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(EVENT.map(lambda event: json.dumps(event).encode()) | st.binary(max_size=20), max_size=8))
-def test_junk_raises_nothing_but_upstream_errors(datas: list[bytes]) -> None:
+def test_invalid_streams_raise_only_upstream_errors(datas: list[bytes]) -> None:
     for module, state in (
         (anthropic_events, anthropic_events.AnthropicStream(created=5)),
         (anthropic_events, anthropic_events.AnthropicStream(created=5, id="x")),

@@ -1,4 +1,4 @@
-"""Whatever a checked OpenAI request holds, its Anthropic form is one the API takes, or it is refused by name."""
+"""A checked OpenAI request becomes a request that the Anthropic API accepts, or is refused with its parameter."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ MODELS = st.sampled_from(["claude-opus-5", "claude-sonnet-4-6", "claude-haiku-4-
 
 @settings(max_examples=300, deadline=None)
 @given(bodies(), MODELS)
-def test_a_request_is_taken_by_the_api_or_refused_by_name(body: dict[str, Any], model: str) -> None:
-    parse(Endpoint.CHAT, orjson.dumps(body))  # what is tested is what the gateway lets through
+def test_request_is_accepted_by_anthropic_or_refused_by_parameter(body: dict[str, Any], model: str) -> None:
+    parse(Endpoint.CHAT, orjson.dumps(body))  # only requests that the gateway accepts
     before = copy.deepcopy(body)
     refused = unsupported_params(body, model)
     try:
@@ -122,14 +122,14 @@ def _texts(content: Any) -> list[str]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(exchanges(), min_size=1, max_size=6))
-def test_no_word_is_lost_or_reordered(parts: list[list[dict[str, Any]]]) -> None:
+def test_no_text_is_lost_or_reordered(parts: list[list[dict[str, Any]]]) -> None:
     messages = [message for part in parts for message in part]
     body = {"messages": messages}
     if unsupported_params(body):
         return
     request = to_anthropic(body, "claude-haiku-4-5")
 
-    def said(role: str) -> list[str]:
+    def texts_of(role: str) -> list[str]:
         blocks = [block for turn in request["messages"] if turn["role"] == role for block in turn["content"]]
         return [block["text"] for block in blocks if block["type"] == "text"]
 
@@ -138,9 +138,9 @@ def test_no_word_is_lost_or_reordered(parts: list[list[dict[str, Any]]]) -> None
     assistants = [text for m in messages if m["role"] == "assistant" for text in _texts(m["content"])]
     if "system" in request:
         assert request["system"] == "\n\n".join(system)
-    assert [text.rstrip() for text in said("assistant")] == [text.rstrip() for text in assistants]
-    opening = 1 if len(said("user")) > len(users) else 0
-    assert said("user")[opening:] == users
+    assert [text.rstrip() for text in texts_of("assistant")] == [text.rstrip() for text in assistants]
+    opening = 1 if len(texts_of("user")) > len(users) else 0
+    assert texts_of("user")[opening:] == users
     results = [b for turn in request["messages"] for b in turn["content"] if b["type"] == "tool_result"]
     assert len(results) == sum(m["role"] == "tool" for m in messages)
 
@@ -150,7 +150,7 @@ OPENAI = ("gpt-4.1", "gpt-5-mini", "gpt-5.2", "o1", "o4-mini")
 
 @settings(max_examples=200, deadline=None)
 @given(bodies(), st.sampled_from([*((flavor, "m") for flavor in Flavor), *((Flavor.OPENAI, m) for m in OPENAI)]))
-def test_a_request_is_taken_by_openai_and_google_or_refused_by_name(
+def test_request_is_accepted_by_openai_and_google_or_refused_by_parameter(
     body: dict[str, Any], address: tuple[Flavor, str]
 ) -> None:
     flavor, model = address
@@ -164,5 +164,5 @@ def test_a_request_is_taken_by_openai_and_google_or_refused_by_name(
     assert not refused
     assert body == before
     if request.get("reasoning_effort") == "odd":
-        del request["reasoning_effort"]  # a word that is no effort is the caller's, and the address refuses it
+        del request["reasoning_effort"]  # the provider checks unknown values
     rules.openai_chat(request, flavor)

@@ -9,7 +9,7 @@ from gateway.access import admission_queue as core
 from inference.protocol import Priority
 
 
-class Doors(RuleBasedStateMachine):
+class AdmissionMachine(RuleBasedStateMachine):
     @initialize(in_flight=st.integers(1, 3), queue=st.integers(0, 3))
     def start(self, in_flight: int, queue: int) -> None:
         self.bounds = core.Bounds(in_flight, queue)
@@ -60,24 +60,24 @@ class Doors(RuleBasedStateMachine):
         self._take(core.resize(self.queue, self.bounds, self.now))
 
     @rule()
-    def a_stranger_leaves(self) -> None:
+    def unknown_request_leaves(self) -> None:
         self._take(core.leave(self.queue, self.bounds, -1, self.now))
 
     @invariant()
-    def everybody_is_where_the_door_says(self) -> None:
+    def requests_are_running_or_waiting_once(self) -> None:
         if not hasattr(self, "queue"):
             return
         assert {n for n, fate in self.fate.items() if fate == "in"} == set(self.queue.running)
         assert {n for n, fate in self.fate.items() if fate == "waits"} == {w.number for w in self.queue.waiting}
         assert len(self.queue.waiting) <= self.bounds.queue
         if self.queue.waiting:
-            assert len(self.queue.running) >= self.bounds.in_flight, "no request waits while a place is free"
+            assert len(self.queue.running) >= self.bounds.in_flight, "no request waits while a slot is free"
 
 
-TestDoors = Doors.TestCase
+TestDoors = AdmissionMachine.TestCase
 
 
-def _come(
+def _arrive_all(
     queue: core.QueueState,
     bounds: core.Bounds,
     number: int,
@@ -90,12 +90,12 @@ def _come(
 
 def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
     bounds = core.Bounds(1, 2)
-    queue, _ = _come(core.QueueState(), bounds, 1, Priority.NORMAL)
-    queue, _ = _come(queue, bounds, 2, Priority.LOW)
-    queue, _ = _come(queue, bounds, 3, Priority.NORMAL)
-    queue, effects = _come(queue, bounds, 4, Priority.HIGH)
+    queue, _ = _arrive_all(core.QueueState(), bounds, 1, Priority.NORMAL)
+    queue, _ = _arrive_all(queue, bounds, 2, Priority.LOW)
+    queue, _ = _arrive_all(queue, bounds, 3, Priority.NORMAL)
+    queue, effects = _arrive_all(queue, bounds, 4, Priority.HIGH)
     assert effects == (core.Reject(2, core.RejectReason.FULL),)
-    queue, effects = _come(queue, bounds, 5, Priority.NORMAL)
+    queue, effects = _arrive_all(queue, bounds, 5, Priority.NORMAL)
     assert effects == (core.Reject(5, core.RejectReason.FULL),)
     queue, effects = core.leave(queue, bounds, 1, 0.0)
     assert effects == (core.Admit(4),)
@@ -103,19 +103,19 @@ def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
 
 def test_request_is_rejected_without_a_queue() -> None:
     bounds = core.Bounds(1, 0)
-    queue, _ = _come(core.QueueState(), bounds, 1, Priority.LOW)
-    assert _come(queue, bounds, 2, Priority.HIGH)[1] == (core.Reject(2, core.RejectReason.FULL),)
+    queue, _ = _arrive_all(core.QueueState(), bounds, 1, Priority.LOW)
+    assert _arrive_all(queue, bounds, 2, Priority.HIGH)[1] == (core.Reject(2, core.RejectReason.FULL),)
 
 
 def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
     """Every eighth place goes to the longest waiting request, also under a stream of higher priority."""
     bounds = core.Bounds(1, 1000)
-    queue, _ = _come(core.QueueState(), bounds, 0, Priority.HIGH)
-    queue, _ = _come(queue, bounds, 1, Priority.LOW)
+    queue, _ = _arrive_all(core.QueueState(), bounds, 0, Priority.HIGH)
+    queue, _ = _arrive_all(queue, bounds, 1, Priority.LOW)
     running = 0
     for departures in range(1, 2 * core.FAIR_TURN):
         for more in (2 * departures, 2 * departures + 1):
-            queue, _ = _come(queue, bounds, more, Priority.HIGH)
+            queue, _ = _arrive_all(queue, bounds, more, Priority.HIGH)
         queue, effects = core.leave(queue, bounds, running, float(departures))
         assert isinstance(effects[0], core.Admit)
         running = effects[0].number
@@ -126,21 +126,25 @@ def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
 
 def test_full_queue_reports_the_next_end_or_expiry() -> None:
     bounds = core.Bounds(2, 1)
-    queue = core.leave(_come(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
+    queue = core.leave(_arrive_all(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
     assert queue.mean_seconds == 20.0
     for number, now in ((2, 21.0), (3, 25.0), (4, 26.0)):
-        queue, _ = _come(queue, bounds, number, Priority.NORMAL, 99.0, now)
-    assert _come(queue, bounds, 5, Priority.NORMAL, 99.0, 30.0)[1] == (core.Reject(5, core.RejectReason.FULL, 11.0),)
+        queue, _ = _arrive_all(queue, bounds, number, Priority.NORMAL, 99.0, now)
+    assert _arrive_all(queue, bounds, 5, Priority.NORMAL, 99.0, 30.0)[1] == (
+        core.Reject(5, core.RejectReason.FULL, 11.0),
+    )
     queue, _ = core.leave(queue, bounds, 4, 30.0)
-    queue, _ = _come(queue, bounds, 6, Priority.NORMAL, 33.0, 30.0)
-    assert _come(queue, bounds, 7, Priority.NORMAL, 99.0, 30.0)[1] == (core.Reject(7, core.RejectReason.FULL, 3.0),)
+    queue, _ = _arrive_all(queue, bounds, 6, Priority.NORMAL, 33.0, 30.0)
+    assert _arrive_all(queue, bounds, 7, Priority.NORMAL, 99.0, 30.0)[1] == (
+        core.Reject(7, core.RejectReason.FULL, 3.0),
+    )
     queue, _ = core.leave(queue, bounds, 3, 37.0)
     assert queue.mean_seconds == 20.0 + (12.0 - 20.0) / 16
 
 
 def test_expired_request_gets_the_wait_of_the_remaining_queue() -> None:
     bounds = core.Bounds(2, 9)
-    queue = core.leave(_come(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
+    queue = core.leave(_arrive_all(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
     for number, deadline in ((2, 99.0), (3, 99.0), (4, 30.0), (5, 99.0), (6, 99.0)):
-        queue, _ = _come(queue, bounds, number, Priority.NORMAL, deadline, 21.0)
+        queue, _ = _arrive_all(queue, bounds, number, Priority.NORMAL, deadline, 21.0)
     assert core.expire(queue, bounds, 30.0)[1] == (core.Reject(4, core.RejectReason.LATE, 30.0),)

@@ -1,4 +1,4 @@
-"""An answer that is kept as one text adds up to what it adds up to where everything a chunk can say is kept."""
+"""An answer that is kept as text equals the answer that is assembled from all fields of its chunks."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def _sum(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _with_everything_kept(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """That nothing is said of a fingerprint changes no answer, and only chunks without the word are kept as a text."""
+    """A `system_fingerprint` of None changes no answer, but chunks with the field are not kept as text."""
     return _sum([{"system_fingerprint": None, **chunk} for chunk in chunks])
 
 
 @given(CHUNKS, st.lists(HEADS, min_size=1, max_size=2))
-def test_a_text_and_everything_add_up_alike(chunks: list[dict[str, Any]], heads: list[dict[str, Any]]) -> None:
-    said = [{**heads[min(at, len(heads) - 1)], **chunk} for at, chunk in enumerate([{"choices": []}, *chunks])]
-    before = copy.deepcopy(said)
-    whole = _sum(said)
-    assert whole == _with_everything_kept(said)
-    assert list(whole) == list(_with_everything_kept(said)), "in the same order"
-    assert said == before, "chunks are others' too"
+def test_text_and_full_assembly_give_the_same_answer(chunks: list[dict[str, Any]], heads: list[dict[str, Any]]) -> None:
+    all_chunks = [{**heads[min(at, len(heads) - 1)], **chunk} for at, chunk in enumerate([{"choices": []}, *chunks])]
+    before = copy.deepcopy(all_chunks)
+    whole = _sum(all_chunks)
+    assert whole == _with_everything_kept(all_chunks)
+    assert list(whole) == list(_with_everything_kept(all_chunks)), "in the same order"
+    assert all_chunks == before, "the input is not changed"
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=20), st.sampled_from(["chat.completion.chunk", "text_completion"]))
-def test_a_plain_answer_is_its_texts(texts: list[str], kind: str) -> None:
+def test_plain_answer_is_kept_as_text(texts: list[str], kind: str) -> None:
     def chunk(text: str) -> dict[str, Any]:
         part = {"text": text} if kind == "text_completion" else {"delta": {"content": text}}
         return {**HEAD, "object": kind, "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": None}]}
@@ -95,8 +95,8 @@ def test_a_plain_answer_is_its_texts(texts: list[str], kind: str) -> None:
     assert (choice["text"] if kind == "text_completion" else choice["message"]["content"]) == "".join(texts)
 
 
-def _choice(**said: Any) -> dict[str, Any]:
-    return {**HEAD, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None, **said}]}
+def _choice(**all_chunks: Any) -> dict[str, Any]:
+    return {**HEAD, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None, **all_chunks}]}
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def _choice(**said: Any) -> dict[str, Any]:
         {**HEAD, "choices": [], "service_tier": "flex"},
     ],
 )
-def test_more_than_a_text_follows_what_was_said_before_it(chunk: dict[str, Any]) -> None:
-    """What was kept as a text is still there, once, with its role, its end and the usage."""
+def test_chunk_with_other_fields_keeps_the_earlier_text(chunk: dict[str, Any]) -> None:
+    """The text is kept once, with its role, its end and the usage."""
     first = {**_choice(delta={"role": "assistant", "content": "a"}), "usage": {"total_tokens": 1}}
     for before in ([first], [first, _choice(finish_reason="length")], [{**HEAD, "choices": []}]):
-        said = [*before, chunk, _choice(delta={"content": "c"})]
-        assert _sum(said) == _with_everything_kept(said)
+        all_chunks = [*before, chunk, _choice(delta={"content": "c"})]
+        assert _sum(all_chunks) == _with_everything_kept(all_chunks)
 
 
 @pytest.mark.parametrize("chunk", [7, {}, {**HEAD, "choices": None}, {**HEAD, "choices": [3]}, _choice(index="0")])
-def test_what_is_no_chunk_is_refused_behind_a_text_too(chunk: Any) -> None:
+def test_invalid_chunk_after_text_is_refused(chunk: Any) -> None:
     with pytest.raises(ValueError, match=r"chunk|choice"):
         _sum([_choice(delta={"content": "a"}), chunk])

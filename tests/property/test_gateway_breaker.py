@@ -1,4 +1,4 @@
-"""Any sequence of attempts, probes, cancellations and resets: one probe at a time, late results change nothing."""
+"""Random attempts, probes, cancellations and resets: one probe at a time, and late results change nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTEMPT_SECONDS = 40.0
 
 
 class BreakerMachine(RuleBasedStateMachine):
-    """Keeps the permits that are out and the failures in a row beside the breaker, and compares."""
+    """Keeps open permits and consecutive failures beside the breaker, and compares."""
 
     @initialize(failures=st.integers(1, 4), probes=st.integers(1, 2))
     def start(self, failures: int, probes: int) -> None:
@@ -48,7 +48,7 @@ class BreakerMachine(RuleBasedStateMachine):
         }
 
     def _is_live(self, permit: Permit) -> bool:
-        """Whether a result of this permit counts, by what the operator sees."""
+        """Whether a result of this permit counts."""
         newest = max((other.number for other in self.attempts + self.probes if other.is_probe), default=0)
         is_newest = not permit.is_probe or permit.number == newest
         return permit.epoch == self._seen()["epoch"] and is_newest
@@ -133,7 +133,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def confirm_probe(self, data: st.DataObject) -> None:
-        """The first token came: the success of a live probe counts now, and another probe may run."""
+        """At the first token the success of a live probe counts, and another probe may run."""
         index = data.draw(st.integers(0, len(self.attempts) - 1))
         permit = self.attempts[index]
         is_live_probe = permit.is_probe and self._is_live(permit)
@@ -195,7 +195,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.now += 200.0
         for _ in range(self.rule.probes):
             permit = self.breaker.acquire(self.now + ATTEMPT_SECONDS)
-            assert isinstance(permit, Permit), "stuck"
+            assert isinstance(permit, Permit), "no probe is possible"
             self.breaker.succeed(permit)
         assert self.breaker.state is BreakerState.CLOSED
 

@@ -1,4 +1,4 @@
-"""For all measurements, counts and refusals: no candidate is tried twice, and each one that could answer is tried."""
+"""With any measurements, counts and refusals no candidate is tried twice, and each that could answer is tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS = st.none() | st.sampled_from((0.0, 1.0, 30.0, 500.0))
 
 @dataclass(frozen=True)
 class Tier:
-    """One candidate: what its service says of it, how many tokens it counts, and whether it would answer."""
+    """One candidate: its status, its token count, and whether it would answer."""
 
     local: bool
     context_length: int
@@ -55,11 +55,11 @@ TIERS = st.lists(
 
 @dataclass
 class Provider:
-    """Answers as its tiers would; `asked` are the models in order."""
+    """Answers as its tiers would; `tried` has the models in order."""
 
     name: str
     tiers: Mapping[str, Tier]
-    asked: list[str] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
 
     @property
     def is_local(self) -> bool:
@@ -69,7 +69,7 @@ class Provider:
         return ()
 
     async def unary(self, call: Call) -> bytes:
-        self.asked.append(f"{self.name}/{call.model}")
+        self.tried.append(f"{self.name}/{call.model}")
         if not self.tiers[call.model].answers:
             raise UpstreamError(
                 UpstreamKind.STATUS, "busy", status=503, code=Code.MODEL_LOADING if self.is_local else None
@@ -78,8 +78,8 @@ class Provider:
 
 
 async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes | GatewayError, list[str], Record]:
-    asked: list[str] = []
-    providers = {name: Provider(name, tiers, asked) for name in ("local", "cloud")}
+    tried: list[str] = []
+    providers = {name: Provider(name, tiers, tried) for name in ("local", "cloud")}
     chain = [f"{'local' if tier.local else 'cloud'}/{name}" for name, tier in tiers.items()]
     config = GatewayConfig.model_validate(
         {
@@ -113,34 +113,34 @@ async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes
     record = Record("id", 0.0, "/v1/completions")
     runner = ChainRunner(gateway, request, RouteMatch("m", "m"), RequestContext("id"), record, time.monotonic())
     try:
-        return await runner.unary(), asked, record
+        return await runner.unary(), tried, record
     except GatewayError as error:
-        return error, asked, record
+        return error, tried, record
 
 
 @settings(max_examples=60, deadline=None)
 @given(TIERS, st.none() | st.sampled_from((1, 10, 500, 5000)))
 def test_each_remaining_candidate_is_tried_once_until_one_answers(found: list[Tier], most: int | None) -> None:
     tiers = {f"m{at}": tier for at, tier in enumerate(found)}
-    answer, asked, record = asyncio.run(_ask(tiers, most))
+    answer, tried, record = asyncio.run(_ask(tiers, most))
     names = [f"{'local' if tier.local else 'cloud'}/{name}" for name, tier in tiers.items()]
-    assert len(asked) == len(set(asked))
+    assert len(tried) == len(set(tried))
     too_small = {name for name, why in record.dropped.items() if why.startswith("context_too_small")}
     for name in too_small:
         tier = tiers[name.partition("/")[2]]
         assert tier.local
         assert tier.tokens is not None
         assert tier.tokens >= tier.context_length or (most or 0) > tier.context_length
-        assert name not in asked
+        assert name not in tried
     if isinstance(answer, GatewayError):
-        assert set(asked) == set(names) - too_small, "the slow and the narrow are asked as well before giving up"
-        assert answer.status in ((400,) if not asked else (503,))
+        assert set(tried) == set(names) - too_small, "slow and small candidates are tried as a last resort"
+        assert answer.status in ((400,) if not tried else (503,))
     else:
-        assert asked[-1].endswith("/" + answer.decode())
-        skipped = set(names[: names.index(asked[-1])]) - set(asked)
+        assert tried[-1].endswith("/" + answer.decode())
+        skipped = set(names[: names.index(tried[-1])]) - set(tried)
         assert all(record.dropped[name].partition(":")[0] in _REASONS for name in skipped)
     if len(names) == 1:
-        assert asked == names, "the only tier is always asked"
+        assert tried == names, "the only tier is always tried"
 
 
 _REASONS = {"context_too_small", "little_room", "predicted_too_slow"}

@@ -1,4 +1,4 @@
-"""What a chunk carries is read from its bytes exactly as a parser would."""
+"""The kind of a chunk is detected from its bytes exactly as by a parser."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _CHUNKS = st.fixed_dictionaries({"choices": st.lists(_CHOICES, max_size=3)}, opt
 
 
 def _has_content(choice: dict[str, Any]) -> bool:
-    said = [choice.get("text"), *choice.get("delta", {}).values()]
-    return any(value for name, value in zip(["text", *choice.get("delta", {})], said, strict=True) if name != "role")
+    fields = [choice.get("text"), *choice.get("delta", {}).values()]
+    return any(value for name, value in zip(["text", *choice.get("delta", {})], fields, strict=True) if name != "role")
 
 
 def _parsed(chunk: dict[str, Any]) -> DeltaKind:
@@ -49,8 +49,8 @@ def _parsed(chunk: dict[str, Any]) -> DeltaKind:
 
 
 @given(_CHUNKS)
-def test_bytes_say_what_a_parser_says(chunk: dict[str, Any]) -> None:
-    """Whoever wrote them, with blanks or without; and what was parsed says the same."""
+def test_kind_from_bytes_equals_the_kind_from_a_parser(chunk: dict[str, Any]) -> None:
+    """With and without blanks, by any writer."""
     kind = _parsed(chunk)
     for payload in (orjson.dumps(chunk), json.dumps(chunk).encode()):
         assert kind_of(payload) is kind
@@ -60,12 +60,12 @@ def test_bytes_say_what_a_parser_says(chunk: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "payload", [b"{}", b'{"choices":null}', b'{"error":{"message":"no"}}', b"{oops}", b'{"choices":[],"x":"\\ud83d"}']
 )
-def test_what_is_no_chunk_is_handed_on_as_bytes_alone(payload: bytes) -> None:
-    """Nor is half an emoji, which no parser here takes."""
+def test_invalid_chunks_are_passed_on_as_bytes(payload: bytes) -> None:
+    """Including half of a surrogate pair, which no parser accepts."""
     assert frame_of(payload) == Data(payload, kind_of(payload), None)
 
 
 @pytest.mark.parametrize("choice", [1, None, {"delta": 1}, {"delta": {"content": 7}}, {"delta": {"content": ["x"]}}])
-def test_odd_choices_are_what_their_bytes_say(choice: Any) -> None:
+def test_unusual_choices_are_detected(choice: Any) -> None:
     payload = orjson.dumps({"choices": [choice]})
     assert frame_of(payload) == Data(payload, kind_of(payload), {"choices": [choice]})

@@ -1,4 +1,4 @@
-"""What is usual is read at a glance, and as what is not: a null, which says nothing, makes every request unusual."""
+"""The fast path for ordinary requests gives the same result as the full one; a null makes a request not ordinary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = st.sampled_from(
         "text",
     ]
 )
-ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "nobody", ["user"], None, 1])
+ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "unknown", ["user"], None, 1])
 MESSAGE = st.fixed_dictionaries(
     {},
     optional={
@@ -47,7 +47,7 @@ BODIES = st.fixed_dictionaries({"model": st.just("m"), "messages": MESSAGES}, op
 
 
 def outcome(endpoint: Endpoint, body: dict[str, Any]) -> Any:
-    """The request without its body, or what is wrong with it."""
+    """The request without its body, or its error."""
     try:
         return parse(endpoint, orjson.dumps(body))._replace(body={}, size_bytes=0)
     except RequestError as error:
@@ -55,7 +55,7 @@ def outcome(endpoint: Endpoint, body: dict[str, Any]) -> Any:
 
 
 @given(BODIES)
-def test_a_usual_conversation_is_read_as_any_other(body: dict[str, Any]) -> None:
+def test_ordinary_conversation_is_parsed_as_on_the_full_path(body: dict[str, Any]) -> None:
     messages = body["messages"]
     unusual = dict(body)
     if isinstance(messages, list):
@@ -65,12 +65,12 @@ def test_a_usual_conversation_is_read_as_any_other(body: dict[str, Any]) -> None
 
 
 @given(st.fixed_dictionaries({"model": st.just("m"), "prompt": st.just("Hi") | SCALARS}, optional=REST))
-def test_a_usual_prompt_is_read_as_any_other(body: dict[str, Any]) -> None:
+def test_ordinary_prompt_is_parsed_as_on_the_full_path(body: dict[str, Any]) -> None:
     assert outcome(Endpoint.COMPLETIONS, body) == outcome(Endpoint.COMPLETIONS, {**body, "suffix": None})
 
 
-def test_what_is_usual_is_what_it_was() -> None:
-    """One request word for word, so that both ways cannot go wrong together."""
+def test_ordinary_request_has_the_expected_result() -> None:
+    """A fixed request, so that both paths cannot be wrong in the same way."""
     found = parse(Endpoint.CHAT, b'{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":5}')
     assert (found.model, found.stream, found.include_usage, found.needs) == ("m", False, False, frozenset())
     assert (found.max_tokens, found.is_plain, found.is_only_bounded) == (5, True, False)

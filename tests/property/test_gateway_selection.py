@@ -1,4 +1,4 @@
-"""Whatever is known of its candidates, a chain keeps no one that is ruled out, drops no one without a reason."""
+"""A chain keeps no candidate that is ruled out and drops none without a reason."""
 
 from __future__ import annotations
 

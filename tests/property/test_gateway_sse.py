@@ -46,13 +46,13 @@ def test_any_cutting_gives_the_same_frames(stream: bytes, data: st.DataObject) -
 
 
 @given(st.binary(max_size=200), st.data())
-def test_arbitrary_bytes_never_break_it_and_cutting_never_matters(stream: bytes, data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_split_independent_of_their_pieces(stream: bytes, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(stream)))
     assert _split([stream[:cut], stream[cut:]]) == _split([stream])
 
 
 def _split_quickly(pieces: list[bytes]) -> list[bytes | None]:
-    """What every frame says, by `plain` where it says something."""
+    """The payload of every frame, from `plain` if possible."""
     splitter = SseSplitter()
     found: list[bytes | None] = []
     for piece in pieces:
@@ -62,7 +62,7 @@ def _split_quickly(pieces: list[bytes]) -> list[bytes | None]:
 
 
 @given(st.lists(_streams() | _TEXT.map(lambda text: b"data: " + text + b"\n\n"), max_size=4))
-def test_plain_pieces_say_what_their_frames_say(pieces: list[bytes]) -> None:
+def test_plain_pieces_have_the_payloads_of_their_frames(pieces: list[bytes]) -> None:
     assert _split_quickly(pieces) == [frame.data for frame in _split(pieces)]
 
 
@@ -93,13 +93,13 @@ def test_every_frame_keeps_its_raw_bytes_and_its_data(items: list[tuple[bytes, b
     assert [frame.data for frame in frames] == [text for text, _ in items]
 
 
-def test_fields_are_read_as_the_standard_says() -> None:
+def test_fields_are_read_by_the_standard() -> None:
     frames = _split([b"\xef", b"\xbb\xbfevent: x\r\ndata: a\r\ndata:b\r\n\r\n\n\n: hi\n\ndata\n\nid: 3\n\n"])
     assert [(frame.event, frame.data) for frame in frames] == [(b"x", b"a\nb"), (None, None), (None, b""), (None, None)]
     assert [frame.is_comment for frame in frames] == [False, True, False, False]
 
 
-def test_a_runaway_frame_is_given_up() -> None:
+def test_frame_beyond_the_limit_is_an_error() -> None:
     splitter = SseSplitter(max_frame_bytes=10)
     splitter.feed(b"data: 123")
     assert splitter.pending == 9

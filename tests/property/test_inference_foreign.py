@@ -1,4 +1,4 @@
-"""Foreign use is never mistaken for ours, nor ours for foreign, whoever loads or leaves while a device is read."""
+"""Foreign memory and the memory of workers are never confused, whichever worker loads or ends during a reading."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GPU = "gpu-0"
 
 @dataclass
 class Worker:
-    """What a worker really uses of what is booked for it."""
+    """The real use of a worker, beside its booking."""
 
     booked: int
     used: int = 0
 
 
 class DeviceMachine(RuleBasedStateMachine):
-    """A real device beside the ledger: others come and go, workers take their memory little by little."""
+    """A real device beside the ledger: other programs come and go, workers allocate step by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.workers: dict[str, Worker] = {}
         self.count = 0
         self.known = 0
-        """Foreign use at the last reading while nobody loaded or left."""
+        """Foreign use at the last reading without a load or an unload."""
 
     @property
     def used(self) -> int:
@@ -47,7 +47,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
     @rule(to=st.integers(0, 600))
     def others(self, to: int) -> None:
-        """Somebody else takes or gives back what there is."""
+        """Another program allocates or frees memory."""
         self.foreign = min(to, CAPACITY - (self.used - self.foreign))
 
     @rule()
@@ -59,11 +59,13 @@ class DeviceMachine(RuleBasedStateMachine):
             assert after == self.foreign
             self.known = self.foreign
         else:
-            assert after >= before, "what somebody else has cannot be told from what a load has not taken yet"
+            assert after >= before, (
+                "memory of others cannot be distinguished from memory that a load has not allocated yet"
+            )
 
     @rule(need=st.integers(1, 500))
     def admit(self, need: int) -> None:
-        """Whatever is admitted right after a reading fits beside everything booked, wherever the loads are."""
+        """An admission right after a reading fits beside all bookings, wherever the loads are."""
         self.read()
         if self.ledger.lacks({GPU: need}):
             return
@@ -90,7 +92,7 @@ class DeviceMachine(RuleBasedStateMachine):
         ids = self.some(Phase.RESERVED)
         id = ids[which % len(ids)]
         worker = self.workers[id]
-        if self.used - worker.used + worker.booked <= CAPACITY:  # else others were quicker: a load that fails
+        if self.used - worker.used + worker.booked <= CAPACITY:  # else others were faster, and the load fails
             worker.used = worker.booked
             self.ledger = self.ledger.commit(id, {GPU: worker.booked})
 
@@ -116,8 +118,8 @@ class DeviceMachine(RuleBasedStateMachine):
         self.ledger = self.ledger.release(id)
 
     @invariant()
-    def what_is_foreign_is_never_forgotten(self) -> None:
-        """At least what others had when that could be told last, and never a byte of ours once all is quiet."""
+    def foreign_use_is_never_underestimated(self) -> None:
+        """At least the last known use of others, and none of the service's own memory once nothing changes."""
         assert self.ledger.balance(GPU).foreign_bytes >= self.known
         assert self.ledger.balance(GPU).ours_bytes == sum(worker.booked for worker in self.workers.values())
 

@@ -1,4 +1,4 @@
-"""A device is never stuck: whatever was before, good evidence makes it healthy and bad evidence gives it up, once."""
+"""From any history, good evidence makes a device healthy and bad evidence makes it lost, once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ histories = st.lists(st.tuples(seen, st.sampled_from([0.0, 0.5, 5.0, 50.0])), ma
 
 
 class World:
-    """A device with its history; models may be on it as long as it is usable."""
+    """A device with its history; models may be on it while it is usable."""
 
     def __init__(self) -> None:
         self.case, self.now = DeviceHealth(), 0.0
@@ -64,7 +64,7 @@ class World:
         return effects
 
     def goes_on(self, sign: Sign, failure: str | None) -> None:
-        """Reads `sign` whenever somebody looks, and ends every trial with `failure`; as long as anything may last."""
+        """Reads `sign` at every reading, and ends every trial with `failure`, as long as any timer may run."""
         end = self.now + LONGEST_SECONDS
         self.sees(Read(sign))
         if self.case.state is DeviceState.PROBING:
@@ -92,7 +92,7 @@ OUTCOMES = {
 
 
 @given(histories, st.sampled_from(list(OUTCOMES)))
-def test_whatever_was_before_the_evidence_of_now_decides(
+def test_current_evidence_decides_after_any_history(
     history: list[tuple[Seen, float]], evidence: tuple[Sign, str | None]
 ) -> None:
     world = World()

@@ -1,4 +1,4 @@
-"""The ledger never goes negative, always balances, and ends every reservation exactly once, whatever happens."""
+"""The ledger is never negative, always balances, and ends every reservation exactly once."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(device=st.sampled_from(DEVICES))
     def lose(self, device: str) -> None:
-        """The device is lost with all that was booked there; nobody's bytes elsewhere change, and no holding ends."""
+        """The device is lost with its bookings; bytes on other devices do not change, and no holding ends."""
         before = self.ledger
         self.ledger = before.write_off(device)
         after = self.ledger.balance(device)
@@ -173,8 +173,8 @@ LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 TestLedger = LedgerMachine.TestCase
 
 
-def test_a_fresh_account_gives_its_budget() -> None:
-    """Room is the smallest of what binds, and it says which."""
+def test_new_account_has_its_whole_budget() -> None:
+    """Room is the smallest limit, with its name."""
     ledger = Ledger().open(Account("cpu", 1000, 600))
     assert (ledger.balance("cpu").room_bytes, ledger.lacks({"cpu": 600})) == (600, ())
     (lack,) = ledger.lacks({"cpu": 601})
@@ -193,16 +193,16 @@ def test_the_limit_counts_all_devices_together() -> None:
     assert (lack.need_bytes, lack.room_bytes, lack.bound) == (1100, 1000, "the memory limit")
 
 
-def test_what_is_held_beyond_a_limit_that_was_lowered() -> None:
-    """The share of the device; nothing while it is not exceeded."""
+def test_excess_beyond_a_lowered_limit() -> None:
+    """The share of the device; zero while it is not exceeded."""
     ledger = Ledger().open(Account("a", 1000, 800)).reserve("one", "m", {"a": 600})
     assert ledger.excess("a") == 0
     assert ledger.open(Account("a", 1000, 500)).excess("a") == 100
     assert replace(ledger, limit_bytes=350).spare_altogether == -250
 
 
-def test_a_loading_workers_bytes_never_count_twice_for_the_next() -> None:
-    """While one loads, what it has taken already looks used: the next must wait or fit beside both."""
+def test_bytes_of_a_loading_worker_are_not_counted_twice() -> None:
+    """Bytes that a loading worker has allocated look used: the next load must wait or fit beside both."""
     ledger = Ledger().open(Account("cpu", 1000, 1000)).observe("cpu", 0, 1000)
     ledger = ledger.reserve("one", "m", {"cpu": 400}).observe("cpu", 300, 700)
     assert ledger.balance("cpu").foreign_bytes == 0
@@ -213,13 +213,12 @@ def test_a_loading_workers_bytes_never_count_twice_for_the_next() -> None:
 
 @pytest.mark.parametrize("need", [{"nowhere": 1}, {"cpu": -1}])
 def test_impossible_bookings_change_nothing(need: dict[str, int]) -> None:
-    """An unknown device and a negative amount are refused."""
     ledger = Ledger().open(Account("cpu", 1000, 1000))
     with pytest.raises(LedgerError):
         ledger.reserve("x", "m", need)
 
 
-def test_a_reservation_id_is_used_once() -> None:
+def test_reservation_id_is_used_once() -> None:
     """Two reservations never share an id, and only a reservation can be committed."""
     ledger = Ledger().open(Account("cpu", 1000, 1000)).reserve("x", "m", {"cpu": 1})
     with pytest.raises(LedgerError):

@@ -1,4 +1,4 @@
-"""Whatever the machine holds, a plan never overbooks, never evicts who may not leave, and never evicts in vain."""
+"""A plan never overbooks, evicts no protected model, and evicts no model without need."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def machines(draw: st.DrawFn) -> tuple[Ledger, list[Held]]:
 
 @given(machines(), st.lists(st.integers(1, 1100), min_size=1, max_size=2), st.integers(1, 6) | st.none())
 @settings(max_examples=200, deadline=None)
-def test_a_plan_is_possible_and_evicts_only_idle_models_it_needs(
+def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(
     machine: tuple[Ledger, list[Held]], needs: list[int], most: int | None
 ) -> None:
     ledger, held = machine
     options = tuple(Option(device, {device: need}) for device, need in zip(DEVICES, needs, strict=False))
     policy = Policy(now=100.0, max_models=most)
     decision = plan(Request("new", options), ledger, held, policy)
-    assert decision == plan(Request("new", options), ledger, held, policy), "the same question has the same answer"
+    assert decision == plan(Request("new", options), ledger, held, policy), "the decision is deterministic"
     if isinstance(decision, Refusal):
         assert decision.trace
         assert set(decision.waits_for) <= {item.model for item in held}
@@ -66,13 +66,13 @@ def test_a_plan_is_possible_and_evicts_only_idle_models_it_needs(
                 less = less.release(by_name[name].holding)
         count = len(held) - len(decision.evict) + 1
         needless = not less.lacks(decision.need) and (most is None or count < most)
-        assert not needless, f"{spared} leaves in vain"
+        assert not needless, f"{spared} is evicted without need"
 
 
 @given(machines(), st.integers(1, 900))
 @settings(max_examples=100, deadline=None)
-def test_a_final_refusal_is_final(machine: tuple[Ledger, list[Held]], need: int) -> None:
-    """A refusal that waits for nobody would be the same with every model gone that may ever leave by itself."""
+def test_final_refusal_stays_without_other_models(machine: tuple[Ledger, list[Held]], need: int) -> None:
+    """A refusal that waits for no model stays with every evictable model gone."""
     ledger, held = machine
     decision = plan(Request("new", (Option("gpu-0", {"gpu-0": need}),)), ledger, held, Policy(100.0))
     if isinstance(decision, Placement) or decision.waits_for:

@@ -1,4 +1,4 @@
-"""Held against brute force on small machines: the cheapest evictions, refusals that are right, suggestions that fit."""
+"""Compared with brute force on small machines: the cheapest evictions, correct refusals, suggestions that work."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROUNDING = 1 + 1e-9
 
 @st.composite
 def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledger, list[Held]]:
-    """Devices with foreign use, a limit at times, and up to six models of any standing on one or two devices.
+    """Devices with foreign use, sometimes a limit, and up to six models of any standing on one or two devices.
 
-    A `crowded` one is small and full, mostly of idle models.
+    A `crowded` machine is small and full, mostly of idle models.
     """
     names = GPUS[:gpus]
     ledger = Ledger(limit_bytes=draw(st.none() | st.integers(1500 if crowded else 500, 4000)))
@@ -65,7 +65,7 @@ def spreads(draw: st.DrawFn, gpus: int, count: tuple[int, int] = (1, 5), weights
 
 
 def tight(gpus: int) -> st.SearchStrategy[Spread]:
-    """On a crowded machine one device takes such a model once somebody left, and so do several."""
+    """On a crowded machine one device or several have room for such a model after an eviction."""
     return spreads(gpus, (3, 5), (40, 100))
 
 
@@ -83,7 +83,7 @@ def request_of(spread: Spread, *, dedicated: bool = False) -> Request:
 
 
 def divisions(spread: Spread) -> Iterable[dict[str, int]]:
-    """Every way to give consecutive layers to some of the devices in some order."""
+    """All ways to give consecutive layers to some of the devices in some order."""
     places = spread.layers.places
     for count in range(1, len(spread.over) + 1):
         for order in itertools.permutations(spread.over, count):
@@ -103,7 +103,7 @@ def fits_at_all(request: Request, stage: Stage, policy: Policy, ways: Sequence[d
 def cheapest_by_force(
     request: Request, ledger: Ledger, held: list[Held], policy: Policy, ways: Sequence[dict[str, int]]
 ) -> float | None:
-    """The least cost of evictions after which one of these ways is possible, or None."""
+    """The lowest cost of evictions after which one of these ways is possible, or None."""
     movable = [item for item in held if item.standing in EVICTABLE]
     found = None
     for size in range(len(movable) + 1):
@@ -117,7 +117,7 @@ def cheapest_by_force(
     return found
 
 
-def leavers_make_room(
+def leaving_models_make_room(
     request: Request,
     refusal: Refusal,
     ledger: Ledger,
@@ -125,7 +125,7 @@ def leavers_make_room(
     policy: Policy,
     ways: Sequence[dict[str, int]],
 ) -> bool:
-    """Whether it waits for those alone who leave anyway, and fits once they are gone."""
+    """Whether it waits only for models that leave anyway, and fits once they are gone."""
     leavers = [item for item in held if item.standing is Standing.LEAVING]
     stage = Stage.of(ledger.without({item.holding for item in leavers}), [x for x in held if x not in leavers])
     return {*refusal.waits_for} == {item.model for item in leavers} and fits_at_all(request, stage, policy, ways)
@@ -138,7 +138,7 @@ def cost_of(decision: Placement, held: list[Held]) -> float:
 
 @given(machines(1), spreads(1), policies, st.booleans())
 @settings(max_examples=120, deadline=None)
-def test_for_one_device_nobody_could_choose_cheaper(
+def test_plan_for_one_device_has_the_lowest_cost(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
     ledger, held = machine
@@ -150,7 +150,7 @@ def test_for_one_device_nobody_could_choose_cheaper(
         assert best is not None
         assert cost_of(decision, held) <= best * ROUNDING
     else:
-        assert best is None or leavers_make_room(request, decision, ledger, held, policy, ways)
+        assert best is None or leaving_models_make_room(request, decision, ledger, held, policy, ways)
 
 
 @given(
@@ -160,17 +160,17 @@ def test_for_one_device_nobody_could_choose_cheaper(
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_over_several_devices_nobody_could_choose_a_tenth_cheaper(
+def test_plan_over_several_devices_is_within_a_tenth_of_the_lowest_cost(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
-    """Neither on one device nor divided in any way; and nobody waits who could be placed, but for those who leave."""
+    """On one device or divided in any way. Only models that leave anyway are waited for."""
     ledger, held = machine
     request = request_of(spread, dedicated=dedicated)
     decision = plan(request, ledger, held, policy)
     ways = list(divisions(spread))
     best = cheapest_by_force(request, ledger, held, policy, ways)
     if isinstance(decision, Refusal):
-        assert best is None or leavers_make_room(request, decision, ledger, held, policy, ways)
+        assert best is None or leaving_models_make_room(request, decision, ledger, held, policy, ways)
         return
     assert best is not None
     assert cost_of(decision, held) <= best * DEARER_AT_MOST * ROUNDING
@@ -180,10 +180,10 @@ def test_over_several_devices_nobody_could_choose_a_tenth_cheaper(
 
 @given(machines(3), spreads(3), policies, st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_what_is_planned_can_be_done(
+def test_plan_can_be_executed(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
-    """Nobody leaves who may not; once the victims left, the ledger takes exactly what was planned, layer for layer."""
+    """No protected model leaves; after the evictions the ledger accepts exactly the plan, layer by layer."""
     ledger, held = machine
     decision = plan(request_of(spread, dedicated=dedicated), ledger, held, policy)
     if isinstance(decision, Refusal):
@@ -207,10 +207,10 @@ def test_what_is_planned_can_be_done(
 
 @given(machines(3), spreads(3), policies)
 @settings(max_examples=80, deadline=None)
-def test_a_refusal_that_waits_for_nobody_is_right_and_its_fix_true(
+def test_final_refusal_is_correct_and_its_suggestion_works(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy
 ) -> None:
-    """With everybody gone who may ever leave it still fits nowhere; with the suggested setting it does."""
+    """Without any evictable model it still fits nowhere; with the suggested setting it does."""
     ledger, held = machine
     request = request_of(spread)
     decision = plan(request, ledger, held, policy)

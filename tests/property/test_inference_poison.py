@@ -1,4 +1,4 @@
-"""Whatever crashes in whatever order: only who was alone is convicted, answers acquit, nothing grows without bound."""
+"""After any crashes, only a request that ran alone is refused, answers clear it, and records are limited."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = st.lists(st.tuples(KEYS, st.one_of(st.none(), CRASHES), st.floats(0, SUS
 
 
 @given(STEPS)
-def test_a_conviction_needs_evidence_of_that_very_request(steps: list[tuple[str, Crash | None, float]]) -> None:
+def test_refusal_needs_evidence_of_that_request(steps: list[tuple[str, Crash | None, float]]) -> None:
     quarantine, now = Quarantine(), 0.0
     telling: dict[str, int] = {}
     for key, crash, seconds in steps:
@@ -35,7 +35,7 @@ def test_a_conviction_needs_evidence_of_that_very_request(steps: list[tuple[str,
             if standing in (Standing.CONVICTED, Standing.ACCUSED):
                 assert telling[other] > 0
             if other != key and not quarantine.doubted:
-                assert standing is before.standing(other, now), "nobody pays for another"
+                assert standing is before.standing(other, now), "other requests are not affected"
         assert len(quarantine.in_a_row) <= MOST_IN_A_ROW
         assert len(quarantine.cases) <= len("abcdef")
         assert not (quarantine.doubted and quarantine.in_a_row)

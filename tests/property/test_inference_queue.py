@@ -1,4 +1,4 @@
-"""Waiters are served by class, then in order; classes are bounded; who is too late leaves; nobody is lost."""
+"""Waiting requests are served by class, then in order; classes are limited; late ones leave; none is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_order_is_by_class_then_arrival(coming: list[tuple[Priority, float]]) ->
 
 
 @given(arrivals, st.floats(0, 100))
-def test_the_late_leave_and_the_others_keep_their_places(coming: list[tuple[Priority, float]], now: float) -> None:
+def test_late_requests_leave_and_the_others_keep_their_order(coming: list[tuple[Priority, float]], now: float) -> None:
     queue, _ = filled(coming)
     rest, late = queue.expire(now)
     assert all(waiter.deadline_at <= now for waiter in late)
@@ -47,20 +47,20 @@ def test_the_late_leave_and_the_others_keep_their_places(coming: list[tuple[Prio
 
 
 @given(arrivals, st.integers(0, 30))
-def test_leaving_takes_one_and_only_once(coming: list[tuple[Priority, float]], who: int) -> None:
+def test_removing_a_request_is_idempotent(coming: list[tuple[Priority, float]], id: int) -> None:
     queue, taken = filled(coming)
-    without = queue.remove(who)
-    assert len(queue) - len(without) == sum(waiter.id == who for waiter in taken)
-    assert without.remove(who) is without
+    without = queue.remove(id)
+    assert len(queue) - len(without) == sum(waiter.id == id for waiter in taken)
+    assert without.remove(id) is without
 
 
-def test_a_waiter_waits_once() -> None:
+def test_request_waits_once() -> None:
     waiter = Waiter(1, Priority.LOW, 1.0)
     with pytest.raises(ValueError, match="waits already"):
         WaitQueue().push(waiter, LIMITS).push(waiter, LIMITS)
 
 
-def test_who_must_be_alone_stands_before_all_and_may_join_the_others() -> None:
+def test_isolated_request_is_first_and_may_join_the_others() -> None:
     queue = WaitQueue().push(Waiter(1, Priority.HIGH, 1.0), LIMITS)
     queue = queue.push(Waiter(2, Priority.LOW, 1.0, alone=True), LIMITS)
     queue = queue.push(Waiter(3, Priority.LOW, 1.0, alone=True), LIMITS)
@@ -70,7 +70,7 @@ def test_who_must_be_alone_stands_before_all_and_may_join_the_others() -> None:
     assert joined.push(Waiter(4, Priority.LOW, 1.0, alone=True), LIMITS).position(4) == 1
 
 
-def test_who_had_a_place_before_finds_one_however_full_it_is() -> None:
+def test_requeued_request_is_accepted_by_a_full_queue() -> None:
     queue = WaitQueue()
     for number in range(LIMITS[Priority.HIGH]):
         queue = queue.push(Waiter(number, Priority.HIGH, 1.0), LIMITS)

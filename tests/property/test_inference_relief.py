@@ -1,4 +1,4 @@
-"""Whatever happens to devices and models: nobody leaves who may not, every action has a reason, a ladder has steps."""
+"""Memory pressure: no protected model leaves, every action has a reason, and the ladder moves in steps."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
 
 @given(checks, rules)
 @settings(max_examples=50)
-def test_only_the_idle_leave_and_everything_done_has_a_reason(
-    story: list[tuple[PressureInput, bool]], said: Rules
+def test_only_idle_models_leave_and_every_action_has_a_reason(
+    story: list[tuple[PressureInput, bool]], rules: Rules
 ) -> None:
     state: Watches = {}
     for scene, regular in story:
         before = state
-        state, actions = step(before, scene, said, regular=regular)
-        again = step(before, scene, said, regular=regular)
-        assert (state, actions) == again, "the same check decides the same"
+        state, actions = step(before, scene, rules, regular=regular)
+        again = step(before, scene, rules, regular=regular)
+        assert (state, actions) == again, "the decision is deterministic"
         tenants = {tenant.model: tenant for tenant in scene.tenants}
         assert all(action.reason for action in actions)
         gone = [action for action in actions if isinstance(action, Leave)]
@@ -76,12 +76,12 @@ def test_only_the_idle_leave_and_everything_done_has_a_reason(
             )
             assert worst > Level.LOW
             assert not (leave.offload and (tenant.warm or worst >= Level.CRITICAL))
-        told = {action.model for action in actions} - {action.model for action in gone}
-        assert all(not tenants[name].warm for name in told)
-        assert {leave.model for leave in gone}.isdisjoint(told)
+        limited = {action.model for action in actions} - {action.model for action in gone}
+        assert all(not tenants[name].warm for name in limited)
+        assert {leave.model for leave in gone}.isdisjoint(limited)
         for limit in (action for action in actions if isinstance(action, Limit)):
             assert 1 <= limit.sequences <= tenants[limit.model].parallel
-        if not said.enabled:
+        if not rules.enabled:
             assert all(
                 isinstance(action, Limit) and action.sequences == tenants[action.model].parallel for action in actions
             )
@@ -90,7 +90,7 @@ def test_only_the_idle_leave_and_everything_done_has_a_reason(
 
 @given(checks)
 @settings(max_examples=50)
-def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(
+def test_ladder_moves_one_rung_at_a_time_and_only_by_the_level(
     story: list[tuple[PressureInput, bool]],
 ) -> None:
     state: Watches = {}
@@ -110,8 +110,8 @@ def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(
 
 
 @given(st.integers(0, 250), st.lists(st.integers(0, 5), max_size=20))
-def test_a_full_plan_is_left_alone_however_others_vary_a_little(foreign: int, noise: list[int]) -> None:
-    """One idle model that takes all that others leave, for hours: nothing happens to it."""
+def test_full_budget_is_kept_when_other_use_varies_slightly(foreign: int, noise: list[int]) -> None:
+    """Nothing happens for hours to one idle model that uses all memory that others leave."""
     model = Tenant("a", Standing.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
     state, _ = step({}, PressureInput((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
     state, actions = step(state, PressureInput((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
@@ -122,7 +122,7 @@ def test_a_full_plan_is_left_alone_however_others_vary_a_little(foreign: int, no
 
 
 @given(st.integers(100, 900), st.lists(st.integers(-9, 9), min_size=1, max_size=30))
-def test_noise_changes_a_level_once_at_most(foreign: int, noise: list[int]) -> None:
+def test_noise_changes_a_level_at_most_once(foreign: int, noise: list[int]) -> None:
     gauge, levels = Gauge(), []
     for more in noise:
         gauge = settle(gauge, Use("gpu-0", TOTAL, 0, foreign + more), Bounds())

@@ -1,4 +1,4 @@
-"""Re-packing idle models: the largest room grows or nothing moves, and no device is ever overfull."""
+"""Moving idle models together: the largest room grows or nothing moves, and no device is overfull."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_each_move_fits_when_it_is_made_and_the_largest_room_grows(scene: tuple[
     assert not shifts or max(after.values()) > max(rooms.values())
 
 
-def test_a_hole_on_each_of_two_devices_becomes_one_hole() -> None:
+def test_free_memory_of_two_devices_is_joined() -> None:
     anywhere = {"gpu-0": 30, "gpu-1": 30}
     pieces = [Piece("a", "gpu-0", 30, anywhere), Piece("b", "gpu-1", 30, anywhere)]
     assert repack({"gpu-0": 40, "gpu-1": 50}, pieces) == (Shift("b", "gpu-1", "gpu-0"),)
 
 
-def test_of_two_ways_to_the_same_room_the_smaller_model_moves() -> None:
+def test_smaller_model_moves_for_the_same_room() -> None:
     anywhere = {"gpu-0": 40, "gpu-1": 40}
     pieces = [Piece("a", "gpu-0", 40, anywhere), Piece("b", "gpu-1", 30, {"gpu-0": 30, "gpu-1": 30})]
     assert repack({"gpu-0": 50, "gpu-1": 60}, pieces) == (Shift("b", "gpu-1", "gpu-0"),)
 
 
-def test_who_may_be_on_one_device_only_stays() -> None:
+def test_model_bound_to_a_device_stays() -> None:
     assert repack({"gpu-0": 40, "gpu-1": 50}, [Piece("a", "gpu-1", 30, {"gpu-1": 30})]) == ()
     assert repack({}, []) == ()

@@ -1,4 +1,4 @@
-"""A device without memory of its own is booked on the account it shares, exactly as if that had been named."""
+"""A device without its own memory is booked on the account that it shares, as if that were named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ledgers() -> tuple[Ledger, Ledger]:
 
 
 def named(need: dict[str, int]) -> dict[str, int]:
-    """The same with the account's own name."""
+    """The same need with the name of the account."""
     found: dict[str, int] = {}
     for device, count in need.items():
         name = "cpu" if device == "metal" else device
@@ -58,10 +58,10 @@ def carry(ledger: Ledger, what: str, id: str, need: dict[str, int], device: str)
 
 
 @given(steps)
-def test_bytes_of_a_sharing_device_are_bytes_of_its_account(said: list[tuple[str, int, dict[str, int]]]) -> None:
-    """Balances, rooms, lacks and what is missing are the same, whichever name was used."""
+def test_bytes_of_a_sharing_device_are_booked_on_its_account(events: list[tuple[str, int, dict[str, int]]]) -> None:
+    """Balances, rooms and lacks are the same for both names."""
     sharing, plain = ledgers()
-    for what, number, need in said:
+    for what, number, need in events:
         device = next(iter(need))
         here = "cpu" if device == "metal" else device
         one = {device: need[device]} if what in ("grow", "observe") else need
@@ -78,7 +78,7 @@ def test_bytes_of_a_sharing_device_are_bytes_of_its_account(said: list[tuple[str
         assert anew.balance("metal") == sharing.balance("metal")
 
 
-def test_who_may_share() -> None:
+def test_which_devices_may_share_an_account() -> None:
     sharing, plain = ledgers()
     assert sharing.share("metal", "cpu") is sharing
     assert (sharing.account_of("metal"), sharing.account_of("gpu-1")) == ("cpu", "gpu-1")
@@ -91,7 +91,7 @@ POLICY: dict[str, Any] = {"now": 100.0}
 
 
 def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> None:
-    """A model on the CPU leaves for one on the accelerator, because its bytes are the same bytes."""
+    """A model on the CPU leaves for one on the accelerator, because they use the same memory."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
     held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]
@@ -104,8 +104,8 @@ def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> No
     assert not alone.evict
 
 
-def test_a_need_that_exceeds_the_memory_that_both_share_is_refused() -> None:
-    """Neither half would be too much for itself."""
+def test_need_beyond_the_shared_memory_is_refused() -> None:
+    """Each part alone would fit."""
     ledger, _plain = ledgers()
     decision = plan(Request("new", (Option("metal", {"metal": 500, "cpu": 400}),)), ledger, [], Policy(**POLICY))
     assert isinstance(decision, Refusal)
@@ -113,7 +113,7 @@ def test_a_need_that_exceeds_the_memory_that_both_share_is_refused() -> None:
 
 
 def test_limits_per_device_count_models_on_both_sides() -> None:
-    """Dedicated means the memory, whichever way it is reached."""
+    """A dedicated model has the memory for itself, by either name."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"metal": 100}).commit("a", {"metal": 100})
     held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]

@@ -1,4 +1,4 @@
-"""Turns: models that cannot be loaded together all get theirs within the promised time, and nobody is cut or robbed."""
+"""Turns: models that do not fit together all get theirs within the promised time, and no answer is cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONGEST_ANSWER_SECONDS = 8.0
 
 @dataclass
 class Simulated:
-    """One model of the simulation: closed-loop clients that ask again as soon as they are answered."""
+    """One model of the simulation: clients that repeat their request as soon as it is answered."""
 
     name: str
     size: int
@@ -62,7 +62,7 @@ class Simulated:
 
 
 class World:
-    """What the authority does, without processes: events in order of time, and a pump after each."""
+    """The behaviour of the authority without processes: events in order of time, with a decision after each."""
 
     def __init__(self, models: list[Simulated], capacity: int, random: Random, pause: float) -> None:
         self.models = {model.name: model for model in models}
@@ -82,7 +82,7 @@ class World:
         while self.events and self.events[0][0] <= until:
             self.now, _, kind, name = heapq.heappop(self.events)
             getattr(self, f"on_{kind}")(self.models[name])
-            self.pump()
+            self.reconcile()
 
     def on_ask(self, model: Simulated) -> None:
         if model.state == "ready":
@@ -134,10 +134,10 @@ class World:
             self.at(self.wake_at - self.now, "wake", model)
 
     def on_wake(self, _model: Simulated) -> None:
-        if self.now >= self.wake_at - 1e-9:  # else an earlier one took its place
+        if self.now >= self.wake_at - 1e-9:  # else an earlier timer replaced it
             self.wake_at = math.inf
 
-    def pump(self) -> None:
+    def reconcile(self) -> None:
         wanted = [item for item in self.models.values() if item.waiting and item.state == "cold"]
         ahead: list[Claim] = []
         for model in sorted(
@@ -164,7 +164,7 @@ class World:
         request = Request(model.name, (Option("gpu", {"gpu": model.size}),))
         decision = decide(request, demand, Occupancy(self.ledger, tuple(held), residents, Policy(self.now)), ahead)
         if isinstance(decision.outcome, Refusal):
-            assert decision.outcome.waits_for, "everybody fits alone, so every refusal is a wait"
+            assert decision.outcome.waits_for, "each model fits alone, so every refusal is a wait"
             young = [
                 item.last_used_at + item.min_residency
                 for item in self.models.values()
@@ -213,7 +213,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, int]:
 @pytest.mark.unmeasured
 @settings(deadline=None, max_examples=12, phases=[hypothesis.Phase.generate])
 @given(worlds())
-def test_everybody_is_answered_within_the_promised_time(made: tuple[World, int]) -> None:
+def test_every_request_is_answered_within_the_promised_time(made: tuple[World, int]) -> None:
     world, clients = made
     models = list(world.models.values())
     for model in models:
@@ -236,7 +236,7 @@ def test_everybody_is_answered_within_the_promised_time(made: tuple[World, int])
     assert ours == sum(sum(holding.bytes.values()) for holding in world.ledger.holdings.values()) <= 100
 
 
-def test_a_waiting_model_takes_the_room_it_was_promised_and_a_smaller_one_only_what_is_left() -> None:
+def test_waiting_model_gets_its_claimed_room_and_a_smaller_one_only_the_rest() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100)).reserve("a", "a", {"gpu": 60}).commit("a", {"gpu": 60})
     held = [Held("a", "a", Standing.LEAVING, {"gpu": 60}, 0.0)]
 
@@ -255,7 +255,7 @@ def test_a_waiting_model_takes_the_room_it_was_promised_and_a_smaller_one_only_w
     assert isinstance(ask("s", 30, []).outcome, Placement)
 
 
-def test_a_claim_is_on_the_room_that_will_be_there_first() -> None:
+def test_claim_is_on_the_room_that_is_free_first() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100))
     held, residents = [], {}
     for name, ready_at in (("late", 20.0), ("early", 10.0), ("later", 30.0)):
@@ -278,7 +278,7 @@ def test_a_claim_is_on_the_room_that_will_be_there_first() -> None:
     assert at(24.0, [replace(item, standing=Standing.LOADING) for item in held]).again_at is None
 
 
-def test_a_load_that_nobody_waits_for_is_given_up_for_one_that_needs_its_room_and_for_no_other() -> None:
+def test_load_without_waiting_requests_is_cancelled_only_for_a_model_that_needs_its_room() -> None:
     ledger = Ledger().open(Account("x", 100, 100)).open(Account("y", 100, 100))
     for name, device in (("a", "x"), ("b", "y"), ("c", "y")):
         ledger = ledger.reserve(name, name, {device: 50})
@@ -292,7 +292,7 @@ def test_a_load_that_nobody_waits_for_is_given_up_for_one_that_needs_its_room_an
     assert decide(request, Demand(0.0, 1.0), replace(occupancy, abandoned=frozenset()), []).give_up == ()
 
 
-def test_another_device_is_taken_where_the_first_one_is_promised() -> None:
+def test_another_device_is_used_if_the_first_one_is_claimed() -> None:
     ledger = Ledger().open(Account("x", 100, 100)).open(Account("y", 200, 200))
     request = Request("s", (Option("x", {"x": 60}), Option("y", {"y": 70})))
     occupancy = Occupancy(ledger, (), {}, Policy(0.0))
@@ -307,9 +307,9 @@ def test_another_device_is_taken_where_the_first_one_is_promised() -> None:
     assert nowhere.waits_for == ("b", "c")
 
 
-def test_bytes_that_come_or_go_are_waited_for_and_what_can_never_fit_is_not() -> None:
+def test_changing_bytes_are_waited_for_and_impossible_needs_are_refused() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100)).reserve("a", "a", {"gpu": 40})
-    ledger = ledger.observe("gpu", 70, 30)  # 30 more than a's: its context, or a stranger?
+    ledger = ledger.observe("gpu", 70, 30)  # 30 more than a's: its context, or another program
 
     def ask(count: int, books: Ledger) -> Placement | Refusal:
         held = (Held("a", "a", Standing.FIXED, {"gpu": 40}, 0.0),)
@@ -327,7 +327,7 @@ def test_bytes_that_come_or_go_are_waited_for_and_what_can_never_fit_is_not() ->
     assert not never.waits_for
 
 
-def test_a_turn_lasts_as_long_as_a_swap_but_slow_loads_do_not_stretch_it_for_ever() -> None:
+def test_turn_lasts_as_long_as_a_swap_with_an_upper_limit() -> None:
     def ends(min_residency: float, load_seconds: float, since: float = 0.0) -> float:
         return turn_ends_at(Resident(100.0, min_residency, load_seconds), Demand(since, load_seconds))
 
@@ -338,7 +338,7 @@ def test_a_turn_lasts_as_long_as_a_swap_but_slow_loads_do_not_stretch_it_for_eve
     assert ends(5, 1, since=200) == 205
 
 
-def test_priorities_order_models_and_none_waits_for_ever() -> None:
+def test_priorities_order_models_without_starvation() -> None:
     def rank(priority: Priority, asked_at: float) -> float:
         return age_rank([Waiter(1, priority, 0.0, asked_at)])
 

@@ -1,4 +1,4 @@
-"""The set of victims is the cheapest there is for small instances, and always enough, needed and quickly found."""
+"""The set of evicted models has the lowest cost on small instances, and is always sufficient, needed and fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def enough(chosen: tuple[int, ...], gives: list[list[int]], missing: list[int]) 
 @pytest.mark.unmeasured
 @given(problems(7))
 @settings(max_examples=300, deadline=None)
-def test_small_instances_are_solved_as_brute_force_would(
+def test_small_instances_equal_brute_force(
     problem: tuple[list[float], list[list[int]], list[int]],
 ) -> None:
     item_costs, gives, missing = problem
@@ -56,7 +56,7 @@ def test_small_instances_are_solved_as_brute_force_would(
 
 @given(problems(40))
 @settings(max_examples=100, deadline=None)
-def test_large_instances_get_an_answer_in_which_nobody_leaves_in_vain(
+def test_large_instances_have_no_needless_eviction(
     problem: tuple[list[float], list[list[int]], list[int]],
 ) -> None:
     item_costs, gives, missing = problem
@@ -67,7 +67,7 @@ def test_large_instances_get_an_answer_in_which_nobody_leaves_in_vain(
 
 
 class Pile:
-    """Items that give amounts of several resources, some of them gone."""
+    """Items with amounts of several resources, some of them gone."""
 
     def __init__(self, gives: list[list[int]], missing: list[int]) -> None:
         self.gives, self.missing = gives, missing
@@ -82,7 +82,7 @@ class Pile:
 
 @given(problems(12))
 @settings(max_examples=300, deadline=None)
-def test_a_search_that_has_to_ask_finds_the_cheapest_of_few_and_nobody_in_vain_of_many(
+def test_search_with_a_predicate_finds_the_cheapest_of_few_and_no_needless_one_of_many(
     problem: tuple[list[float], list[list[int]], list[int]],
 ) -> None:
     item_costs, gives, missing = problem
@@ -100,7 +100,7 @@ def test_a_search_that_has_to_ask_finds_the_cheapest_of_few_and_nobody_in_vain_o
 @pytest.mark.unmeasured
 @given(problems(9))
 @settings(max_examples=200, deadline=None)
-def test_nothing_costs_less_than_the_best_fractions(
+def test_fractional_solution_is_a_lower_bound(
     problem: tuple[list[float], list[list[int]], list[int]],
 ) -> None:
     item_costs, gives, missing = problem
@@ -114,7 +114,7 @@ def test_nothing_costs_less_than_the_best_fractions(
     assert cost == 0 or victims.cheapest(item_costs, gives, missing, below=cost * 0.9) is None
 
 
-def test_what_cannot_be_had_at_any_price_costs_without_bound() -> None:
+def test_impossible_need_has_infinite_cost() -> None:
     assert victims.least_cost([1.0], [[5]], [6]) == math.inf
 
 
@@ -130,7 +130,7 @@ amounts = st.integers(0, 300)
     st.sets(st.integers(0, 4)),
 )
 @settings(max_examples=300, deadline=None)
-def test_what_is_missing_is_what_the_ledger_lacks(
+def test_missing_amounts_are_those_of_the_ledger(
     held: list[tuple[int, int]],
     foreign: int,
     seen_free: int | None,
@@ -138,7 +138,7 @@ def test_what_is_missing_is_what_the_ledger_lacks(
     need: dict[str, int],
     leave: set[int],
 ) -> None:
-    """A set gives back every missing amount exactly when nothing is lacking without it."""
+    """A set releases every missing amount exactly when nothing is missing without it."""
     ledger = Ledger(limit_bytes=limit)
     for device in ("gpu-0", "cpu"):
         ledger = ledger.open(Account(device, 1000, 900, foreign, seen_free))

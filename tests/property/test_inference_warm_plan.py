@@ -1,4 +1,4 @@
-"""Warm models in the plan: they go before anybody who is loaded, and count for no limit of models."""
+"""Warm models in the plan: they leave before loaded ones, and count for no limit on the number of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ warm = st.tuples(st.just(0), st.integers(1, 6), st.just(Standing.WARM))
 
 
 def scene(models: list[tuple[int, int, Standing]]) -> tuple[Ledger, list[Held]]:
-    """Everybody booked on a GPU of 24 GiB and a host of 24."""
+    """All models booked on a GPU of 24 GiB and a host of 24 GiB."""
     ledger = Ledger().open(Account("gpu-0", 24 * GIB, 24 * GIB)).open(Account("cpu", 24 * GIB, 24 * GIB))
     held = []
     for number, (gpu, host, standing) in enumerate(models):
@@ -28,10 +28,10 @@ def scene(models: list[tuple[int, int, Standing]]) -> tuple[Ledger, list[Held]]:
 
 
 @given(st.lists(loaded | warm, max_size=7), st.integers(1, 24), st.integers(0, 24))
-def test_nobody_loaded_leaves_for_memory_that_warm_models_have(
+def test_loaded_models_do_not_leave_for_memory_of_warm_ones(
     models: list[tuple[int, int, Standing]], gpu: int, host: int
 ) -> None:
-    """Where it fits with all warm ones gone, only warm ones go; and never one more than needed."""
+    """If it fits without warm models, only warm models leave, and none without need."""
     ledger, held = scene(models)
     need = {"gpu-0": gpu * GIB, "cpu": host * GIB}
     decision = plan(Request("new", (Option("gpu-0", need),)), ledger, held, Policy(100.0))
@@ -50,8 +50,8 @@ def test_nobody_loaded_leaves_for_memory_that_warm_models_have(
 
 
 @given(st.lists(warm, max_size=5))
-def test_warm_models_take_no_places(models: list[tuple[int, int, Standing]]) -> None:
-    """INFERENCE_MAX_MODELS and INFERENCE_MAX_MODELS_PER_DEVICE count who is loaded; a dedicated one bears them."""
+def test_warm_models_do_not_count_as_loaded(models: list[tuple[int, int, Standing]]) -> None:
+    """The limits on the number of models count loaded models; a dedicated model tolerates warm ones."""
     ledger, held = scene(models)
     request = Request("new", (Option("cpu", {"cpu": 0}),), dedicated=True)
     decision = plan(request, ledger, held, Policy(1.0, max_models=1, max_models_per_device=1))
@@ -59,8 +59,8 @@ def test_warm_models_take_no_places(models: list[tuple[int, int, Standing]]) -> 
     assert decision.result is Result.FREE
 
 
-def test_a_warm_model_is_not_there_already() -> None:
-    """It has to be placed again; and it does not stand in its own way."""
+def test_warm_model_is_placed_again() -> None:
+    """It has to be placed again, and its own memory is no obstacle."""
     ledger, held = scene([(0, 4, Standing.WARM)])
     decision = plan(Request("m0", (Option("gpu-0", {"gpu-0": GIB}),)), ledger, held, Policy(1.0))
     assert decision.result is Result.FREE

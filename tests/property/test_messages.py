@@ -1,5 +1,5 @@
-"""Anthropic's dialect in front: however an answer comes in pieces, its events are valid and say the same as the whole;
-and whatever is asked becomes a body that the inner dialect takes, and comes back whole where Anthropic answers.
+"""The Messages API: events of any stream are valid and equal the whole answer, and any request becomes a valid
+internal request and is sent to Anthropic unchanged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> Data:
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[Frame]:
-    """The frames of one inner stream: text and reasoning by turns, then calls, their arguments by turns too."""
-    said = st.fixed_dictionaries({}, optional={"content": TEXT, "reasoning_content": TEXT})
+    """The frames of one internal stream: text and reasoning, then calls with interleaved arguments."""
+    content = st.fixed_dictionaries({}, optional={"content": TEXT, "reasoning_content": TEXT})
     frames: list[Frame] = [chunk({"role": "assistant", "content": ""})]
-    frames += [chunk(delta) for delta in draw(st.lists(said, max_size=5))]
+    frames += [chunk(delta) for delta in draw(st.lists(content, max_size=5))]
     waiting: list[list[dict[str, Any]]] = []
     for index, (name, input) in enumerate(
         draw(st.lists(st.tuples(WORD, st.dictionaries(TEXT, JSON, max_size=2)), max_size=3))
@@ -68,7 +68,7 @@ def answers(draw: st.DrawFn) -> list[Frame]:
 
 
 def written(frames: list[Frame], sizes: list[int]) -> bytes:
-    """The stream, frames taken together in groups of these sizes."""
+    """The stream with frames joined in groups of these sizes."""
     writer, out, at = MessageEvents(Bounds()), b"", 0
     for size in [*sizes, len(frames)]:
         out += writer.write(frames[at : at + size])
@@ -77,7 +77,7 @@ def written(frames: list[Frame], sizes: list[int]) -> bytes:
 
 
 def events(raw: bytes) -> list[Any]:
-    """The events, each one that the official client knows, in an order that it allows."""
+    """The events; each is known to the official client and in a valid order."""
     found, open_blocks, begun = [], set(), 0
     for frame in raw.decode().split("\n\n")[:-1]:
         name, data = frame.split("\n", 1)
@@ -103,7 +103,7 @@ def events(raw: bytes) -> list[Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(answers(), st.lists(st.integers(0, 4), max_size=6))
-def test_events_are_valid_and_say_the_same_however_the_answer_comes(frames: list[Frame], sizes: list[int]) -> None:
+def test_events_are_valid_and_equal_the_whole_answer(frames: list[Frame], sizes: list[int]) -> None:
     raw = written(frames, [])
     assert written(frames, sizes) == raw
     message: Any = None
@@ -126,7 +126,7 @@ def test_events_are_valid_and_say_the_same_however_the_answer_comes(frames: list
 
 @st.composite
 def conversations(draw: st.DrawFn) -> dict[str, Any]:
-    """A request of an agent: turns by turns, calls answered in any order."""
+    """A request of an agent: turns with calls that are answered in any order."""
     some = TEXT.filter(lambda text: bool(text.strip()))
     mark = st.sampled_from([None, {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}])
 
@@ -154,8 +154,8 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=40, deadline=None)
 @given(conversations())
-def test_what_is_asked_is_a_request_of_the_inner_dialect_and_anthropics_own(asked: dict[str, Any]) -> None:
-    inner = messages_request.parse(json.dumps(asked).encode())
+def test_request_is_valid_internally_and_unchanged_for_anthropic(fields: dict[str, Any]) -> None:
+    inner = messages_request.parse(json.dumps(fields).encode())
     generation_request.parse(Endpoint.CHAT, orjson.dumps(json_of(inner.body)))
     pending: list[str] = []
     for message in json_of(inner.body)["messages"]:
@@ -168,11 +168,11 @@ def test_what_is_asked_is_a_request_of_the_inner_dialect_and_anthropics_own(aske
     assert origin is not None
     sent = to_native(origin, "claude-opus-5")
     rules.anthropic(sent, "2026-10-21")
-    assert sent == {**asked, "model": "claude-opus-5", "stream": True}
+    assert sent == {**fields, "model": "claude-opus-5", "stream": True}
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a body."""
+    """All positions in a body."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [at, *(place for key, item in inner for place in _places(item, (*at, key)))][at == () :]
 
@@ -180,12 +180,12 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @pytest.mark.unmeasured
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.data())
-def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(
-    asked: dict[str, Any], data: st.DataObject
+def test_damaged_request_is_refused_by_parameter_or_valid_internally(
+    fields: dict[str, Any], data: st.DataObject
 ) -> None:
     words = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image", "user", "assistant", "auto"])
-    place = data.draw(st.sampled_from(_places(asked)))
-    holder: Any = asked
+    place = data.draw(st.sampled_from(_places(fields)))
+    holder: Any = fields
     for key in place[:-1]:
         holder = holder[key]
     if data.draw(st.booleans()) or isinstance(holder, list):
@@ -193,7 +193,7 @@ def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(
     else:
         holder[data.draw(WORD | words)] = data.draw(JSON)
     try:
-        inner = messages_request.parse(orjson.dumps(asked))
+        inner = messages_request.parse(orjson.dumps(fields))
     except RequestError as error:
         assert error.param is not None and error.status == 400
         return

@@ -1,4 +1,4 @@
-"""Whatever a tier says and however it is cut, the events are one valid, numbered sequence that adds up."""
+"""The events of the Responses API are one valid, numbered sequence that adds up, however the answer is cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDS = st.sampled_from(["stop", "tool_calls", "length", "content_filter"])
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str]:
-    """The deltas of one answer, in an order a tier could give them, and its finish reason."""
+    """The deltas of one answer in a possible order, and its finish reason."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     kinds = draw(st.lists(st.sampled_from(["content", "reasoning_content", "refusal"]), max_size=8))
     deltas += [{kind: draw(_WORDS)} for kind in kinds]
@@ -61,16 +61,16 @@ def events(body: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def check(said: Sequence[dict[str, Any]], ends: Sequence[str]) -> None:
+def check(sent: Sequence[dict[str, Any]], ends: Sequence[str]) -> None:
     """The order of the API: created, in progress, whole items one after another (calls may overlap), one end."""
-    kinds = [event["type"] for event in said]
+    kinds = [event["type"] for event in sent]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert tuple(kinds[-len(ends) :]) == tuple(ends)
     assert not {*kinds[2 : -len(ends)]} & {"response.completed", "response.incomplete", "response.failed", "error"}
     opened: dict[int, str] = {}
     deltas: dict[tuple[int, int | None], list[str]] = {}
     count = 0
-    for event in said[2 : -len(ends)]:
+    for event in sent[2 : -len(ends)]:
         kind, index = event["type"], event["output_index"]
         if kind == "response.output_item.added":
             assert set(opened.values()) <= {"function_call"}
@@ -89,7 +89,7 @@ def check(said: Sequence[dict[str, Any]], ends: Sequence[str]) -> None:
 
 
 @given(answers(), st.data())
-def test_every_answer_is_a_valid_sequence_however_it_is_grouped(
+def test_every_answer_is_a_valid_sequence_of_events(
     answer: tuple[list[dict[str, Any]], str], data: st.DataObject
 ) -> None:
     frames = frames_of(*answer)
@@ -100,18 +100,16 @@ def test_every_answer_is_a_valid_sequence_however_it_is_grouped(
     other = Stream(_HEAD)
     cut = data.draw(st.integers(0, len(frames)))
     assert other.feed(frames[:cut]) + other.feed(frames[cut:]) + other.end(2) == alone
-    said = events(alone)
+    sent = events(alone)
     is_cut = answer[1] in ("length", "content_filter")
-    check(said, ["response.incomplete" if is_cut else "response.completed"])
-    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
-    assert said[-1]["response"]["output"] == sorted(done, key=lambda item: int(item["id"][-2:]))
+    check(sent, ["response.incomplete" if is_cut else "response.completed"])
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
+    assert sent[-1]["response"]["output"] == sorted(done, key=lambda item: int(item["id"][-2:]))
     assert alone.count(b": busy\n\n") == sum(isinstance(frame, Comment) for frame in frames)
 
 
 @given(answers(), st.data())
-def test_an_answer_cut_anywhere_fails_and_never_completes(
-    answer: tuple[list[dict[str, Any]], str], data: st.DataObject
-) -> None:
+def test_cut_answer_fails(answer: tuple[list[dict[str, Any]], str], data: st.DataObject) -> None:
     frames = frames_of(*answer)
     stream = Stream(_HEAD)
     body = stream.feed(frames[: data.draw(st.integers(0, len(frames)))]) + stream.broke("model_failed", "gone")
@@ -132,27 +130,27 @@ _NAMES = ["content", "reasoning_content", "reasoning", "refusal", "tool_calls", 
 @given(
     st.lists(st.tuples(st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=3), _JSON, _JSON), max_size=4), _JSON
 )
-def test_whatever_a_tier_sends_beside_its_words_raises_nothing(sent: list[tuple[Any, Any, Any]], usage: Any) -> None:
+def test_unknown_fields_of_a_tier_raise_nothing(sent: list[tuple[Any, Any, Any]], usage: Any) -> None:
     stream = Stream(_HEAD)
     body = b""
     for delta, logprobs, finish in sent:
         choice = {"index": 0, "delta": delta, "logprobs": {"content": logprobs}, "finish_reason": finish}
         payload = {"model": usage, "choices": [choice], "usage": usage}
         body += stream.feed([Data(json.dumps(payload).encode(), DeltaKind.OTHER)])
-    said = events(body + stream.end(2))
-    check(said, ["response.failed", "error"] if stream.answer.is_astray else [said[-1]["type"]])
+    sent = events(body + stream.end(2))
+    check(sent, ["response.failed", "error"] if stream.answer.is_astray else [sent[-1]["type"]])
 
 
 @given(answers())
-def test_no_word_is_lost(answer: tuple[list[dict[str, Any]], str]) -> None:
+def test_no_text_is_lost(answer: tuple[list[dict[str, Any]], str]) -> None:
     deltas, finish = answer
     stream = Stream(_HEAD)
     output = events(stream.feed(frames_of(deltas, finish)) + stream.end(2))[-1]["response"]["output"]
     parts = [part for item in output if item["type"] != "function_call" for part in item["content"]]
     for kind, field in (("output_text", "text"), ("reasoning_text", "text"), ("refusal", "refusal")):
         name = {"output_text": "content", "reasoning_text": "reasoning_content", "refusal": "refusal"}[kind]
-        said = "".join(part[field] for part in parts if part["type"] == kind)
-        assert said == "".join(delta.get(name) or "" for delta in deltas)
+        sent = "".join(part[field] for part in parts if part["type"] == kind)
+        assert sent == "".join(delta.get(name) or "" for delta in deltas)
     calls = [item["arguments"] for item in output if item["type"] == "function_call"]
     pieces: dict[int, str] = {}
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""What always holds of the supervisor's restart policy, whatever a process does."""
+"""Invariants of the restart policy of the supervisor."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _at(event: ProcessEvent, now: float) -> ProcessEvent:
 
 
 @given(histories)
-def test_never_two_processes_and_never_one_after_stop(history: list[tuple[float, ProcessEvent]]) -> None:
-    """A process is started only where none runs, and after Stop only Begin starts one."""
+def test_at_most_one_process_and_none_after_stop(history: list[tuple[float, ProcessEvent]]) -> None:
+    """A process is started only if none runs, and after Stop only Begin starts one."""
     state, now, running, wanted = ProcessState(), 0.0, False, False
     for passed, event in history:
         now += passed
@@ -68,15 +68,15 @@ def test_never_two_processes_and_never_one_after_stop(history: list[tuple[float,
 
 @given(st.integers(1, 1000))
 def test_delays_double_from_the_first_to_the_cap(exits: int) -> None:
-    """Every delay lies between the first and the cap, and each is double the one before until the cap."""
+    """Every delay is between the first and the longest, and each is double the one before up to the longest."""
     here, following = delay(exits, POLICY), delay(exits + 1, POLICY)
     assert POLICY.first_seconds <= here <= POLICY.cap_seconds
     assert following == min(here * POLICY.factor, POLICY.cap_seconds)
 
 
 @given(st.lists(st.sampled_from([0, 1, 70, -6, -9]), min_size=1, max_size=30))
-def test_quick_exits_wait_longer_and_a_healthy_run_starts_over(statuses: list[int]) -> None:
-    """Exits in a row wait longer and longer; a run of ten seconds goes back to the first delay."""
+def test_quick_exits_increase_the_delay_and_a_healthy_run_resets_it(statuses: list[int]) -> None:
+    """Delays grow with consecutive exits; a run of ten seconds resets them."""
     state, _ = step(ProcessState(), Begin(0.0), POLICY)
     now, last = 0.0, 0.0
     for status in statuses:
@@ -92,8 +92,8 @@ def test_quick_exits_wait_longer_and_a_healthy_run_starts_over(statuses: list[in
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_too_early_a_wake_up_starts_nothing(exited: float, woken: float) -> None:
-    """Due before its time changes nothing, so that a stray timer cannot break the backoff."""
+def test_early_timer_starts_nothing(exited: float, woken: float) -> None:
+    """A stray timer cannot break the backoff."""
     state, _ = step(ProcessState(), Begin(exited), POLICY)
     waiting, (wait,) = step(state, Exited(exited, 1), POLICY)
     assert isinstance(wait, Wait)
@@ -104,8 +104,8 @@ def test_too_early_a_wake_up_starts_nothing(exited: float, woken: float) -> None
     assert woken >= due or after == waiting
 
 
-def test_a_usage_error_is_not_tried_again_until_asked() -> None:
-    """Exit status 2 gives up at once; Begin (a changed configuration) starts it again."""
+def test_usage_error_is_not_repeated() -> None:
+    """Exit status 2 stops at once; Begin (a changed configuration) starts it again."""
     running, _ = step(ProcessState(), Begin(1.0), POLICY)
     given_up, effects = step(running, Exited(2.0, 2), POLICY)
     assert effects == (GiveUp(2),)

@@ -1,5 +1,5 @@
-"""Whatever the segments are: an application gets every complete request with the headers of its head and no trailers,
-each is answered once and in order, and bytes that are not HTTP end the connection behind the last answer.
+"""HTTP framing with any segments: an application gets every complete request with the headers of its head, each is
+answered once and in order, and bytes that are not HTTP end the connection after the last answer.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Transport(asyncio.Transport):
         """The test feeds the protocol."""
 
     def resume_reading(self) -> None:
-        """As above."""
+        """The test feeds the protocol."""
 
 
 @st.composite
 def _requests(draw: st.DrawFn) -> tuple[bytes, Request]:
-    """The bytes of a request, and what an application must get of it."""
+    """The bytes of a request, and what an application must get from it."""
     body = draw(st.sampled_from(BODIES))
     headers = list(HEADERS)
     if draw(st.booleans()):
@@ -82,7 +82,7 @@ def _requests(draw: st.DrawFn) -> tuple[bytes, Request]:
     st.lists(st.floats(0, 1), max_size=5),
     st.integers(0, 3),
 )
-def test_complete_requests_are_answered_once_and_in_order_wherever_the_segments_are_cut(
+def test_complete_requests_are_answered_once_and_in_order(
     requests: list[tuple[bytes, Request]], malformed: bytes, cuts: list[float], turns: int
 ) -> None:
     seen: list[Request] = []
@@ -129,7 +129,7 @@ def test_complete_requests_are_answered_once_and_in_order_wherever_the_segments_
         assert refusals == 1
 
 
-async def test_request_with_a_malformed_body_has_one_answer_from_an_application_that_reads_no_body() -> None:
+async def test_request_with_a_malformed_body_is_answered_once_if_the_body_is_not_read() -> None:
     """The error is answered before the application runs."""
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:

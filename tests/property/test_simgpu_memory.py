@@ -1,4 +1,4 @@
-"""The memory of a simulated device: what is granted fits, and every byte is given back exactly once."""
+"""The memory of a simulated device: granted amounts fit, and every byte is released exactly once."""
 
 from __future__ import annotations
 
@@ -142,15 +142,15 @@ class Device(RuleBasedStateMachine):
 TestDevice = Device.TestCase
 
 
-def test_bytes_that_wait_to_be_made_are_taken() -> None:
-    """Two clients at once cannot be granted the same bytes, and one that leaves meanwhile gives its own back."""
+def test_requested_bytes_are_reserved_until_they_are_allocated() -> None:
+    """Two clients at once cannot get the same bytes, and one that leaves in between releases its own."""
     memory, first = Memory(100).ask(1, 60)
     memory, second = memory.ask(2, 60)
     assert (first, second) == (True, False)
     assert memory.end(1, 0.0).free_bytes == 100
 
 
-def test_late_bytes_are_back_when_told() -> None:
+def test_late_bytes_return_on_command() -> None:
     memory, _granted = replace(Memory(100), late_seconds=math.inf).ask(1, 60)
     memory = memory.made(1, 7, 60, 60).free(1, 7, now=0.0)
     assert memory.settle(1e9).free_bytes == 40
@@ -158,7 +158,7 @@ def test_late_bytes_are_back_when_told() -> None:
 
 
 def test_one_allocation_in_the_middle_is_refused() -> None:
-    """What comes before it succeeds, it fails once, and what comes after succeeds again."""
+    """Allocations before it succeed, it fails once, and later ones succeed."""
     memory = replace(Memory(100), sparing=2)
     answers = []
     for _ in range(4):
@@ -168,8 +168,8 @@ def test_one_allocation_in_the_middle_is_refused() -> None:
     assert memory.counters.refusals == 1
 
 
-def test_suspended_bytes_are_nobodys_until_there_is_room_for_them() -> None:
-    """Others take the room meanwhile: all of it comes back at once or none, and a refusal on demand is one as well."""
+def test_suspended_bytes_return_only_if_there_is_room() -> None:
+    """If others use the memory, all bytes return at once or none, also for an injected refusal."""
     memory, _granted = Memory(100).ask(1, 60)
     memory = memory.made(1, 7, 60, 60).suspend([1], now=0.0)
     assert (memory.free_bytes, memory.suspended_bytes, memory.counters.frees) == (100, 60, 1)

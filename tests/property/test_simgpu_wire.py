@@ -1,4 +1,4 @@
-"""What a simulated device lets through: every byte but those it decides itself, in order, however they arrive."""
+"""A simulated device passes on every byte in order, except the commands that it decides itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT = 1000
 
 
 class Book:
-    """An account that grants up to LIMIT bytes at once and writes everything down."""
+    """An account that grants up to LIMIT bytes at once and records everything."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -56,12 +56,12 @@ def alloc_size(payload: bytes) -> int:
     return int(struct.unpack("<IQ", payload)[1])
 
 
-def is_decided_here(command: Command, payload: bytes) -> bool:
+def is_decided_by_the_device(command: Command, payload: bytes) -> bool:
     return command is Command.GET_DEVICE_MEMORY or (command is Command.ALLOC_BUFFER and alloc_size(payload) > LIMIT)
 
 
 def server_answer(command: Command, payload: bytes) -> bytes:
-    """What a server would say: an odd allocation fails there although it was granted."""
+    """The answer of a server: an odd allocation fails although it was granted."""
     if command is Command.ALLOC_BUFFER:
         size = alloc_size(payload)
         return struct.pack("<QQ", 0, 0) if size % 2 else struct.pack("<QQ", 7, size + 2)
@@ -73,7 +73,7 @@ def server_answer(command: Command, payload: bytes) -> bytes:
 def expected_answer(command: Command, payload: bytes) -> bytes:
     if command is Command.GET_DEVICE_MEMORY:
         return struct.pack("<QQ", FREE, TOTAL)
-    if is_decided_here(command, payload):
+    if is_decided_by_the_device(command, payload):
         return struct.pack("<QQ", 0, 0)
     return server_answer(command, payload)
 
@@ -85,20 +85,18 @@ def pieces(data: bytes, sizes: Iterator[int]) -> Iterator[bytes]:
         data = data[size:]
 
 
-@given(said=requests, data=st.data())
-def test_bytes_pass_in_order_in_whatever_pieces_they_come(
-    said: list[tuple[Command, bytes]], data: st.DataObject
-) -> None:
-    """The server sees every request but those decided here; the client sees one answer per question, in order."""
+@given(sent=requests, data=st.data())
+def test_bytes_pass_in_order_in_any_pieces(sent: list[tuple[Command, bytes]], data: st.DataObject) -> None:
+    """The server gets every request that is not decided here; the client gets one answer per request, in order."""
     book = Book()
     talk = Conversation(book)
     sizes = iter(lambda: data.draw(st.integers(1, 40)), None)
     to_server = b""
     to_client = b""
     begun = 0
-    passed = [(command, payload) for command, payload in said if not is_decided_here(command, payload)]
+    passed = [(command, payload) for command, payload in sent if not is_decided_by_the_device(command, payload)]
     answers = b"".join(reply(server_answer(*item)) for item in passed if item[0] not in SILENT)
-    for piece in pieces(b"".join(request(*item) for item in said), sizes):
+    for piece in pieces(b"".join(request(*item) for item in sent), sizes):
         flow = talk.from_client(piece)
         to_server += b"".join(flow.to_server)
         to_client += b"".join(flow.to_client)
@@ -107,44 +105,42 @@ def test_bytes_pass_in_order_in_whatever_pieces_they_come(
         flow = talk.from_server(piece)
         assert flow.to_server == []
         to_client += b"".join(flow.to_client)
-    assert begun == len(said)
+    assert begun == len(sent)
     assert to_server == b"".join(request(*item) for item in passed)
-    asked = [item for item in said if item[0] not in SILENT]
-    assert to_client == b"".join(reply(expected_answer(*item)) for item in asked)
+    expected = [item for item in sent if item[0] not in SILENT]
+    assert to_client == b"".join(reply(expected_answer(*item)) for item in expected)
     made = [("made", alloc_size(payload) + 2) for command, payload in passed if is_made(command, payload)]
     assert [event for event in book.events if event[0] == "made"] == made
-    assert sum(event[0] == "free" for event in book.events) == sum(item[0] is Command.FREE_BUFFER for item in said)
+    assert sum(event[0] == "free" for event in book.events) == sum(item[0] is Command.FREE_BUFFER for item in sent)
 
 
 def is_made(command: Command, payload: bytes) -> bool:
     return command is Command.ALLOC_BUFFER and alloc_size(payload) % 2 == 0
 
 
-@given(said=requests, data=st.data())
-def test_answers_that_come_between_requests_change_nothing(
-    said: list[tuple[Command, bytes]], data: st.DataObject
-) -> None:
-    """A client that waits for each answer, as llama.cpp does, gets it before it asks on."""
+@given(sent=requests, data=st.data())
+def test_answers_between_requests_change_nothing(sent: list[tuple[Command, bytes]], data: st.DataObject) -> None:
+    """A client that waits for each answer, as llama.cpp does, gets it before its next request."""
     talk = Conversation(Book())
-    for command, payload in said:
+    for command, payload in sent:
         flow = talk.from_client(request(command, payload))
-        told = b"".join(flow.to_client)
-        if not is_decided_here(command, payload):
+        received = b"".join(flow.to_client)
+        if not is_decided_by_the_device(command, payload):
             assert b"".join(flow.to_server) == request(command, payload)
             if command not in SILENT:
-                told += b"".join(talk.from_server(reply(server_answer(command, payload))).to_client)
-        assert told == (b"" if command in SILENT else reply(expected_answer(command, payload)))
+                received += b"".join(talk.from_server(reply(server_answer(command, payload))).to_client)
+        assert received == (b"" if command in SILENT else reply(expected_answer(command, payload)))
 
 
-def test_a_payload_that_nobody_looks_at_is_not_copied() -> None:
-    """Weights are passed on as the memory they came in, whatever stands before and behind them."""
+def test_payload_is_not_copied() -> None:
+    """Weights are passed on without a copy."""
     talk = Conversation(Book())
     weights, answer = bytes(1000), bytes(500)
     ask = request(Command.GET_TENSOR, b"which")
-    said = request(Command.FREE_BUFFER, bytes(8)) + request(Command.SET_TENSOR, weights) + ask
-    flow = talk.from_client(said)
+    sent = request(Command.FREE_BUFFER, bytes(8)) + request(Command.SET_TENSOR, weights) + ask
+    flow = talk.from_client(sent)
     views = [piece for piece in flow.to_server if isinstance(piece, memoryview)]
-    assert [(view.obj is said, bytes(view)) for view in views] == [(True, weights), (True, b"which")]
+    assert [(view.obj is sent, bytes(view)) for view in views] == [(True, weights), (True, b"which")]
     back = reply(answer)
     views = [piece for piece in talk.from_server(back).to_client if isinstance(piece, memoryview)]
     assert [(view.obj is back, bytes(view)) for view in views] == [(True, answer)]
@@ -159,15 +155,15 @@ def test_a_payload_that_nobody_looks_at_is_not_copied() -> None:
         (request(Command.FREE_BUFFER), "FREE_BUFFER has 0 bytes"),
     ],
 )
-def test_what_is_no_request_ends_the_connection(stream: bytes, words: str) -> None:
-    """Also when its payload has not arrived yet."""
+def test_invalid_request_ends_the_connection(stream: bytes, words: str) -> None:
+    """Also before its payload has arrived."""
     for data in (stream, stream[:9]):
         with pytest.raises(WireError, match=words):
             Conversation(Book()).from_client(data)
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer", "words"),
+    ("expected", "answer", "words"),
     [
         (b"", reply(b"x"), "without a request"),
         (request(Command.FREE_BUFFER, bytes(8)), reply(b""), "without a request"),
@@ -175,8 +171,8 @@ def test_what_is_no_request_ends_the_connection(stream: bytes, words: str) -> No
         (request(Command.HELLO, bytes(24)), reply(bytes(3)), "has 3 bytes"),
     ],
 )
-def test_what_is_no_answer_ends_the_connection(asked: bytes, answer: bytes, words: str) -> None:
+def test_invalid_answer_ends_the_connection(expected: bytes, answer: bytes, words: str) -> None:
     talk = Conversation(Book())
-    talk.from_client(asked)
+    talk.from_client(expected)
     with pytest.raises(WireError, match=words):
         talk.from_server(answer)

@@ -1,4 +1,4 @@
-"""The bounds that docs/decisions.md promises of the engine, over steps whose cost a model gives; no clock is read."""
+"""Latency limits of the engine (docs/decisions.md), over steps whose cost a model gives; no clock is read."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SLOTS, CONTEXT, BATCH = 4, 3000, 2048
 
 
 def stretch(decoding: int, prompts: int) -> float:
-    """How many times its budget a step may carry."""
+    """How many times its budget a step may take."""
     return 1 + 1 / (LAST_PART if prompts > decoding else STRETCH_PART)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs, in seconds. A token that is decoded costs what one of a prompt does, and `decoded` more."""
+    """The cost of a step in seconds. A decoded token costs as much as one of a prompt, and `decoded` more."""
 
     step: float
     decoded: float
@@ -49,7 +49,7 @@ class Machine:
 
     @property
     def leeway(self) -> float:
-        """How many times longer the bounds are than on a machine that is not slow."""
+        """How many times longer the limits are on a slow machine."""
         return min(SLOWEST, max(1.0, self.prompt / TOKEN_SECONDS))
 
 
@@ -59,7 +59,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 2500), st.integ
 
 
 class Drive:
-    """The engine's loop over a cost model."""
+    """The loop of the engine over a cost model."""
 
     def __init__(self, requests: Sequence[tuple[int, int, int]]) -> None:
         self.scheduler = Scheduler(Limits(SLOTS, CONTEXT, BATCH, 20))
@@ -103,7 +103,7 @@ class Drive:
 
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS)
-def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
+def test_stream_waits_for_prompts_within_the_documented_limits(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
     """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or where no stream waits that
@@ -126,13 +126,13 @@ def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
         assert held_up <= (CREDIT_SECONDS + DEBT_SECONDS) * 1.001
 
 
-def test_requests_that_come_together_wait_for_each_other_once() -> None:
-    """Eight prompts that are more than a step of a slow model has room for take two, and then nobody is held up."""
+def test_simultaneous_requests_wait_for_each_other_once() -> None:
+    """Eight prompts that exceed a step of a slow model take two steps, and then no request is delayed."""
     drive = Drive([(0, 80, 4)] * 3)
     drive.scheduler = Scheduler(Limits(8, CONTEXT, BATCH, 20))
     machine = Machine(0.045, 0.008, 0.0195)
     while drive.turn(machine) is not None:
-        pass  # what a prompt takes is learned
+        pass  # learns the cost of a prompt
     drive.arrivals = [(drive.steps, 10 + number, 80, 4) for number in range(8)]
     prefills = []
     while (turn := drive.turn(machine)) is not None:
@@ -143,7 +143,7 @@ def test_requests_that_come_together_wait_for_each_other_once() -> None:
 @example(Machine(1 / 64, 1 / 64, 1 / 64), [*[(0, 1, 1)] * 5, (0, 52, 1)], 0, 1.0)
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS, st.integers(0, 40), st.floats(1.0, 20.0))
-def test_one_step_pays_for_a_machine_that_became_slower(
+def test_only_one_step_is_too_long_after_the_machine_slows_down(
     machine: Machine, requests: list[tuple[int, int, int]], when: int, factor: float
 ) -> None:
     """One step after the change may be too long by that factor; the next one is not."""
@@ -168,7 +168,7 @@ def test_one_step_pays_for_a_machine_that_became_slower(
 
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS)
-def test_all_jobs_end_within_a_bounded_number_of_steps(machine: Machine, requests: list[tuple[int, int, int]]) -> None:
+def test_all_jobs_end_within_a_limited_number_of_steps(machine: Machine, requests: list[tuple[int, int, int]]) -> None:
     """One step per token of its answer, and until then at most one per 8 tokens of its own prompt and of those that
     came before: whichever is the oldest gets a quarter of at least 32.
     """
@@ -193,7 +193,7 @@ def test_all_jobs_end_within_a_bounded_number_of_steps(machine: Machine, request
     st.integers(0, SLOTS - 1),
     st.integers(1, 600),
 )
-def test_the_shortest_rest_goes_first_and_the_oldest_is_never_kept_waiting(
+def test_shortest_remaining_prompt_is_first_and_the_oldest_always_progresses(
     prompts: list[int], decoding: int, budget: int
 ) -> None:
     """Prompts are completed in the order of what is left of them. The first that cannot be gets a piece of half the

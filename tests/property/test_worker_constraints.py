@@ -1,4 +1,4 @@
-"""Whatever a schema asks: random walks through the masks always go on or end, and end in JSON that satisfies it."""
+"""Random walks through masks of any schema continue or end, and end in JSON that satisfies the schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = PieceVocabulary()
 COMPILER = Compiler(VOCABULARY)
 KEYS = ("a", "ab", "é", 'q"')
 WALK = 400
-"""Tokens after which a walk takes what closes a value wherever it may."""
+"""Tokens after which a walk closes values where possible."""
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-30, 30), st.sampled_from(["", "ab", "é\n", 'x"y', "abc"]))
 LEAVES = st.one_of(
@@ -59,7 +59,7 @@ SCHEMAS = st.recursive(
 
 
 def satisfies(value: Any, schema: Any) -> bool:
-    """A plain reading of the keywords above."""
+    """A direct implementation of the keywords above."""
     if isinstance(schema, bool):
         return schema
     return all(_RULES[key](value, schema[key], schema) for key in schema if key in _RULES)
@@ -77,73 +77,73 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _RULES: dict[str, Any] = {
-    "type": lambda value, said, _schema: _is(value, said),
-    "enum": lambda value, said, _schema: any(_same(value, item) for item in said),
-    "minimum": lambda value, said, _schema: not _is(value, "number") or value >= said,
-    "maximum": lambda value, said, _schema: not _is(value, "number") or value <= said,
-    "multipleOf": lambda value, said, _schema: not _is(value, "number") or value % said == 0,
-    "minLength": lambda value, said, _schema: not isinstance(value, str) or len(value) >= said,
-    "maxLength": lambda value, said, _schema: not isinstance(value, str) or len(value) <= said,
-    "minItems": lambda value, said, _schema: not isinstance(value, list) or len(value) >= said,
-    "maxItems": lambda value, said, _schema: not isinstance(value, list) or len(value) <= said,
-    "prefixItems": lambda value, said, _schema: (
-        not isinstance(value, list) or all(map(satisfies, value, said[: len(value)]))
+    "type": lambda value, operand, _schema: _is(value, operand),
+    "enum": lambda value, operand, _schema: any(_same(value, item) for item in operand),
+    "minimum": lambda value, operand, _schema: not _is(value, "number") or value >= operand,
+    "maximum": lambda value, operand, _schema: not _is(value, "number") or value <= operand,
+    "multipleOf": lambda value, operand, _schema: not _is(value, "number") or value % operand == 0,
+    "minLength": lambda value, operand, _schema: not isinstance(value, str) or len(value) >= operand,
+    "maxLength": lambda value, operand, _schema: not isinstance(value, str) or len(value) <= operand,
+    "minItems": lambda value, operand, _schema: not isinstance(value, list) or len(value) >= operand,
+    "maxItems": lambda value, operand, _schema: not isinstance(value, list) or len(value) <= operand,
+    "prefixItems": lambda value, operand, _schema: (
+        not isinstance(value, list) or all(map(satisfies, value, operand[: len(value)]))
     ),
-    "items": lambda value, said, schema: (
+    "items": lambda value, operand, schema: (
         not isinstance(value, list)
-        or all(satisfies(item, said) for item in value[len(schema.get("prefixItems", ())) :])
+        or all(satisfies(item, operand) for item in value[len(schema.get("prefixItems", ())) :])
     ),
-    "properties": lambda value, said, _schema: (
-        not isinstance(value, dict) or all(satisfies(value[key], said[key]) for key in said if key in value)
+    "properties": lambda value, operand, _schema: (
+        not isinstance(value, dict) or all(satisfies(value[key], operand[key]) for key in operand if key in value)
     ),
-    "additionalProperties": lambda value, said, schema: (
+    "additionalProperties": lambda value, operand, schema: (
         not isinstance(value, dict)
-        or all(satisfies(item, said) for key, item in value.items() if key not in schema.get("properties", {}))
+        or all(satisfies(item, operand) for key, item in value.items() if key not in schema.get("properties", {}))
     ),
-    "required": lambda value, said, _schema: not isinstance(value, dict) or all(key in value for key in said),
-    "anyOf": lambda value, said, _schema: any(satisfies(value, option) for option in said),
-    "allOf": lambda value, said, _schema: all(satisfies(value, option) for option in said),
+    "required": lambda value, operand, _schema: not isinstance(value, dict) or all(key in value for key in operand),
+    "anyOf": lambda value, operand, _schema: any(satisfies(value, option) for option in operand),
+    "allOf": lambda value, operand, _schema: all(satisfies(value, option) for option in operand),
 }
 
 
 def _walk(form: Json, chance: random.Random) -> bytes:
-    """What a model says that knows nothing but likes to come to an end."""
+    """A random text under the mask that prefers to end."""
     mask = COMPILER.compile(form, "f").start()
-    said = b""
+    operand = b""
     for step in range(10 * WALK):
         allowed = VOCABULARY.allowed(mask)
         assert allowed, "nothing may follow"
         ends, others = sorted(allowed & VOCABULARY.end_tokens), sorted(allowed - VOCABULARY.end_tokens)
         if ends and (not others or step > WALK or chance.random() < 0.5):
             mask.accept(ends[0])
-            return said
+            return operand
         closing = [token for token in others if VOCABULARY.piece(token) in (b"}", b"]", b'"', b'"}')]
         token = chance.choice(closing if closing and (step > WALK or chance.random() < 0.4) else others)
         mask.accept(token)
-        said += VOCABULARY.piece(token)
+        operand += VOCABULARY.piece(token)
     raise AssertionError("the walk does not end")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-def test_every_walk_through_the_masks_ends_in_json_that_satisfies_the_schema(schema: Any, seed: int) -> None:
-    """Under strict; what cannot be satisfied or enforced is refused before the first token."""
+def test_every_walk_ends_in_json_that_satisfies_the_schema(schema: Any, seed: int) -> None:
+    """With strict; a schema that cannot be satisfied or enforced is refused before the first token."""
     try:
         COMPILER.compile(Json(schema), "f")
     except BadRequestError:
         return
     chance = random.Random(seed)
     for _ in range(3):
-        said = _walk(Json(schema), chance)
-        assert satisfies(json.loads(said), schema), said
+        operand = _walk(Json(schema), chance)
+        assert satisfies(json.loads(operand), schema), operand
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), closed=st.booleans())
-def test_any_json_is_json(seed: int, closed: bool) -> None:
-    """json_object, and any value at all."""
-    said = json.loads(_walk(Json({"type": "object"} if closed else True), random.Random(seed)))
-    assert isinstance(said, dict) or not closed
+def test_json_forms_without_a_schema_give_json(seed: int, closed: bool) -> None:
+    """json_object, and any value."""
+    operand = json.loads(_walk(Json({"type": "object"} if closed else True), random.Random(seed)))
+    assert isinstance(operand, dict) or not closed
 
 
 OBJECTS = st.recursive(
@@ -179,8 +179,8 @@ def _has_only_declared(value: Any, schema: Any) -> bool:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=OBJECTS, seed=st.integers(0, 2**32))
-def test_walks_through_closed_objects_invent_no_properties(schema: Any, seed: int) -> None:
-    """Whatever is said satisfies the schema as well."""
+def test_walks_through_closed_objects_have_only_declared_properties(schema: Any, seed: int) -> None:
+    """The texts satisfy the schema as well."""
     form = Json(schema, closed=True)
     try:
         COMPILER.compile(form, "f")
@@ -188,18 +188,18 @@ def test_walks_through_closed_objects_invent_no_properties(schema: Any, seed: in
         return
     chance = random.Random(seed)
     for _ in range(3):
-        said = json.loads(_walk(form, chance))
-        assert satisfies(said, schema), said
-        assert _has_only_declared(said, schema), said
+        operand = json.loads(_walk(form, chance))
+        assert satisfies(operand, schema), operand
+        assert _has_only_declared(operand, schema), operand
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=OBJECTS, seed=st.integers(0, 2**32))
-def test_closing_refuses_no_schema_that_declares_what_it_requires(schema: Any, seed: int) -> None:
-    """What has a value with declared properties alone still has one."""
+def test_closing_accepts_schemas_that_declare_their_required_properties(schema: Any, seed: int) -> None:
+    """A schema with a value of only declared properties keeps one."""
     try:
-        said = json.loads(_walk(Json(schema), random.Random(seed)))
+        operand = json.loads(_walk(Json(schema), random.Random(seed)))
     except BadRequestError:
         return
-    if _has_only_declared(said, schema):
+    if _has_only_declared(operand, schema):
         COMPILER.compile(Json(schema, closed=True), "f")

@@ -1,4 +1,4 @@
-"""Answers are divided into the same parts however their text comes, and forms are read as what they force."""
+"""Answers are divided into the same parts however their text arrives, and forms are parsed as they were forced."""
 # ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.unmeasured
 
 MOST = settings.default.max_examples if settings.default is not None else 100
 SOME, FEW = settings(max_examples=MOST // 2), settings(max_examples=MOST // 5)
-"""There are many families, and what they share is drawn for each of them."""
+"""There are many families; shared properties are drawn for each of them."""
 
 TOOLS = (Tool("now"), Tool("get_weather"), Tool("größe-1.5"))
 HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -68,9 +68,9 @@ FAMILIES: dict[str, tuple[Dialect, str]] = {
     "plain": (Plain(), ""),
 }
 TAGGED = {"qwen-xml", "deepseek-dsml"}
-"""Dialects whose arguments are no JSON as they are written."""
+"""Dialects whose arguments are not written as JSON."""
 EXACT = [name for name, (dialect, _) in FAMILIES.items() if not dialect.reasons]
-"""Families in which text that is no call is shown as it is."""
+"""Families that show text that is not a call unchanged."""
 
 MARKERS = [
     "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]",
@@ -115,7 +115,7 @@ BITS = [
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbors of one kind as one."""
+    """Adjacent parts of one kind joined."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -142,7 +142,7 @@ def text_of(parts: Sequence[Part], kind: type[Content] | type[Reasoning]) -> str
 
 @st.composite
 def answers(draw: st.DrawFn) -> str:
-    """Text that is rich in markers, whole and broken."""
+    """Text with many markers, complete and broken."""
     broken = st.sampled_from(MARKERS).flatmap(lambda text: st.integers(1, len(text)).map(lambda end: text[:end]))
     piece = st.one_of(st.sampled_from(MARKERS), st.sampled_from(WHOLE), st.sampled_from(BITS), broken)
     return "".join(draw(st.lists(piece, max_size=14)))
@@ -156,7 +156,7 @@ def divided(text: str, cuts: Sequence[int]) -> list[str]:
 @pytest.mark.parametrize("name", FAMILIES)
 @SOME
 @given(text=answers(), cuts=st.lists(st.integers(0, 400), max_size=8), with_tools=st.booleans())
-def test_the_parts_are_the_same_however_the_text_comes(name: str, text: str, cuts: list[int], with_tools: bool) -> None:
+def test_parts_do_not_depend_on_the_pieces_of_the_text(name: str, text: str, cuts: list[int], with_tools: bool) -> None:
     """At once, in pieces, character by character; calls are numbered in order and only they have arguments."""
     tools = TOOLS if with_tools else ()
     whole = read(name, [text], tools)
@@ -175,7 +175,7 @@ def test_the_parts_are_the_same_however_the_text_comes(name: str, text: str, cut
 @pytest.mark.parametrize("name", EXACT)
 @SOME
 @given(text=answers())
-def test_nothing_is_lost_of_an_answer_without_a_call(name: str, text: str) -> None:
+def test_answer_without_a_call_is_complete(name: str, text: str) -> None:
     parts = read(name, [text])
     if not any(isinstance(part, CallBegin) for part in parts):
         assert text_of(parts, Content) == text
@@ -194,7 +194,7 @@ Leaves = list[tuple[Form, str]]
 
 
 def sampled(draw: st.DrawFn, form: Form) -> Leaves:
-    """A text that `form` permits, in pieces, each with the form it comes from."""
+    """A text that `form` permits, in pieces, each with the form that it comes from."""
     if isinstance(form, (Literal, Marker)):
         return [(form, form.text)]
     if isinstance(form, Json):
@@ -231,15 +231,15 @@ def form_of(name: str, choice: ToolChoice) -> Form:
 
 
 def thoughts(leaves: Leaves) -> str:
-    """What is reasoned in a sample: all spoken text before the answer."""
+    """The reasoning of a sample: all free text before the answer."""
     return "".join(text for form, text in leaves if isinstance(form, AnyText))
 
 
 @pytest.mark.parametrize("name", FORCING)
 @FEW
 @given(data=st.data(), parallel=st.booleans())
-def test_forced_calls_are_read_as_calls(name: str, data: st.DataObject, parallel: bool) -> None:
-    """As many as were written, their arguments to the letter; text beside them is what was thought or announced."""
+def test_forced_calls_are_parsed_as_calls(name: str, data: st.DataObject, parallel: bool) -> None:
+    """The same number of calls with exact arguments; other text is reasoning or an announcement."""
     leaves = sampled(data.draw, form_of(name, ToolChoice("required", parallel=parallel)))
     parts = read(name, ["".join(text for _, text in leaves)])
     written = [text for form, text in leaves if isinstance(form, Json)]
@@ -254,7 +254,7 @@ def test_forced_calls_are_read_as_calls(name: str, data: st.DataObject, parallel
 @pytest.mark.parametrize("name", FORCING)
 @FEW
 @given(data=st.data())
-def test_a_named_call_is_the_only_one(name: str, data: st.DataObject) -> None:
+def test_only_the_named_tool_is_called(name: str, data: st.DataObject) -> None:
     leaves = sampled(data.draw, form_of(name, ToolChoice("named", "get_weather")))
     parts = read(name, ["".join(text for _, text in leaves)])
     assert [part.name for part in parts if isinstance(part, CallBegin)] == ["get_weather"]
@@ -263,8 +263,8 @@ def test_a_named_call_is_the_only_one(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", FREE)
 @FEW
 @given(data=st.data())
-def test_calls_that_are_free_to_begin_are_read_as_calls(name: str, data: st.DataObject) -> None:
-    """Whatever was said before them is shown."""
+def test_optional_calls_are_parsed_as_calls(name: str, data: st.DataObject) -> None:
+    """Text before them is shown."""
     leaves = sampled(data.draw, form_of(name, ToolChoice("auto")))
     parts = read(name, ["".join(text for _, text in leaves)])
     assert called(parts) == [text for form, text in leaves if isinstance(form, Json)]
@@ -275,7 +275,7 @@ def test_calls_that_are_free_to_begin_are_read_as_calls(name: str, data: st.Data
 @pytest.mark.parametrize("name", FAMILIES)
 @FEW
 @given(data=st.data())
-def test_a_constrained_answer_is_content(name: str, data: st.DataObject) -> None:
+def test_constrained_answer_is_content(name: str, data: st.DataObject) -> None:
     dialect, opened = FAMILIES[name]
     leaves = sampled(data.draw, dialect.wrap(Json(True), opened=opened))
     parts = read(name, ["".join(text for _, text in leaves)], ())
@@ -290,21 +290,22 @@ ARGUMENTS = st.dictionaries(
 
 @pytest.mark.parametrize("name", [name for name, (dialect, _) in FAMILIES.items() if dialect.name in TAGGED])
 @FEW
-@given(said=ARGUMENTS, count=st.integers(1, 2))
-def test_tagged_arguments_are_read_as_they_were_written(name: str, said: dict[str, str], count: int) -> None:
-    """Texts to the letter, as JSON."""
+@given(given_arguments=ARGUMENTS, count=st.integers(1, 2))
+def test_tagged_arguments_are_parsed_exactly(name: str, given_arguments: dict[str, str], count: int) -> None:
+    """Exact texts, as JSON."""
     if name.startswith("dsml"):
         body = "".join(
-            f'<｜DSML｜parameter name="{key}" string="true">{said[key]}</｜DSML｜parameter>\n' for key in said
+            f'<｜DSML｜parameter name="{key}" string="true">{given_arguments[key]}</｜DSML｜parameter>\n'
+            for key in given_arguments
         )
         text = f'<｜DSML｜invoke name="now">\n{body}</｜DSML｜invoke>\n' * count
     else:
-        body = "".join(f"<parameter={key}>\n{said[key]}\n</parameter>\n" for key in said)
+        body = "".join(f"<parameter={key}>\n{given_arguments[key]}\n</parameter>\n" for key in given_arguments)
         text = f"<tool_call>\n<function=now>\n{body}</function>\n</tool_call>\n" * count
-    tool = Tool("now", parameters={"properties": {key: {"type": "string"} for key in said}})
+    tool = Tool("now", parameters={"properties": {key: {"type": "string"} for key in given_arguments}})
     begun = "</think>\n" if "thought" in name else ""
     parts = read(name, list(begun + text), (tool,))
-    assert [json.loads(arguments) for arguments in called(parts)] == [said] * count
+    assert [json.loads(arguments) for arguments in called(parts)] == [given_arguments] * count
     assert text_of(parts, Content).strip() == ""
 
 
@@ -321,7 +322,7 @@ BEFORE = {
 @pytest.mark.parametrize("name", BEFORE)
 @FEW
 @given(value=st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
-def test_arguments_are_shown_as_they_come(name: str, value: dict[str, Any]) -> None:
+def test_arguments_are_streamed_at_once(name: str, value: dict[str, Any]) -> None:
     """Every character of them at once."""
     dialect, opened = FAMILIES[name]
     parser = dialect.parser(tools=TOOLS, opened=opened)
@@ -333,8 +334,7 @@ def test_arguments_are_shown_as_they_come(name: str, value: dict[str, Any]) -> N
 
 
 @given(value=VALUES, after=st.text(max_size=5), cuts=st.lists(st.integers(0, 100)))
-def test_the_end_of_a_json_value_is_where_a_json_parser_finds_it(value: Any, after: str, cuts: list[int]) -> None:
-    """However the text comes."""
+def test_end_of_a_json_value_is_that_of_a_json_parser(value: Any, after: str, cuts: list[int]) -> None:
     if not isinstance(value, (dict, list, str)):
         value = [value]
     text = json.dumps(value, ensure_ascii=False)

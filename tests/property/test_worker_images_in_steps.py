@@ -1,4 +1,4 @@
-"""Prompts with images through scheduler and context: no image is divided, nobody starves, everybody ends once."""
+"""Prompts with images through scheduler and context: no image is divided, no job starves, every job ends once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLS_A_STEP = 400
 
 
 class StrictContext:
-    """Cells by sequence and position; more tokens than a batch, or positions that do not go on, are defects."""
+    """Cells by sequence and position; too many tokens for a batch or gaps in positions are errors."""
 
     can_trim = True
 
@@ -52,13 +52,13 @@ class StrictContext:
         return Decode.OK
 
     def _grow(self, slot: int, start: int, count: int) -> None:
-        assert start == self.ends[slot], "positions go on"
+        assert start == self.ends[slot], "positions have no gaps"
         self.ends[slot] += count
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Text and a few of six images, which return in other prompts; text ends it."""
+    """Text and some of six images, which other prompts repeat; text is last."""
     sizes = (1, 2, 5, 8, LARGEST, LARGEST)
     tokens: list[int] = []
     for number in draw(st.lists(st.integers(-1, 5), max_size=6)):
@@ -84,9 +84,9 @@ IMAGE = list(range(-81, -81 - LARGEST, -1))
 
 
 @settings(max_examples=150, deadline=None)
-@example([([7], 1), ([-1, -1, 0, *IMAGE, 7], 1), ([*IMAGE, 7], 1)], 12)  # an image takes the oldest prompt's part
+@example([([7], 1), ([-1, -1, 0, *IMAGE, 7], 1), ([*IMAGE, 7], 1)], 12)  # an image uses the oldest prompt's part
 @given(st.lists(st.tuples(prompts(), st.integers(1, 4)), min_size=1, max_size=12), st.integers(1, 20))
-def test_all_jobs_end_and_no_image_is_divided(asked: list[tuple[list[int], int]], budget: int) -> None:
+def test_all_jobs_end_and_no_image_is_divided(requests: list[tuple[list[int], int]], budget: int) -> None:
     sizes = (1, 2, 5, 8, LARGEST, LARGEST)
     pictures = {
         -(1 + 20 * number): ImageTile(size, size, rows=np.zeros((size, 2), np.float32))
@@ -96,7 +96,7 @@ def test_all_jobs_end_and_no_image_is_divided(asked: list[tuple[list[int], int]]
     backend = VisionBackend(context, LIMITS.slots, pictures.__getitem__)  # KeyError: an image was divided
     scheduler = Scheduler(LIMITS)
     left = {}
-    for id, (prompt, length) in enumerate(asked):
+    for id, (prompt, length) in enumerate(requests):
         assert scheduler.submit([Job(id, prompt, arrival=float(id))])
         left[id] = length
     for _step in range(CELLS_A_STEP):
@@ -121,4 +121,4 @@ def test_all_jobs_end_and_no_image_is_divided(asked: list[tuple[list[int], int]]
                 else:
                     del left[row.job]
                     scheduler.finish(row.job)
-    assert not left, "somebody starves"
+    assert not left, "a job starves"

@@ -1,4 +1,4 @@
-"""Pieces of an answer that may wait for more: none is lost, none waits longer than it may, none passes its end."""
+"""Outputs that may be delayed and joined: none is lost, none is later than allowed, none follows its end."""
 
 from __future__ import annotations
 
@@ -28,39 +28,37 @@ MILLISECOND = 0.001
 
 @dataclass
 class Timed(FakeBackend):
-    """Steps take time on the bench's clock: one that only decodes always as long, one with prompts so much more."""
+    """Steps advance the clock of the bench: a fixed time, and more with prompts."""
 
     now: float = 0.0
     step_seconds: float = MILLISECOND
     prefill_seconds: float = 0.0
 
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
-        """As ever, and the clock moves."""
         self.now += self.step_seconds + (self.prefill_seconds if any(len(row.tokens) > 1 for row in rows) else 0.0)
         return super().decode(rows)
 
 
 @dataclass
 class TimedSampler(FakeSampler):
-    """Remembers when it drew."""
+    """Records when it drew."""
 
     clock: Callable[[], float] = lambda: 0.0
     times: list[float] = field(default_factory=list)
 
     def sample(self, index: int) -> int:
-        """As ever."""
         self.times.append(self.clock())
         return super().sample(index)
 
 
 @dataclass
 class Bench:
-    """An engine whose turns are taken by hand; `heard` is when which output came to whom, `samplers` are in the order
-    in which choices were asked for.
+    """An engine whose turns the test runs. `received` has time, ticket and output; `samplers` are in the order of
+    their choices.
     """
 
     backend: Timed = field(default_factory=Timed)
-    heard: list[tuple[float, Any, Output]] = field(default_factory=list)
+    received: list[tuple[float, Any, Output]] = field(default_factory=list)
     samplers: list[TimedSampler] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,7 +71,7 @@ class Bench:
             ByteVocabulary(),
             sampler,
             Limits(slots=4, context=200, batch=32, queue=8),
-            lambda batch: self.heard.extend((self.backend.now, *delivery) for delivery in batch),
+            lambda batch: self.received.extend((self.backend.now, *delivery) for delivery in batch),
             lambda message: pytest.fail(message),
             clock=lambda: self.backend.now,
         )
@@ -90,7 +88,7 @@ class Bench:
             turns -= 1
 
     def of(self, ticket: Mailbox, choice: int = 0) -> list[tuple[float, Output]]:
-        return [(at, output) for at, owner, output in self.heard if owner is ticket and output.choice == choice]
+        return [(at, output) for at, owner, output in self.received if owner is ticket and output.choice == choice]
 
 
 def test_text_within_the_delay_is_joined() -> None:
@@ -99,7 +97,7 @@ def test_text_within_the_delay_is_joined() -> None:
     bench.run()
     outputs = [output for _at, output in bench.of(ticket)]
     assert "".join(output.text for output in outputs) == SAY[:60].decode()
-    assert outputs[0].text == "a", "the first token leaves at once"
+    assert outputs[0].text == "a", "the first token is sent at once"
     assert {len(output.text) for output in outputs[1:-1]} == {10}
     assert [output.tokens for output in outputs] == [1, 11, 21, 31, 41, 51, 60]
     assert [output.finish for output in outputs] == [None] * 6 + ["length"]
@@ -121,7 +119,7 @@ def test_first_output_of_each_choice_is_sent_at_once() -> None:
 
 
 def test_reader_of_log_probabilities_is_not_counted_as_lagging() -> None:
-    """Text whose scores wait for their token, because a stop string may have begun in it, is counted once."""
+    """Text whose scores wait for their token, because of a possible stop string, is counted once."""
     bench = Bench()
     ticket = bench.ask(logprobs=2, stops=("cdx", "fgy"), max_tokens=70)
     bench.run()
@@ -162,14 +160,14 @@ def test_undelivered_outputs_are_kept() -> None:
     assert [output.text for _ticket, output in got] == ["a"]
 
 
-def test_steps_that_take_longer_than_the_patience_hold_nothing_back() -> None:
+def test_steps_longer_than_the_delay_hold_nothing_back() -> None:
     bench = Bench(Timed(step_seconds=0.011))
     ticket = bench.ask()
     bench.run()
     assert len(bench.of(ticket)) == 60
 
 
-def test_before_a_prompt_is_read_everything_leaves() -> None:
+def test_waiting_outputs_are_sent_before_a_prompt_is_read() -> None:
     """A step with a prompt may take a second."""
     bench = Bench(Timed(prefill_seconds=1.0))
     first = bench.ask()
@@ -191,7 +189,7 @@ def test_aborted_request_gets_no_waiting_output() -> None:
     assert "".join(output.text for _at, output in bench.of(other)) == SAY[:60].decode()
 
 
-def test_an_error_comes_behind_the_text_before_it() -> None:
+def test_error_follows_the_text_before_it() -> None:
     bench = Bench()
     ticket = bench.ask()
     bench.run(turns=5)
@@ -204,7 +202,7 @@ def test_an_error_comes_behind_the_text_before_it() -> None:
 
 
 def test_waiting_output_is_not_counted_as_unread() -> None:
-    """A reader that takes everything is never taken for one that reads nothing."""
+    """A reader that takes everything is not mistaken for one that reads nothing."""
     bench = Bench()
     ticket = bench.ask()
     bench.run()
@@ -214,16 +212,14 @@ def test_waiting_output_is_not_counted_as_unread() -> None:
 @given(
     step=st.floats(0.0003, 0.03),
     prefill=st.floats(0.0, 0.5),
-    asked=st.lists(
+    requests=st.lists(
         st.tuples(st.integers(0, 30), st.floats(0, 0.05), st.integers(1, 3), st.integers(1, 70)), min_size=1, max_size=5
     ),
 )
-def test_nothing_is_lost_and_nothing_is_late(
-    step: float, prefill: float, asked: list[tuple[int, float, int, int]]
-) -> None:
+def test_no_output_is_lost_or_late(step: float, prefill: float, requests: list[tuple[int, float, int, int]]) -> None:
     bench = Bench(Timed(step_seconds=step, prefill_seconds=prefill))
     tickets = []
-    for turns, patience, n, most in asked:
+    for turns, patience, n, most in requests:
         tickets.append((bench.ask(max_delay_seconds=patience, n=n, max_tokens=most), patience, n, most))
         bench.run(turns)
     bench.run()
@@ -235,7 +231,7 @@ def test_nothing_is_lost_and_nothing_is_late(
             assert "".join(output.text for _at, output in outputs) == SAY[:most].decode()
             assert [output.finish is not None for _at, output in outputs] == [False] * (len(outputs) - 1) + [True]
             drawn = samplers.pop(0).times
-            assert outputs[0][0] == drawn[0], "the first token of each choice leaves at once"
+            assert outputs[0][0] == drawn[0], "the first token of each choice is sent at once"
             for (_, before), (at, _output) in pairwise(outputs):
                 assert at - drawn[before.tokens] <= patience + slack
 
@@ -252,7 +248,7 @@ PARTS = st.lists(
 
 
 def _spread(parts: Sequence[Part]) -> list[tuple[object, ...]]:
-    """Letter by letter, so that what continues reads like what was whole."""
+    """Letter by letter, so that a continued text equals a whole one."""
     return [
         (type(part), getattr(part, "index", None), letter)
         for part in parts
@@ -261,7 +257,7 @@ def _spread(parts: Sequence[Part]) -> list[tuple[object, ...]]:
 
 
 @given(PARTS, PARTS)
-def test_joined_parts_say_the_same(parts: tuple[Part, ...], more: tuple[Part, ...]) -> None:
+def test_joined_parts_are_equal(parts: tuple[Part, ...], more: tuple[Part, ...]) -> None:
     both = joined(parts, more)
     assert _spread(both) == _spread([*parts, *more])
     assert len(both) >= len(parts) + len(more) - 1

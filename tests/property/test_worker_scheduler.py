@@ -1,4 +1,4 @@
-"""The scheduler under random traffic: no cell leaks, nobody starves, every job ends once, memory is as believed."""
+"""The scheduler under random traffic: no cell leaks, no job starves, every job ends once, memory matches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 class Memory:
-    """What llama.cpp would hold: per cell of a slot the token and the tenant whose it was.
+    """The cells of llama.cpp: per cell of a slot the token and its tenant.
 
     Every mistake is an assertion.
     """
@@ -59,7 +59,7 @@ class Memory:
 
 @dataclass
 class Live:
-    """What a job that has not ended is known to be; `scored` counts tokens of the prompt whose logits were seen."""
+    """The known state of a live job; `scored` counts prompt tokens whose logits were computed."""
 
     job: Job
     tokens: list[int]
@@ -70,7 +70,7 @@ class Live:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Submits, aborts, steps and failures in any order. llama.cpp may have no room although it said so."""
+    """Submits, aborts, steps and failures in any order. llama.cpp may have no room although it reported some."""
 
     @initialize(
         slots=st.integers(1, 4),
@@ -128,7 +128,7 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """In whatever phase it is, it has no row in the next step."""
+        """In any phase it has no row in the next step."""
         job = data.draw(st.sampled_from(sorted(self.live)))
         self.scheduler.abort(job)
         self.end(job)
@@ -163,7 +163,7 @@ class Traffic(RuleBasedStateMachine):
         return self.live[job].job.key
 
     def advance(self, budget: int, fate: str = "ok") -> int:
-        """One step as the engine runs it; returns how many tokens it computed."""
+        """One step as the engine runs it; returns the number of computed tokens."""
         waited = self.waiting()
         ran = [job for job, known in self.live.items() if job not in waited and not known.suspended]
         step = self.scheduler.plan(self.now, budget)
@@ -175,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
         self.memory.run(step)
         self.check_rows(step, budget)
         if not step.rows:
-            assert not [job for job, known in self.live.items() if not known.suspended], "somebody could run"
+            assert not [job for job, known in self.live.items() if not known.suspended], "a job could run"
             return 0
         if fate == "failed":
             for job in self.scheduler.failed():
@@ -203,7 +203,7 @@ class Traffic(RuleBasedStateMachine):
         return step.tokens
 
     def is_late(self, known: Live) -> bool:
-        """Whether the deadline passed before the request had a first token, whichever of its jobs."""
+        """Whether the deadline passed before the request had a first token from any of its jobs."""
         deadline, request = known.job.deadline, known.job.request
         has_begun = len(known.tokens) > len(known.job.prompt) or (request is not None and request in self.begun)
         return deadline is not None and deadline <= self.now and not has_begun
@@ -222,7 +222,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.extend(job, token)
 
     def refuse(self) -> None:
-        """llama.cpp had no room: the youngest that ran is put back, and only a job that is alone ends."""
+        """llama.cpp had no room: the youngest running job is preempted, and only a job that is alone ends."""
         running = sorted(
             set(self.live) - self.waiting() - {job for job, k in self.live.items() if k.suspended}, key=self.key
         )
@@ -231,14 +231,14 @@ class Traffic(RuleBasedStateMachine):
         assert list(ended) == (running if len(running) == 1 else [])
         for job in ended:
             self.end(job)
-        assert self.waiting() - waited == set(running[1:][-1:]), "not the youngest was put back"
+        assert self.waiting() - waited == set(running[1:][-1:]), "not the youngest was preempted"
         for job in running[1:][-1:]:
             self.live[job].decodes = False
 
     def check_order(self, waited: set[int], ran: list[int]) -> None:
-        """Nobody passes who came later, and who runs runs on."""
+        """No job overtakes an earlier one, and running jobs keep running."""
         now_waiting = self.waiting()
-        assert not now_waiting & set(ran), "a step put somebody back"
+        assert not now_waiting & set(ran), "a step preempted a job"
         admitted = [job for job in waited - now_waiting if job in self.live]
         passed = [
             job
@@ -277,7 +277,7 @@ class Traffic(RuleBasedStateMachine):
             assert 0 <= self.scheduler.active <= self.limits.slots
 
     def teardown(self) -> None:
-        """Whatever happened before, everything ends in bounded time, and a sequence finds all cells of its slot."""
+        """After any history everything ends within a limit, and a sequence finds all cells of its slot."""
         if not hasattr(self, "scheduler"):
             return
         for job, known in self.live.items():
@@ -289,7 +289,7 @@ class Traffic(RuleBasedStateMachine):
         while self.live:
             self.advance(4)
             steps += 1
-            assert steps <= bound, "somebody starves"
+            assert steps <= bound, "a job starves"
         whole = Job(self.next_id, (2,) * self.limits.context, "z")
         assert self.scheduler.submit([whole])
         self.live[whole.id] = Live(whole, [2] * self.limits.context, 1)
@@ -313,7 +313,7 @@ def test_common_prefix_is_the_longest(left: list[int], right: list[int], limit: 
 
 @given(st.lists(st.tuples(TOKENS, st.sampled_from("xyz")), min_size=2, max_size=12))
 def test_no_prefix_is_reused_across_tenants(requests: list[tuple[list[int], str]]) -> None:
-    """A row may only start beyond 0 when an earlier request of the same tenant began alike."""
+    """A row starts beyond 0 only if an earlier request of the same tenant had the same prefix."""
     limits = Limits(slots=2, context=50, batch=16, queue=1)
     scheduler = Scheduler(limits)
     for number, (prompt, tenant) in enumerate(requests):
@@ -325,8 +325,8 @@ def test_no_prefix_is_reused_across_tenants(requests: list[tuple[list[int], str]
         scheduler.finish(number)
 
 
-def test_low_priority_is_served_although_high_keeps_coming() -> None:
-    """The head start of a class is a fixed time, so that a stream of high priority cannot hold up low for ever."""
+def test_low_priority_is_served_under_continuous_high_priority() -> None:
+    """The head start of a class is a fixed time, so that high priority cannot block low priority."""
     scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(0, (1,), priority=Priority.LOW, arrival=0.0)])
     scheduler.submit([Job(1, (1,), priority=Priority.HIGH, arrival=0.0)])
@@ -360,7 +360,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
     assert [type(operation) for operation in second.operations] == [Copy, Copy]
 
 
-def test_long_prompts_share_the_budget_and_never_delay_decoding() -> None:
+def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     """Every step serves all decoding jobs; short prompts do not wait for a long one."""
     scheduler = Scheduler(Limits(slots=3, context=300, batch=64, queue=5))
     scheduler.submit([Job(1, (1, 2))])

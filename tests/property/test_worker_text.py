@@ -1,4 +1,4 @@
-"""Text leaves the worker exactly, however tokens cut it: UTF-8, stop strings, both together with a generation."""
+"""Text is sent exactly, however tokens divide it: UTF-8, stop strings, and both in a generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def divided(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 40)))
 def test_bytes_in_any_pieces_give_the_text_of_all_at_once(data: bytes, cuts: list[int]) -> None:
-    """Also for bytes that are no UTF-8."""
+    """Including bytes that are not UTF-8."""
     detokenizer = Detokenizer()
     text = "".join([detokenizer.push(piece) for piece in divided(data, cuts)] + [detokenizer.flush()])
     assert text == data.decode("utf-8", "replace")
@@ -62,8 +62,8 @@ def test_stop_strings_cut_at_the_same_place_however_the_text_is_divided(
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_no_part_of_a_stop_string_is_shown_before_it_is_certain(text: str, stops: list[str]) -> None:
-    """What is shown letter by letter is never taken back."""
+def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
+    """Text that is shown letter by letter is never retracted."""
     stop_filter = StopFilter(stops)
     shown = ""
     for letter in text:
@@ -97,10 +97,10 @@ class NoSampler:
     st.integers(1, 40),
     st.booleans(),
 )
-def test_a_generation_says_what_its_tokens_say_up_to_stop_end_or_length(
+def test_generation_shows_its_tokens_up_to_stop_end_or_length(
     text: str, stops: list[str], max_tokens: int, with_logprobs: bool
 ) -> None:
-    """The joined text is the decoded tokens, cut at the first stop; every shown token has its log probability once."""
+    """The text is that of the tokens, cut at the first stop; every shown token has its log probability once."""
     tokens = [*text.encode(), 256]
     generation = Generation(0, NoSampler(), Letters(), max_tokens, stops)
     shown = ""
@@ -116,8 +116,8 @@ def test_a_generation_says_what_its_tokens_say_up_to_stop_end_or_length(
             finish = output.finish
         if finish is not None:
             break
-    said = bytes(token for token in tokens[:used] if token != 256).decode("utf-8", "replace")
-    expected, matched = first_stop(said, stops)
+    decoded = bytes(token for token in tokens[:used] if token != 256).decode("utf-8", "replace")
+    expected, matched = first_stop(decoded, stops)
     assert shown == expected
     assert finish == ("stop" if matched or tokens[used - 1] == 256 else "length")
     assert generation.tokens == used <= max_tokens
