@@ -1,6 +1,7 @@
-"""`make chaos`: a long run, then one short run per planted defect; prints bars and exits with 1 when one is short.
+"""`make chaos`: a long run, then a short run per planted defect; prints bars, and exits with 1 if one is missed.
 
-EVENTS=1000 SEED=1 GAP=1.2 MINUTES=60 PLANTS=all; the figures go to benchmarks/results/chaos.json, the logs of a run
+EVENTS=1000 SEED=1 GAP=1.2 MINUTES=60 PLANTS=all. The figures are written to benchmarks/results/chaos.json; the last
+line names the logs of a run with violations.
 that broke a promise stay where the last line says.
 """
 
@@ -29,7 +30,7 @@ BREAKS: dict[str, tuple[Kind, ...]] = {
     "double_probe": (Kind.CLOUD_OUTAGE,),
     "skipped_release": (Kind.BURST,),
 }
-"""The faults under which each defect shows; few, so that five runs take minutes."""
+"""The faults that reveal each defect; few, so that five runs take minutes."""
 
 
 def small(plant: str, seed: int) -> Settings:
@@ -50,41 +51,41 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs, tells and keeps."""
+    """Runs, prints and saves."""
     given = _arguments()
     kinds = tuple(Kind(name) for name in given.kinds.split(",")) if given.kinds else None
     bars: list[Bar] = []
     runs: dict[str, Any] = {}
     if given.events:
-        said = _one(Settings(given.seed, given.events, given.gap, kinds=kinds, most_seconds=60 * given.minutes))
-        runs["run"] = said
-        bars += report.bars(said, given.events)
+        result = _one(Settings(given.seed, given.events, given.gap, kinds=kinds, most_seconds=60 * given.minutes))
+        runs["run"] = result
+        bars += report.bars(result, given.events)
     names = {"all": list(PLANTS), "none": []}.get(given.plants, given.plants.split(","))
     for name in names:
-        said = _one(small(name, given.seed))
-        runs[name] = said
-        found = sum(one["promise"] == PROMISES[name] for one in said["violations"])
+        result = _one(small(name, given.seed))
+        runs[name] = result
+        found = sum(one["promise"] == PROMISES[name] for one in result["violations"])
         bars.append(Bar(f"chaos_finds_{name}", found, "violations", ">=", 1))
     report.keep(given.results, runs)
     for bar in bars:
-        _say(bar.line())
+        _print(bar.line())
     return 0 if all(bar.reached for bar in bars) else 1
 
 
 def _one(settings: Settings) -> dict[str, Any]:
     root = Path(tempfile.mkdtemp(prefix="hg-chaos-"))
     results = asyncio.run(run(root / "x", settings))
-    said = report.summary(results)
-    for line in report.lines(said):
-        _say(line)
-    if said["violations"] and not settings.plants:
-        _say(f"  logs: {root}")
+    result = report.summary(results)
+    for line in report.lines(result):
+        _print(line)
+    if result["violations"] and not settings.plants:
+        _print(f"  logs: {root}")
     else:
         shutil.rmtree(root)
-    return said
+    return result
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Five defects that the suite must find, each planted by replacing one function of a service; finds none itself."""
+"""Five defects that the suite must find. Each replaces one function of a service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def leaked_reservation(service: str) -> None:
-    """Every second worker that leaves a device keeps its bytes in the ledger for ever."""
+    """Every second worker that leaves a device keeps its bytes in the ledger."""
     if service != "inference":
         return
     from inference.authority.handlers.running import endings
@@ -24,7 +24,7 @@ def leaked_reservation(service: str) -> None:
 
 
 def done_on_a_cut(service: str) -> None:
-    """A stream that broke off ends as if it was complete, and nobody goes on with it."""
+    """A broken stream ends as if it was complete, and is not resumed."""
     if service != "gateway":
         return
     from gateway.endpoints import answer_stream
@@ -40,7 +40,7 @@ def done_on_a_cut(service: str) -> None:
 
 
 def no_death_signal(service: str) -> None:
-    """Nothing ties workers to the life of the service: no signal of the kernel, and no end of the link to it."""
+    """Workers do not end with the service: no kernel signal, and no reaction to the end of the link."""
     if service != "inference":
         return
     import sys
@@ -68,7 +68,7 @@ runpy.run_module("inference.worker", run_name="__main__")
 
 
 def double_probe(service: str) -> None:
-    """A half-open breaker lets everybody through."""
+    """A half-open breaker admits all requests."""
     if service != "gateway":
         return
 
@@ -107,7 +107,7 @@ PLANTS: Mapping[str, Callable[[str], None]] = {
     "double_probe": double_probe,
     "skipped_release": skipped_release,
 }
-"""By name; each is called with the name of the service that it is going to run in."""
+"""By name; each is called with the name of the service in which it will run."""
 
 PROMISES: Mapping[str, str] = {
     "leaked_reservation": "no byte is leaked in any ledger",
@@ -116,4 +116,4 @@ PROMISES: Mapping[str, str] = {
     "double_probe": "a half-open breaker admits one probe",
     "skipped_release": "no model, queue or breaker stays stuck",
 }
-"""What the suite must say of each."""
+"""The promise whose violation the suite must report for each defect."""

@@ -1,4 +1,4 @@
-"""Carries out planned faults on a running system and makes sure that each took effect; judges no answer."""
+"""Injects planned faults into a running system and checks that each took effect."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
 TRIES_SECONDS = 300.0
-"""A fault whose target is away just now (a killed service, a lost device) is tried again within this."""
+"""A fault whose target is away (a killed service, a lost device) is repeated within this time."""
 AFTERMATH_SECONDS = 4.0
-"""How long after a fault's end an answer that ran meanwhile may still be found broken."""
+"""Time after the end of a fault in which an answer that ran during it may break."""
 SEEN_SECONDS = 20.0
-"""Within this the service sees what the driver says, also if it has to wait for a call that does not return."""
+"""Time until the service shows a sign of the driver, including a call that hangs."""
 ILL = frozenset({"lost", "draining", "quarantined", "probing"})
 ERRORS = ("driver-reset", "driver-replaced", "out-of-reach", "hung-driver", "unlisted")
 XIDS = (
@@ -47,7 +47,7 @@ _MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError
 
 @dataclass(slots=True)
 class Done:
-    """A fault that took effect: `took_seconds` from the decision until that was seen."""
+    """A fault that took effect; `took_seconds` from the decision until then."""
 
     event: Event
     at: float
@@ -57,7 +57,7 @@ class Done:
 
 @dataclass
 class Injector:
-    """`clock` is the run's. What was done is in `done`, what could not be in `missed`."""
+    """`clock` is that of the run. `done` has the injected faults, `missed` those that could not be injected."""
 
     system: System
     load: Load
@@ -73,7 +73,7 @@ class Injector:
         self._held = {name: asyncio.Lock() for name in (*DEVICES, *MODELS, "inference", "gateway", "disk", "cloud")}
 
     async def inject(self, event: Event) -> None:
-        """Carries out one event, its end included; returns when it is over."""
+        """Injects one event and ends it."""
         began = self.clock()
         act: Callable[[Event], Awaitable[str]] = getattr(self, f"_{event.kind}")
         why = ""
@@ -91,7 +91,7 @@ class Injector:
 
     # --- workers ----------------------------------------------------------------------------------------------------
     async def _worker(self, wanted: str) -> tuple[str, int]:
-        """A model with a worker that is ready, and its process; raises LookupError or HTTPError when there is none."""
+        """A model with a ready worker, and its process; raises LookupError or HTTPError without one."""
         models = await self.system.models()
         able = [name for name, one in models.items() if one.pid and one.state in (ModelState.READY, ModelState.BUSY)]
         if not able:
@@ -105,7 +105,7 @@ class Injector:
 
     @contextlib.asynccontextmanager
     async def _touching(self, kind: str, *models: str) -> AsyncIterator[None]:
-        """Answers of these models may break within this and its aftermath."""
+        """Answers of these models may break during this and its aftermath."""
         start = self.clock()
         try:
             yield
@@ -113,9 +113,9 @@ class Injector:
             self.windows.append(Window(kind, frozenset(models) or None, start, self.clock() + AFTERMATH_SECONDS))
 
     async def _occupy(self, name: str) -> None:
-        """Returns when a long answer of `name` is under way, or soon after."""
+        """Returns when a long answer of `name` runs, or soon after."""
         outcome, _task = self.load.start(Ask(name, "Tell me a long story.", True, ENDLESS_TOKENS))
-        with contextlib.suppress(LookupError):  # it waits behind others, or is over
+        with contextlib.suppress(LookupError):  # it is queued, or over
             await self._until(lambda: bool(outcome.first_token or outcome.end), "an answer began", 3.0, every=0.002)
 
     async def _strike(self, event: Event, fault: str) -> str:
@@ -137,7 +137,7 @@ class Injector:
         return await self._strike(event, "oom-compute")
 
     async def _worker_stop(self, event: Event) -> str:
-        """It goes on after a while, or (one in five) never: then it must be found hung and killed."""
+        """It continues after a while, or (one in five) never: then it must be detected as hung and killed."""
         name, pid = await self._worker(event.model)
         for_good = event.draw < 0.2
         async with self._touching(event.kind, name):
@@ -147,7 +147,7 @@ class Injector:
                 await self._until(lambda: not is_alive(pid), f"worker {pid} was found hung", 30.0)
                 return f"{name} {pid} for good"
             await asyncio.sleep(event.seconds)
-            with contextlib.suppress(ProcessLookupError):  # found hung, or another fault was quicker
+            with contextlib.suppress(ProcessLookupError):  # detected as hung, or ended by another fault
                 os.kill(pid, signal.SIGCONT)
         return f"{name} {pid} for {event.seconds} s"
 
@@ -159,7 +159,7 @@ class Injector:
         return await self._refuse(event, "refuse_after")
 
     async def _refuse(self, event: Event, do: str) -> str:
-        """The devices refuse one allocation, and a model is loaded anew so that somebody asks."""
+        """The devices refuse one allocation, and a model is loaded to make one."""
         async with contextlib.AsyncExitStack() as held:
             for name in sorted(DEVICES):
                 await held.enter_async_context(self._held[name])
@@ -168,17 +168,17 @@ class Injector:
             async with self._touching(event.kind, event.model):
                 try:
                     await self.system.simulator(do, count=1)
-                    with contextlib.suppress(httpx2.HTTPStatusError):  # that is what is meant to happen
+                    with contextlib.suppress(httpx2.HTTPStatusError):  # the intended effect
                         await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
                 finally:
                     after = await self.system.simulator("refuse", count=0)
             if _refusals(after) == before:
-                raise LookupError(f"nobody allocated anything for {event.model}")
+                raise LookupError(f"no allocation was made for {event.model}")
         return event.model
 
     # --- devices ----------------------------------------------------------------------------------------------------
     async def _on(self, device: str) -> list[str]:
-        """The models that are on a device now."""
+        """The models on a device."""
         return [name for name, one in (await self.system.models()).items() if device in one.devices]
 
     async def _device_cut(self, event: Event) -> str:
@@ -198,7 +198,7 @@ class Injector:
         return event.device
 
     async def _cut(self, device: str) -> list[str]:
-        """Cuts a device; the models that were there."""
+        """Cuts a device; returns its models."""
         models, start = await self._on(device), self.clock()
         status = await self.system.simulator("cut", device)
         models += await self._on(device)
@@ -209,7 +209,7 @@ class Injector:
         return sorted({*models})
 
     async def _device_stall(self, event: Event) -> str:
-        async with self._held[event.device], self._touching(event.kind, *MODELS):  # others may move there meanwhile
+        async with self._held[event.device], self._touching(event.kind, *MODELS):  # others may be moved there
             status = await self.system.simulator("stall", event.device)
             if not status[event.device]["stalled"]:
                 raise LookupError("the device passes bytes")
@@ -233,11 +233,11 @@ class Injector:
 
     # --- the driver ---------------------------------------------------------------------------------------------------
     async def _nvml_error(self, event: Event) -> str:
-        """The driver's library fails, as at a reset of the driver; only what the service shows of it counts."""
+        """The driver's library fails as at a reset of the driver; what the service shows of it counts."""
         return await self._trouble(event, ERRORS[int(event.draw * len(ERRORS))])
 
     async def _xid(self, event: Event) -> str:
-        """The driver tells an error of a device; most of them are the end of what runs there."""
+        """The driver reports an error of a device; most of them end the processes on it."""
         return await self._trouble(event, XIDS[int(event.draw * len(XIDS))])
 
     async def _trouble(self, event: Event, name: str) -> str:
@@ -249,23 +249,23 @@ class Injector:
             if not await self.system.is_ready(self.system.inference_port):
                 raise LookupError("the service is away")
             await held.enter_async_context(self._touching(event.kind))
-            heard = self.system.heard
+            offset = self.system.log_offset
             try:
                 await asyncio.to_thread(self.system.machine.strike, name, event.device)
-                await self._noticed(trouble, heard, everywhere)
+                await self._noticed(trouble, offset, everywhere)
                 await asyncio.sleep(event.seconds)
             finally:
                 await asyncio.to_thread(self.system.machine.restore)
         return f"{name} of {', '.join(everywhere)}"
 
-    async def _noticed(self, trouble: Trouble, heard: int, devices: Sequence[str]) -> None:
-        """Returns when the service has logged the trouble since `heard`, or shows one of its devices as ill.
+    async def _noticed(self, trouble: Trouble, offset: int, devices: Sequence[str]) -> None:
+        """Returns when the service has logged the trouble since `offset`, or shows one of its devices as unhealthy.
 
-        An event that says that all is well leaves nothing but the line. Raises LookupError.
+        An event without consequences leaves only the log line. Raises LookupError.
         """
         words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "cannot read NVIDIA devices"]
         end = self.clock() + SEEN_SECONDS
-        while not any(word in self.system.said_since(heard) for word in words):
+        while not any(word in self.system.logged_since(offset) for word in words):
             with contextlib.suppress(httpx2.HTTPError):
                 shown = await self.system.devices()
                 if any(shown[name]["state"] in ILL for name in devices):
@@ -276,13 +276,13 @@ class Injector:
 
     # --- services ---------------------------------------------------------------------------------------------------
     async def _inference_kill(self, event: Event) -> str:
-        """kill -9 while one of its workers stands still, which cannot notice anything by itself."""
+        """kill -9 while one of its workers is stopped and cannot react."""
         async with self._held["inference"], self._touching(event.kind):
             pid = self._service("inference")
             family = [pid, *children_of(pid)]
-            with contextlib.suppress(*_MISSED):  # all are cold: the kill alone has to do
+            with contextlib.suppress(*_MISSED):  # all models are cold
                 os.kill((await self._worker(event.model))[1], signal.SIGSTOP)
-            os.kill(self.system.up.pid, signal.SIGSTOP)  # nobody cleans up yet: what dies now dies by itself
+            os.kill(self.system.up.pid, signal.SIGSTOP)  # no cleanup by the supervisor yet
             try:
                 family = [*{*family, *children_of(pid)}]
                 os.kill(pid, signal.SIGKILL)
@@ -299,7 +299,7 @@ class Injector:
 
     async def _outlived(self, family: list[int], seconds: float = 3.0) -> list[int]:
         with contextlib.suppress(LookupError):
-            await self._until(lambda: not any(map(is_alive, family)), "the family is gone", seconds)
+            await self._until(lambda: not any(map(is_alive, family)), "all processes ended", seconds)
         return [pid for pid in family if is_alive(pid)]
 
     async def _gateway_kill(self, event: Event) -> str:
@@ -330,7 +330,7 @@ class Injector:
 
     # --- the rest ---------------------------------------------------------------------------------------------------
     async def _disk_full(self, event: Event) -> str:
-        """Nothing can be written while a worker aborts, whose crash record is due."""
+        """No file can be written while a worker aborts and its crash record is due."""
         async with self._held["disk"]:
             before = self.system.disk.refused
             self.system.disk.fill()
@@ -343,7 +343,7 @@ class Injector:
         return f"{self.system.disk.refused - before} writes, {struck}"
 
     async def _reload(self, event: Event) -> str:
-        """Another alias for a model, and another drain time of the gateway; both must be in force."""
+        """Another alias for a model, and another drain time of the gateway; both must apply."""
         async with self._held["inference"], self._held["gateway"]:
             alias = f"alias-{event.number}"
             self.system.configure(more=f", aliases: [{alias}]", drain=5 + event.number % 2)
@@ -356,7 +356,7 @@ class Injector:
         return alias
 
     async def _disconnect(self, event: Event) -> str:
-        """A client leaves before, at, or after the first token."""
+        """A client disconnects before, at, or after the first token."""
         pieces = int(event.draw * 4)
         outcome = await self.load.ask(Ask(event.model, "Tell me a story.", True, 200, leaves_after=pieces))
         if outcome.end is not End.LEFT:
@@ -370,10 +370,10 @@ class Injector:
         return f"{count} requests"
 
     async def _cloud_outage(self, event: Event) -> str:
-        """A provider fails until its breaker opens; once that is half-open, many want to be the probe."""
+        """A provider fails until its breaker opens; when it is half-open, many requests compete for the probe."""
         async with self._held["cloud"], self._held["gateway"]:
             await self.system.provider("/_fake/requests", "DELETE")
-            ask = Ask("shaky", "Is anybody there?", False, 4)
+            ask = Ask("shaky", "Is this model available?", False, 4)
             try:
                 await self._faults({"kind": "status", "status": 503, "count": None, "dialect": "google"})
                 began = self.clock()
@@ -408,7 +408,7 @@ class Injector:
         self.violations.append(Violation(promise, self.clock(), seen))
 
     async def _until(self, probe: Callable[[], bool], what: str, seconds: float, every: float = 0.01) -> None:
-        """Raises LookupError when `probe` is not true within `seconds`."""
+        """Raises LookupError if `probe` is not true within `seconds`."""
         end = self.clock() + seconds
         while not probe():
             if self.clock() > end:

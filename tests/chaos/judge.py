@@ -1,7 +1,7 @@
-"""Decides from what clients saw whether every promise was kept; sees no process and asks no service. Pure.
+"""Decides from what clients saw whether every promise was kept. Pure.
 
-A request ends once: with a complete answer, or with an honest error. What broke it must have touched the tier that was
-answering. Only a gateway that was killed may break a connection.
+A request ends once: with a complete answer, or with an error. The fault that broke it must have affected the tier that
+was answering. Only a killed gateway may break a connection.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SLACK_SECONDS = 0.3
-"""Clocks of the injector and of a client are read at different moments of one busy machine."""
+"""Tolerance between the clocks of the injector and of a client on a busy machine."""
 
 ABORTS = frozenset({"worker_abort", "oom_compute", "disk_full"})
-"""Faults that look like a worker's own failure at what it was computing."""
+"""Faults that look like a failure of the worker itself."""
 
 
 class End(StrEnum):
-    """How a request ended, as its client saw it."""
+    """How a request ended for its client."""
 
     COMPLETE = "complete"
     REFUSED = "refused"
@@ -26,22 +26,22 @@ class End(StrEnum):
     ERROR_FRAME = "error_frame"
     """A stream that began and ended in an error frame."""
     CUT = "cut"
-    """A stream that ended properly, without a finish reason and without an error."""
+    """A stream that ended normally, without a finish reason and without an error."""
     BROKEN = "broken"
-    """The connection broke, or could not be made."""
+    """The connection broke, or could not be opened."""
     LEFT = "left"
-    """The client itself left."""
+    """The client disconnected."""
     SILENT = "silent"
-    """Nothing came for longer than any deadline of the gateway."""
+    """Silence for longer than any deadline of the gateway."""
     STRANGE = "strange"
-    """Something else than the protocol allows; `detail` says what."""
+    """A violation of the protocol; `detail` describes it."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as its client saw it; times are seconds of the run's clock.
+    """One request from the view of its client; times are seconds of the clock of the run.
 
-    `answered_by` is x-headgate-model, `done` whether `[DONE]` was on the wire, `finishes` how many finish reasons came.
+    `answered_by` is x-headgate-model, `done` whether `[DONE]` was sent, `finishes` the number of finish reasons.
     """
 
     id: str
@@ -61,14 +61,14 @@ class Outcome:
     done: bool = False
     finishes: int = 0
     clean: bool = True
-    """Whether the body came to its proper end."""
+    """Whether the body ended normally."""
     endless: bool = False
-    """Asked to go on past the end of an answer, which no cloud does: only local tiers are behind it."""
+    """Sent to local tiers only, because it continues past the end of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A time in which a fault may break answers of these models of the local service (None: all of them)."""
+    """A period in which a fault may break answers of these local models (None: all of them)."""
 
     kind: str
     models: frozenset[str] | None
@@ -83,7 +83,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A promise that was not kept: which, when, and what was seen."""
+    """A broken promise: which, when, and what was seen."""
 
     promise: str
     at: float
@@ -92,7 +92,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What happened meanwhile: windows of faults, outages of the gateway, and the routes that a second tier backs."""
+    """What happened during the run: windows of faults, outages of the gateway, and routes with a second tier."""
 
     windows: Sequence[Window] = ()
     outages: Sequence[tuple[float, float]] = ()
@@ -110,14 +110,14 @@ class Facts:
         )
 
     def explains(self, outcome: Outcome) -> bool:
-        """Whether a fault may have broken the answer of the local model that was answering."""
+        """Whether a fault may have broken the answer of the local model."""
         provider, _, model = outcome.answered_by.partition("/")
         return provider == "local" and any(
             window.touches(model, outcome.began, outcome.ended) for window in self.windows
         )
 
     def looks_like_poison(self, outcome: Outcome) -> bool:
-        """Whether it was refused for good because a worker aborted under it twice, which an abort by hand may cause."""
+        """Whether it was refused because a worker aborted twice under it, which injected aborts may cause."""
         aborts = [
             window
             for window in self.windows
@@ -127,7 +127,7 @@ class Facts:
 
 
 def violations(outcomes: Iterable[Outcome], facts: Facts) -> list[Violation]:
-    """Every promise that one of these requests shows broken."""
+    """Every promise that one of these requests broke."""
     return [
         Violation(promise, outcome.ended, _seen(outcome)) for outcome in outcomes for promise in _broken(outcome, facts)
     ]
@@ -168,17 +168,17 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
 
 
 def _seen(outcome: Outcome) -> str:
-    told = {
+    fields = {
         "end": outcome.end, "status": outcome.status, "code": outcome.code, "by": outcome.answered_by,
         "attempts": outcome.attempts, "finishes": outcome.finishes, "done": outcome.done,
         "seconds": round(outcome.ended - outcome.began, 2), "said": outcome.detail[:300],
     }  # fmt: skip
-    words = ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, ""))
+    words = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, ""))
     return f"{outcome.id} to {outcome.route}: {words}"
 
 
 def tally(outcomes: Iterable[Outcome]) -> Mapping[str, int]:
-    """How many requests ended how."""
+    """Number of requests by end."""
     found: dict[str, int] = {}
     for outcome in outcomes:
         name = str(outcome.end or "open")

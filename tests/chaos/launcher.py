@@ -1,6 +1,7 @@
-"""Runs `headgate` on the suite's machine, and with a defect planted if it is told so; decides nothing.
+"""Runs `headgate` on the machine of the suite, with planted defects if requested.
 
 `python -m tests.chaos.launcher PLANTS up ...`: PLANTS is a comma-separated list (or `none`); the services that `up`
+starts are started in the same way. The product does not know this module.
 starts are started the same way. No line of the product knows of this.
 """
 
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
     names, *words = argv
     plants = [name for name in names.split(",") if name != "none"]
     if words[0] == "up":
-        child_process.die_with_parent(os.environ)  # with the suite itself, however that ends
+        child_process.die_with_parent(os.environ)  # ends with the suite
         _pass_on(names)
     if words[0] == "inference":
         _find(Path(os.environ[LISTING_ENV]))
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def _pass_on(names: str) -> None:
-    """What `up` starts is started by this module as well."""
+    """Services of `up` are started by this module as well."""
     from headgate.cli.supervise import up
 
     up.headgate_argv = lambda *words: [sys.executable, "-m", "tests.chaos.launcher", names, *words]  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Asks the gateway through the official client, streaming and not, and notes how each request ended; judges nothing.
+"""Sends requests to the gateway through the official client, streamed and whole, and records how each ended.
 
-The transport below the client is tapped, because the client hides whether `[DONE]` was on the wire.
+The transport below the client is observed, because the client hides whether `[DONE]` was sent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import openai
 from tests.chaos.judge import End, Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Longer than the gateway lets any request wait, or an answer be silent, in the configuration of the suite."""
+"""Longer than any wait or silence that the gateway allows in the configuration of the suite."""
 NOBODY_THERE_SECONDS = 0.7
-"""A user whose connection broke tries again so much later."""
+"""Delay of a user before a retry after a broken connection."""
 ENDLESS_TOKENS = 400
-"""Who asks for so many gets them: the demo models are kept from ending their answer."""
+"""This number of tokens is always generated: the demo models cannot end their answer before."""
 _TAIL_BYTES = 64
 _QUESTIONS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "Hello!", "Name three rivers.")
 
 
 @dataclass
 class Wire:
-    """The end of one answer's body as it came, and whether it ended properly."""
+    """The end of the body of an answer, and whether it ended normally."""
 
     tail: bytes = b""
     ended: bool = False
@@ -70,7 +70,7 @@ class Tap(httpx2.AsyncBaseTransport):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `leaves_after` is how many pieces of content are awaited before the client leaves (None: all)."""
+    """One request. `leaves_after` is the number of content pieces before the client disconnects (None: all)."""
 
     route: str
     text: str
@@ -81,7 +81,7 @@ class Ask:
 
 
 class Load:
-    """Requests of all kinds against one gateway; `outcomes` is filled as they end. A context manager."""
+    """Requests of all kinds to one gateway; `outcomes` is filled as they end. A context manager."""
 
     def __init__(self, base_url: str, key: str, routes: Sequence[str], clock: Callable[[], float], seed: int) -> None:
         self._tap = Tap()
@@ -107,12 +107,12 @@ class Load:
 
     # --- users -------------------------------------------------------------------------------------------
     def begin(self, users: int) -> None:
-        """So many users ask one thing after the other, from now until `end`."""
+        """`users` send one request after the other from now until `end`."""
         for number in range(users):
             self._spawn(self._user(random.Random(f"{self._seed}/{number}")))
 
     async def end(self) -> None:
-        """No user asks anything new; returns when the last answer is over."""
+        """No user sends a new request; returns when the last answer is over."""
         self._stopping.set()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -131,18 +131,18 @@ class Load:
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     def draw(self, luck: random.Random) -> Ask:
-        """What somebody may ask."""
+        """A random request."""
         return Ask(
             luck.choice(self._routes), luck.choice(_QUESTIONS), luck.random() < 0.6, luck.choice((4, 12, 40, 160)),
             luck.choice(("high", "normal", "normal", "low")),
         )  # fmt: skip
 
     async def burst(self, luck: random.Random, count: int) -> list[Outcome]:
-        """So many requests at the same moment; returns when all are answered."""
+        """Simultaneous requests; returns when all are answered."""
         return list(await asyncio.gather(*(self._spawn(self.ask(self.draw(luck))) for _ in range(count))))
 
     def start(self, ask: Ask) -> tuple[Outcome, asyncio.Task[Outcome]]:
-        """Asks one thing beside everything else; the outcome is filled as the answer comes."""
+        """Sends one request concurrently; the outcome is filled as the answer arrives."""
         outcome = self._new(ask)
         return outcome, self._spawn(self.ask(ask, outcome))
 
@@ -154,7 +154,7 @@ class Load:
         return outcome
 
     async def ask(self, ask: Ask, outcome: Outcome | None = None) -> Outcome:
-        """Asks, and returns how it ended."""
+        """Sends a request and returns how it ended."""
         outcome = outcome or self._new(ask)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS * 2):
@@ -178,7 +178,7 @@ class Load:
         return outcome
 
     def _arguments(self, ask: Ask, outcome: Outcome) -> dict[str, Any]:
-        """No two requests are the same, so that one that met two crashes is no reason to refuse another."""
+        """No two requests are equal, so that two crashes under one do not cause the refusal of another."""
         return {
             "model": ask.route,
             "messages": [{"role": "user", "content": f"{ask.text} ({outcome.id})"}],

@@ -1,7 +1,7 @@
-"""The machine to break: simulated GPUs that outlive every service, and an NVIDIA driver that talks about them.
+"""The machine of the suite: simulated GPUs that outlive every service, and an NVIDIA driver that reports about them.
 
-The suite holds `Machine`; the inference service finds the same devices through `Found`, which its launcher puts in the
-place of the real probe. Neither decides what is broken when.
+The suite holds `Machine`; the inference service finds the same devices through `Found`, which the launcher puts in the
+place of the real probe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Machine:
         self._ended = threading.Event()
         self.troubled: set[str] = set()
         self.cut: set[str] = set()
-        """Devices that stay cut whatever else ends."""
+        """Devices that stay cut when other faults end."""
 
     def __enter__(self) -> Machine:
         self._root.mkdir()
@@ -53,7 +53,7 @@ class Machine:
         self._devices.__exit__()
 
     def tell(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
-        """Carries out a command of the simulator; the status of every device."""
+        """Sends a command to the simulator; returns the status of every device."""
         with self._turn:
             status = self._told.tell(do, device, **amount)
             names = {device} if device else set(status)
@@ -65,14 +65,14 @@ class Machine:
             return status
 
     def strike(self, trouble: str, device: str) -> None:
-        """Lets one of TROUBLES happen."""
+        """Starts one of TROUBLES."""
         with self._turn:
             self._told.strike(trouble, device)
             self.troubled.add(trouble)
             self._write()
 
     def restore(self) -> None:
-        """The end of all troubles; what was cut by itself stays so."""
+        """Ends all troubles; cut devices stay cut."""
         with self._turn:
             self._told.restore()
             self.troubled.clear()
@@ -98,14 +98,14 @@ class Machine:
 
 
 class Found(GgmlProbe):
-    """The devices that `path` lists: their figures and their health are NVML's, and workers compute on them."""
+    """The devices listed in `path`: figures and health are those of NVML, and workers compute on them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__({}, probe=self._listing, trial=self._compute)
         self._path = path
 
     def readings(self) -> tuple[Reading, ...]:
-        """With the places where they compute."""
+        """With the endpoints where they compute."""
         endpoints = self._read()["endpoints"]
         return tuple(
             replace(reading, rpc_endpoint=endpoints.get(self._pci[reading.id], reading.rpc_endpoint))

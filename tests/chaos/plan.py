@@ -1,7 +1,7 @@
-"""Draws what shall go wrong and when, from a seed; injects nothing.
+"""Draws the faults of a run and their times from a seed.
 
-Kinds are dealt like cards: every deck holds each kind once, in an order of its own, so none is rarer than another and
-the same seed gives the same run.
+Kinds are dealt like cards: every deck has each kind once in random order, so none is rarer than another, and the same
+seed gives the same run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What can go wrong. A device that was cut is back with `device_return`; other faults end after their seconds."""
+    """The kinds of faults. A cut device returns with `device_return`; other faults end after their seconds."""
 
     WORKER_KILL = "worker_kill"
     WORKER_STOP = "worker_stop"
@@ -38,15 +38,15 @@ class Kind(StrEnum):
 
 
 LEAST_SHARE = 0.03
-"""No kind may be rarer than this among the events of a run."""
+"""The lowest share of any kind among the events of a run."""
 _SHORT, _LONG = 0.3, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fault: when it begins (seconds from the start of the run), on what, and how long it lasts.
+    """One fault: its start (seconds from the start of the run), its target and its duration.
 
-    `draw` is a number from 0 to 1 for whatever else a kind has to choose.
+    `draw` is a number from 0 to 1 for further choices of a kind.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Event:
 def events(
     seed: int, count: int, gap_seconds: float, models: Sequence[str], devices: Sequence[str], kinds: Sequence[Kind]
 ) -> tuple[Event, ...]:
-    """`count` faults of these kinds, `gap_seconds` apart on average. A cut and its return name the same device."""
+    """`count` faults of these kinds, on average `gap_seconds` apart. A cut and its return name the same device."""
     luck = random.Random(seed)
     found: list[Event] = []
     deals = 0
@@ -87,7 +87,7 @@ def events(
 
 
 def _deck(luck: random.Random, kinds: Sequence[Kind]) -> list[Kind]:
-    """Every kind once; what is cut is cut before it returns."""
+    """Every kind once; a cut comes before its return."""
     deck = list(kinds)
     luck.shuffle(deck)
     if Kind.DEVICE_CUT in deck and Kind.DEVICE_RETURN in deck:
@@ -97,6 +97,6 @@ def _deck(luck: random.Random, kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def shares(found: Sequence[Event]) -> dict[Kind, float]:
-    """Each kind's share of the events."""
+    """The share of each kind among the events."""
     counts = Counter(event.kind for event in found)
     return {kind: count / len(found) for kind, count in counts.items()}

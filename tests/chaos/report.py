@@ -1,4 +1,4 @@
-"""Tells a run in words, bars and JSON; judges nothing."""
+"""Reports a run as text, bars and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def failover_seconds(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Every figure of a run."""
+    """All figures of a run."""
     kinds = Counter(str(one.event.kind) for one in results.done)
     failovers = failover_seconds(results.outcomes)
     loads, recovery = results.settled.load_seconds, results.settled.recovery_seconds
@@ -73,30 +73,30 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in values.items()}
 
 
-def lines(said: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """The text of the report."""
     yield (
-        f"chaos, seed {said['seed']}: {said['events']} of {said['planned']} events took effect in "
-        f"{said['seconds']:.0f} s, under {said['requests']} requests"
+        f"chaos, seed {result['seed']}: {result['events']} of {result['planned']} events took effect in "
+        f"{result['seconds']:.0f} s, under {result['requests']} requests"
     )
-    width = max(map(len, said["kinds"]), default=0)
-    for kind, count in said["kinds"].items():
-        yield f"  {kind:<{width}} {count:>5}  {count / max(1, said['events']):6.1%}"
+    width = max(map(len, result["kinds"]), default=0)
+    for kind, count in result["kinds"].items():
+        yield f"  {kind:<{width}} {count:>5}  {count / max(1, result['events']):6.1%}"
     for name in ("ends", "tiers", "codes", "failover", "restarts", "load_seconds", "recovery_seconds"):
-        yield f"  {name}: {', '.join(f'{key} {value}' for key, value in said[name].items())}"
-    yield f"  backoffs at the end: {said['backoff_seconds']} s; looks at the ledger: {said['looks']}"
-    for one in said["violations"][:60]:
+        yield f"  {name}: {', '.join(f'{key} {value}' for key, value in result[name].items())}"
+    yield f"  backoffs at the end: {result['backoff_seconds']} s; checks of the ledger: {result['looks']}"
+    for one in result["violations"][:60]:
         yield f"  VIOLATION at {one['at']:.1f} s: {one['promise']}: {one['seen']}"
 
 
-def bars(said: dict[str, Any], events: int) -> list[Bar]:
-    """What the suite promises; `events` is how many there have to be."""
-    least = min((count / max(1, said["events"]) for count in said["kinds"].values()), default=0.0)
+def bars(result: dict[str, Any], events: int) -> list[Bar]:
+    """The promises of the suite; `events` is the required number."""
+    least = min((count / max(1, result["events"]) for count in result["kinds"].values()), default=0.0)
     return [
-        Bar("chaos_events", said["events"], "events", ">=", events),
+        Bar("chaos_events", result["events"], "events", ">=", events),
         Bar("chaos_rarest_kind", 100 * least, "percent", ">=", 100 * LEAST_SHARE),
-        Bar("chaos_violations", len(said["violations"]), "violations", "<=", 0),
-        Bar("chaos_recovery_beyond_load", said["recovery_beyond_load_seconds"], "s", "<=", RECOVERY_SECONDS),
+        Bar("chaos_violations", len(result["violations"]), "violations", "<=", 0),
+        Bar("chaos_recovery_beyond_load", result["recovery_beyond_load_seconds"], "s", "<=", RECOVERY_SECONDS),
     ]
 
 

@@ -1,4 +1,4 @@
-"""One run of the suite: a system, users, planned faults, a watch, and the end; decides nothing, prints nothing."""
+"""One run of the suite: a system, users, planned faults, a watch, and the end."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.chaos.watch import Watch
 
 USERS = 6
 MOST_AT_ONCE = 6
-"""So many faults are under way at the same time; on a machine that is busy with other things they come later."""
+"""The largest number of simultaneous faults; on a busy machine they start later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`kinds` None: all that can be injected; `plants` are names of defects. After `most_seconds` no fault begins.
+    """`kinds` None: all kinds; `plants` are names of defects. No fault begins after `most_seconds`.
 
-    `measures` false leaves out how long everything takes when nothing is broken, `settles` false the whole end.
+    With `measures` false, undisturbed durations are not measured; with `settles` false, the final checks are left out.
     """
 
     seed: int = 1
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass
 class Results:
-    """Everything a run saw."""
+    """Everything that a run recorded."""
 
     settings: Settings
     planned: tuple[Event, ...]
@@ -58,7 +58,7 @@ class Results:
 
 
 async def run(root: Path, settings: Settings) -> Results:
-    """A whole run below `root`, which is empty; returns when every process has ended."""
+    """A whole run below the empty folder `root`; returns when every process has ended."""
     kinds = settings.kinds or KINDS
     planned = events(settings.seed, settings.events, settings.gap_seconds, MODELS, DEVICES, kinds)
     results = Results(settings, planned)
@@ -101,7 +101,7 @@ async def _run(system: System, results: Results) -> None:
 async def _inject(
     injector: Injector, planned: Sequence[Event], clock: Callable[[], float], most_seconds: float
 ) -> None:
-    """Every event at its time, or when there is a place for it; returns when the last one is over."""
+    """Starts every event at its time, or when there is room for it; returns when the last one is over."""
     start = clock()
     under_way: set[asyncio.Task[None]] = set()
     for event in sorted(planned, key=lambda item: item.at_seconds):

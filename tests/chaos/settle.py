@@ -1,4 +1,4 @@
-"""What must be true once nothing is broken any more: everybody answers again, nothing is left over; breaks nothing."""
+"""The final state of a run: every model answers again, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.chaos.load import Ask, Load
 from tests.chaos.system import DEVICES, MODELS, System
 
 BACKOFF_SECONDS = 310.0
-"""The longest rest of a model that failed, and a little."""
+"""The longest backoff of a failed model, and a little more."""
 RECOVERY_SECONDS = 2.0
-"""Beyond the time of a load."""
+"""In addition to the time of a load."""
 QUIET_SECONDS = 15.0
 
 
@@ -36,7 +36,7 @@ class Settled:
 
 
 class Settling:
-    """The end of a run. `clock` is the run's."""
+    """The end of a run. `clock` is that of the run."""
 
     def __init__(self, system: System, load: Load, clock: Callable[[], float]) -> None:
         self._system, self._load, self._clock = system, load, clock
@@ -44,7 +44,7 @@ class Settling:
         self.found = Settled()
 
     async def all_answer(self) -> dict[str, float]:
-        """Seconds until each model answered its first request, all asked at once; those that did within a minute."""
+        """Seconds until each model answered its first request, all sent at once, within a minute."""
         began, self._answered = self._clock(), {}
         await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
         return {name: at - began for name, at in self._answered.items()}
@@ -62,7 +62,7 @@ class Settling:
         for name in MODELS:
             if name not in self._answered:
                 self._violate("every model recovers", f"{name} did not answer within a minute")
-        await self._until("nobody is in flight", self._nobody, QUIET_SECONDS)
+        await self._until("no request is in flight", self._none_in_flight, QUIET_SECONDS)
         await self._until("breakers are closed", self._closed, QUIET_SECONDS)
         await self._all_unloaded()
         if measures:
@@ -70,7 +70,7 @@ class Settling:
             await self._all_unloaded()
         await self._until("the ledger is empty", self._empty, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("devices are empty", self._freed, QUIET_SECONDS, "no byte is leaked in any ledger")
-        await self._until("sockets are gone", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
+        await self._until("sockets are removed", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
         return self.found
 
     async def _heal(self) -> None:
@@ -84,7 +84,7 @@ class Settling:
                 return
 
     async def _answers(self, name: str, seconds: float) -> None:
-        """Asks until `name` itself answers."""
+        """Sends requests until `name` itself answers."""
         end = self._clock() + seconds
         while self._clock() < end:
             outcome = await self._load.ask(Ask(name, "Hello!", True, 4))
@@ -103,7 +103,7 @@ class Settling:
         ill = {name: state for name, state in devices.items() if state != "healthy"}
         return f"{late or ''} {ill or ''}" if late or ill else None
 
-    async def _nobody(self) -> str | None:
+    async def _none_in_flight(self) -> str | None:
         busy = {
             name: (one.in_flight, one.queued)
             for name, one in (await self._system.models()).items()
@@ -115,7 +115,7 @@ class Settling:
         return f"{busy} {waiting}" if busy or waiting else None
 
     async def _closed(self) -> str | None:
-        """Each is given the requests that close it."""
+        """Each breaker gets the requests that close it."""
         await asyncio.gather(*(self._load.ask(Ask(name, "Hello!", False, 4)) for name in (*MODELS, "shaky")))
         breakers = (await self._system.gateway("/admin/breakers"))["breakers"]
         odd = {one["name"]: one["state"] for one in breakers if one["state"] != "closed" or one["probing"]}
@@ -148,7 +148,7 @@ class Settling:
     async def _until(
         self, what: str, look: Any, seconds: float, promise: str = "no model, queue or breaker stays stuck"
     ) -> None:
-        """`look` says what is not so yet, or None; what it says at the end is a violation."""
+        """`look` describes what is missing, or returns None; its last description is a violation."""
         end = self._clock() + seconds
         while True:
             try:

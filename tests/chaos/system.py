@@ -1,4 +1,4 @@
-"""A whole Headgate to break: `headgate up` on two simulated GPUs, four models, a fake cloud; breaks nothing itself."""
+"""A whole Headgate for chaos runs: `headgate up` on two simulated GPUs, four models, a fake cloud."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DEVICES = ("gpu-0", "gpu-1")
 DEVICE_MIB = 160
 MODELS = ("demo", "demo-mini", "tiny", "tiny-deep")
 BACKED = (*MODELS, "shaky")
-"""Routes that end in a cloud which never fails."""
+"""Routes that end in a cloud that never fails."""
 ALONE = "alone"
-"""A route without any second tier."""
+"""A route without a second tier."""
 OPEN_SECONDS = 2.0
 
 MODELS_YAML = """
@@ -63,7 +63,7 @@ INFERENCE_ENV = {
 
 
 class System(Clients):
-    """Everything below `root`. `plants` are names of defects (`tests.chaos.defects`)."""
+    """Everything is below `root`. `plants` are names of defects (`tests.chaos.defects`)."""
 
     def __init__(self, root: Path, plants: Sequence[str] = ()) -> None:
         self.root = root
@@ -108,7 +108,7 @@ class System(Clients):
             self.cloud.start()
             await asyncio.to_thread(self.machine.__enter__)
             self.up = self._up()
-            self.up.start(wait_for="/readyz")  # here: it dies with the thread that started it
+            self.up.start(wait_for="/readyz")  # not in a thread: it ends with the thread that started it
         except BaseException:
             self.kill()
             raise
@@ -120,7 +120,7 @@ class System(Clients):
         await asyncio.to_thread(self.kill)
 
     def kill(self) -> None:
-        """Ends everything at once."""
+        """Kills everything."""
         self.disk.clear()
         if hasattr(self, "up"):
             self.up.kill()
@@ -130,11 +130,11 @@ class System(Clients):
     # --- asking ------------------------------------------------------------------------------------------------------
     @property
     def gateway_url(self) -> str:
-        """Where the gateway answers."""
+        """The address of the gateway."""
         return f"http://127.0.0.1:{self.gateway_port}"
 
     async def inference(self, path: str, method: str = "GET", body: Any = None, seconds: float = 10.0) -> Any:
-        """JSON of the inference service; raises httpx2.HTTPError for what is no answer, or an error."""
+        """JSON of the inference service; raises httpx2.HTTPError for errors and missing answers."""
         token = self.state.read_secret(INFERENCE_TOKEN)
         return await self._ask(f"http://127.0.0.1:{self.inference_port}{path}", token, method, body, seconds)
 
@@ -143,7 +143,7 @@ class System(Clients):
         return await self._ask(f"{self.gateway_url}{path}", self.key, method, body, seconds)
 
     async def provider(self, path: str, method: str = "GET", body: Any = None) -> Any:
-        """JSON of the fake cloud's controls."""
+        """JSON of the controls of the fake cloud."""
         return await self._ask(f"{self.cloud.url}{path}", None, method, body, 10.0)
 
     async def _ask(self, url: str, secret: str | None, method: str, body: Any, seconds: float) -> Any:
@@ -165,7 +165,7 @@ class System(Clients):
         return {entry["id"]: ModelStatus.from_json(entry) for entry in answer["data"]}
 
     async def simulator(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
-        """Tells the simulator; the status of every device. Raises SimulatorError while there is none."""
+        """Sends a command to the simulator; returns the status of every device. Raises SimulatorError without one."""
         return await asyncio.to_thread(lambda: self.machine.tell(do, device, **amount))
 
     async def devices(self) -> Mapping[str, Mapping[str, Any]]:
@@ -173,14 +173,14 @@ class System(Clients):
         return {device["id"]: device for device in (await self.inference("/devices"))["devices"]}
 
     @property
-    def heard(self) -> int:
-        """How much both services have logged so far, in bytes."""
+    def log_offset(self) -> int:
+        """Bytes that both services have logged so far."""
         return self.up.log_path.stat().st_size
 
-    def said_since(self, heard: int) -> str:
-        """What they logged since then."""
+    def logged_since(self, offset: int) -> str:
+        """What the services logged after `offset`."""
         with self.up.log_path.open("rb") as log:
-            log.seek(heard)
+            log.seek(offset)
             return log.read().decode("utf-8", "replace")
 
     # --- processes ---------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class System(Clients):
         return None
 
     def strays(self) -> dict[int, str]:
-        """Processes of this system that `up` does not descend to, beside the fake cloud: nobody would end them."""
+        """Processes of this system that are not descendants of `up` or the fake cloud."""
         family = {self.up.pid, self.cloud.pid, os.getpid(), *children_of(self.up.pid), *children_of(self.cloud.pid)}
         mark = f"HEADGATE_STATE_DIR={self.root / 'state'}".encode()
         found = {}

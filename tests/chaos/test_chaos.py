@@ -1,4 +1,4 @@
-"""A bounded slice of the suite: every kind of fault once under load, and one planted defect that must be found."""
+"""A short part of the suite: every kind of fault once under load, and one planted defect that must be found."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.chaos.run import Settings, run
 pytestmark = pytest.mark.timeout(300)
 
 
-async def test_every_kind_of_fault_once_and_every_promise_kept(tmp_path: Path) -> None:
+async def test_promises_are_kept_under_every_kind_of_fault(tmp_path: Path) -> None:
     """The long run is `make chaos`."""
     results = await run(tmp_path / "x", Settings(seed=5, events=len(Kind), gap_seconds=0.6, users=4, measures=False))
-    told = "\n".join(report.lines(report.summary(results)))
-    assert {one.event.kind for one in results.done} == set(Kind), told
-    assert results.violations == [], told
+    report_text = "\n".join(report.lines(report.summary(results)))
+    assert {one.event.kind for one in results.done} == set(Kind), report_text
+    assert results.violations == [], report_text
 
 
-async def test_a_stream_that_only_looks_finished_is_found(tmp_path: Path) -> None:
-    """The suite sees a gateway that ends broken streams in [DONE]."""
+async def test_planted_defect_of_unfinished_streams_is_found(tmp_path: Path) -> None:
+    """The suite detects a gateway that ends broken streams in [DONE]."""
     settings = Settings(
         seed=1, events=4, gap_seconds=0.5, users=2, plants=("done_on_a_cut",), kinds=(Kind.WORKER_KILL,)
     )

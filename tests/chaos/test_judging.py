@@ -1,4 +1,4 @@
-"""What is planned is fair and replayable, and every kind of broken promise is seen; nothing is started."""
+"""The plan is fair and reproducible, and every kind of broken promise is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = Outcome(
 )
 BACKED = Facts(backed=frozenset({"demo"}))
 TOUCHED = Facts([Window("worker_kill", frozenset({"demo"}), 10.2, 10.3)], backed=frozenset({"demo"}))
-EVERYBODY = Facts([Window("inference_kill", None, 10.2, 10.3)], backed=frozenset({"demo"}))
+ALL_MODELS = Facts([Window("inference_kill", None, 10.2, 10.3)], backed=frozenset({"demo"}))
 ELSEWHERE = Facts([Window("worker_kill", frozenset({"other"}), 10.2, 10.3)], backed=frozenset({"demo"}))
 LATER = Facts([Window("worker_kill", frozenset({"demo"}), 20.0, 21.0)], backed=frozenset({"demo"}))
 ABORTED = Window("worker_abort", frozenset({"demo"}), 10.2, 10.3)
@@ -35,14 +35,14 @@ def _plan(seed: int, count: int) -> Any:
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(0, 60))
-def test_the_same_seed_is_the_same_run(seed: int, count: int) -> None:
+def test_same_seed_gives_the_same_run(seed: int, count: int) -> None:
     assert _plan(seed, count) == _plan(seed, count)
     assert len(_plan(seed, count)) == count
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(50, 150))
-def test_no_kind_is_rare_and_what_is_cut_returns(seed: int, count: int) -> None:
+def test_kinds_are_equally_frequent_and_cut_devices_return(seed: int, count: int) -> None:
     found = _plan(seed, count)
     assert min(shares(found).values()) >= LEAST_SHARE
     assert set(shares(found)) == set(Kind)
@@ -70,7 +70,7 @@ def test_every_kind_can_be_injected() -> None:
         (replace(GOOD, end=End.CUT, done=False, finishes=0), TOUCHED, "cut silently"),
         (replace(GOOD, end=End.CUT, finishes=0), TOUCHED, "ends in [DONE]"),
         (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), TOUCHED, None),
-        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), EVERYBODY, None),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), ALL_MODELS, None),
         (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), OUT, None),
         (replace(GOOD, end=End.ERROR_FRAME, code="model_failed"), TOUCHED, "ends in [DONE]"),
         (replace(GOOD, end=End.ERROR_FRAME, done=False), TOUCHED, "says its code"),
@@ -78,7 +78,7 @@ def test_every_kind_can_be_injected() -> None:
         (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), LATER, "no fault touched"),
         (
             replace(GOOD, end=End.ERROR_FRAME, code="x", done=False, answered_by="cloud/demo"),
-            EVERYBODY,
+            ALL_MODELS,
             "no fault touched",
         ),
         (
@@ -93,15 +93,15 @@ def test_every_kind_can_be_injected() -> None:
         (replace(GOOD, end=End.REFUSED, status=503, done=False, route="alone"), BACKED, "says its code"),
         (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), TWICE, None),
         (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), ONCE, "before its first token"),
-        (replace(GOOD, end=End.BROKEN, done=False), EVERYBODY, "breaks only with the gateway"),
+        (replace(GOOD, end=End.BROKEN, done=False), ALL_MODELS, "breaks only with the gateway"),
         (replace(GOOD, end=End.BROKEN, done=False), OUT, None),
-        (replace(GOOD, end=End.SILENT, done=False), EVERYBODY, "waits for ever"),
-        (replace(GOOD, end=End.STRANGE, done=False), EVERYBODY, "keeps to the protocol"),
+        (replace(GOOD, end=End.SILENT, done=False), ALL_MODELS, "waits for ever"),
+        (replace(GOOD, end=End.STRANGE, done=False), ALL_MODELS, "keeps to the protocol"),
         (replace(GOOD, end=End.LEFT, finishes=0), BACKED, None),
         (replace(GOOD, end=None), BACKED, "every request ends"),
     ],
 )
-def test_what_a_client_saw_is_judged(outcome: Outcome, facts: Facts, words: str | None) -> None:
+def test_outcomes_of_clients_are_judged(outcome: Outcome, facts: Facts, words: str | None) -> None:
     found = [one.promise for one in violations([outcome], facts)]
     if words is None:
         assert found == []
@@ -113,7 +113,7 @@ def test_ends_are_counted() -> None:
     assert tally([GOOD, GOOD, replace(GOOD, end=None)]) == {"complete": 2, "open": 1}
 
 
-def test_what_stays_too_long_is_told_once() -> None:
+def test_state_that_lasts_too_long_is_reported_once() -> None:
     since = Since(5.0)
     assert since.note({"a": "a holds 3"}, 0.0) == []
     assert since.note({"a": "a holds 2"}, 4.0) == []
@@ -121,7 +121,7 @@ def test_what_stays_too_long_is_told_once() -> None:
     assert since.note({"a": "a holds 1"}, 9.0) == []
 
 
-def test_what_comes_and_goes_is_not_stuck() -> None:
+def test_state_that_changes_is_not_stuck() -> None:
     since = Since(5.0)
     for now in (0.0, 4.0, 8.0):
         assert since.note({"a": "busy"}, now) == []
@@ -131,7 +131,7 @@ def test_what_comes_and_goes_is_not_stuck() -> None:
     assert since.note({"b": "busy"}, 40.0) == []
 
 
-def test_bytes_without_an_owner_are_suspicious() -> None:
+def test_bytes_without_an_owner_are_found() -> None:
     def holding(phase: str) -> dict[str, Any]:
         return {"owner": "demo", "phase": phase, "devices_mb": {"gpu-0": 3.0}}
 
@@ -145,13 +145,13 @@ def test_bytes_without_an_owner_are_suspicious() -> None:
 
 
 @pytest.mark.parametrize(("changed", "is_told"), [({}, False), ({"free_bytes": 3}, True), ({"free_bytes": -1}, True)])
-def test_an_account_that_does_not_add_up_is_seen(changed: dict[str, int], is_told: bool) -> None:
+def test_account_that_does_not_add_up_is_found(changed: dict[str, int], is_told: bool) -> None:
     account = {"capacity_bytes": 10, "shortfall_bytes": 0, "free_bytes": 2, "foreign_bytes": 1, "reserved_bytes": 0,
                "resident_bytes": 7, "releasing_bytes": 0, "room_bytes": 2, "bound": "capacity"}  # fmt: skip
     assert bool(unbalanced({"gpu-0": {"ledger": {**account, **changed}}})) == is_told
 
 
-def test_a_model_on_the_cpu_is_seen() -> None:
+def test_model_on_the_cpu_is_found() -> None:
     here = {state.value: ModelStatus(state.value, state, devices=("cpu",)) for state in ModelState}
     kept = {name: here.pop(name) for name in ("offloading", "warm")}
     there = {"elsewhere": ModelStatus("elsewhere", ModelState.READY, devices=("gpu-0",))}
@@ -160,7 +160,7 @@ def test_a_model_on_the_cpu_is_seen() -> None:
     assert "ready is on cpu" in on_cpu({**kept, **here})
 
 
-def test_models_on_their_way_and_queues_are_watched() -> None:
+def test_models_in_transition_and_queues_are_watched() -> None:
     models = {
         "a": ModelStatus("a", ModelState.LOADING, pid=7),
         "b": ModelStatus("b", ModelState.COLD, queued=2),

@@ -1,4 +1,4 @@
-"""Looks at ledger, models, breakers and processes all along, and tells what stays wrong; breaks nothing."""
+"""Checks ledger, models, breakers and processes during a run, and reports what stays wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.chaos.system import System
 
 EVERY_SECONDS = 0.5
 LEAK_SECONDS = 12.0
-"""A gone worker's bytes are released or forfeited within five seconds and a reading, on a machine that is busy."""
+"""The bytes of an ended worker are released or forfeited within five seconds and a reading, on a busy machine."""
 STUCK_SECONDS = 45.0
-"""No model changes its state, and nobody waits, for longer than this without an end: beyond every deadline in force."""
+"""No model changes its state and no request waits for longer than this: more than every configured deadline."""
 STRAY_SECONDS = 6.0
 PARTS = ("free", "foreign", "reserved", "resident", "releasing")
 KEPT = frozenset({"offloading", "warm"})
@@ -27,26 +27,28 @@ PASSING = frozenset({"loading", "draining", "offloading", "restoring", "unloadin
 
 @dataclass
 class Since:
-    """Since when each thing that is suspicious has been seen without a break."""
+    """Since when each suspicious thing has been seen without a break."""
 
     limit_seconds: float
     seen: dict[str, float] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def note(self, present: Mapping[str, str], now: float) -> list[str]:
-        """What has been there for too long, once each; `present` is a description by key."""
+        """Descriptions of what has lasted too long, once each; `present` is a description by key."""
         self.seen = {key: self.seen.get(key, now) for key in present}
-        late = [key for key, since in self.seen.items() if now - since > self.limit_seconds and key not in self.told]
-        self.told.update(late)
+        late = [
+            key for key, since in self.seen.items() if now - since > self.limit_seconds and key not in self.reported
+        ]
+        self.reported.update(late)
         return [f"{present[key]}, for {now - self.seen[key]:.1f} s" for key in late]
 
     def forget(self) -> None:
-        """Nobody could look for a while."""
+        """The checks were not possible for a while."""
         self.seen = {}
 
 
 class Watch:
-    """Runs beside everything else. What it finds is in `violations`."""
+    """Runs during the whole run; `violations` has its findings."""
 
     def __init__(self, system: System, clock: Callable[[], float]) -> None:
         self._system, self._clock = system, clock
@@ -62,11 +64,11 @@ class Watch:
             await asyncio.sleep(EVERY_SECONDS)
 
     async def look(self) -> None:
-        """One look at everything that answers."""
+        """One check of everything that answers."""
         now = self._clock()
         strays = await asyncio.to_thread(self._system.strays)
-        for said in self._strays.note({str(pid): f"pid {pid} ({words})" for pid, words in strays.items()}, now):
-            self._violate("nothing outlives the service that started it", said)
+        for text in self._strays.note({str(pid): f"pid {pid} ({words})" for pid, words in strays.items()}, now):
+            self._violate("nothing outlives the service that started it", text)
         try:
             dump = await self._system.inference("/memory/dump", "POST", body={})
             models, devices = await self._system.models(), await self._system.devices()
@@ -75,21 +77,21 @@ class Watch:
             self._stuck.forget()
             return
         self.samples += 1
-        for said in unbalanced(devices):
-            self._violate("every account adds up", said)
-        for said in on_cpu(models):
-            self._violate("no model is on the CPU by surprise", said)
-        for said in self._holdings.note(unowned(dump), now):
-            self._violate("no byte is leaked in any ledger", said)
-        for said in self._stuck.note(waiting(models), now):
-            self._violate("no model, queue or breaker stays stuck", said)
+        for text in unbalanced(devices):
+            self._violate("every account adds up", text)
+        for text in on_cpu(models):
+            self._violate("no model is on the CPU by surprise", text)
+        for text in self._holdings.note(unowned(dump), now):
+            self._violate("no byte is leaked in any ledger", text)
+        for text in self._stuck.note(waiting(models), now):
+            self._violate("no model, queue or breaker stays stuck", text)
 
     def _violate(self, promise: str, seen: str) -> None:
         self.violations.append(Violation(promise, self._clock(), seen))
 
 
 def unowned(dump: Mapping[str, Any]) -> dict[str, str]:
-    """Holdings that are no living worker's own: leaving ones, second ones of models on their way, and leaked ones."""
+    """Holdings without a living worker: leaving ones, second ones of models in transition, and leaked ones."""
     owned = {worker["holding"] for worker in dump["workers"].values()}
     return {
         name: f"{name} holds {holding['devices_mb']} MB for {holding['owner']} ({holding['phase']})"
@@ -110,8 +112,8 @@ def unbalanced(devices: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
-    """Models that are where nobody wants them: on the CPU of a machine with accelerators. What is kept warm, or on its
-    way there, is in host memory and computes nothing.
+    """Models on the CPU of a machine with accelerators. Warm models and models in transition use host memory
+    without computing.
     """
     return [
         f"{name} is on {', '.join(one.devices)}"
@@ -121,7 +123,7 @@ def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
 
 
 def waiting(models: Mapping[str, ModelStatus]) -> dict[str, str]:
-    """Models on their way from one state to another, and queues in which somebody waits."""
+    """Models in transition, and queues with waiting requests."""
     found = {}
     for name, one in models.items():
         if one.state in PASSING:
