@@ -11,8 +11,8 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
-from inference.settings import ModelSpec
-from tests.rigs.authority_world import MIB, World, configuration
+from tests.rigs.authority_checks import CheckedWorld
+from tests.rigs.authority_world import MIB, configuration
 
 __all__ = ["MIB", "StepWorld", "begin"]
 
@@ -20,17 +20,13 @@ TICK_SECONDS = 0.5
 OVERHEAD_BYTES = 10 * MIB
 
 
-class StepWorld(World):
-    """`grants` are the leases of requests, by ticket; `errors` are the errors of requests and commands.
-
-    `trouble` is why processes are not suspended or resumed, and whether the state of the device is the cause.
-    """
+class StepWorld(CheckedWorld):
+    """`grants` are the leases of requests, by ticket; `errors` are the errors of requests and commands."""
 
     def __post_init__(self) -> None:
         self.grants: dict[int, int] = {}
         self.errors: dict[int, InferenceError] = {}
         self.log: list[str] = []
-        self.trouble: tuple[str | None, bool] = (None, False)
         super().__post_init__()
 
     def _perform(self, effect: effects.Effect) -> None:
@@ -43,15 +39,6 @@ class StepWorld(World):
                 self.errors[command] = error
             case effects.Log(_, message):
                 self.log.append(message)
-            case effects.LookAtFiles(specs):
-                self.later.append(events.FilesSeen({spec.id: self._files_of(spec) for spec in specs}))
-                return
-            case effects.Suspend(worker):
-                self.later.append(events.SuspendEnded(worker, *self.trouble))
-                return
-            case effects.Resume(worker):
-                self.later.append(events.ResumeEnded(worker, *self.trouble))
-                return
         super()._perform(effect)
 
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
@@ -60,9 +47,6 @@ class StepWorld(World):
         return Estimate(
             {devices[0].id: Parts(size - OVERHEAD_BYTES, 0, 0)}, {devices[0].id: OVERHEAD_BYTES}, "", "", 4096
         )
-
-    def _files_of(self, spec: ModelSpec) -> Any:
-        return ((str(spec.path), (self.sizes[spec.id] * MIB, self.versions[spec.id], 1)),)
 
     def model(self, name: str) -> ModelRecord:
         """The record of a model."""
@@ -90,19 +74,14 @@ class StepWorld(World):
         self.live(1.0)
         return self.grants[ticket]
 
-    def finish(self, lease: int, *, completed: bool = True) -> None:
-        """A request ends."""
-        self.send(events.Released(self.leases.pop(lease), lease, completed))
+    def finish(self, lease: int) -> None:
+        """A request is answered."""
+        self.release(lease, completed=True)
 
     def used(self, *models: str) -> None:
         """One request of each model, one after the other."""
         for model in models:
             self.finish(self.leased(model))
-
-    def give_up(self, ticket: int) -> None:
-        """The client of a waiting request is gone."""
-        self.asked.pop(ticket, None)
-        self.send(events.Withdrawn(ticket))
 
     def foreign_mib(self, device: str, mib: int) -> None:
         """Other programs use so much of a device, and that is read."""

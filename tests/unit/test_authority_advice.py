@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from inference.authority import events
 from inference.authority.handlers.watching import advisor
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
 from inference.errors import MemoryLimitExceededError, QueueFull
@@ -41,7 +40,7 @@ class Site:
             else:
                 _, model, setting = name.split(".")
                 self.models[model][setting] = value
-        self.world.send(events.SettingsChanged(configuration(self.models, **self.settings)))
+        self.world.change(configuration(self.models, **self.settings))
         self.world.arrive()
 
     def refuse(self, name: str) -> None:

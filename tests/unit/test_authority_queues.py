@@ -117,7 +117,7 @@ def test_withdrawn_request_leaves_its_queue_and_the_load_finishes() -> None:
     world = begin({"a": {}})
     ticket = world.want("a")
     world.arrive(events.Loaded)
-    world.give_up(ticket)
+    world.withdraw(ticket)
     assert not world.model("a").queue.waiters
     world.live(1)
     assert world.model("a").state is S.READY

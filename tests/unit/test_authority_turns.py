@@ -27,7 +27,7 @@ def keep_busy(world: StepWorld, *models: str, until: Callable[[], bool], seconds
                 served += 1
         if until():
             for ticket in tickets.values():
-                world.give_up(ticket)
+                world.withdraw(ticket)
                 if ticket in world.grants:
                     world.finish(world.grants[ticket])
             return served
@@ -84,7 +84,7 @@ def test_model_stays_when_the_request_that_it_drains_for_is_withdrawn() -> None:
     world.live(30)
     assert world.model("a").state is S.DRAINING
     newcomer = world.want("a")
-    world.give_up(other)
+    world.withdraw(other)
     assert world.model("a").state is S.BUSY
     assert newcomer in world.grants
     world.finish(lease)
@@ -107,7 +107,7 @@ def test_load_without_a_waiting_request_is_given_up_only_for_another_model() -> 
     world = begin({"a": {}, "b": {}}, **ONE_FITS)
     ticket = world.want("a")
     world.arrive(events.Loaded)
-    world.give_up(ticket)
+    world.withdraw(ticket)
     world.live(5, events.Loaded)
     assert world.model("a").state is S.LOADING
     other = world.want("b")
@@ -191,7 +191,7 @@ def draining() -> tuple[StepWorld, int, int]:
 def test_model_unloaded_by_hand_while_it_drains_is_unloaded_after_its_request() -> None:
     world, lease, wish = draining()
     command = world.command(events.Unload("a"))
-    world.give_up(wish)
+    world.withdraw(wish)
     assert world.model("a").state is S.DRAINING
     world.finish(lease)
     world.live(5)

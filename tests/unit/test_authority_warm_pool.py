@@ -87,8 +87,7 @@ def test_failed_offload_books_every_byte_back(gpus: tuple[str, ...], how: str, s
     world.arrive(step)
     if how == "dies" and world.model("a").worker in world.alive:
         world.end(process(world), ExitCause.KILLED)
-    world.later = [event for event in world.later if not isinstance(event, step)]
-    world.live(60)
+    world.live(60, step)
     assert world.model("a").state in (S.WARM, S.FAILED, S.COLD)
     assert gpus == () or world.booked("gpu-0") == 0
     world.live(60)
@@ -199,7 +198,7 @@ def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused
     first = process(world)
     if operation == "resume":
         offload(world)
-    world.trouble = ("cuCheckpointProcessLock failed", of_state)
+    world.faults.suspension = "state" if of_state else "driver"
     if operation == "suspend":
         offload(world)
         assert world.model("a").state is S.COLD
@@ -209,7 +208,7 @@ def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused
     world.live(60)
     assert (world.model("a").loads, world.model("a").failure) == (2, None)
     assert first not in world.alive
-    world.trouble = (None, False)
+    world.faults.suspension = None
     for lease in list(world.leases):
         world.finish(lease)
     offload(world)
@@ -227,9 +226,8 @@ def test_suspended_process_that_dies_gives_everything_back(moment: str) -> None:
     if moment == "restoring":
         ticket = world.want("a")
         world.arrive(events.ResumeEnded)
-        world.give_up(ticket)
+        world.withdraw(ticket)
     world.end(process(world), ExitCause.KILLED)
-    world.later = [item for item in world.later if not isinstance(item, events.SuspendEnded | events.ResumeEnded)]
     world.live(60)
     assert not world.state.ledger.holdings
     assert command not in world.commands
@@ -273,7 +271,7 @@ def test_setting_decides_which_devices_are_tested_for_suspension(setting: str, k
 # --- limits that are lowered ----------------------------------------------------------------------------------------
 def change(world: StepWorld, models: dict[str, dict[str, Any]], **settings: Any) -> None:
     found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
-    world.send(events.SettingsChanged(configuration(found, **settings)))
+    world.change(configuration(found, **settings))
 
 
 def test_idle_model_leaves_at_once_for_a_lowered_limit_and_a_busy_one_after_its_request() -> None:
@@ -360,7 +358,7 @@ def test_draining_model_whose_settings_changed_leaves_for_good(is_removed: bool)
     assert world.model("a").state is S.DRAINING
     models = {"b": {}} if is_removed else {"a": {"context_length": 512}, "b": {}}
     change(world, models, memory_limit_gb=0.3)
-    world.give_up(wish)
+    world.withdraw(wish)
     world.finish(lease)
     world.live(5)
     assert not world.state.ledger.holdings
