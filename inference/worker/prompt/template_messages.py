@@ -20,7 +20,7 @@ def messages_of(messages: Sequence[Message], images: ImageParts | None = None) -
     """
     if len(messages) > MAX_MESSAGES:
         raise BadRequestError(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed", "messages")
-    return tuple(_message(item, f"messages[{index}]", images) for index, item in enumerate(messages))
+    return tuple(_message(item, index, images) for index, item in enumerate(messages))
 
 
 _SHOWN_AS = {"developer": "system", "function": "tool"}
@@ -46,27 +46,33 @@ _ANSWERS_ONLY = frozenset(
 """Fields that other services and client libraries add to answers. They have no effect."""
 
 
-def _message(item: Message, at: str, images: ImageParts | None) -> Mapping[str, Any]:
-    extra = item.extra or {}
+def _message(item: Message, index: int, images: ImageParts | None) -> Mapping[str, Any]:
+    content = item.content if isinstance(item.content, str) else _text(item, f"messages[{index}].content", images)
+    message: dict[str, Any] = {"role": _SHOWN_AS.get(item.role, item.role), "content": content or item.refusal or ""}
+    if item.name is not None:
+        message["name"] = item.name
+    if item.tool_call_id is not None:
+        message["tool_call_id"] = item.tool_call_id
+    if item.reasoning_content is not None:
+        message["reasoning_content"] = item.reasoning_content
+    if item.extra:
+        _check_extra(item, item.extra, f"messages[{index}]")
+        if item.role == "assistant" and isinstance(item.extra.get("reasoning"), str):  # the name at some services
+            message.setdefault("reasoning_content", item.extra["reasoning"])
+    if item.tool_calls:
+        message["tool_calls"] = [
+            _call(call.function, call.id, f"messages[{index}].tool_calls[{place}]")
+            for place, call in enumerate(item.tool_calls)
+        ]
+    elif item.function_call is not None:
+        message["tool_calls"] = [_call(item.function_call, "", f"messages[{index}]")]
+    return message
+
+
+def _check_extra(item: Message, extra: Mapping[str, Any], at: str) -> None:
     for name, value in extra.items():
         if name not in _OF_ANSWERS and not (item.role == "assistant" and _has_no_effect(name, value)):
             raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
-    message: dict[str, Any] = {
-        "role": _SHOWN_AS.get(item.role, item.role),
-        "content": _text(item, f"{at}.content", images) or item.refusal or "",
-    }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(item, name)) is not None:
-            message[name] = value
-    if item.role == "assistant" and isinstance(extra.get("reasoning"), str):  # the name at some services
-        message.setdefault("reasoning_content", extra["reasoning"])
-    if item.tool_calls:
-        message["tool_calls"] = [
-            _call(call.function, call.id, f"{at}.tool_calls[{index}]") for index, call in enumerate(item.tool_calls)
-        ]
-    elif item.function_call is not None:
-        message["tool_calls"] = [_call(item.function_call, "", at)]
-    return message
 
 
 def _has_no_effect(name: str, value: Any) -> bool:
@@ -75,12 +81,10 @@ def _has_no_effect(name: str, value: Any) -> bool:
 
 
 def _text(item: Message, at: str, images: ImageParts | None) -> str:
-    """The text of a content. As in llama.cpp, text parts are joined by newlines, and images without.
+    """The text of a content in parts. As in llama.cpp, text parts are joined by newlines, and images without.
 
     Raises BadRequestError for parts that the model cannot read.
     """
-    if isinstance(item.content, str):
-        return item.content
     joined = ""
     after_text = False
     for index, part in enumerate(item.parts):
