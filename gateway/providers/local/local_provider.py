@@ -22,7 +22,7 @@ from gateway.providers.http_clients import make_hop
 from gateway.providers.local.local_stream import LocalStream, upstream_error
 from gateway.providers.provider import Call
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
-from headgate.shared.bodies.body_decoder import as_bytes
+from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import CompletionRequest, StreamOptions
 from headgate.shared.hop import Answer, BrokenError
 from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID
@@ -67,12 +67,12 @@ class LocalProvider:
         if not (given is not None and given.include_usage) and asked.answer_so_far is None:
             options.prompt_usage = True
         body = changed(asked, model=call.model, stream=True, stream_options=options)
-        return LocalStream(self._ask, call, as_bytes(body))
+        return LocalStream(self._ask, call, orjson.dumps(as_json(body)))
 
     async def unary(self, call: Call) -> bytes:
         """See `gateway.providers.provider.Provider`."""
         body = replace(call.body, model=call.model)
-        answer = await self._ask(call, as_bytes(body))
+        answer = await self._ask(call, orjson.dumps(as_json(body)))
         try:
             return await answer.whole()
         except BrokenError as error:

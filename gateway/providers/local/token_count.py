@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any
 
+import orjson
+
 from gateway.apis.schema.chat_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
-from headgate.shared.bodies.body_decoder import as_bytes
+from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import TokenizeBody
 
 REMEMBERED = 1024
@@ -53,7 +55,7 @@ class Counter:
         bound of its tokens in `details["prompt_tokens"]`.
         """
         fields: dict[str, Any] = {name: getattr(body, name, None) for name in _COUNTED}
-        question = as_bytes(TokenizeBody(model=model, **fields))
+        question = orjson.dumps(as_json(TokenizeBody(model=model, **fields)))
         key = await _digest(question)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)

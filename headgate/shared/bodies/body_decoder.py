@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
-import orjson
 from msgspec import UNSET
 from msgspec import inspect as types
 
@@ -153,23 +152,13 @@ def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
 
 def as_json(body: msgspec.Struct) -> dict[str, Any]:
     """`body`, or an object of one, as a new JSON object in the format of its API; absent fields are left out."""
-    found: dict[str, Any] = msgspec.to_builtins(_without_internal(body))
+    if getattr(body, "origin", None) is not None:
+        body = msgspec.structs.replace(body, origin=None)
+    found: dict[str, Any] = msgspec.to_builtins(body)
+    found.pop("$from_messages", None)
     if found.pop("$has_extra", not isinstance(body, Body)):
         _merge(found)
     return found
-
-
-def as_bytes(body: Body) -> bytes:
-    """`as_json` of a body as bytes."""
-    if body.has_extra:
-        return orjson.dumps(as_json(body))
-    return msgspec.json.encode(_without_internal(body))
-
-
-def _without_internal(body: msgspec.Struct) -> msgspec.Struct:
-    if getattr(body, "origin", None) is not None or getattr(body, "from_messages", False):
-        return msgspec.structs.replace(body, origin=None, from_messages=False)
-    return body
 
 
 def _merge(value: Any) -> None:
