@@ -201,7 +201,7 @@ async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) 
     answer = await ask(service.app, "POST", "/devices/gpu-0/recover")
     assert (answer.status, answer.body["device"]["state"]) == (200, "healthy")
     for name in ("cpu", "gpu-7"):
-        with pytest.raises(InvalidRequestError, match=f"no accelerator '{name}'; there are: gpu-0"):
+        with pytest.raises(InvalidRequestError, match=f"unknown accelerator '{name}'; accelerators: gpu-0"):
             await authority.recover(name)
 
 

@@ -108,7 +108,7 @@ def test_each_remedy_of_the_message_works(tmp_path: Path) -> None:
         start(tmp_path, 1)
     assert "restart the machine" in message
     start(tmp_path, 0, replace(NOW, boot="boot-2"))
-    assert message.endswith(f"remove {tmp_path / NAME}")
+    assert message.endswith(f"delete {tmp_path / NAME}")
     (tmp_path / NAME).unlink()
     start(tmp_path, 0)
 
