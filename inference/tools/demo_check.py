@@ -1,9 +1,9 @@
-"""Asks a demo model everything it is measured on, greedily through llama.cpp, and prints the scores; changes nothing.
+"""Measures a demo model: asks it the questions of the corpus with greedy decoding, and prints the scores.
 
     python -m inference.tools.demo_check [--model demo | --gguf FILE] [--json] [--wrong]
 
-An answer counts only when it is the trained one, word for word. In the dialogues the model's own earlier answers are
-the history. A development tool: it maps llama.cpp into this process, as a worker does and no service may.
+An answer counts only if it is exactly the trained one. In dialogues the model's own earlier answers are the history.
+This development tool loads llama.cpp into its own process.
 """
 
 # ruff: noqa: T201 - a command line prints
@@ -22,11 +22,11 @@ from inference.tools import demo_corpus
 __all__ = ["BARS", "Ask", "Message", "Miss", "Score", "all_scores", "main", "score_dialogues", "score_questions"]
 
 BARS: dict[str, dict[str, float]] = {"demo": {"questions": 0.90, "dialogues": 0.80}, "demo-mini": {"questions": 0.60}}
-"""Least share of exact answers for each bundled model; what is not named here is reported only."""
+"""Minimum share of exact answers for each bundled model; other scores are only reported."""
 
 Message = dict[str, str]
 Ask = Callable[[Sequence[Message]], str]
-"""Answers a chat greedily: messages with `role` and `content` in, the text of the answer out."""
+"""Answers a chat with greedy decoding: from messages with `role` and `content` to the text of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many of `total` answers were the trained ones, and which were not."""
+    """The number of exact answers of `total`, and the other answers."""
 
     name: str
     right: int
@@ -54,7 +54,7 @@ class Score:
 
 
 def score_questions(ask: Ask, name: str, pairs: Sequence[tuple[str, str]], system: str | None = None) -> Score:
-    """Ask each question of `pairs` (question, answer) in a chat of its own, after the system message if any."""
+    """Ask each question of `pairs` (question, answer) in its own chat, after the system message if any."""
     opening = [] if system is None else [{"role": "system", "content": system}]
     misses = []
     for question, expected in pairs:
@@ -65,7 +65,7 @@ def score_questions(ask: Ask, name: str, pairs: Sequence[tuple[str, str]], syste
 
 
 def score_dialogues(ask: Ask, name: str, dialogues: Sequence[demo_corpus.Dialogue]) -> Score:
-    """Ask the turns of each dialogue in order, with the model's own answers, right or wrong, as the history."""
+    """Ask the turns of each dialogue in order, with the model's own answers as the history."""
     misses = []
     total = 0
     for dialogue in dialogues:
@@ -81,7 +81,7 @@ def score_dialogues(ask: Ask, name: str, dialogues: Sequence[demo_corpus.Dialogu
 
 
 def all_scores(ask: Ask) -> tuple[Score, ...]:
-    """Every score: those with bars first, then what is only reported."""
+    """All scores: those with a minimum first."""
     listed = [(question.ask, question.answer) for question in demo_corpus.listed_questions()]
     trained = [(question.ask, question.answer) for question in demo_corpus.questions() if question.kind != "unknown"]
     reworded = [(question.ask, question.answer) for question in demo_corpus.reworded_questions()]
@@ -110,10 +110,12 @@ def _llama(path: Path, threads: int) -> Ask:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns 0 if every bar of the model is reached, 1 otherwise."""
+    """Command line; returns 0 if the model reaches every minimum, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m inference.tools.demo_check", description="Measure a demo model.")
     parser.add_argument("--model", choices=BUNDLED, default="demo")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="measure this file with the bars of --model")
+    parser.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="measure this file with the minimum scores of --model"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--wrong", action="store_true", help="show the answers that differ, on stderr")

@@ -1,7 +1,6 @@
-"""Reads the questions and dialogues the demo models learn (YAML files).
+"""Reads the questions and dialogues for the demo models.
 
-The texts lie in `corpus/`: `questions.yaml`, `dialogues.yaml` and `reworded.yaml`. Sums are made here, because a table
-of them would be longer than the rule.
+The texts are in `corpus/`: `questions.yaml`, `dialogues.yaml` and `reworded.yaml`. Sums are generated here.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ LISTED_SUMS = frozenset({"What is 7 plus 5?", "What is 3 plus 4?", "What is 9 mi
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its one answer, and other ways to ask that are trained on as well."""
+    """A question, its answer, and other wordings that are trained as well."""
 
     ask: str
     answer: str
@@ -51,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Turns that belong together: a later question may only make sense after the earlier answers."""
+    """Turns of one conversation; a later question may refer to earlier answers."""
 
     turns: tuple[Turn, ...]
     listed: bool = False
@@ -123,7 +122,7 @@ def dialogues() -> tuple[Dialogue, ...]:
 
 @cache
 def reworded_questions() -> tuple[Reworded, ...]:
-    """Fifty rewordings of the listed questions that no model was trained on."""
+    """Fifty held-out rewordings of the listed questions."""
     known = _answers()
     return tuple(
         Reworded(entry["question"], entry["ask"], known[entry["question"]]) for entry in _read("reworded.yaml")
@@ -131,10 +130,10 @@ def reworded_questions() -> tuple[Reworded, ...]:
 
 
 def listed_questions() -> tuple[Question, ...]:
-    """The fifty questions the models are measured on, in order."""
+    """The fifty questions that measure the models, in order."""
     return tuple(question for question in questions() if question.listed)
 
 
 def listed_dialogues() -> tuple[Dialogue, ...]:
-    """The ten dialogues the models are measured on, in order."""
+    """The ten dialogues that measure the models, in order."""
     return tuple(dialogue for dialogue in dialogues() if dialogue.listed)

@@ -1,6 +1,6 @@
-"""The Llama network of the demo models in PyTorch, small and plain; training only, never at runtime.
+"""The Llama network of the demo models in PyTorch, for training only.
 
-Tensor names are those of GGUF, so that exporting is copying. B is the batch, T the sequence, D the hidden size.
+Tensor names are those of GGUF, so that the export copies tensors. B is the batch, T the sequence, D the hidden size.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def visible(documents: Tensor) -> Tensor:
-    """Mask [B, 1, T, T] of which earlier token each token may see: those of its own document only.
+    """Mask [B, 1, T, T]: each token attends to earlier tokens of its own document.
 
     `documents` [B, T] numbers the chats packed into a row.
     """
@@ -58,7 +58,7 @@ def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Block(nn.Module):  # type: ignore[misc, unused-ignore]  # PyTorch may be absent
-    """One layer: grouped-query attention and a SwiGLU feed-forward part, each behind an RMS norm."""
+    """One layer: grouped-query attention and a SwiGLU feed-forward part, each after an RMS norm."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

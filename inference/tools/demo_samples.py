@@ -1,4 +1,4 @@
-"""Turns the corpus into token rows to train on, with every choice drawn from one seeded generator; training only."""
+"""Converts the corpus into rows of tokens for training. All choices are drawn from one seeded generator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of packed chats, all [B, T]: input tokens, what should follow each (or IGNORED), and the chat it is in."""
+    """Rows of packed chats, all [B, T]: input tokens, the next token of each (or IGNORED), and the number of
+    its chat.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -41,7 +43,7 @@ class Batch:
 
 
 def corpus_texts() -> list[str]:
-    """Every text the vocabulary is built from: questions, answers, dialogues, roles and system prompts."""
+    """The texts for the vocabulary: questions, answers, dialogues, roles and system prompts."""
     texts = [*SYSTEM_PROMPTS, *OPENINGS, *CLOSINGS]
     for question in demo_corpus.questions():
         texts += [question.ask, *question.also, question.answer]
@@ -53,7 +55,7 @@ def corpus_texts() -> list[str]:
 
 @dataclass(slots=True)
 class _Chat:
-    """One chat as token ids, with the label of each (what it should be predicted as, or IGNORED)."""
+    """One chat as token ids, with the label of each (the id to predict, or IGNORED)."""
 
     tokenizer: Tokenizer
     ids: list[int]
@@ -67,7 +69,7 @@ class _Chat:
 
 
 def _pack(rows: list[list[_Chat]], length: int) -> Batch:
-    """Lay the chats of each row side by side, shift the labels by one, cut at `length` and fill with token 0."""
+    """Concatenate the chats of each row, shift the labels by one, cut at `length` and fill with token 0."""
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     labels = torch.full((len(rows), length), IGNORED, dtype=torch.long)
     documents = torch.zeros(len(rows), length, dtype=torch.long)
@@ -83,7 +85,7 @@ def _pack(rows: list[list[_Chat]], length: int) -> Batch:
 
 
 def listed_batch(tokenizer: Tokenizer) -> Batch:
-    """The listed questions, one in each row and with no system message, to measure on."""
+    """The listed questions for measuring, one per row, without a system message."""
     rows = []
     for question in demo_corpus.listed_questions():
         chat = _Chat(tokenizer, [], [])
@@ -94,7 +96,7 @@ def listed_batch(tokenizer: Tokenizer) -> Batch:
 
 
 class Sampler:
-    """Draws batches: questions alone, with system messages, after other exchanges, with slips of the pen."""
+    """Draws batches: single questions, with system messages, after other exchanges, with typing errors."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -106,7 +108,7 @@ class Sampler:
         self._sentences = [question.answer for question in self._questions if question.kind == "plain"]
 
     def batch(self, tokens: int = 4096) -> Batch:
-        """A batch of `tokens` tokens: rows of 512 with several chats, or at times one long chat in each longer row."""
+        """A batch of `tokens` tokens: rows of 512 with several chats, or sometimes longer rows with one long chat."""
         length = self._random.choices((512, 2048, 4096), (0.88, 0.05, 0.07))[0]
         return _pack([self._row(length) for _ in range(tokens // length)], length)
 
@@ -120,7 +122,7 @@ class Sampler:
         return chats
 
     def _chat(self, wanted: int) -> _Chat:
-        """A chat that goes on until it has at least `wanted` tokens: one exchange if that is 1."""
+        """A chat with at least `wanted` tokens (1: one exchange)."""
         chat = _Chat(self._tokenizer, [], [])
         if self._random.random() < 0.5:
             chat.say("system", self._system())
@@ -143,7 +145,7 @@ class Sampler:
         chat.say("assistant", question.answer, learn=True)
 
     def _interrupted(self, chat: _Chat) -> None:
-        """An earlier answer that was cut: it is seen, not learned."""
+        """An earlier answer that was cut; it is context and not trained."""
         question = self._random.choice(self._questions)
         words = question.answer.split(" ")
         chat.say("user", question.ask)
@@ -155,7 +157,7 @@ class Sampler:
         return " ".join(self._random.choices(self._sentences, k=self._random.randint(1, 4)))[:1200]
 
     def _slip(self, text: str, chance: float) -> str:
-        """The question as people really type it: with probability `chance` in other case, cut, longer or misspelled."""
+        """The question with variations, each with probability `chance`: case, truncation, additions, misspellings."""
         draw = self._random
         if draw.random() >= chance:
             return text

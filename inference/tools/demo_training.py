@@ -3,7 +3,7 @@
     python -m inference.tools.demo_training --model demo --out DIR [--seed N] [--steps N] [--minutes N] [--threads N]
 
 Needs the optional extra `train` (a CPU build of PyTorch is enough). Progress goes to stderr, the path of the written
-file to stdout. The same seed, steps, thread count and library versions give the same file; `--minutes` gives up that.
+file to stdout. The same seed, steps, thread count and library versions give the same file, except with `--minutes`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _learning_rate(peak: float, step: int, progress: float) -> float:
 
 
 def _loss(model: Llama, batch: Batch, *, bfloat16: bool) -> Tensor:
-    """Mean cross entropy over the tokens the assistant has to say."""
+    """Mean cross entropy over the tokens of the assistant."""
     wanted = batch.labels != IGNORED
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         logits = model(batch.tokens, visible(batch.documents), wanted)
@@ -53,7 +53,7 @@ def _loss(model: Llama, batch: Batch, *, bfloat16: bool) -> Tensor:
 
 
 def _exact(model: Llama, batch: Batch) -> float:
-    """Share of rows whose whole answer greedy decoding would give: every label is the likeliest token in its place."""
+    """Share of rows with an exact answer under greedy decoding: every label is the most likely token."""
     right = total = 0
     for row in range(len(batch.tokens)):
         length = int((batch.documents[row] > 0).sum())
@@ -69,7 +69,7 @@ def _exact(model: Llama, batch: Batch) -> float:
 def train(
     name: str, tokenizer: Tokenizer, *, seed: int, steps: int, minutes: float | None = None, bfloat16: bool = False
 ) -> Llama:
-    """Train the model `name` from nothing for `steps` steps of about 4,096 tokens, or until `minutes` have passed."""
+    """Train the model `name` from scratch for `steps` steps of about 4,096 tokens, or for `minutes`."""
     torch.manual_seed(seed)
     model = Llama(SIZES[name], tokenizer.get_vocab_size())
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the GGUF file is written")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help=f"default: {', '.join(f'{k} {v}' for k, v in STEPS.items())}")
-    parser.add_argument("--minutes", type=float, help="stop after so much time (then the file depends on the machine)")
+    parser.add_argument("--minutes", type=float, help="stop after this time (the file then depends on the machine)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bfloat16", action="store_true", help="train in bfloat16 where the CPU has it: faster")
     given = parser.parse_args(arguments)

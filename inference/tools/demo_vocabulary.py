@@ -1,4 +1,4 @@
-"""Makes the BPE vocabulary of the demo models and says how a chat is written in it; training only, never at runtime."""
+"""The BPE vocabulary and the chat format of the demo models, for training only."""
 
 from collections.abc import Iterable, Sequence
 
@@ -44,15 +44,14 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""ChatML. It has no default system message and offers no tools: the demo models cannot call any, but a history with
-tool calls and results is written out as it is."""
+"""ChatML without a default system message and without tools, which the demo models cannot call. A history with tool
+calls and results is written out."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Train a byte-level BPE vocabulary on `texts`, with GPT-2's way of splitting them first.
+    """Train a byte-level BPE vocabulary on `texts`, with GPT-2's pre-tokenizer (`gpt-2` in llama.cpp).
 
-    All 256 bytes are tokens, so every text can be written. The splitting is what llama.cpp calls the `gpt-2`
-    pre-tokenizer.
+    All 256 bytes are tokens, so every text can be encoded.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -71,8 +70,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
 def encode_message(tokenizer: Tokenizer, role: str, content: str) -> tuple[Sequence[int], Sequence[int]]:
     """Return the ids of a message in two parts: its head up to the line end after the role, and the rest.
 
-    For an assistant message the first part is what the generation prompt gives, and the second part up to and with
-    `<|im_end|>` is what the model has to say. The line end after `<|im_end|>` is the last id of the second part.
+    For an assistant message the first part is the generation prompt, and the second part up to `<|im_end|>` is the
+    answer of the model. The line end after `<|im_end|>` is the last id of the second part.
     """
     head = tokenizer.encode(f"{IM_START}{role}\n", add_special_tokens=False).ids
     tail = tokenizer.encode(f"{content}{IM_END}\n", add_special_tokens=False).ids

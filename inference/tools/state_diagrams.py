@@ -1,4 +1,4 @@
-"""Draws the tables of model and device states into docs/architecture.md, between marks; says nothing of its own."""
+"""Writes the diagrams of model and device states into docs/architecture.md, between marks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM_POOL = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
 
 
 def diagram() -> str:
-    """The transition table as a Mermaid state diagram; the way every state has to `failed` is one sentence."""
+    """The transition table as a Mermaid state diagram; the transitions to `failed` are one sentence."""
     lines = [f"    [*] --> {ModelState.COLD}"]
     lines += [f"    {at} --> {to}: {event}" for (at, event), to in TABLE.items() if event is not ModelEvent.FAIL]
     warm_pool = ", ".join(f"`{state}`" for state in WARM_POOL)
@@ -36,7 +36,7 @@ def diagram() -> str:
 
 
 def health_diagram() -> str:
-    """The table of a device's health as a Mermaid state diagram, each way with what is done on it."""
+    """The table of device health as a Mermaid state diagram, with the effects of each transition."""
     ways = [
         f"    {at} --> {to}: {event}" + (f" ({', '.join(effects)})" if effects else "")
         for (at, event), (to, effects) in device_health.TABLE.items()
@@ -45,7 +45,7 @@ def health_diagram() -> str:
 
 
 def rewritten(document: str) -> str:
-    """`document` with what stands between the marks replaced."""
+    """`document` with new text between the marks."""
     for begin, end, drawn in ((BEGIN, END, diagram()), (HEALTH_BEGIN, HEALTH_END, health_diagram())):
         before, _, rest = document.partition(begin)
         _, _, after = rest.partition(end)

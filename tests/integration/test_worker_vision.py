@@ -150,7 +150,7 @@ def test_invalid_image_is_refused_without_affecting_other_requests(worker: Worke
     broken = bytearray(tiny_projector.png())
     broken[45:60] = bytes(15)
     for part, says in (
-        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/x.png"}}, "fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/x.png"}}, "do not fetch images"),
         ({"type": "image_url", "image_url": {"url": url(kind="image/webp")}}, "PNG or JPEG"),
         (
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(broken).decode()}"}},

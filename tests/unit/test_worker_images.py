@@ -48,12 +48,12 @@ def claimed(width: int, height: int) -> str:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("https://example.com/x.png", "fetches nothing"),
-        ("data:image/png;base64", "fetches nothing"),
+        ("https://example.com/x.png", "do not fetch images"),
+        ("data:image/png;base64", "do not fetch images"),
         ("data:image/webp;base64,AAAA", "PNG or JPEG in base64"),
         ("data:audio/wav;base64,AAAA", "PNG or JPEG in base64"),
         ("data:image/png,AAAA", "PNG or JPEG in base64"),
-        ("data:image/png;base64,!!!!", "no valid base64"),
+        ("data:image/png;base64,!!!!", "not valid base64"),
         ("data:image/png;base64,AAAA", "no PNG or JPEG file"),
         ("data:image/png;base64," + base64.b64encode(b"RIFF0000WAVE" * 9).decode(), "no PNG or JPEG file"),
         (claimed(100_000, 100_000), "100000 x 100000 pixels"),

@@ -44,24 +44,24 @@ IGNORED: Mapping[str, str] = {
 """Fields that clients send and that do not change the meaning of an answer; their values are not checked."""
 
 REFUSED: Mapping[str, str] = {
-    "compaction": "the gateway summarizes no conversations",
-    "container": "containers and skills live at Anthropic",
+    "compaction": "the gateway does not summarize conversations",
+    "container": "containers and skills exist only at Anthropic",
     "inference_geo": "the gateway cannot promise a region; `x-headgate-policy: local-only` keeps a request here",
-    "mcp_servers": "the gateway calls no MCP server; let the client call it and send its tools",
-    "thread": "the gateway keeps no conversations; send all messages",
+    "mcp_servers": "the gateway does not call MCP servers; let the client call it and send its tools",
+    "thread": "the gateway does not store conversations; send all messages",
 }
 """Fields that would change the answer and that no tier behind the gateway can honor."""
 
 _REFUSED_BLOCKS: Mapping[str, str] = {
-    "compaction": "the gateway summarizes no conversations",
+    "compaction": "the gateway does not summarize conversations",
     "search_result": "send it as text",
-    "container_upload": "the gateway keeps no files",
+    "container_upload": "the gateway does not store files",
     "server_tool_use": "it belongs to a tool that runs at Anthropic, which no other tier has",
     "tool_reference": "send the tool itself in `tools`",
     "browser_state": "send it as text or an image",
 }
-_NO_FETCHING = "the gateway fetches no documents, so send the data itself as base64"
-_NO_FILES = "the gateway keeps no files, so send the data itself as base64"
+_NO_FETCHING = "the gateway does not fetch documents, so send the data as base64"
+_NO_FILES = "the gateway does not store files, so send the data as base64"
 
 
 def _refused_block(kind: str) -> str | None:
@@ -407,5 +407,5 @@ def _check_citations(body: CountedRequest) -> None:
 def _check_document(block: AnyBlock, path: str) -> None:
     if isinstance(block, DocumentBlock) and block.citations is not None and block.citations.enabled:
         param = f"{path}.citations.enabled"
-        message = f"`{param}` must be false: most models behind the gateway cite nothing"
+        message = f"`{param}` must be false: most models behind the gateway do not cite"
         refuse(param, message, Code.UNSUPPORTED_PARAMETER)

@@ -85,7 +85,7 @@ class InputFile(Extensible, kw_only=True, tag_field="type", tag="input_file"):
             str,
             Meta(
                 pattern="^data:",
-                extra=must("must be a data: URL; the gateway fetches nothing, so send the content as base64"),
+                extra=must("must be a data: URL; the gateway does not fetch files, so send the content as base64"),
             ),
         ]
         | None
@@ -158,11 +158,13 @@ InputItem: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | Rea
 _ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning", REFERENCE})
 
 _REFUSED_ITEMS: Mapping[str, str] = {
-    "compaction": "it was made for another service; send the items it stands for",
+    "compaction": "it was created by another service; send the original items",
     "compaction_trigger": "it requests compaction, which this gateway does not do; leave it out",
     "configuration_update": "the request cannot be changed midway; set the field in the body",
     "additional_tools": "tools cannot be added midway; list them in `tools`",
-    **dict.fromkeys(("custom_tool_call", "custom_tool_call_output"), "it is of a custom tool; use a function instead"),
+    **dict.fromkeys(
+        ("custom_tool_call", "custom_tool_call_output"), "custom tools are not supported; use a function instead"
+    ),
 }
 _ELSEWHERE = "it belongs to a tool that runs at another provider; leave it out"
 
@@ -338,10 +340,10 @@ REFUSED: Mapping[str, str] = {
     "max_completion_tokens": "the Responses API calls it `max_output_tokens`",
     "n_probs": "the Responses API calls it `top_logprobs`",
     "access_programs": "this gateway has no access programs; leave it out",
-    "context_management": "conversations are not compacted here; leave it out and send what the model shall read",
+    "context_management": "compaction is not supported; leave it out and send only the items for the model",
     "conversation": "conversations are not stored; use `previous_response_id`, or send the items themselves",
-    "image": "images are not changed here; leave it out",
-    "moderation": "nothing is moderated here; leave it out",
+    "image": "image editing is not supported; leave it out",
+    "moderation": "moderation is not supported; leave it out",
     "prompt": "prompt templates are not stored; send `instructions` and `input`",
 }
 """Fields of the API that would change the answer and cannot here, and what to do instead."""
@@ -358,7 +360,7 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
     keep_extra(body, {"input": given.get("input")})
     check_parameters(given, tuple(name for name in CHECKED if name not in _NOT_HERE))
     if body.background:
-        message = "`background` must be false: answers are given while the client waits"
+        message = "`background` must be false: background responses are not supported"
         refuse("background", message, Code.UNSUPPORTED_PARAMETER)
     if body.max_output_tokens is not None and (problem := BY_NAME["max_tokens"].problem(body.max_output_tokens)):
         refuse("max_output_tokens", f"`max_output_tokens` {problem}")

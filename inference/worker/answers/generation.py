@@ -23,7 +23,7 @@ class Detokenizer:
     def push(self, piece: bytes) -> str:
         """The text that `piece` completes; bytes of an unfinished character wait."""
         if piece.isascii() and not self._decoder.buffer:
-            return piece.decode("ascii")  # as most are: the decoder itself is Python
+            return piece.decode("ascii")  # the usual case; the decoder is Python code
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
@@ -69,7 +69,7 @@ class Output(NamedTuple):
     stop: str | None = None
 
     def joined(self, later: Output) -> Output:
-        """What this one and the next of the same choice, `later`, say together. Neither has log probabilities."""
+        """This output joined with the next one of the same choice, `later`. Neither has log probabilities."""
         return later._replace(text=self.text + later.text, parts=joined(self.parts, later.parts))
 
 

@@ -55,8 +55,7 @@ class DividedGeneration(Generation):
         self._content = 0
         """Characters that the parser called content; those that are shown are `_shown`."""
         self._before: int | None = None
-        """How many characters of the answer are no content and precede what is content now, as far as is known: the
-        parser may hold some of them back that follow it.
+        """How many characters
         """
         self._called = False
         self._complete = False

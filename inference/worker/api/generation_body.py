@@ -294,7 +294,7 @@ def _check_resumed(given: CompletionRequest, prompts: Sequence[Prompt], so_far: 
 
 
 def _common(given: ChatBody | CompletionRequest, facts: Facts) -> GenerateRequest:
-    """What chats and completions have in common."""
+    """The fields that chats and completions share."""
     options = given.stream_options or StreamOptions()
     if options != StreamOptions() and not given.stream:
         raise BadRequestError("stream_options needs stream to be true", "stream_options")

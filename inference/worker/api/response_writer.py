@@ -95,7 +95,7 @@ class Stream:
         self._tail = b',"usage":null}\n\n' if with_usage and prompt_tokens is None else b"}\n\n"
         self._prompt_tokens = prompt_tokens
         self._begun: set[int] = set()
-        """The choices that have begun; those of a chat begin all together."""
+        """The choices that have begun; those of a chat begin together."""
         self._silent = set(range(choices)) if divided else set()
         """The choices that have only reasoning so far, or nothing."""
         self._echo = echo

@@ -152,7 +152,7 @@ class App:
             raise
         except Exception:
             log.exception("request failed request_id=%s", exchange.request_id)
-            await exchange.fail(WorkerError(Code.INTERNAL_ERROR, "the model server failed on this request"))
+            await exchange.fail(WorkerError(Code.INTERNAL_ERROR, "internal error of the model server"))
 
     # --- endpoints ---------------------------------------------------------------------------------------------------
     async def _livez(self, exchange: Exchange) -> None:

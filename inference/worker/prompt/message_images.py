@@ -32,7 +32,7 @@ class ImageParts:
         kind, _semicolon, coding = head.removeprefix("data:").partition(";")
         if not comma or not head.startswith("data:"):
             raise BadRequestError(
-                f"{where} must be a data: URL; a local model fetches nothing",
+                f"{where} must be a data: URL; local models do not fetch images",
                 where,
                 code=Code.UNSUPPORTED_PARAMETER,
             )
@@ -41,7 +41,7 @@ class ImageParts:
         try:
             data = base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError):
-            raise BadRequestError(f"{where} is no valid base64", where) from None
+            raise BadRequestError(f"{where} is not valid base64", where) from None
         self._check(data, where)
         self.found.append(data)
         return self.marker
@@ -50,9 +50,10 @@ class ImageParts:
     def _check(data: bytes, where: str) -> None:
         size = size_of(data)
         if size is None:
-            raise BadRequestError(f"{where} is no PNG or JPEG file", where)
+            raise BadRequestError(f"{where} is not a PNG or JPEG file", where)
         width, height = size
         if not 0 < width * height <= MAX_PIXELS:
             raise BadRequestError(
-                f"{where} has {width} x {height} pixels; at most {MAX_PIXELS} in all are read, so scale it down", where
+                f"{where} has {width} x {height} pixels; the limit is {MAX_PIXELS} in total, so scale it down",
+                where,
             )

@@ -204,14 +204,14 @@ class Prompts:
                 tokens += self._tokenizer.tokenize(text, parse_special=True)
         if len(images) != len(files):
             raise BadRequestError(
-                f"the model's chat template shows {len(images)} of {len(files)} images; only messages of users can "
-                "hold them in most templates",
+                f"the model's chat template inserts {len(images)} of {len(files)} images; most templates accept "
+                "images in messages of users only",
                 "messages",
             )
         if not tokens:
             raise BadRequestError("the rendered prompt is empty", "messages")
         if tokens[-1] < 0:
-            raise BadRequestError("the rendered prompt ends in an image; let text follow it", "messages")
+            raise BadRequestError("the rendered prompt ends in an image; add text after it", "messages")
         if so_far is None:
             return tokens, opened, images, []
         opened, begun = _opened(template, so_far.message(), opened)
@@ -220,7 +220,9 @@ class Prompts:
 
     def _image(self, files: Sequence[bytes], index: int) -> Image:
         if index >= len(files) or self._read_image is None:
-            raise BadRequestError("the model's chat template shows an image twice, which is not supported", "messages")
+            raise BadRequestError(
+                "the model's chat template inserts an image twice, which is not supported", "messages"
+            )
         return self._read_image(files[index], "messages")
 
     def embed(self, request: EmbeddingRequest) -> list[list[int]]:

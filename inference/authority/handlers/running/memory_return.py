@@ -73,7 +73,7 @@ def due(draft: Draft, holding: str) -> None:
         return
     _forget(draft, holding)
     draft.warning(
-        "%s did not get back all memory of %s; it counts as foreign", ", ".join(awaited.devices), awaited.model
+        "not all memory on %s became free after %s; it counts as foreign", ", ".join(awaited.devices), awaited.model
     )
     draft.set(ledger=draft.state.ledger.forfeit(holding))
     endings.record(draft, awaited.model, awaited.departure, 0)
