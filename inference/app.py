@@ -172,7 +172,7 @@ async def serve(
         else:
             host, port = sock.getsockname()[:2]
             if idle := set_without_effect(environ):
-                log.warning("set, and without effect in this version: %s", ", ".join(idle))
+                log.warning("settings without effect in this version: %s", ", ".join(idle))
             log.info("inference answers on http://%s:%d (%d models)", host, port, len(config.models))
         await answering
     finally:

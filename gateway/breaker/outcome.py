@@ -43,7 +43,7 @@ class End(StrEnum):
 
 
 class Observation(NamedTuple):
-    """What was seen of the end of an attempt; fields other than `kind` where the provider sent them.
+    """Observations about the end of an attempt; fields other than `kind` are None if the provider did not send them.
 
     `retry_after` is in seconds. From the inference service: `cause` is why the worker ended, `full_for` the priorities
     for which a model's queue is full.

@@ -138,7 +138,7 @@ class Edge:
                 exchange.reason = str(error.code)
             await send_error(send_on, exchange, error)
         except ClientLeftError:
-            log.debug("request %s: the client left while sending", exchange.request_id)
+            log.debug("request %s: the client disconnected during the response", exchange.request_id)
         except Exception:
             log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
             if not exchange.started:

@@ -24,7 +24,7 @@ def test_reload_reads_dot_env_again(tmp_path: Path) -> None:
     service = inference_service(tmp_path, tmp_path / "config").start(wait_for="/readyz")
     try:
         wait_until(
-            "it is logged", lambda: "set, and without effect in this version: INFERENCE_KV_POLICY" in service.log
+            "it is logged", lambda: "settings without effect in this version: INFERENCE_KV_POLICY" in service.log
         )
         (tmp_path / ".env").write_text("INFERENCE_MAX_MODELS=1\nINFERENCE_MAX_BODY_MB=1\n")
         service.signal(signal.SIGHUP)

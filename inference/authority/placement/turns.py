@@ -20,7 +20,7 @@ from inference.authority.placement.plan import Held, Placement, Policy, Refusal,
 from inference.protocol import Priority
 
 MOST_SWAP_SECONDS = 30.0
-"""A turn is at least as long as a swap takes, up to this; beyond it, waiting counts more than time lost to swapping."""
+"""Maximum swap time that lengthens a turn; with slower loads, waiting counts more than time lost to swapping."""
 DELAY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
 """Seconds by which a request counts as younger than it is, by priority."""
 

@@ -55,8 +55,8 @@ class DeviceRunner:
         except HelperError as error:
             failure = str(error)
         except Exception as error:
-            log.exception("the trial of %s failed in the service", effect.device)
-            failure = f"the trial failed in the service ({type(error).__name__})"
+            log.exception("internal error in the trial of %s", effect.device)
+            failure = f"internal error in the trial ({type(error).__name__})"
         self._dispatch(events.TrialEnded(effect.device, effect.trial, failure))
 
     def _renew_probes(self, effect: effects.RenewProbes) -> None:
@@ -66,7 +66,7 @@ class DeviceRunner:
         try:
             await self._inventory.renew()
         except Exception:
-            log.exception("the probes could not be renewed")
+            log.exception("the helpers of the probes could not be restarted")
         self._dispatch(events.ProbesRenewed(effect.command))
 
     def _prove_suspension(self, effect: effects.ProveSuspension) -> None:
@@ -78,6 +78,6 @@ class DeviceRunner:
             trouble = await self._inventory.carriers[effect.kind].test(effect.device)
             problem = None if trouble is None else trouble.why
         except Exception as error:
-            log.exception("the test of suspension on %s failed in the service", effect.device.id)
-            problem = f"its test failed in the service ({type(error).__name__})"
+            log.exception("internal error in the suspension test on %s", effect.device.id)
+            problem = f"internal error in its test ({type(error).__name__})"
         self._dispatch(events.SuspensionTested(effect.kind, problem))

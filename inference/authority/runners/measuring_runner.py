@@ -57,7 +57,7 @@ class MeasuringRunner:
         except InferenceError as error:
             self._dispatch(events.Estimated(key, error))
         except Exception as error:
-            log.exception("the estimate of %s on %s failed in the service", key.spec.id, ", ".join(key.devices))
+            log.exception("internal error in the estimate of %s on %s", key.spec.id, ", ".join(key.devices))
             self._dispatch(events.Estimated(key, _unmeasurable(key, error)))
         else:
             self._dispatch(events.Estimated(key, found))
@@ -103,5 +103,5 @@ class MeasuringRunner:
 
 def _unmeasurable(key: EstimateKey, error: Exception) -> ModelFailed:
     return ModelFailed(
-        f"the model {key.spec.id!r} cannot be measured ({type(error).__name__}); the service's log says more"
+        f"the model {key.spec.id!r} cannot be measured ({type(error).__name__}); see the log of the inference service"
     )

@@ -161,8 +161,8 @@ class WorkerRunner:
             if trouble is not None:
                 why, of_state = trouble.why, trouble.of_state
         except Exception as error:
-            log.exception("%s of pid %d failed in the service", operation, effect.pid)
-            why = f"it failed in the service ({type(error).__name__})"
+            log.exception("internal error in %s of pid %d", operation, effect.pid)
+            why = f"internal error ({type(error).__name__})"
         if isinstance(effect, effects.Suspend):
             self._dispatch(events.SuspendEnded(effect.worker, why, of_state))
             return

@@ -31,7 +31,7 @@ def finite(lowered: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     if not found.of(lowered):
         raise SchemaError(
             names[min(dead, key=lambda name: int(name[1:]))],
-            "no value that ends satisfies this $ref: what it points at needs itself again, or allows nothing; "
+            "no finite value satisfies this $ref: its target requires itself again, or allows nothing; "
             "leave out one of the references, make it optional, or allow null beside it with anyOf",
         )
     _prune(lowered, dead)

@@ -27,7 +27,7 @@ class Thinking:
     def place(self, opened: str) -> Literal["before", "inside", "after"]:
         """Where an answer to a prompt that ends in `opened` begins.
 
-        Only the very end counts: earlier markers are those of earlier turns, or words of a user.
+        Only the end counts: earlier markers belong to earlier turns or to texts of users.
         """
         end = opened.removesuffix(MIDST).rstrip()
         if end.endswith(self.begin):

@@ -32,7 +32,8 @@ class QueueEstimate:
         if requested > queue + slots:
             return WorkerError(
                 Code.QUEUE_FULL,
-                f"the request needs {requested} sequences; this model holds at most {slots} running and {queue} queued",
+                f"the request needs {requested} sequences; this model accepts at most {slots} running and "
+                f"{queue} queued ones",
             )
         wait = None
         if self._seconds is not None:

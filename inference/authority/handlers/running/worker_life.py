@@ -218,7 +218,7 @@ def _note_load(
     draft.set_model(model.id, restore_seconds=seconds)
     draft.set(restorations=draft.state.restorations + 1)
     draft.count("restorations")
-    draft.info("%s came back within %.2f s with %d tokens of its sequences", model.id, seconds, ready.restored_tokens)
+    draft.info("%s was restored in %.2f s with %d tokens of its sequences", model.id, seconds, ready.restored_tokens)
 
 
 def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapping[str, int]) -> None:
