@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.bodies.openai_bodies import decode_tokenize
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.api import generation_body
+from inference.worker.api.typed_body import typed
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
 
@@ -364,3 +366,16 @@ def test_documents_can_be_set_in_template_variables() -> None:
     """No other field sets them."""
     arguments = {"documents": [{"title": "a", "text": "b"}]}
     assert generation_body.chat({**HELLO_BODY, "chat_template_kwargs": arguments}, FULL).template_arguments == arguments
+
+
+def test_body_to_tokenize_holds_messages_or_a_prompt() -> None:
+    found = typed(
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, decode_tokenize, FACTS
+    )
+    assert found.messages is not None and (found.messages[0].content, found.model) == ("hello", "tiny")
+    assert typed({"prompt": [1, 2]}, decode_tokenize, FACTS).prompt == [1, 2]
+    with pytest.raises(BadRequestError, match="unknown field 'temperature'"):
+        typed({"prompt": "a", "temperature": 1}, decode_tokenize, FACTS)
+    with pytest.raises(BadRequestError) as caught:
+        typed({"prompt": [1, "a"]}, decode_tokenize, FACTS)
+    assert caught.value.param == "prompt[1]"
