@@ -1,12 +1,10 @@
-"""How property tests draw: the same examples in every run, so that a red suite is red again; `explore` draws anew.
+"""Settings of the whole test suite.
 
-Names of cases are the same in every process, or tests cannot be divided among several: none may hold an address.
-A suite that was started in the background ignores Ctrl-C, and so would every program it tests: that is undone.
-Bytecode is kept whatever the environment says: the suite starts hundreds of processes, and each would compile its own.
-What collecting made stays, so the garbage collector need not look through it again in every full round.
-One authority that signed nothing is all that TLS trusts here: reading those of the system takes 35 ms for every client.
-
-HYPOTHESIS_PROFILE=explore make test ARGS="tests/property"
+Property tests draw the same examples in every run; the profile `explore` draws new ones:
+HYPOTHESIS_PROFILE=explore make test ARGS="tests/property". Names of test cases must be the same in every process, so
+that tests can be distributed. SIGINT is not ignored, and bytecode is always written: hundreds of processes would
+compile again. Collected objects are frozen, so that the garbage collector skips them. TLS trusts only an unused
+authority here, because reading the authorities of the system takes 35 ms per client.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses names that differ from process to process."""
+    """Refuses names that differ between processes."""
     strange = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if strange:
         raise pytest.UsageError(f"name these cases with ids=: {strange[0]}")
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import: a tenth of the time of what runs in these processes."""
+    """Thousands of collected tests cost the garbage collector a tenth of the time otherwise."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Asks an ASGI app as HTTP would, without a socket; for apps whose services run inside the test."""
+"""Sends requests to an ASGI app without a socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer:
 
 
 def operations(guarded: Any) -> list[tuple[str, str]]:
-    """Every (method, path) of the inference service's cold routes; parameters stand in braces."""
+    """Every (method, path) of the inference service outside of generation; parameters are in braces."""
     paths = guarded._app.openapi()["paths"]
     return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
@@ -37,7 +37,7 @@ async def ask(
     raw: bytes | None = None,
     more: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request; `target` is path and query, `body` goes out as JSON, or `raw` as it is; `more` headers."""
+    """One request; `target` is path and query, `body` is sent as JSON, or `raw` unchanged; `more` are headers."""
     path, _, query = target.partition("?")
     data = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
@@ -54,7 +54,7 @@ async def ask(
 
     async def receive() -> dict[str, Any]:
         if not incoming:
-            await asyncio.Event().wait()  # whoever asks stays until the answer is there
+            await asyncio.Event().wait()  # the client stays until the answer is complete
         return incoming.pop()
 
     async def send(message: Any) -> None:
@@ -63,6 +63,6 @@ async def ask(
     await app(scope, receive, send)
     start = next(message for message in sent if message["type"] == "http.response.start")
     text = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
-    said = {name.decode(): value.decode() for name, value in start["headers"]}
-    is_json = said.get("content-type", "").startswith("application/json")
-    return Answer(start["status"], said, json.loads(text) if is_json else text)
+    header_values = {name.decode(): value.decode() for name, value in start["headers"]}
+    is_json = header_values.get("content-type", "").startswith("application/json")
+    return Answer(start["status"], header_values, json.loads(text) if is_json else text)

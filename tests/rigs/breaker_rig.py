@@ -1,4 +1,4 @@
-"""What tests of breakers share: the signs of life of a stream, and a breaker that is opened from outside."""
+"""Shared by tests of breakers: the activity of a stream, and a breaker that is opened from outside."""
 
 from __future__ import annotations
 

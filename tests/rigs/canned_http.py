@@ -1,4 +1,4 @@
-"""A tiny HTTP service with canned answers and a record of what it was asked; stands for either service."""
+"""A small HTTP service with canned answers and a record of its requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 class Canned:
     """One answer: a JSON `body`, or `frames` of a stream, sent in order and then closed.
 
-    `gate` is run before each frame; `left` is set when the client goes away before the last one.
+    `gate` is called before each frame; `left` is set when the client disconnects before the last one.
     """
 
     body: Any = None
@@ -29,7 +29,7 @@ class Canned:
 
 @dataclass
 class Asked:
-    """One request as it came."""
+    """One received request."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class Asked:
 
 @dataclass
 class CannedService:
-    """`answers` maps "METHOD /path" to what is said; anything else gets a 404 in the envelope."""
+    """`answers` maps "METHOD /path" to an answer; other requests get a 404 with the envelope."""
 
     answers: dict[str, Canned]
     url: str = ""
@@ -53,14 +53,14 @@ def canned_service(answers: Mapping[str, Canned]) -> Iterator[CannedService]:
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Quiet."""
+            """Logs nothing."""
 
         def _answer(self) -> None:
             raw = self.rfile.read(int(self.headers.get("content-length") or 0))
             path = unquote(self.path)
             headers = {name.lower(): value for name, value in self.headers.items()}
             service.asked.append(Asked(self.command, path, headers, json.loads(raw) if raw else None))
-            said = service.answers.get(f"{self.command} {path}") or Canned(
+            answer = service.answers.get(f"{self.command} {path}") or Canned(
                 {
                     "error": {
                         "message": f"no {path}",
@@ -71,25 +71,25 @@ def canned_service(answers: Mapping[str, Canned]) -> Iterator[CannedService]:
                 },
                 404,
             )
-            self.send_response(said.status)
-            for name, value in said.headers.items():
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
                 self.send_header(name, value)
             self.send_header("Connection", "close")
-            if said.frames is None:
-                payload = json.dumps(said.body).encode()
+            if answer.frames is None:
+                payload = json.dumps(answer.body).encode()
                 self.send_header("Content-Length", str(len(payload)))
                 self.end_headers()
                 self.wfile.write(payload)
                 return
             self.end_headers()
-            for at, frame in enumerate(said.frames):
-                if said.gate is not None:
-                    said.gate(at)
+            for at, frame in enumerate(answer.frames):
+                if answer.gate is not None:
+                    answer.gate(at)
                 try:
                     self.wfile.write(frame)
                     self.wfile.flush()
                 except OSError:
-                    said.left.set()
+                    answer.left.set()
                     return
 
         do_GET = do_POST = do_DELETE = _answer  # noqa: N815  # the names that http.server looks for

@@ -1,4 +1,4 @@
-"""Compiles the C libraries that stand in for drivers, once per source; knows nothing of what they pretend."""
+"""Compiles the C libraries that replace drivers in tests, once per source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def library_directory(source: Path, library: str) -> Path:
-    """The folder that holds `library`, compiled from `source`; AssertionError with the compiler's words otherwise."""
+    """The folder with `library`, compiled from `source`; AssertionError with the output of the compiler."""
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     directory = Path(tempfile.gettempdir()) / f"headgate-{source.stem}-{os.getuid()}-{digest}"
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -27,5 +27,5 @@ def library_directory(source: Path, library: str) -> Path:
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        mine.replace(path)  # tests that run in parallel never see half a file
+        mine.replace(path)  # parallel tests never see a partial file
     return directory

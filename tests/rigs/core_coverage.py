@@ -1,10 +1,10 @@
-"""Which tests the coverage of the pure packages is measured in, a plugin for pytest; never which of them run.
+"""A pytest plugin that limits the measuring of coverage to the tests that must cover the pure modules.
 
-Python 3.11 runs traced code at half its speed, whosever code it is, and most tests are about other packages or about
-processes that nobody traces. So the cores are measured where they are proven: in the unit, property and contract tests,
-but for those that are marked `unmeasured`: they try much, and others reach every line of a core that they reach.
+Python 3.11 runs traced code at half speed, and most tests are about other packages or other processes. Coverage is
+therefore measured in unit, property and contract tests, except those marked `unmeasured`, which are slow and reach
+no additional lines.
 
-    pytest -p tests.rigs.core_coverage --cov=gateway/core ...
+    pytest -p tests.rigs.core_coverage --cov ...
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import pytest
 from coverage import Coverage
 
 PROVING = ("unit", "property", "contract")
-"""The folders below `tests/` that must reach all of the cores by themselves."""
+"""The folders below `tests/` that must cover the pure modules."""
 
 
 class CoreCoverage:
-    """Holds coverage's measuring up during all other tests; does nothing where nothing is measured."""
+    """Pauses coverage during all other tests; has no effect without coverage."""
 
     def __init__(self) -> None:
         self._held: list[Coverage] = []
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-        """Holds up or goes on before anything of the test is set up; goes on behind the last test, as it was found."""
+        """Pauses or continues before the setup of a test; continues after the last test."""
         folders = item.config.rootpath / "tests"
         proving = any(item.path.is_relative_to(folders / name) for name in PROVING)
         if proving and item.get_closest_marker("unmeasured") is None:
@@ -40,8 +40,8 @@ class CoreCoverage:
                 self._go_on()
 
     def _hold(self) -> None:
-        # A process of pytest-xdist has two, one above the other: when the upper one stops, the lower one goes on. So
-        # pytest-cov's own `no_cover` holds nothing up there.
+        # A process of pytest-xdist has two instances: when the upper one stops, the lower one continues. The marker
+        # `no_cover` of pytest-cov does not pause both.
         while (running := Coverage.current()) is not None:
             running.stop()
             self._held.append(running)
@@ -52,5 +52,5 @@ class CoreCoverage:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers itself."""
+    """Registers the plugin."""
     config.pluginmanager.register(CoreCoverage(), "core_coverage")

@@ -1,4 +1,4 @@
-"""A TCP proxy before the inference service that breaks chosen streams off after chosen frames, in its own thread."""
+"""A TCP proxy before the inference service that breaks selected streams after selected frames, in its own thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GENERATIONS = (b"POST /v1/chat/completions ", b"POST /v1/completions ")
 
 @dataclass(frozen=True)
 class Break:
-    """After `frames` frames with text nothing more of a stream passes. Without `kill` the connection is cut.
+    """Ends a stream after `frames` frames with text. Without `kill` the connection is cut.
 
-    `kill` ends the worker; then what the service says of that passes, and nothing that the worker had written beyond
-    those frames: a slower model would not have written it.
+    `kill` ends the worker; then the error of the service passes, but no frames that the worker had already written,
+    because a slower model would not have written them.
     """
 
     frames: int
@@ -25,7 +25,7 @@ class Break:
 
 
 class CuttingProxy:
-    """Use as a context. `plan` names the breaks of the streams to come, one after the other; others pass whole."""
+    """A context manager. `plan` sets the breaks of the next streams in order; other streams pass completely."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -35,15 +35,15 @@ class CuttingProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
         self.broken = 0
-        """Streams that were broken off."""
+        """Streams that were broken."""
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the proxy."""
         return f"http://127.0.0.1:{self.port}"
 
     def plan(self, *breaks: Break) -> None:
-        """For the next streams; what was planned before is forgotten."""
+        """Sets the breaks of the next streams and replaces earlier ones."""
         self._plans = deque(breaks)
 
     def __enter__(self) -> CuttingProxy:
@@ -118,7 +118,7 @@ class _Connection:
                 return
 
     async def _broken(self, data: bytes, plan: Break) -> bool:
-        """Passes a stream on up to its break; whether the connection goes on."""
+        """Passes a stream on up to its break; returns whether the connection continues."""
         service, caller = self._service[0], self._caller[1]
         while b"\r\n\r\n" not in data:
             data += await service.read(65536)
@@ -129,12 +129,12 @@ class _Connection:
             return True
         caller.write(head + b"\r\n\r\n")
         frames, pending, text = _Chunks(rest, service), b"", 0
-        killed = told = False
+        killed = has_error = False
         while (piece := await frames.next()) is not None:
             *whole, pending = (pending + piece).split(b"\n\n")
             for frame in whole:
-                told = told or (killed and b'"error"' in frame)
-                if not killed or told:
+                has_error = has_error or (killed and b'"error"' in frame)
+                if not killed or has_error:
                     caller.write(_chunk(frame + b"\n\n"))
                 text += _has_text(frame)
                 if text == plan.frames and not killed:
@@ -144,7 +144,7 @@ class _Connection:
                         return False
                     await asyncio.to_thread(plan.kill)
                     killed = True
-        if killed and not told:
+        if killed and not has_error:
             return False
         caller.write(b"0\r\n\r\n")
         self._break = None

@@ -1,7 +1,7 @@
-"""Makes damaged GGUF files out of a good one, each wrong in one named way; knows nothing of who will read them.
+"""Creates damaged GGUF files from a good one, each with one named defect.
 
-A good file is taken apart into its parts (`Parts`), one of them is changed, and the whole is written again, so that
-what is wrong is exactly what the name says.
+A good file is divided into its parts (`Parts`), one part is changed, and the file is written again, so that the defect
+is exactly the named one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tensor:
     kind: int
     offset: int
     dimensions: int | None = None
-    """What the header claims instead of the length of `shape`."""
+    """The claimed length in the header instead of that of `shape`."""
 
     def encode(self) -> bytes:
         """As it stands in the file."""
@@ -39,7 +39,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A GGUF file in its parts; counts that are None are the true ones."""
+    """A GGUF file in its parts; counts of None are computed."""
 
     entries: tuple[Entry, ...]
     tensors: tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class Parts:
         return b"".join(self.sections()) + self.data
 
     def with_entry(self, key: str, kind: int, value: bytes) -> Parts:
-        """With `key` saying `value`, in its place or at the end."""
+        """With `key` set to `value`, in its place or at the end."""
         name = key.encode()
         fresh = (name, kind, value)
         if any(entry[0] == name for entry in self.entries):
@@ -93,17 +93,17 @@ class Parts:
         return replace(self, entries=(*self.entries, fresh))
 
     def without_entry(self, key: str) -> Parts:
-        """With nothing said of `key`."""
+        """Without `key`."""
         return replace(self, entries=tuple(entry for entry in self.entries if entry[0] != key.encode()))
 
     def with_tensor(self, index: int, **changes: object) -> Parts:
-        """With one tensor described otherwise."""
+        """With one tensor described differently."""
         changed = list(self.tensors)
         changed[index] = replace(changed[index], **changes)  # type: ignore[arg-type]
         return replace(self, tensors=tuple(changed))
 
     def value(self, key: str) -> bytes:
-        """What is said of `key`, as it stands in the file."""
+        """The value of `key` as encoded in the file."""
         return next(entry[2] for entry in self.entries if entry[0] == key.encode())
 
 
@@ -148,7 +148,7 @@ def _texts_in(parts: Parts, key: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """One bad file. `may_load`: what is wrong does not have to keep it from being loaded and asked."""
+    """One damaged file. `may_load`: the defect does not have to prevent loading and requests."""
 
     name: str
     content: bytes
@@ -156,9 +156,9 @@ class Damaged:
 
 
 def corpus(good: bytes) -> Iterator[Damaged]:
-    """Every bad file that can be made of `good`, a small llama model with a byte-level BPE vocabulary."""
+    """All damaged files of `good`, a small llama model with a byte-level BPE vocabulary."""
     parts = Parts.read(good)
-    assert parts.encode() == good, "a good file survives being taken apart"
+    assert parts.encode() == good, "a good file is unchanged by dividing it"
     yield from _foreign(good)
     yield from _cut(parts, good)
     for name, change in {**_COUNTS, **_VALUES, **_TENSORS, **_SIZES_OF_MODELS}.items():
@@ -172,7 +172,7 @@ def corpus(good: bytes) -> Iterator[Damaged]:
 
 
 def _foreign(good: bytes) -> Iterator[Damaged]:
-    """Files that are something else."""
+    """Files of other kinds."""
     yield Damaged("empty", b"")
     yield Damaged("one-byte", b"G")
     yield Damaged("magic-alone", b"GGUF")
@@ -187,7 +187,7 @@ def _foreign(good: bytes) -> Iterator[Damaged]:
 
 
 def _cut(parts: Parts, good: bytes) -> Iterator[Damaged]:
-    """The same file, shorter: within and at the end of everything it consists of."""
+    """The same file cut within and at the end of each of its parts."""
     head, metadata, tensors = parts.sections()
     begin = len(head) + len(metadata)
     inside = good.index(b"tokenizer.ggml.merges") + 60
@@ -352,7 +352,7 @@ _SIZES_OF_MODELS: Mapping[str, Change] = {
 }
 
 _HARMLESS: Mapping[str, Change] = {
-    # llama.cpp may take these as they are, and what it makes of them is noise
+    # llama.cpp may accept these; the results are meaningless
     "layers-fewer": _number("block_count", 1),
     "kv-heads-zero": _number("attention.head_count_kv", 0),
     "rope-odd": _number("rope.dimension_count", 3),
@@ -383,7 +383,7 @@ _VOCABULARIES: Mapping[str, Change] = {
     "tokenizer-missing": lambda parts: parts.without_entry("tokenizer.ggml.model"),
     "tokenizer-other": _entry("tokenizer.ggml.model", STRING, text(b"llama")),
     "tokenizer-number": _entry("tokenizer.ggml.model", U32, _u32(1)),
-    "pre-tokenizer-unknown": _entry("tokenizer.ggml.pre", STRING, text(b"nobody-knows")),
+    "pre-tokenizer-unknown": _entry("tokenizer.ggml.pre", STRING, text(b"unknown")),
     "tokens-missing": lambda parts: parts.without_entry("tokenizer.ggml.tokens"),
     "tokens-numbers": _entry("tokenizer.ggml.tokens", ARRAY, _array(U32, 4, bytes(16))),
     "tokens-empty": _tokens(lambda tokens: [""] * len(tokens)),
@@ -413,7 +413,7 @@ _SHARED = (
     "{%- set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
     "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor -%}"
 )
-"""Two lists that are small in memory and have 2**60 numbers each to whoever walks over them."""
+"""Two lists that are small in memory and have 2**60 numbers for a program that iterates over them."""
 
 TEMPLATES: Mapping[str, str | bytes] = {
     "empty": "",

@@ -1,4 +1,4 @@
-"""A real llama.cpp context with the engine around it in this process, run step by step on the caller's thread."""
+"""A real llama.cpp context with its engine in this process, run step by step in the calling thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Mailbox:
-    """Stands in for a ticket: who reads at once, or not at all."""
+    """Replaces a ticket: a reader that reads at once, or never."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -38,7 +38,7 @@ class Mailbox:
 
 @dataclass(repr=False)
 class EngineRig:
-    """The engine's thread is the caller's: `answer` turns until everything ended."""
+    """The engine runs in the calling thread: `answer` runs it until all requests ended."""
 
     loaded: Loaded
     engine: Engine
@@ -55,19 +55,19 @@ class EngineRig:
         return self.loaded.context
 
     def ask(self, prompt: list[int], **changes: Any) -> Mailbox:
-        """Submits one prompt, greedy and eight tokens long unless told otherwise."""
-        said: dict[str, Any] = {"prompts": [prompt], "n": 1, "sampling": GREEDY, "max_tokens": 8}
+        """Submits one prompt, by default greedy with eight tokens."""
+        work: dict[str, Any] = {"prompts": [prompt], "n": 1, "sampling": GREEDY, "max_tokens": 8}
         ticket = Mailbox()
-        self.engine.submit(Work(**{**said, **changes}), ticket)  # type: ignore[arg-type]
+        self.engine.submit(Work(**{**work, **changes}), ticket)  # type: ignore[arg-type]
         return ticket
 
     def run(self) -> None:
-        """Turns until nothing is left to do."""
+        """Runs until nothing is left."""
         while self.engine._iterate():
             pass
 
     def outputs(self, ticket: Mailbox) -> list[Output]:
-        """Everything that was delivered to the ticket."""
+        """All outputs of the ticket."""
         return [output for owner, output in self.delivered if owner is ticket]  # type: ignore[comparison-overlap]
 
     def answer(self, prompt: list[int], **changes: Any) -> list[Output]:
@@ -79,7 +79,7 @@ class EngineRig:
 
 @contextlib.contextmanager
 def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
-    """Opens `path` as a worker would (`changes` go into its grant), without serving it."""
+    """Opens `path` like a worker (`changes` apply to its grant), without serving it."""
     start()
     grant = grant_for(path, **changes)
     loaded = load(grant, LogTail(lambda _line: None), lambda _fraction: True)

@@ -1,4 +1,4 @@
-"""Holds what was predicted for a model against what a real worker, and the device under it, really allocated."""
+"""Compares the estimate of a model with the allocations of a real worker and its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rigs.worker_rig import WorkerRig
 
 MIB = 2**20
 SHARE, LEAST_BYTES = 0.01, 16 * MIB
-"""How far allocated bytes may be from predicted ones: the larger of the two."""
+"""Allowed difference between allocated and estimated bytes: the larger of the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Case:
         return f"{self.form.family}-{self.context_length}x{self.parallel}-{self.kv_type}-{where}"
 
     def spec(self) -> ModelSpec:
-        """As the configuration would say it."""
+        """As the configuration has it."""
         entry = ModelEntry(
             path=str(path(self.form)),
             context_length=self.context_length,
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Bytes per device: predicted, as the worker said, and as the simulated devices counted (without the host)."""
+    """Bytes per device: estimated, reported by the worker, and counted by the simulated devices (without the host)."""
 
     predicted: Mapping[str, int]
     allocated: Mapping[str, int]
@@ -65,7 +65,7 @@ class Outcome:
     source: str
 
     def errors(self) -> Iterator[tuple[str, int, float]]:
-        """(device, bytes off, bytes off over what is allowed) for each way to look at it."""
+        """(device, difference in bytes, difference relative to the allowed one) for both sources."""
         for seen in (self.allocated, self.counted):
             for device, count in seen.items():
                 planned = self.predicted.get(device, 0)
@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def worst(self) -> float:
-        """The largest error over what is allowed: 1 is the bar."""
+        """The largest relative difference; 1 is the limit."""
         return max(error for _device, _bytes, error in self.errors())
 
 
@@ -97,17 +97,17 @@ class EstimateRig:
             await self.sims.close()
 
     async def estimate(self, case: Case) -> Estimate:
-        """What the service would plan with."""
+        """The estimate that the service would use."""
         return await self.estimator.get(case.spec(), *self.devices(case), counts=case.counts)
 
     def devices(self, case: Case) -> tuple[Reading, ...]:
-        """Where the case is loaded."""
+        """The devices of the case."""
         if case.gpu_layers == 0 or self.sims is None:
             return CpuProbe().readings()
         return self.sims.readings()[: max(1, len(case.counts))]
 
     async def load(self, case: Case) -> Outcome:
-        """Estimates, loads in a real worker, looks, ends it, and waits until the devices have everything back."""
+        """Estimates, loads in a real worker, measures, ends it, and waits until the devices are empty."""
         estimate = await self.estimate(case)
         allocated, counted = await asyncio.to_thread(self._load, case, asyncio.get_running_loop())
         predicted = {device: parts.total_bytes for device, parts in estimate.parts.items()}
@@ -132,7 +132,7 @@ class EstimateRig:
         allocated: dict[str, int] = {}
         with WorkerRig(self._root, grant, dict(environment_of(devices))) as worker:
             for buffer in worker.ready().buffers:
-                if buffer.kind != "other":  # outputs on the host, planned apart
+                if buffer.kind != "other":  # outputs on the host are estimated separately
                     allocated[buffer.device] = allocated.get(buffer.device, 0) + buffer.bytes
             counted = {name: item["used_bytes"] for name, item in self._status(loop).items()} if case.gpu_layers else {}
         return allocated, {name: count for name, count in counted.items() if name in {item.id for item in devices}}

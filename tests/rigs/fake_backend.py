@@ -1,4 +1,4 @@
-"""A llama.cpp that computes nothing: it checks positions as the real one would and returns whatever code is asked."""
+"""A llama.cpp that computes nothing: it checks positions like the real one and returns the requested code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FakeBackend:
         self.held = [[] for _ in range(self.slots)]
 
     def remove(self, slot: int, start: int = 0) -> bool:
-        """Forgets a tail."""
+        """Removes a tail."""
         del self.held[slot][start:]
         return True
 
@@ -56,7 +56,7 @@ class FakeBackend:
         """Checks positions and takes the tokens."""
         self.entered.set()
         if self.gate is not None and not self.gate.acquire(timeout=20):
-            raise AssertionError("nobody released the step")
+            raise AssertionError("the step was not released")
         fate = self.fates.popleft() if self.fates else Decode.OK
         if isinstance(fate, Exception):
             raise fate
@@ -79,7 +79,7 @@ class FakeBackend:
 
 @dataclass
 class FakeSampler:
-    """Says the letters of `say` in turn, then ends."""
+    """Samples the letters of `say` in turn, then ends."""
 
     say: bytes
     fails_at: int = -1
@@ -94,7 +94,7 @@ class FakeSampler:
         return self.say[self.drawn - 1] if self.drawn <= len(self.say) else END
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """So many letters were drawn elsewhere."""
+        """Letters that were sampled elsewhere."""
         self.drawn += len(tokens)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class FakeSampler:
 
 @dataclass
 class SamplerShop:
-    """Makes fake samplers and remembers them. A seed of 666 makes one that breaks at its second token."""
+    """Creates fake samplers and records them. A seed of 666 creates one that fails at its second token."""
 
     say: bytes = b"abcdefgh"
     made: list[FakeSampler] = field(default_factory=list)

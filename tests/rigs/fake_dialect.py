@@ -21,7 +21,7 @@ from inference.worker.dialects.forms import Sequence as Then
 
 
 class MarkParser:
-    """Reads it a character at a time; a call's name is held back until it is whole."""
+    """Reads one character at a time; the name of a call is held back until it is complete."""
 
     def __init__(self, *, thinking: bool = False, calls: bool = True) -> None:
         self._in = "thought" if thinking else "content"
@@ -61,14 +61,14 @@ class MarkParser:
         return None
 
     def flush(self) -> Sequence[Part]:
-        """A name that never became a call is content."""
+        """An incomplete name is content."""
         held, self._name = self._name, ""
         return [Content(f"[{held}")] if self._in == "name" else []
 
 
 @dataclass(frozen=True, slots=True)
 class MarkDialect:
-    """Presents tools as a template variable of their names."""
+    """Presents tools as a template variable with their names."""
 
     name: str = "marks"
     writes_tools: bool = True
@@ -80,15 +80,15 @@ class MarkDialect:
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """The messages as they are."""
+        """The messages unchanged."""
         return list(messages), {"tools": [{"name": tool.name, "description": tool.description} for tool in tools]}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> MarkParser:
-        """`opened` ends in `(` where the template began a thought."""
+        """`opened` ends in `(` if the template began a reasoning."""
         return MarkParser(thinking=opened.endswith("("), calls=bool(tools))
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Only forced calls are bound."""
+        """Only forced calls are constrained."""
         if choice.mode in ("none", "auto") or not self.forces:
             return None
         named = [tool for tool in tools if choice.name in (None, tool.name)]

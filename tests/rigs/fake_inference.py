@@ -1,4 +1,4 @@
-"""A stand-in for the inference service, in the test's own process: answers and fails on demand, over a real socket."""
+"""A fake inference service in the test process: answers and fails on command, over a real socket."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Answer:
     garbage: bytes | None = None
     raw: bytes | None = None
     device: str | None = None
-    """What it says to compute on: in a header, or in a comment after others."""
+    """The device that it reports: in a header, or in a comment after others."""
 
 
 @dataclass
 class Seen:
-    """One request the fake got; `closed` is set when its connection was closed before the answer's end."""
+    """One received request; `closed` is set when its connection was closed before the end of the answer."""
 
     path: str
     model: str
@@ -80,8 +80,8 @@ def _choices_of(body: dict[str, Any]) -> int:
 class FakeInference:
     """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request but probes.
 
-    `probes` are the paths that probes asked. A probe of a model gets its state, or the refusal in `answers`.
-    `ready` is what `/readyz` says.
+    `probes` are the paths of probes. A probe of a model gets its state, or the refusal in `answers`. `ready` is the
+    answer of `/readyz`.
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -94,10 +94,10 @@ class FakeInference:
             for name in ("demo", "demo-mini")
         }
         self.counts: dict[str, int] = {}
-        """What a prompt has in tokens, by model; one that is not named here cannot count."""
+        """The token count of any prompt, by model; a model that is not listed cannot count."""
         self.counted: list[Mapping[str, Any]] = []
         self.count_hold: asyncio.Event | None = None
-        """Awaited before a count is told."""
+        """Awaited before a count is returned."""
         self.seen: list[Seen] = []
         self.probes: list[str] = []
         self.listeners: list[asyncio.Queue[bytes]] = []
@@ -144,7 +144,7 @@ class FakeInference:
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
 
     async def stop(self) -> None:
-        """Refuses connections from now on; open ones are cut. `start` again takes the same port."""
+        """Refuses connections from now on and cuts open ones. `start` uses the same port again."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
@@ -153,7 +153,7 @@ class FakeInference:
         return web.json_response({"object": "list", "data": [model.to_json() for model in self.models.values()]})
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """One event to everybody who listens."""
+        """Sends one event to all listeners."""
         self._number += 1
         for queue in self.listeners:
             queue.put_nowait(_event(self._number, kind, data))
@@ -309,16 +309,16 @@ def _event(number: int, kind: str, data: Mapping[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'number': number, **data})}\n\n".encode()
 
 
-def _unsaid(words: tuple[str, ...], said: str) -> list[str]:
-    """The words of an answer that follow what was said of it."""
+def _unsaid(words: tuple[str, ...], text_so_far: str) -> list[str]:
+    """The words of an answer that follow the text so far."""
     text = "".join(words)
-    if not said or not text.startswith(said):
+    if not text_so_far or not text.startswith(text_so_far):
         return [*words]
     cut, rest = 0, []
     for word in words:
         cut += len(word)
-        if cut > len(said):
-            rest.append(word[-min(len(word), cut - len(said)) :])
+        if cut > len(text_so_far):
+            rest.append(word[-min(len(word), cut - len(text_so_far)) :])
     return rest
 
 

@@ -1,4 +1,4 @@
-"""A constraint that says which tokens may follow at each step, for engines without a vocabulary."""
+"""A constraint that lists the allowed tokens of each step, for engines without a vocabulary."""
 
 from __future__ import annotations
 

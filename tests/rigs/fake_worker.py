@@ -1,6 +1,6 @@
 """A worker without llama.cpp: speaks the link, answers canned SSE, and misbehaves as FAKE_WORKER tells it to.
 
-Hundreds of it are started in a run of the suite, so it imports nothing but the link and what is Python's own.
+Hundreds of it are started in a test run, so it imports only the link and the standard library.
 
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
@@ -71,7 +71,7 @@ async def main() -> None:
         _abort(text)
     site = Site(grant.model_id, how)
     server = await asyncio.start_unix_server(site.converse, sock=listener)
-    hoard.append(b"x" * how.get("grow", 0))  # at once for who looks, which happens from `ready` on
+    hoard.append(b"x" * how.get("grow", 0))  # at once, because readers may look right after `ready`
     send(_ready(grant, how))
     beats = asyncio.create_task(_beat(send, site))
     await asyncio.wait({orders, beats}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +106,7 @@ async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any], ho
             await _misbehave(how.get("offload"))
             send(worker_link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
             if not message.stays:
-                await asyncio.sleep(0)  # what was sent is on its way
+                await asyncio.sleep(0)  # lets pending messages be sent
                 os._exit(0)
         elif isinstance(message, worker_link.Grant):
             await _misbehave(how.get("restore"))
@@ -140,14 +140,14 @@ async def _misbehave(how: str | None) -> None:
 
 @dataclass
 class Site:
-    """What answers requests: HTTP/1.1 with bodies of a known length, as the authority asks."""
+    """Answers requests: HTTP/1.1 with bodies of a known length."""
 
     model: str
     how: Mapping[str, Any]
     active: int = 0
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection; a client that leaves ends its answer."""
+        """Serves one connection; a client that disconnects ends its answer."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await self._answers(reader, writer)
         writer.close()
@@ -206,8 +206,8 @@ async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-def _tell(writer: asyncio.StreamWriter, status: int, said: Mapping[str, Any]) -> None:
-    body = json.dumps(said).encode()
+def _tell(writer: asyncio.StreamWriter, status: int, content: Mapping[str, Any]) -> None:
+    body = json.dumps(content).encode()
     head = f"HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
 

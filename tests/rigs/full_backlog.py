@@ -1,4 +1,4 @@
-"""A port whose queue of connections is full: whoever connects waits and is never answered; it reads nothing."""
+"""A port whose backlog is full: clients wait for a connection without an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 _WAITING = 4
-"""More than the kernel queues where a backlog of 0 was asked for."""
+"""More connections than the kernel queues for a backlog of 0."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A gateway in the test's own process and loop, on a real port, with private state and a client for it."""
+"""A gateway in the process and event loop of the test, on a real port, with private state and a client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
 class _PromptServer(QuietServer):
-    """Ends when it is told to. uvicorn's own looks whether it should every 0.1 s, and takes 0.1 s more to end."""
+    """Ends at once when requested. uvicorn's own server polls every 0.1 s, and takes 0.1 s more to end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class _PromptServer(QuietServer):
         self._told.set()
 
     async def main_loop(self) -> None:
-        """Until it is told to end; the date in its answers goes on as in the original."""
+        """Runs until the end is requested; keeps the date header current like the original."""
         counter = 0
         while not await self.on_tick(counter):
             counter += 1
@@ -53,7 +53,7 @@ class _PromptServer(QuietServer):
                     await self._told.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """The steps of the original: nobody new, who is there ends, the application last."""
+        """The steps of the original: no new connections, then the open ones, then the application."""
         for listening in (*self.servers, *(sockets or ())):
             listening.close()
         for connection in list(self.server_state.connections):
@@ -72,7 +72,7 @@ class _PromptServer(QuietServer):
 
 
 class Gateway:
-    """Use as an async context. `config` is the text of gateway.yaml; `write` and `reload` change it."""
+    """An async context manager. `config` is the text of gateway.yaml; `write` and `reload` change it."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Gateway:
         (self.root / "gateway.yaml").write_text(config)
 
     async def look(self) -> None:
-        """Asks the inference service for its models, now: a question that was under way is no answer to it."""
+        """Polls the models of the inference service now; the result of an earlier poll is not used."""
         await self.runtime.view.refresh()
         await self.runtime.view.refresh()
 

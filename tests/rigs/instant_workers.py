@@ -1,4 +1,4 @@
-"""Workers without processes: they load in the time they are told, hold nothing and end at once; for long histories."""
+"""Workers without processes: they load in a given time, hold nothing and end at once; for long histories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERHEAD_BYTES = 64 * 2**20
 
 
 class InstantWorker:
-    """What the authority sees of a worker process."""
+    """The part of a worker process that the authority uses."""
 
     def __init__(self, name: str, load_seconds: float, pid: int, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
@@ -50,19 +50,19 @@ class InstantWorker:
             self.ready.set_result(ready)
 
     def use_threads(self, count: int) -> None:
-        """Notes it."""
+        """Records the number."""
         self.threads = count
 
     def stop(self) -> None:
-        """Ends in good order."""
-        self._end(WorkerExit(ExitCause.REQUESTED, 0, "asked to", (), self.ready.done()))
+        """Ends with status 0."""
+        self._end(WorkerExit(ExitCause.REQUESTED, 0, "requested", (), self.ready.done()))
 
     def kill(self, hang: str | None = None) -> None:
         """Ends at once."""
         self._end(WorkerExit(ExitCause.KILLED, -9, hang or "killed", (), self.ready.done()))
 
     def lose(self, why: str) -> None:
-        """Ends at once, by the loss of its device."""
+        """Ends at once because its device is lost."""
         self._end(WorkerExit(ExitCause.DEVICE_LOST, -9, why, (), self.ready.done()))
 
     def _end(self, exit: WorkerExit) -> None:
@@ -71,12 +71,12 @@ class InstantWorker:
 
 
 class InstantSupervisor:
-    """Stands in for the supervisor; `seconds` is model id -> load time, `workers` everybody ever started."""
+    """Replaces the supervisor; `seconds` is model id -> load time, `workers` are all started workers."""
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
         self._seconds = dict(seconds or {})
         self.clock = Clock()
-        self._pids = itertools.count(2**30)  # no such process: nobody's memory is looked at
+        self._pids = itertools.count(2**30)  # pids without a process, so no memory is read
         self.workers: list[InstantWorker] = []
 
     def spawn(self, name: str, _environment: Mapping[str, str], _on_change: Callable[[], None]) -> InstantWorker:
@@ -86,6 +86,6 @@ class InstantSupervisor:
         return worker
 
     async def close(self) -> None:
-        """Ends everybody."""
+        """Ends all workers."""
         for worker in self.workers:
             worker.stop()

@@ -1,4 +1,4 @@
-"""What may stand where a JSON schema is expected and nobody has looked at it yet; checks nothing."""
+"""Values in the place of a JSON schema that was not checked yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway with a fake local tier and fake clouds, and OpenAI's own client in front of it; asks nothing itself."""
+"""A gateway with a fake local tier and fake clouds, and OpenAI's client for it."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Tiers:
     client: openai.AsyncOpenAI
 
     def forget(self) -> None:
-        """Every tier answers as it does unless told otherwise."""
+        """Every tier has its default behaviour again."""
         self.local.answers.clear()
         self.local.queue.clear()
         self.cloud.answers.clear()
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a client of one's own is made with."""
+        """Arguments for a separate client."""
         return {"base_url": f"{self.gateway.url}/v1", "api_key": KEY, "max_retries": 0, "timeout": 20}
 
 
 @contextlib.asynccontextmanager
 async def tiers(root: Path) -> AsyncIterator[Tiers]:
-    """All of it, running."""
+    """All of them, running."""
     async with FakeInference("token") as local, FakeProvider() as cloud:
         can = ("chat", "completions", "embeddings", "vision")
         for name in ("demo", "crowded", "busier", "hurried"):

@@ -1,6 +1,6 @@
-"""A real worker that aborts in its next step once a request holds MARK, as a kernel bug does; started instead of one.
+"""A real worker that aborts in its next step once a request contains MARK, as with a bug in a kernel.
 
-The abort is ggml's own, on the engine's thread, while whatever else runs is in flight.
+The abort is that of ggml, in the engine thread, while other requests run.
 """
 
 from __future__ import annotations

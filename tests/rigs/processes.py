@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN = ("GATEWAY_", "INFERENCE_", "HEADGATE_")
-"""How the names of Headgate's own variables begin."""
+"""Prefixes of Headgate's own variables."""
 
 START_DEADLINE_SECONDS = 60.0
 
 
 PORTS = range(20_000, 32_000)
-"""Below those that kernels choose from themselves, so that nobody is given one between its choice and its use."""
+"""Below the range from which the kernel selects ports, so that no other program gets one before its use."""
 
 
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
     while True:
-        with socket.socket() as sock, contextlib.suppress(OSError):  # somebody has it
+        with socket.socket() as sock, contextlib.suppress(OSError):  # in use
             sock.bind(("127.0.0.1", random.SystemRandom().choice(PORTS)))
             return int(sock.getsockname()[1])
 
 
 def wait_until(what: str, probe: Callable[[], T], *, seconds: float = 20.0, every: float = 0.02) -> T:
-    """Polls `probe` until it returns something true and returns that; AssertionError naming `what` after `seconds`."""
+    """Polls `probe` until its result is true and returns it; AssertionError naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         if value := probe():
@@ -52,7 +52,7 @@ def wait_until(what: str, probe: Callable[[], T], *, seconds: float = 20.0, ever
 
 
 def http_status(url: str, seconds: float = 2.0) -> int | None:
-    """Status of a GET on `url`, or None when nobody answers."""
+    """Status of a GET on `url`, or None without an answer."""
     try:
         with urllib.request.urlopen(url, timeout=seconds) as answer:
             return int(answer.status)
@@ -63,7 +63,7 @@ def http_status(url: str, seconds: float = 2.0) -> int | None:
 
 
 def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment in which nothing of the developer's own configuration, keys, state or lock is seen."""
+    """An environment without the developer's configuration, keys, state and lock."""
     keep = {
         key: value
         for key, value in os.environ.items()
@@ -82,14 +82,14 @@ def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str,
 
 
 def forget_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a test that runs a verb in its own process, and for as long: no variable of Headgate is set."""
+    """Removes all variables of Headgate for the duration of a test."""
     for name in list(os.environ):
         if name.startswith(OWN):
             monkeypatch.delenv(name)
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process with spaces between its words; empty for one that is gone (Linux)."""
+    """The command line of a process with spaces between its words; empty if it has ended (Linux)."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
     except OSError:
@@ -119,7 +119,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def of_models(pid: int) -> list[str]:
-    """Command lines of the workers and helpers below `pid` that have to do with models; NVML's may stay (Linux)."""
+    """Command lines of the workers and helpers below `pid` that work on models, without the helper for NVML (Linux)."""
     commands = [command_of(child) for child in children_of(pid)]
     return [
         command

@@ -20,7 +20,9 @@ class SimDevices:
         self._sizes = sizes
 
     def __enter__(self) -> SimDevices:
-        self._directory = tempfile.TemporaryDirectory(prefix="hg-sim-")  # a Unix socket path holds 108 bytes
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="hg-sim-"
+        )  # the path of a Unix socket has at most 108 bytes
         self.socket_path = Path(self._directory.name) / "control"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "inference.devices.simgpu", str(self.socket_path), *map(str, self._sizes)],
@@ -28,7 +30,7 @@ class SimDevices:
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None
-        json.loads(self.process.stdout.readline())  # every device listens now
+        json.loads(self.process.stdout.readline())  # all devices listen
         self.control = Control(self.socket_path)
         return self
 
@@ -39,7 +41,7 @@ class SimDevices:
         self._directory.cleanup()
 
     def tell(self, do: str, device: str = "gpu-0", **amount: float) -> dict[str, Any]:
-        """Carries out a command; the status of `device` after it."""
+        """Sends a command; returns the status of `device` after it."""
         return self.control.tell(do, device, **amount)[device]
 
     def status(self, device: str = "gpu-0") -> dict[str, Any]:
@@ -47,5 +49,5 @@ class SimDevices:
         return self.tell("status", device)
 
     def grant(self, device: str = "gpu-0") -> DeviceGrant:
-        """What a worker is told of the device."""
+        """The grant of the device for a worker."""
         return DeviceGrant(device, "gpu", rpc_endpoint=self.status(device)["endpoint"])

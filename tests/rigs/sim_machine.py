@@ -1,4 +1,4 @@
-"""One machine told by two rigs: simulated devices compute and count, and the NVML stub says the same of them. Linux."""
+"""One machine with two views: simulated devices compute, and the NVML stub reports the same figures. Linux."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ GPU_IS_LOST = 15
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What happens to a device, or with `is_everywhere` to the driver and so to all of them.
+    """A fault of a device, or with `is_everywhere` of the driver and so of all devices.
 
-    The Xid events it leaves, the code that NVML answers from then on (0: it goes on answering), the recovery action
-    that the driver asks for, whether the device stops to compute (`is_cut`) and is listed no more (`is_gone`), and
-    whether NVML's calls stop to return (`is_hung`).
+    It has Xid events, the error code of NVML from then on (0: none), the recovery action of the driver, whether the
+    device stops computing (`is_cut`), whether it is no longer listed (`is_gone`), and whether NVML hangs (`is_hung`).
     """
 
     xids: tuple[int, ...] = ()
@@ -53,7 +52,7 @@ TROUBLES: Mapping[str, Trouble] = {
 class SimMachine:
     """NVML's view of the simulator behind `control`, in a state file below `root`.
 
-    `env` is for processes that shall see it. The figures are those of the last `tell`, `sync`, `strike` or `restore`.
+    `env` is for processes that use it. The figures are those of the last `tell`, `sync`, `strike` or `restore`.
     """
 
     def __init__(self, root: Path, control: Control, *, reserved_bytes: int = 0) -> None:
@@ -68,7 +67,7 @@ class SimMachine:
 
     # --- what happens ----------------------------------------------------------------------------------------------
     def strike(self, name: str, device: str) -> None:
-        """Lets one of TROUBLES happen; what it is a trouble of the driver, `device` does not matter for."""
+        """Starts one of TROUBLES; for a trouble of the driver `device` does not matter."""
         trouble = TROUBLES[name]
         self._troubles[None if trouble.is_everywhere else device] = trouble
         if trouble.is_cut:
@@ -77,25 +76,25 @@ class SimMachine:
         self.sync()
 
     def restore(self) -> None:
-        """The end of all troubles: devices that were cut are back, empty, and NVML answers fresh processes."""
+        """Ends all troubles: cut devices return empty, and NVML answers new processes."""
         self._troubles.clear()
         self.tell("return")
 
     def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
-        """Carries out a command of the simulator, and tells NVML; the status of every device."""
+        """Sends a command to the simulator and updates NVML; returns the status of every device."""
         return self._show(self._control.tell(do, device, **amount))
 
     def sync(self) -> dict[str, dict[str, Any]]:
-        """Tells NVML what the simulator says now; the status of every device."""
+        """Updates NVML from the simulator; returns the status of every device."""
         return self.tell("status")
 
     # --- who sees it -----------------------------------------------------------------------------------------------
     def probe(self, nvml: NvmlReader | None = None) -> GgmlProbe:
-        """Finds its devices as if they were NVIDIA's; workers and trials compute on them."""
+        """Finds the devices as if they were NVIDIA's; workers and trials compute on them."""
         return _Probe(self, nvml)
 
     def endpoint(self, uuid: str | None) -> str | None:
-        """Where the device computes."""
+        """The endpoint where the device computes."""
         return self._endpoints.get(uuid or "")
 
     async def listing(self) -> list[dict[str, Any]]:
@@ -143,7 +142,7 @@ class SimMachine:
 
 
 class _Probe(GgmlProbe):
-    """NVML says how the devices are, and the simulator computes."""
+    """NVML reports the state of the devices, and the simulator computes."""
 
     def __init__(self, machine: SimMachine, nvml: NvmlReader | None) -> None:
         super().__init__({}, nvml=nvml, probe=machine.listing, trial=self._compute)

@@ -31,7 +31,7 @@ models:
 """
 
 CALLING = MODELS.replace("path: bundled:demo\n", "path: bundled:demo\n    capabilities: [chat, completions, tools]\n")
-"""With tools for `demo`, whose template presents none."""
+"""With tools for `demo`, whose template has none."""
 
 LOCAL_ROUTES = """
 routes:
@@ -41,7 +41,7 @@ routes:
 
 
 class Clients(ABC):
-    """What clients of a Headgate with private state below `root` are given."""
+    """Clients of a Headgate with private state below `root`."""
 
     root: Path
 
@@ -64,7 +64,7 @@ class Clients(ABC):
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client is given."""
+        """The base URL of an OpenAI client."""
         return self.gateway_url + "/v1"
 
 
@@ -101,13 +101,13 @@ class Stack(Clients):
         return self
 
     def kill(self) -> None:
-        """Ends everything at once, whatever state it is in."""
+        """Kills everything in any state."""
         self.front.kill()
         self.inference.kill()
 
     @property
     def gateway_url(self) -> str:
-        """Where the gateway answers."""
+        """The address of the gateway."""
         return self.front.url
 
     def ask(self, path: str, body: Any = None, *, direct: bool = False, seconds: float = 30.0) -> Any:
@@ -154,7 +154,7 @@ def fake_cloud(root: Path) -> Service:
 
 
 async def until(what: str, probe: Any, *, seconds: float = 10.0, every: float = 0.02) -> Any:
-    """Awaits (or calls) `probe` until it returns something true and returns that; AssertionError after `seconds`."""
+    """Awaits (or calls) `probe` until its result is true and returns it; AssertionError after `seconds`."""
     async with asyncio.timeout(seconds + 5):
         deadline = asyncio.get_running_loop().time() + seconds
         while True:

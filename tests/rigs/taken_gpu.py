@@ -1,6 +1,6 @@
-"""`python -m tests.rigs.taken_gpu`: the inference service on simulated devices that others have taken before.
+"""`python -m tests.rigs.taken_gpu`: the inference service on simulated devices with foreign use from the start.
 
-TAKEN_BYTES says how much of each device, from before the service first looks until the simulator is told otherwise.
+TAKEN_BYTES is the amount on each device before the service reads it, until the simulator gets another command.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from inference.devices.simgpu.probe import SimProbe
 
 
 class Taken(SimProbe):
-    """Such devices."""
+    """Simulated devices with foreign use."""
 
     async def start(self) -> None:
-        """Returns when they listen and are taken."""
+        """Returns when they listen and the memory is taken."""
         await super().start()
         await self.tell("foreign", bytes=int(os.environ["TAKEN_BYTES"]))
         await self.refresh()

@@ -1,4 +1,4 @@
-"""Makes tiny random-weight encoders of BERT's build for tests: embedding models, and cross-encoders with a head."""
+"""Creates tiny random-weight BERT encoders for tests: embedding models, and cross-encoders with a head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes; `positions` is how many a text may have. `head` is how many classes the classification head knows."""
+    """Sizes; `positions` is the longest text, `head` the number of classes of the classification head."""
 
     layers: int = 2
     width: int = 64
@@ -28,7 +28,7 @@ class Shape:
 
 
 def embedding(**changes: object) -> Path:
-    """Path of an encoder with learned positions, about 0.5 MB, that pools its first token (or as `pooling` says)."""
+    """Path of an encoder with learned positions, about 0.5 MB, with CLS pooling (or as `pooling` says)."""
     return _file(Shape(**changes))  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def _file(shape: Shape) -> Path:
 def _write(shape: Shape, writer: gguf.GGUFWriter) -> None:
     rng = np.random.default_rng(shape.seed)
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
-    # A word begins with U+2581, what follows inside a word stands bare.
+    # A word begins with U+2581; parts inside a word have no prefix.
     begins = dict.fromkeys((*tiny_gguf.WORDS, *letters))
     tokens = [*SPECIALS, *("\u2581" + text for text in begins), *letters]
     writer.add_name("tiny")

@@ -1,6 +1,6 @@
 """Makes random-weight GGUF models of other families than llama's plain one: experts, sliding windows, states.
 
-Seeded, and written once per recipe; they answer noise. Their sizes are what matters: how caches and layers are built.
+Seeded, and written once per recipe; their answers are noise. Only the layout of caches and layers matters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes tiny random-weight GGUF models for tests, seeded and quick; they answer noise, but always the same noise."""
+"""Creates tiny random-weight GGUF models for tests, seeded and fast; their answers are reproducible noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORDS = ("hello", "world", "gate", "water", "mill", "the", "and", "a", "is", "of
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a tiny model; `seed` draws other weights, `scale` makes the noise livelier."""
+    """Sizes of a tiny model; `seed` selects other weights, `scale` increases the noise."""
 
     layers: int = 2
     width: int = 64
@@ -51,9 +51,9 @@ class Shape:
     pooling: str | None = None
     """None for a generative model, else `none`, `mean`, `cls`, `last` or `rank`."""
     architecture: str = "llama"
-    """`llama`, `qwen3`, or `qwen2vl`, whose tokens have places in an image (M-RoPE)."""
+    """`llama`, `qwen3`, or `qwen2vl`, whose tokens have positions in an image (M-RoPE)."""
     labels: tuple[str, ...] = ()
-    """What the classes of a classification head are called; without any there is no head."""
+    """The names of the classes of a classification head; without any there is no head."""
     rerank_template: str | None = None
     tool_template: str | None = None
 
@@ -64,7 +64,7 @@ def generative(**changes: object) -> Path:
 
 
 def slow(**changes: object) -> Path:
-    """Path of a chat model of about 40 MB: a token takes some milliseconds, so that a test can meet it at work."""
+    """Path of a chat model of about 40 MB: a token takes some milliseconds, so that tests can act during an answer."""
     return generative(**{"layers": 8, "width": 256, "feed": 1024, **changes})
 
 
@@ -78,20 +78,20 @@ def in_parts(directory: Path, tensors: int = 8, **changes: object) -> list[Path]
 
 
 def embedding(pooling: str = "mean", **changes: object) -> Path:
-    """Path of an embedding model of the same build with that pooling; it has no chat template."""
+    """Path of an embedding model of the same kind with that pooling; it has no chat template."""
     return _cached(Shape(pooling=pooling, template=None, **changes))  # type: ignore[arg-type]
 
 
 def yes_no_reranker(**changes: object) -> Path:
-    """Path of a reranker that is asked in its own words whether a document answers a query, as Qwen3's are."""
-    said: dict[str, object] = {
+    """Path of a reranker with a prompt about a document and a query, like Qwen3's."""
+    fields: dict[str, object] = {
         "architecture": "qwen3",
         "pooling": "rank",
         "labels": ("yes", "no"),
         "template": None,
         "rerank_template": RERANK,
     }
-    return _cached(Shape(**{**said, **changes}))  # type: ignore[arg-type]
+    return _cached(Shape(**{**fields, **changes}))  # type: ignore[arg-type]
 
 
 def lora(

@@ -1,7 +1,7 @@
-"""Makes tiny random-weight image projectors for tests, a small vision transformer and what leads into the model.
+"""Creates tiny random-weight image projectors for tests, a small vision transformer and the layer into the model.
 
-Three builds: LLaVA's, whose tokens just follow each other; Qwen2-VL's, whose tokens have places in the image; and
-Gemma 3's, whose tokens see one another in both directions.
+Three kinds: LLaVA's, with sequential tokens; Qwen2-VL's, whose tokens have positions in the image; and Gemma 3's, whose
+tokens attend to each other in both directions.
 """
 
 from __future__ import annotations

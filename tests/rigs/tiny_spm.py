@@ -1,4 +1,4 @@
-"""Writes a vocabulary of the SentencePiece kind, with byte tokens and no weights; it tokenizes and computes nothing."""
+"""Writes a SentencePiece vocabulary with byte tokens and without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TLS server of its own for tests: the name `mill.example`, by an authority that nobody trusts unless told to."""
+"""A TLS server for tests: the name `mill.example`, signed by an authority that clients do not trust by default."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ssl
 from pathlib import Path
 
 CERTIFICATE = Path(__file__).with_name("mill.pem")
-"""The certificate and, because it protects nothing, its key. It is for `localhost` and `mill.example`."""
+"""The certificate and its key, which protects nothing. It is for `localhost` and `mill.example`."""
 
 
 def server_context() -> ssl.SSLContext:
-    """What a server of that name speaks TLS with."""
+    """The TLS context of a server with that name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
     return context
 
 
 def trusting_context() -> ssl.SSLContext:
-    """What a client that trusts it verifies with."""
+    """The TLS context of a client that trusts it."""
     return ssl.create_default_context(cafile=str(CERTIFICATE))

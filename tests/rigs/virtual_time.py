@@ -1,4 +1,4 @@
-"""An event loop whose clock leaps to the next timer: hours pass in milliseconds, and nothing ever sleeps."""
+"""An event loop whose clock jumps to the next timer: hours pass in milliseconds without sleeping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ START = 1000.0
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time` moves only while everybody waits. Threads and sockets have no place here."""
+    """`time` moves only while all tasks wait. Threads and sockets are not supported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         select = selector.select
 
         def leap(timeout: float | None) -> Any:
-            assert timeout is not None, "everybody waits for nothing"
+            assert timeout is not None, "all tasks wait without a timer"
             self._now += max(0.0, timeout)
             return select(0)
 
@@ -33,6 +33,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """The result of `main`, whose clock is virtual."""
+    """The result of `main` in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

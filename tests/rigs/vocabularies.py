@@ -12,7 +12,7 @@ ENDS = ("</s>", "<|eom|>")
 
 
 class PieceVocabulary:
-    """Ids: 256 bytes, PIECES, one piece that is empty, CONTROL, ENDS."""
+    """Ids: 256 bytes, PIECES, one empty piece, CONTROL, ENDS."""
 
     def __init__(self) -> None:
         self._plain = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in PIECES] + [b""]
@@ -33,7 +33,7 @@ class PieceVocabulary:
         return len(self._plain) + self._control.index(text.encode())
 
     def tokens(self, *parts: str | bytes | int) -> list[int]:
-        """Ids that spell the parts, longest pieces first; a number stands for itself."""
+        """Ids that spell the parts, longest pieces first; a number is a token id."""
         found: list[int] = []
         for part in parts:
             if isinstance(part, int):
@@ -48,13 +48,13 @@ class PieceVocabulary:
         return found
 
     def allowed(self, mask: Mask) -> frozenset[int]:
-        """What may come next."""
+        """The allowed next tokens."""
         logits = np.zeros(self.n_vocab, np.float32)
         mask.apply(logits)
         return frozenset(np.flatnonzero(np.isfinite(logits)).tolist())
 
     def follow(self, mask: Mask, *parts: str | bytes | int) -> bool:
-        """Goes on with the parts; False as soon as one token may not follow."""
+        """Continues with the parts; False as soon as a token is not allowed."""
         for token in self.tokens(*parts):
             if token not in self.allowed(mask):
                 return False
@@ -62,7 +62,7 @@ class PieceVocabulary:
         return True
 
     def may_end(self, mask: Mask) -> bool:
-        """Whether all ends are allowed, or none; half of them is a fault."""
+        """Whether all end tokens are allowed, or none; anything else fails."""
         ends = self.allowed(mask) & self.end_tokens
         assert ends in (frozenset(), self.end_tokens)
         return bool(ends)

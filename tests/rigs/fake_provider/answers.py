@@ -47,8 +47,8 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int:
-        said = "".join((self.text, self.reasoning, self.refusal, *(tool.json for tool in self.tools)))
-        return max(1, len(_PIECES.findall(said)))
+        parts = "".join((self.text, self.reasoning, self.refusal, *(tool.json for tool in self.tools)))
+        return max(1, len(_PIECES.findall(parts)))
 
     @property
     def reasoning_tokens(self) -> int:
@@ -111,9 +111,9 @@ def _limited(text: str, prompt: Prompt) -> Answer:
     for stop in prompt.stops:
         if stop in text:
             return Answer(text=text.partition(stop)[0], stop="stop_sequence", stop_sequence=stop)
-    said = pieces(text)
-    if prompt.max_tokens is not None and len(said) > prompt.max_tokens:
-        return Answer(text="".join(said[: prompt.max_tokens]), stop="length")
+    parts = pieces(text)
+    if prompt.max_tokens is not None and len(parts) > prompt.max_tokens:
+        return Answer(text="".join(parts[: prompt.max_tokens]), stop="length")
     return Answer(text=text)
 
 

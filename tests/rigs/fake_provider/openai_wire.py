@@ -67,9 +67,11 @@ def chat_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tok
         }
         return _frame(kind, payload | ({"usage": counts} if with_usage else {}))
 
-    def delta(kind: str, index: int, said: dict[str, Any], finish: str | None = None, text: str | None = None) -> Frame:
+    def delta(
+        kind: str, index: int, fields: dict[str, Any], finish: str | None = None, text: str | None = None
+    ) -> Frame:
         logprobs = _logprobs(text, bool(body.get("logprobs"))) if text is not None else None
-        return chunk(kind, [{"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}])
+        return chunk(kind, [{"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}])
 
     for index in range(choices):
         empty = None if answer.tools else ""
@@ -94,10 +96,10 @@ def chat_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tok
 
 
 def azure_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> Iterator[Frame]:
-    """The same as Azure writes it: first what its filter thinks of the prompt, in a chunk that names nobody."""
+    """The same as Azure writes it: first the result of its filter for the prompt, in a chunk without a model."""
     prompt = {"prompt_index": 0, "content_filter_results": FILTERED}
-    nobody = {"choices": [], "created": 0, "id": "", "model": "", "object": "", "prompt_filter_results": [prompt]}
-    yield _frame("role", nobody)
+    unnamed = {"choices": [], "created": 0, "id": "", "model": "", "object": "", "prompt_filter_results": [prompt]}
+    yield _frame("role", unnamed)
     for kind, frame in chat_stream(number, body, answer, prompt_tokens):
         if kind == "done":
             yield kind, frame
@@ -111,7 +113,7 @@ def azure_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_to
 FILTERED: Mapping[str, Any] = {
     name: {"filtered": False, "severity": "safe"} for name in ("hate", "self_harm", "sexual", "violence")
 }
-"""What Azure's content filter says of a harmless text."""
+"""The result of Azure's content filter for a harmless text."""
 
 
 def chat_answer(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads what a checked request asks, out of either dialect; checks and answers nothing."""
+"""Reads the prompt of a checked request in either API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def _text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else ()
-    said = [part.get("text") or _text_of(part.get("content")) for part in parts if isinstance(part, Mapping)]
-    return " ".join(text for text in said if text)
+    texts = [part.get("text") or _text_of(part.get("content")) for part in parts if isinstance(part, Mapping)]
+    return " ".join(text for text in texts if text)
 
 
 def _last_user(messages: list[Any]) -> str:

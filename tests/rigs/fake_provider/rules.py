@@ -134,23 +134,23 @@ _LONGEST = {"gpt-4o": 16_384, "gpt-4o-mini": 16_384, "gpt-4.1": 32_768, "gpt-4-t
 
 
 def _longest_answer(body: Mapping[str, Any]) -> None:
-    asked, most = body.get("max_completion_tokens") or 0, _LONGEST.get(body["model"])
-    if most is not None and asked > most:
-        said = f"max_tokens is too large: {asked}. This model supports at most {most} completion tokens"
-        raise RefusedError(f"{said}, whereas you provided {asked}.", "invalid_value", "max_tokens")
+    requested, most = body.get("max_completion_tokens") or 0, _LONGEST.get(body["model"])
+    if most is not None and requested > most:
+        message = f"max_tokens is too large: {requested}. This model supports at most {most} completion tokens"
+        raise RefusedError(f"{message}, whereas you provided {requested}.", "invalid_value", "max_tokens")
 
 
 def _strict_schemas(body: Mapping[str, Any]) -> None:
     shape = (body.get("response_format") or {}).get("json_schema") or {}
     if shape.get("strict") and (problem := schemas.openai_problem(shape.get("schema"))):
-        said = f"Invalid schema for response_format '{shape['name']}': {problem}"
-        raise RefusedError(said, None, "response_format")
+        message = f"Invalid schema for response_format '{shape['name']}': {problem}"
+        raise RefusedError(message, None, "response_format")
     for index, tool in enumerate(body.get("tools") or ()):
         function = tool.get("function") or {}
         parameters = function.get("parameters") or {"type": "object", "additionalProperties": False}
         if function.get("strict") and (problem := schemas.openai_problem(parameters)):
-            said = f"Invalid schema for function '{function['name']}': {problem}"
-            raise RefusedError(said, "invalid_function_parameters", f"tools[{index}].function.parameters")
+            message = f"Invalid schema for function '{function['name']}': {problem}"
+            raise RefusedError(message, "invalid_function_parameters", f"tools[{index}].function.parameters")
 
 
 _REASONING_EFFORTS = (
@@ -163,15 +163,15 @@ _REASONING_EFFORTS = (
     (r"gpt-5\.", "none low medium high xhigh"),
     (r"gpt-5", "minimal low medium high"),
 )
-"""What OpenAI's reasoning models take: https://platform.openai.com/docs/guides/reasoning and its errors."""
+"""Values that OpenAI's reasoning models accept: https://platform.openai.com/docs/guides/reasoning and its errors."""
 
 
 def _reasoning_effort(body: Mapping[str, Any]) -> None:
     effort, model = body.get("reasoning_effort"), body["model"]
     taken = next((efforts for name, efforts in _REASONING_EFFORTS if re.match(name, model)), None)
     if effort is not None and taken is not None and effort not in taken.split():
-        said = f"Unsupported value: '{effort}' is not supported with the '{model}' model."
-        raise RefusedError(f"{said} Supported values are: {taken}.", "unsupported_value", "reasoning_effort")
+        message = f"Unsupported value: '{effort}' is not supported with the '{model}' model."
+        raise RefusedError(f"{message} Supported values are: {taken}.", "unsupported_value", "reasoning_effort")
 
 
 def _reasoning_model(body: Mapping[str, Any]) -> None:
@@ -192,12 +192,12 @@ def _reasoning_model(body: Mapping[str, Any]) -> None:
     refused += [] if match[1] in ("o1", "o3-mini") else ["stop"]
     for name in refused:
         if body.get(name) is not None:
-            said = f"Unsupported parameter: '{name}' is not supported with this model."
-            raise RefusedError(said, "unsupported_parameter", name)
+            message = f"Unsupported parameter: '{name}' is not supported with this model."
+            raise RefusedError(message, "unsupported_parameter", name)
     for name in () if unthinking else ("temperature", "top_p"):
         if body.get(name) not in (None, 1):
-            said = f"Unsupported value: '{name}' does not support {body[name]} with this model."
-            raise RefusedError(f"{said} Only the default (1) value is supported.", "unsupported_value", name)
+            message = f"Unsupported value: '{name}' does not support {body[name]} with this model."
+            raise RefusedError(f"{message} Only the default (1) value is supported.", "unsupported_value", name)
 
 
 def _sampling(body: Mapping[str, Any]) -> None:
@@ -234,8 +234,8 @@ def _openai_message(message: Any, path: str, open_calls: set[str], flavor: str) 
         if part.get("type") == "image_url" and not _IMAGE.match(part["image_url"]["url"]):
             raise RefusedError("Invalid image URL.", "invalid_image_url", f"{path}.content")
         if role == "tool" and part.get("type") != "text":
-            said = f"Invalid value: '{part.get('type')}'. Supported values are: 'text'."
-            raise RefusedError(said, "invalid_value", f"{path}.content")
+            message = f"Invalid value: '{part.get('type')}'. Supported values are: 'text'."
+            raise RefusedError(message, "invalid_value", f"{path}.content")
     if role == "tool":
         if message.get("tool_call_id") not in open_calls:
             raise RefusedError("'tool' must be a response to a preceding message with 'tool_calls'.", None, path)
@@ -395,8 +395,8 @@ def _anthropic_tools(body: Mapping[str, Any]) -> None:
         if not isinstance(tool["input_schema"], dict) or tool["input_schema"].get("type") != "object":
             raise RefusedError(f"tools.{index}.input_schema.type: Input should be 'object'")
         if tool.get("strict") and not _AT_NO_TOP.isdisjoint(tool["input_schema"]):
-            said = "input_schema does not support oneOf, allOf, or anyOf at the top level"
-            raise RefusedError(f"tools.{index}.custom.input_schema: {said}")
+            message = "input_schema does not support oneOf, allOf, or anyOf at the top level"
+            raise RefusedError(f"tools.{index}.custom.input_schema: {message}")
         if tool.get("strict") and (problem := schemas.anthropic_problem(tool["input_schema"])):
             raise RefusedError(f"tools.{index}.custom.input_schema: {problem}")
     if (strict := sum(bool(tool.get("strict")) for tool in tools)) > 20:

@@ -1,4 +1,4 @@
-"""Checks a JSON schema as strictly as the real APIs do where they hold an answer to it; knows no request around it."""
+"""Checks a JSON schema for structured output as strictly as the real APIs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANTHROPIC_FORMATS = (
 
 
 def anthropic_problem(schema: Any) -> str | None:
-    """Why Anthropic refuses to hold an answer to `schema`; None where it does not."""
+    """Why Anthropic refuses structured output with `schema`; None if it does not."""
     return next(_anthropic(schema, schema, ()), None)
 
 

@@ -1,4 +1,4 @@
-"""Sends the frames of a stream, and breaks it where a fault says so; knows no payload but the broken ones."""
+"""Sends the frames of a stream, and breaks it where a fault requires it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def stream_frames(work: Work, frames: Iterable[tuple[str, bytes]]) -> web.
             continue
         if what == "done" and kind == "reset_after_finish":
             record.outcome = "faulted"
-            await asyncio.sleep(0.05)  # what was written before must not be lost with the reset
+            await asyncio.sleep(0.05)  # earlier data must not be lost with the reset
             reset(work.request)
             return response
         if kind == "pace":
@@ -59,9 +59,9 @@ _MID_STREAM = frozenset(("cut", "truncate", "stall", "ping", "malformed", "error
 
 
 async def _break(work: Work, response: web.StreamResponse, kind: str) -> bool:
-    """Does what the fault asks in mid-stream; returns whether the stream goes on."""
+    """Applies the fault in mid-stream; returns whether the stream continues."""
     if kind == "cut":
-        await asyncio.sleep(0.05)  # what was written before must not be lost with the reset
+        await asyncio.sleep(0.05)  # earlier data must not be lost with the reset
         reset(work.request)
     elif kind == "truncate":
         await response.write_eof()
@@ -83,14 +83,14 @@ async def _break(work: Work, response: web.StreamResponse, kind: str) -> bool:
 
 
 async def _ping(response: web.StreamResponse, frame: bytes) -> None:
-    """Keep-alives until nobody listens."""
+    """Keep-alives until the client disconnects."""
     while True:
         await response.write(frame)
         await asyncio.sleep(PING_SECONDS)
 
 
 def _without_usage(frame: bytes, *, wrong: bool) -> bytes:
-    """The frame with its usage taken out, or replaced by what is no count."""
+    """The frame with its usage removed, or replaced by an invalid one."""
     head, data = frame.split(b"data: ", 1)
     if not data.startswith(b"{"):
         return frame

@@ -1,4 +1,4 @@
-"""A disk that is full on demand: a preloaded shim that refuses writes below one directory with ENOSPC. Linux."""
+"""A disk that can be made full: a preloaded shim that refuses writes below one directory with ENOSPC. Linux."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOURCE = Path(__file__).with_name("fulldisk.c")
 
 
 class FullDisk:
-    """Rules over files below `directory`, for processes started with `env`; `control` lies elsewhere."""
+    """Applies to files below `directory`, for processes with `env`; `control` is outside of it."""
 
     def __init__(self, directory: Path, control: Path) -> None:
         control.mkdir(parents=True, exist_ok=True)
@@ -24,14 +24,14 @@ class FullDisk:
         }
 
     def fill(self) -> None:
-        """From now on nothing can be written."""
+        """All writes fail from now on."""
         self._flag.touch()
 
     def clear(self) -> None:
-        """There is room again."""
+        """Writes succeed again."""
         self._flag.unlink(missing_ok=True)
 
     @property
     def refused(self) -> int:
-        """Writes that failed so far."""
+        """The number of failed writes."""
         return self._count.stat().st_size if self._count.exists() else 0

@@ -22,7 +22,7 @@ def library_directory() -> Path:
 
 @dataclass
 class NvidiaGpu:
-    """One card as NVML tells it; bytes are bytes, and total = reserved + free + used."""
+    """One card as NVML reports it; amounts are bytes, and total = reserved + free + used."""
 
     uuid: str = "GPU-00000000-0000-0000-0000-000000000000"
     pci: str = "00000000:01:00.0"
@@ -58,13 +58,13 @@ class NvmlStub:
 
     @property
     def env(self) -> dict[str, str]:
-        """For processes that shall see this machine."""
+        """For processes that use this machine."""
         outer = os.environ.get("LD_LIBRARY_PATH")
         path = os.pathsep.join([str(library_directory()), *([outer] if outer else [])])
         return {"LD_LIBRARY_PATH": path, "NVML_STUB_STATE": str(self.path)}
 
     def write(self) -> None:
-        """Makes the state what the fields say, at once for whoever calls next."""
+        """Writes the state of the fields; it applies to the next call."""
         lines = [f"driver {self.driver}"]
         lines += [
             f"device {gpu.uuid} {gpu.pci} {gpu.total_bytes} {gpu.reserved_bytes} {gpu.free_bytes} {gpu.used_bytes} "

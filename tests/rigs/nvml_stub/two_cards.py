@@ -1,4 +1,4 @@
-"""A machine of two NVIDIA cards, which llama.cpp counts in another order than NVML; judges nothing."""
+"""A machine with two NVIDIA cards that llama.cpp numbers in another order than NVML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST, SECOND = "GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8
 
 
 def two_cards(root: Path) -> NvmlStub:
-    """As NVML tells them."""
+    """As NVML reports them."""
     first = NvidiaGpu(FIRST, "00000000:01:00.0", "NVIDIA First", 24 * GIB, GIB // 2, GIB)
     second = NvidiaGpu(SECOND, "00000000:41:00.0", "NVIDIA Second", 16 * GIB, GIB // 4, 0)
     return NvmlStub(root, [first, second])

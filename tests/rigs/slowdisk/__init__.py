@@ -1,4 +1,4 @@
-"""A slow disk for real: a preloaded shim that delays every read of a *.gguf file. Linux; built with the C compiler."""
+"""A really slow disk: a preloaded shim that delays every read of a *.gguf file. Linux; built with the C compiler."""
 
 from __future__ import annotations
 
