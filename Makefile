@@ -18,7 +18,7 @@ ARGS ?=
 JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
-CORE_COVERAGE ?= 99
+CORE_COVERAGE ?= 100
 PURE := .pytest_cache/pure_modules.coveragerc
 # Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
 MEASURE := -p tests.rigs.core_coverage --cov --cov-config=$(PURE) --cov-branch --cov-report=term:skip-covered

@@ -1,7 +1,7 @@
 """The generation parameters: names, accepted values, defaults, effects, and what clouds do with them.
 
 Each field of `Sampling` declares one sampling parameter; `REQUEST_PARAMETERS` declares the others. The gateway and the
-worker validate with these declarations, and `docs/api.md` reproduces them (`tests/unit/test_parameters_documented.py`
+worker validate with these declarations, and `docs/api.md` reproduces them (`tests/unit/test_gateway_documented.py`
 compares them). A new sampling parameter is a field of `Sampling` and its use in `inference.worker.sampling.sampling`.
 """
 

@@ -243,23 +243,10 @@ def test_answer_of_another_program_is_reported_with_its_status(serve: Any, capsy
     assert "answered 502" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ps",
-        "list",
-        "show x",
-        "load x",
-        "unload x",
-        "offload x",
-        "move x gpu-0",
-        "restart x",
-        "stop x",
-        "devices",
-        "breakers",
-        "plan x",
-    ],
-)
+ABSENT = "ps", "list", "show x", "load x", "unload x", "offload x", "move x gpu-0", "restart x", "stop x"
+
+
+@pytest.mark.parametrize("line", [*ABSENT, "devices", "breakers", "plan x"])
 def test_absent_service_is_exit_code_3_with_its_address_and_advice(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -275,9 +262,8 @@ def test_absent_service_is_exit_code_3_with_its_address_and_advice(
 
 def test_run_prints_only_the_answer(serve: Any, capsys: Any) -> None:
     service = serve({"POST /v1/chat/completions": Canned(frames=STREAM, headers={"x-headgate-tier": "local"})})
-    assert (
-        main(["run", "demo", "say", "hello", "--temperature", "0", "--max-tokens", "5", "--system", "Be brief."]) == 0
-    )
+    options = ["--temperature", "0", "--max-tokens", "5", "--system", "Be brief."]
+    assert main(["run", "demo", "say", "hello", *options]) == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == ("Hello.\n", "")
     asked = service.asked[0]

@@ -19,8 +19,7 @@ SHORTEST = int(event_loop.SLICE_SECONDS * 1e9)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 as_usual = pytest.mark.skipif(
-    hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) != 0,
-    reason="this process has another niceness",
+    hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) != 0, reason="this process has another niceness"
 )
 
 

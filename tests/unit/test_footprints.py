@@ -51,8 +51,7 @@ def test_growth_of_few_points_is_undefined(points: list[tuple[float, float]]) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "grown"),
-    [([5, 6, 5, 6, 5, 6], 0), ([5, 6, 7, 7, 8, 8], 2), ([9, 9, 5, 5, 5, 5], 0), ([5], 0), ([], 0)],
+    ("values", "grown"), [([5, 6, 5, 6, 5, 6], 0), ([5, 6, 7, 7, 8, 8], 2), ([9, 9, 5, 5, 5, 5], 0), ([5], 0), ([], 0)]
 )
 def test_count_has_grown_if_its_later_minimum_exceeds_its_earlier_maximum(values: list[int], grown: int) -> None:
     assert growth_count(values) == grown

@@ -51,8 +51,7 @@ def test_chunk_with_an_empty_head_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "kind"),
-    [({"delta": {"content": "a"}}, "chat.completion"), ({"text": "a"}, "text_completion")],
+    ("choice", "kind"), [({"delta": {"content": "a"}}, "chat.completion"), ({"text": "a"}, "text_completion")]
 )
 def test_object_type_follows_from_the_choices(choice: dict[str, Any], kind: str) -> None:
     answer = _sum(EMPTY_HEAD, {"choices": [{"index": 0, **choice, "finish_reason": "stop"}]})

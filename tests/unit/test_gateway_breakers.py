@@ -141,9 +141,7 @@ def test_model_failure_does_not_count_for_provider(breakers: Breakers) -> None:
     _lease(breakers, "other").settle(Success())
 
 
-def test_failure_without_reason_counts_in_both_scopes(
-    breakers: Breakers,
-) -> None:
+def test_failure_without_reason_counts_in_both_scopes(breakers: Breakers) -> None:
     for _ in range(5):
         _fail(breakers, 1, Failure(Scope.PROVIDER, pair_too=True))
         _lease(breakers, "other").settle(Success())
@@ -176,6 +174,18 @@ def test_provider_probe_is_returned_when_model_breaker_refuses(breakers: Breaker
     clock.now += 20
     assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 10.0)
     assert _lease(breakers, "third").is_probe
+
+
+def test_attempts_broken_by_one_event_count_once(breakers: Breakers, clock: Clock) -> None:
+    running = [_lease(breakers) for _ in range(9)]
+    for lease in running[:6]:
+        lease.settle(Failure(Scope.PAIR, broke=True), "the connection broke")
+        clock.now += 0.1
+    assert breakers.breaker("p", "m").describe()["failures"] == 1
+    clock.now += 1.0
+    running[6].settle(Failure(Scope.PAIR, broke=True), "the connection broke")
+    _lease(breakers).settle(Failure(Scope.PAIR, broke=True), "a new attempt broke")
+    assert breakers.breaker("p", "m").describe()["failures"] == 3
 
 
 def test_share_of_failures_opens_breaker(breakers: Breakers, clock: Clock) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import parse
+from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.breaker.outcome import End, Failure, Ignore, Observation, Reason, Scope, Success, Verdict
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import Facts, LikelyFailure
@@ -226,6 +226,27 @@ def test_parameter_that_no_candidate_supports_gets_the_first_providers_error() -
     unknown = CandidateOutcome(LOCAL, "unsupported_parameter", "no", upstream_error=own)
     assert _none(unknown, CandidateOutcome(MINI, "connect", "no")).status == 503
     assert CandidateOutcome(LOCAL, "x", "y", 3.0).with_wait(2.0).retry_in == 3.0
+
+
+@pytest.mark.parametrize(
+    ("request_", "details", "sentence"),
+    [
+        (REQUEST, {"context_length": 8, "prompt_tokens": 9}, "is 8 tokens, but the messages take 9 tokens ("),
+        (COMPLETION, {"context_length": 8, "prompt_tokens": 8}, "is 8 tokens, but the prompt takes 8 tokens ("),
+        (REQUEST, {"context_length": 8, "prompt_tokens": 2, "max_tokens": 7}, "is 8 tokens, but max_tokens is 7 ("),
+        (REQUEST, None, "The request exceeds the context window of every model ("),
+    ],
+)
+def test_request_too_long_for_all_candidates_is_a_400_with_the_numbers(
+    request_: InferenceRequest, details: Mapping[str, Any] | None, sentence: str
+) -> None:
+    """The largest context is named."""
+    small = CandidateOutcome(MINI, "context", "it is small", None, Drop.CONTEXT, details={"context_length": 4})
+    outcomes = [CandidateOutcome(LOCAL, "context", "it is too long", None, Drop.CONTEXT, details=details)]
+    error = no_answer(request_, [small, *outcomes] if details else outcomes, None)
+    assert (error.status, error.code) == (400, Code.CONTEXT_LENGTH_EXCEEDED)
+    assert sentence in error.message
+    assert "local/a: it is too long" in error.message
 
 
 def test_full_queues_of_all_candidates_are_a_429() -> None:

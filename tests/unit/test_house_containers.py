@@ -273,10 +273,7 @@ def test_images_from_gcc_before_13_keep_the_stores_that_amx_needs(
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        (
-            "x86_64",
-            {"-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DCMAKE_INSTALL_BINDIR=llama_cpp/lib"},
-        ),
+        ("x86_64", {"-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DCMAKE_INSTALL_BINDIR=llama_cpp/lib"}),
         ("aarch64", set()),
     ],
 )

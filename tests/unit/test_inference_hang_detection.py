@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 
 from inference.worker_link import Heartbeat
-from inference.workers.hang_detection import (
-    TICK_SECONDS,
-    HangTimeouts,
-    HangWatch,
-    Pause,
-    WorkerVitals,
-    without_pauses,
-)
+from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch, Pause, WorkerVitals, without_pauses
 
 TIMEOUTS = HangTimeouts(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
 NEW = WorkerVitals(greeted=False, ready=False, age_seconds=4, silent_seconds=4)

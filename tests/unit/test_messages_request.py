@@ -209,10 +209,7 @@ def test_last_assistant_turn_is_continued() -> None:
         ({"type": "any"}, {"tool_choice": "required"}),
         ({"type": "none"}, {"tool_choice": "none"}),
         ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
-        (
-            {"type": "auto", "disable_parallel_tool_use": True},
-            {"tool_choice": "auto", "parallel_tool_calls": False},
-        ),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
         (None, {}),
     ],
     ids=["auto", "any", "none", "tool", "one-by-one", "nothing"],
@@ -262,10 +259,7 @@ def test_effort_and_format() -> None:
     sent = chat(output_config={"effort": "high", "format": shape, "task_budget": {}}, thinking={"type": "adaptive"})
     assert sent["reasoning_effort"] == "high"
     assert "chat_template_kwargs" not in sent
-    inner = {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
-    }
+    inner = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True}}
     assert sent["response_format"] == chat(output_format=shape)["response_format"] == inner
 
 

@@ -37,12 +37,7 @@ VOCABULARY = PieceVocabulary()
 COMPILER = Compiler(VOCABULARY)
 CALL, END_CALL, THINK = (VOCABULARY.control(text) for text in ("<tool_call>", "</tool_call>", "<think>"))
 END, EOM = (VOCABULARY.control(text) for text in ("</s>", "<|eom|>"))
-POINT = {
-    "type": "object",
-    "properties": {"x": {"type": "integer"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
 
 def accepts(form: Form, *parts: str | bytes | int) -> bool:

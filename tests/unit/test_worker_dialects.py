@@ -118,8 +118,7 @@ def test_transcripts(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("hermes", '<tool_call>{{"name": "{0}"}}</tool_call>'), ("mistral", "[TOOL_CALLS]{0}[ARGS]{{}}")],
+    ("name", "text"), [("hermes", '<tool_call>{{"name": "{0}"}}</tool_call>'), ("mistral", "[TOOL_CALLS]{0}[ARGS]{{}}")]
 )
 def test_text_longer_than_any_name_is_content(name: str, text: str) -> None:
     dialect, opened = DIALECTS[name]

@@ -282,9 +282,7 @@ def test_largest_request_does_not_count() -> None:
 @given(
     requests=st.lists(
         st.tuples(
-            st.lists(st.integers(1, 12), min_size=1, max_size=6),
-            st.floats(0.0, 100.0),
-            st.sampled_from(Priority),
+            st.lists(st.integers(1, 12), min_size=1, max_size=6), st.floats(0.0, 100.0), st.sampled_from(Priority)
         ),
         min_size=1,
         max_size=8,

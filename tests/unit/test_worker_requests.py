@@ -207,12 +207,7 @@ def test_messages_reach_the_template_as_plain_text() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [
-        ("a", ("a",)),
-        (["a", "b"], ("a", "b")),
-        ([1, 2], ((1, 2),)),
-        ([[1], [2, 3]], ((1,), (2, 3))),
-    ],
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3)))],
 )
 def test_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
     assert generation_body.completion({"prompt": prompt}, FACTS).prompts == expected

@@ -74,10 +74,7 @@ LOWERED: list[tuple[Any, Any]] = [
         {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": TAGGED},
         {"anyOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d1"}], "$defs": {"d1": TAGGED["B"], "d0": TAGGED["A"]}},
     ),
-    (
-        {"anyOf": [True], "oneOf": [{"type": "null"}]},
-        {"anyOf": [True], "allOf": [{"anyOf": [{"type": "null"}]}]},
-    ),
+    ({"anyOf": [True], "oneOf": [{"type": "null"}]}, {"anyOf": [True], "allOf": [{"anyOf": [{"type": "null"}]}]}),
     ({"oneOf": [{"minimum": 1}, {"maximum": 2}]}, {"oneOf": [{"minimum": 1}, {"maximum": 2}]}),
     (
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}},
@@ -300,10 +297,7 @@ CLOSED: list[tuple[Any, Any]] = [
     (
         {"properties": {"a": {"properties": {"b": True}}, "c": {"type": "object"}}},
         {
-            "properties": {
-                "a": {"properties": {"b": True}, "additionalProperties": False},
-                "c": {"type": "object"},
-            },
+            "properties": {"a": {"properties": {"b": True}, "additionalProperties": False}, "c": {"type": "object"}},
             "additionalProperties": False,
         },
     ),
@@ -365,12 +359,7 @@ CLOSED: list[tuple[Any, Any]] = [
             "properties": {"a": True, "b": True},
             "additionalProperties": False,
             "allOf": [
-                {
-                    "anyOf": [
-                        {"properties": {"a": False}},
-                        {"allOf": [{"required": ["a"]}, {"properties": {"b": True}}]},
-                    ]
-                }
+                {"anyOf": [{"properties": {"a": False}}, {"allOf": [{"required": ["a"]}, {"properties": {"b": True}}]}]}
             ],
         },
     ),

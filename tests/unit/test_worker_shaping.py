@@ -99,8 +99,7 @@ def test_answer_with_optional_tools_is_a_call_or_has_the_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "param"),
-    [(chat("required"), "tool_choice"), (chat("auto", form=FORMAT, form_param="regex"), "regex")],
+    ("request_", "param"), [(chat("required"), "tool_choice"), (chat("auto", form=FORMAT, form_param="regex"), "regex")]
 )
 def test_forced_call_is_unsupported_by_dialects_without_a_form(request_: GenerateRequest, param: str) -> None:
     with pytest.raises(BadRequestError, match="marks") as caught:
