@@ -284,7 +284,7 @@ class Breaker:
     @property
     def open_for(self) -> float | None:
         """Seconds until a probe may pass; None when an attempt may pass now. Advisory: the permit decides."""
-        state = self.state
+        state = self._machine.state
         if state is CLOSED:
             return None
         now = self._clock()

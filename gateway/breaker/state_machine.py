@@ -34,6 +34,8 @@ class BreakerStorage(pybreaker.CircuitBreakerStorage):
 class MemoryStorage(pybreaker.CircuitMemoryStorage, BreakerStorage):
     """The state of one breaker in the memory of this process."""
 
+    state = pybreaker.STATE_CLOSED  # an attribute: each request reads it several times, and a property takes a call
+
     def __init__(self) -> None:
         super().__init__(pybreaker.STATE_CLOSED)
         self.open_until = 0.0
@@ -69,6 +71,8 @@ class StateMachine:
 
     def __init__(self, name: str, rule: Rule, storage: BreakerStorage, on_change: OnChange) -> None:
         self.storage = storage
+        self._reported = storage.state
+        """The stored state as it was last reported."""
         self._on_change = on_change
         self._listener = _Listener()
         self._breaker = pybreaker.CircuitBreaker(
@@ -87,13 +91,15 @@ class StateMachine:
     @property
     def state(self) -> BreakerState:
         """The stored state. A change that was made elsewhere is reported to `on_change` first."""
-        state = _STATES[self._breaker.state.name]
-        if self._listener.changes:
+        stored = self.storage.state
+        if stored != self._reported:
+            _ = self._breaker.state  # pybreaker notices the change and calls its listeners
             self._report()
-        return state
+        return _STATES[stored]
 
     def _report(self) -> None:
         """Report transitions once they are complete: pybreaker calls its listeners before it stores the new state."""
+        self._reported = self.storage.state
         changes, self._listener.changes = self._listener.changes, []
         for before, after in changes:
             self._on_change(before, after)

@@ -55,7 +55,7 @@ SHORT_REST_SECONDS = 2.0
 """The inference service itself waits for a failed model that it loads again within this time."""
 
 _FAILED = ModelState.FAILED
-_UNUSABLE = (DeviceState.QUARANTINED, DeviceState.LOST)
+UNUSABLE = (DeviceState.QUARANTINED, DeviceState.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ def likely_failure(status: ModelStatus, devices: Mapping[str, DeviceState], age:
         if rest is not None and rest <= SHORT_REST_SECONDS:
             return None
         return LikelyFailure(f"the model failed: {status.reason or 'no reason given'}", rest)
-    unusable = [name for name in status.devices if devices.get(name) in _UNUSABLE]
+    if not devices:
+        return None
+    unusable = [name for name in status.devices if devices.get(name) in UNUSABLE]
     if not unusable:
         return None
     return LikelyFailure(f"its device {', '.join(unusable)} is {devices[unusable[0]]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from gateway.breaker import probe_schedule
 from gateway.errors import UpstreamError
-from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
+from gateway.providers.local.candidate_facts import UNUSABLE, LikelyFailure, likely_failure
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 log = logging.getLogger("gateway.providers.local.inference_snapshot")
@@ -55,8 +55,8 @@ class InferenceView:
         self._models: dict[str, ModelStatus] = {}
         self._reported_at: dict[str, float] = {}
         """When each model's status was received."""
-        self._devices: dict[str, tuple[DeviceState, float]] = {}
-        """The state of each device, and when it was received."""
+        self._unusable: dict[str, tuple[DeviceState, float]] = {}
+        """The state of each unusable device, and when it was received."""
         self._aliases: Mapping[str, str] = {}
         """Model id by alias."""
         self._seen_at: float | None = None
@@ -69,7 +69,7 @@ class InferenceView:
         self._fetch = fetch
         self._seen_at = None
         self._reachable = None
-        self._models, self._aliases, self._devices, self._reported_at = {}, {}, {}, {}
+        self._models, self._aliases, self._unusable, self._reported_at = {}, {}, {}, {}
 
     @property
     def is_fresh(self) -> bool:
@@ -104,7 +104,11 @@ class InferenceView:
         so a later status with this device means that the device is back.
         """
         status = self.models.get(model)
-        return None if status is None else self._likely_failure(status)
+        if status is None:
+            return None
+        reported_at = self._reported_at[model]
+        unusable = {name: state for name, (state, at) in self._unusable.items() if at >= reported_at}
+        return likely_failure(status, unusable, self._clock() - reported_at)
 
     def poll_soon(self) -> None:
         """Polls the service now instead of after the pause."""
@@ -115,8 +119,9 @@ class InferenceView:
         now = self._clock()
         if kind == "snapshot":
             statuses = [ModelStatus.from_json(item) for item in data["models"]]
-            devices = {str(item["id"]): (DeviceState(item["state"]), now) for item in data["devices"]}
-            self._devices, self._seen_at = devices, now
+            devices = {str(item["id"]): DeviceState(item["state"]) for item in data["devices"]}
+            self._seen_at = now
+            self._unusable = {name: (state, now) for name, state in devices.items() if state in UNUSABLE}
             self._take(statuses, now, now)
             if data["ready"]:
                 self._note_answer()
@@ -124,11 +129,11 @@ class InferenceView:
             status = ModelStatus.from_json(data["model"])
             self._take(list({**self._models, status.id: status}.values()), now, now, {status.id})
         elif kind == "device":
-            self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"]), now
+            self._note_device(str(data["device"]["id"]), DeviceState(data["device"]["state"]), now)
         elif kind == "removed" and "id" in data:
             self._take([model for name, model in self._models.items() if name != data["id"]], now, now, set())
         elif kind == "removed":
-            self._devices[str(data["device"])] = DeviceState.LOST, now
+            self._note_device(str(data["device"]), DeviceState.LOST, now)
         elif kind == "eviction":
             self.poll_soon()
 
@@ -195,10 +200,11 @@ class InferenceView:
             if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
                 self._on_ready(name)
 
-    def _likely_failure(self, status: ModelStatus) -> LikelyFailure | None:
-        reported_at = self._reported_at[status.id]
-        devices = {name: state for name, (state, at) in self._devices.items() if at >= reported_at}
-        return likely_failure(status, devices, self._clock() - reported_at)
+    def _note_device(self, name: str, state: DeviceState, now: float) -> None:
+        if state in UNUSABLE:
+            self._unusable[name] = state, now
+        else:
+            self._unusable.pop(name, None)
 
     def _note_missing(self, error: Exception) -> None:
         """Marks the service as not reachable; logs a change, with a traceback if the error is unexpected."""
