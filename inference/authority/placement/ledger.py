@@ -105,17 +105,10 @@ class Sums:
         """The bytes of all phases."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
-    def plus(self, phase: Phase, count: int, *, aside: bool = False) -> Sums:
-        """The sums with `count` bytes added to `phase` (negative: removed)."""
-        beside = self.aside_bytes + count if aside else self.aside_bytes
-        if phase is Phase.RESERVED:
-            return Sums(self.reserved_bytes + count, self.resident_bytes, self.releasing_bytes, beside)
-        if phase is Phase.RESIDENT:
-            return Sums(self.reserved_bytes, self.resident_bytes + count, self.releasing_bytes, beside)
-        return Sums(self.reserved_bytes, self.resident_bytes, self.releasing_bytes + count, beside)
-
 
 _NOTHING = Sums()
+_PHASES = (Phase.RESERVED, Phase.RESIDENT, Phase.RELEASING)
+"""In the order of the fields of `Sums`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,9 @@ class Ledger:
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
-            held = (replace(item, bytes=self._booked(item.bytes)) for item in self.holdings.values())
+            held: Iterable[Holding] = self.holdings.values()
+            if self.shared:
+                held = (replace(item, bytes=self._booked(item.bytes)) for item in held)
             object.__setattr__(self, "sums", _changed({}, held, 1))
         loaded_bytes = sum(sums.ours_bytes - sums.aside_bytes for sums in self.sums.values())
         object.__setattr__(self, "loaded_bytes", loaded_bytes)
@@ -313,15 +308,22 @@ class Ledger:
 
     def without(self, ids: Collection[str]) -> Ledger:
         """The ledger as if these holdings had been released; for what-if questions."""
+        gone = [self._holding(id, *_PHASES) for id in ids]
+        freed: dict[str, int] = {}
+        for holding in gone:
+            for device, count in holding.bytes.items():
+                freed[device] = freed.get(device, 0) + count
         accounts = dict(self.accounts)
-        for id in ids:
-            for device, count in self._holding(id, *Phase).bytes.items():
-                account = accounts[device]
-                if account.observed_free_bytes is not None:
-                    accounts[device] = replace(account, observed_free_bytes=account.observed_free_bytes + count)
-        holdings = dict(self.holdings)
-        gone = [holdings.pop(id) for id in ids]
+        for device, count in freed.items():
+            account = accounts[device]
+            if account.observed_free_bytes is not None:
+                accounts[device] = replace(account, observed_free_bytes=account.observed_free_bytes + count)
+        holdings = {id: holding for id, holding in self.holdings.items() if id not in ids}
         return replace(self, accounts=accounts, holdings=holdings, sums=_changed(self.sums, gone, -1))
+
+    def assume(self, id: str, owner: str, need: Mapping[str, int]) -> Ledger:
+        """The ledger as if `need` were reserved, whether it fits or not; for what-if questions."""
+        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need)))))
 
     def missing(self, need: Mapping[str, int]) -> tuple[Mapping[str, int], int]:
         """Bytes that resident holdings must release before `need` fits: per device, and in total.
@@ -412,8 +414,21 @@ def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
 
 def _changed(sums: Mapping[str, Sums], holdings: Iterable[Holding], sign: int) -> Mapping[str, Sums]:
     """`sums` with these holdings (1) or without them (-1)."""
-    after = dict(sums)
+    changes: dict[str, list[int]] = {}
     for holding in holdings:
+        column = _PHASES.index(holding.phase)
         for device, count in holding.bytes.items():
-            after[device] = after.get(device, _NOTHING).plus(holding.phase, sign * count, aside=holding.aside)
+            change = changes.setdefault(device, [0] * (len(_PHASES) + 1))
+            change[column] += sign * count
+            if holding.aside:
+                change[-1] += sign * count
+    after = dict(sums)
+    for device, (reserved, resident, releasing, aside) in changes.items():
+        before = after.get(device, _NOTHING)
+        after[device] = Sums(
+            before.reserved_bytes + reserved,
+            before.resident_bytes + resident,
+            before.releasing_bytes + releasing,
+            before.aside_bytes + aside,
+        )
     return after

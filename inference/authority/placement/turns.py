@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from inference.authority.lifecycle.wait_queue import Waiter
-from inference.authority.placement.ledger import Holding, Ledger, Phase
+from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Held, Placement, Policy, Refusal, Request, Result, Standing, plan
 from inference.protocol import Priority
 
@@ -149,7 +148,8 @@ def _ends(occupancy: Occupancy, demand: Demand) -> list[tuple[str, float]]:
 
 
 def _movable(models: Sequence[Held], names: Sequence[str]) -> list[Held]:
-    return [replace(item, standing=Standing.IDLE) if item.model in names else item for item in models]
+    moving = frozenset(names)
+    return [replace(item, standing=Standing.IDLE) if item.model in moving else item for item in models]
 
 
 def _keeping(
@@ -191,16 +191,11 @@ def _broken(placement: Placement, ledger: Ledger, models: Sequence[Held], claims
         return ()
     leaving = {*placement.evict, *(name for claim in claims for name in claim.victims)}
     later = ledger.without({item.holding for item in models if item.model in leaving})
-    later = _taken(later, "placement", "", placement.need)
+    later = later.assume("placement", "", placement.need)
     broken = []
     for claim in claims:
         if later.lacks(claim.need):
             broken.append(claim.model)
         else:
-            later = _taken(later, f"claim of {claim.model}", claim.model, claim.need)
+            later = later.assume(f"claim of {claim.model}", claim.model, claim.need)
     return tuple(broken)
-
-
-def _taken(ledger: Ledger, id: str, owner: str, need: Mapping[str, int]) -> Ledger:
-    taken = Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(need)))
-    return replace(ledger, holdings={**ledger.holdings, id: taken}, sums={})
