@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from inference.authority import events
 from inference.authority.lifecycle.departures import Action
+from inference.authority.quarantine import Crash
 from inference.devices.signs import Sign
 from inference.protocol import ExitCause, ModelState, Priority
 from tests.rigs.authority_checks import CheckedWorld
@@ -56,7 +57,11 @@ class Authority(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
         config = configuration(
-            self.models, memory_limit_gb=limit, acquire_timeout_seconds=TIMEOUT_SECONDS, enable_lazy_model_loading=lazy
+            self.models,
+            memory_limit_gb=limit,
+            acquire_timeout_seconds=TIMEOUT_SECONDS,
+            enable_lazy_model_loading=lazy,
+            pressure_check_interval_seconds=5,
         )
         self.shuts_down = shuts_down
         self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind)
@@ -208,9 +213,17 @@ class Authority(RuleBasedStateMachine):
     def beat(self, number: int, prompt: int, generated: int) -> None:
         self.world.beat(sorted(self.world.alive)[number % len(self.world.alive)], prompt, generated)
 
-    @rule(name=names, number=st.integers(0, 2))
-    def clear_case(self, name: str, number: int) -> None:
-        self.world.send(events.CaseCleared(name, f"key-{number}"))
+    @rule(name=names, number=st.integers(0, 2), crashes=st.integers(1, 3), alone=st.booleans(),
+          unexplained=st.booleans(), end=st.sampled_from(["", "answered", "cleared"]))  # fmt: skip
+    def report(self, name: str, number: int, crashes: int, alone: bool, unexplained: bool, end: str) -> None:
+        """A request ends workers, and then is answered or taken out of quarantine."""
+        key, crash = f"key-{number}", Crash(ExitCause.ASSERT, "it aborted", alone, unexplained)
+        for _ in range(crashes):
+            self.world.send(events.CrashReported(name, key, crash))
+        if end == "answered":
+            self.world.send(events.RequestAnswered(name, key, crashes))
+        elif end == "cleared":
+            self.world.send(events.CaseCleared(name, key))
 
     # --- operators ---------------------------------------------------------------------------------------------------
     @rule(name=names, kind=st.sampled_from(["unload", "now", "offload", "offload", "evict", "keep", "plan", "change"]))
@@ -226,9 +239,21 @@ class Authority(RuleBasedStateMachine):
         }
         self.world.command(requests[kind])
 
-    @rule(name=names, device=st.sampled_from([*GPUS, "cpu"]))
-    def move(self, name: str, device: str) -> None:
-        self.world.command(events.Move(name, device, 20))
+    @rule(name=names, device=st.sampled_from([*GPUS, "cpu"]), count=st.integers(0, 6),
+          then=st.sampled_from(["", "", "abandon", "crash", "lose"]))  # fmt: skip
+    def move(self, name: str, device: str, count: int, then: str) -> None:
+        """An operator moves a model, and something happens on its way."""
+        world = self.world
+        id = world.command(events.Move(name, device, 20))
+        for _ in range(count):
+            world.deliver()
+        model = world.state.models.get(name)
+        if then == "abandon" and id in world.commands:
+            world.abandon(id)
+        elif then == "crash" and model is not None and model.worker in world.alive:
+            world.end(model.worker, ExitCause.KILLED)
+        elif then == "lose" and device in world.gpus:
+            world.put_sign(device, Sign.DEAD)
 
     @rule(request=st.sampled_from([events.Collect(), events.Defragment(), events.Recover("gpu-0"), events.Refresh()]))
     def operate(self, request: events.Request) -> None:
@@ -254,6 +279,7 @@ class Authority(RuleBasedStateMachine):
             max_models=most,
             acquire_timeout_seconds=TIMEOUT_SECONDS,
             gpu_memory_max_percent=share,
+            pressure_check_interval_seconds=5,
         )
         self.world.change(config)
 

@@ -31,7 +31,7 @@ from inference.authority.state import (
 )
 from inference.authority.step import step
 from inference.errors import DeadlineExceeded, ModelLoading, ShuttingDown
-from inference.protocol import DeviceState, ModelState
+from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant as LoadOrder
 from inference.worker_link import Hold
@@ -42,6 +42,7 @@ SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
 _OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.SAVE, TimerKind.ROOM_TO_KEEP)
+_WAIT_ON = (ExitCause.REQUESTED, ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE, ExitCause.BROKEN_BUILD)
 _ALWAYS = (TimerKind.PERIODIC, TimerKind.PLAN, TimerKind.THREADS)
 
 
@@ -68,6 +69,7 @@ class CheckedWorld(World):
         self._check_loads(before)
         self._check_limits(before)
         self._check_verdicts(before, event)
+        self._check_failed_load(before, event)
         self._compare(expected)
 
     def _check_ledger(self, before: State, event: events.Event) -> None:
@@ -254,6 +256,9 @@ class CheckedWorld(World):
         for command in state.commands.values():
             if isinstance(command, MoveCommand) and command.ticket is not None:
                 assert command.ticket in state.tickets, "a move waits for its ticket"
+        moves = {command.ticket for command in state.commands.values() if isinstance(command, MoveCommand)}
+        for id, ticket in state.tickets.items():
+            assert ticket.purpose is not Purpose.MOVE or id in moves, "a move that ended waits for nothing"
 
     def granted(self, ticket: int, lease: LeaseRecord) -> None:
         ask, worker = self.asked[ticket], self.state.workers[lease.worker]
@@ -374,6 +379,19 @@ class CheckedWorld(World):
         else:
             assert verdict is not Verdict.INNOCENT
             assert verdict is not Verdict.CONVICTED or old is Verdict.ACCUSED
+
+    def _check_failed_load(self, before: State, event: events.Event) -> None:
+        """A load that failed, and is not tried again at once, ends the waits of its requests."""
+        if not isinstance(event, events.Exited) or event.exit.starved or event.exit.cause in _WAIT_ON:
+            return
+        worker = before.workers.get(event.worker)
+        was = None if worker is None else before.models.get(worker.model)
+        if worker is None or was is None or was.worker != worker.id or was.state is not _S.LOADING:
+            return
+        now = self.state.models.get(was.id)
+        if now is not None and was.target is None:
+            waiting = {waiter.id for waiter in was.queue.waiters} & {waiter.id for waiter in now.queue.waiters}
+            assert not waiting, f"the load of {was.id} failed and its requests wait"
 
     # --- dry runs ----------------------------------------------------------------------------------------------------
     def before_step(self, event: events.Event) -> Any:
@@ -512,7 +530,7 @@ class CheckedWorld(World):
         """All faults end and all requests complete; then nothing may remain."""
         self.heal()
         failed = len(self.failures)
-        self.settle(110)
+        self.settle(55)
         self._check_idle()
         for ask, error in self.failures[failed:]:
             if isinstance(error, DeadlineExceeded | ModelLoading):

@@ -37,7 +37,7 @@ from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
 from inference.authority.quarantine import MOST_IN_A_ROW, SUSPICIOUS, Crash
 from inference.authority.retention import Mechanism
-from inference.authority.state import ModelRecord, State, TimerKind, WorkerRecord, placement_key
+from inference.authority.state import ModelRecord, TimerKind, WorkerRecord, placement_key
 from inference.devices.device import environment_of
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
 from inference.file_stamp import Fingerprint, changed
@@ -403,9 +403,3 @@ def resting(model: ModelRecord, now: float, cause: str | None = None) -> Inferen
         retry_after=rest,
         details={"cause": cause, "failures": model.backoff.failures},
     )
-
-
-def begun(state: State, id: str) -> bool:
-    """Whether memory is booked for the model."""
-    model = state.models.get(id)
-    return model is not None and model.worker is not None
