@@ -89,16 +89,18 @@ class Authority(RuleBasedStateMachine):
         for _ in range(count):
             self.world.deliver()
 
-    @rule(count=st.integers(0, 4))
-    def keep(self, count: int) -> None:
-        """A loaded model goes into the warm pool."""
+    @rule(count=st.integers(0, 4), spawns=st.sampled_from([True, True, False]))
+    def keep(self, count: int, spawns: bool) -> None:
+        """A loaded model goes into the warm pool; the process that keeps it may fail to start."""
         world = self.world
+        failed_before, world.faults.spawn = world.faults.spawn, not spawns
         for model in list(world.state.models.values()):
             if model.state in (ModelState.READY, ModelState.BUSY):
                 for lease in [lease for lease, worker in world.leases.items() if worker == model.worker]:
                     world.release(lease, completed=True)
                 world.command(events.Offload(model.id))
                 break
+        world.faults.spawn = failed_before
         for _ in range(count):
             world.deliver()
 
@@ -302,7 +304,7 @@ TestAuthority.settings = settings(
     phases=[Phase.explicit, Phase.generate],  # to shrink an example takes minutes
     suppress_health_check=list(HealthCheck),
 )
-pytestmark = pytest.mark.timeout(0 if LONG else 120)
+pytestmark = pytest.mark.timeout(0 if LONG else 600)
 
 
 def test_dry_runs_are_compared_with_decisions() -> None:

@@ -30,7 +30,7 @@ from inference.authority.state import (
     WorkerRecord,
 )
 from inference.authority.step import step
-from inference.errors import DeadlineExceeded, ModelLoading, ShuttingDown
+from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ShuttingDown
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant as LoadOrder
@@ -381,7 +381,11 @@ class CheckedWorld(World):
             assert verdict is not Verdict.CONVICTED or old is Verdict.ACCUSED
 
     def _check_failed_load(self, before: State, event: events.Event) -> None:
-        """A load that failed, and is not tried again at once, ends the waits of its requests."""
+        """A load that failed and is not tried again at once, or a failed estimate, ends the waits of its requests."""
+        if isinstance(event, events.Estimated) and isinstance(event.result, InferenceError):
+            model, known = self.state.models.get(event.key.spec.id), before.models.get(event.key.spec.id)
+            if model is not None and known is not None and event.key in before.measuring:
+                assert known.effective != event.key.spec or not model.queue.waiters
         if not isinstance(event, events.Exited) or event.exit.starved or event.exit.cause in _WAIT_ON:
             return
         worker = before.workers.get(event.worker)
@@ -551,7 +555,7 @@ class CheckedWorld(World):
         self.send(events.Ended())
         for id in self.alive:
             assert self.alive[id].is_stopped or self.state.workers[id].leases or model_is_gone(self.state, id)
-        self.settle(60)
+        self.settle(20)
         self._check_empty()
 
     def _check_idle(self) -> None:
