@@ -1,4 +1,4 @@
-"""Every recommendation, applied as it is written: the alert goes, and what it was about works."""
+"""Every recommendation works as written: the alert ends, and the affected model works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = {"timing": Timing(watch_seconds=0.1)}
 
 
 class Site:
-    """A service whose operator can do as he is told."""
+    """A service whose recommendations can be applied."""
 
     def __init__(self, root: Path, start: Start, models: dict[str, dict[str, Any]], **environ: str) -> None:
         self.root, self._start, self.models = root, start, models
@@ -53,8 +53,8 @@ class Site:
                 _, model, setting = name.split(".")
                 self.models[model][setting] = value
         rewrite(self.root, self.models)
-        said = self.forced | {f"INFERENCE_{key}": value for key, value in self.environ.items()}
-        self.service.authority.reload(settings.load(self.root, said, {}))
+        environ = self.forced | {f"INFERENCE_{key}": value for key, value in self.environ.items()}
+        self.service.authority.reload(settings.load(self.root, environ, {}))
 
     async def load(self, *names: str) -> None:
         for name in names:
@@ -75,7 +75,7 @@ def real_estimator(root: Path) -> Estimator:
     return Estimator(state, seconds=60)
 
 
-async def test_models_that_swap_are_made_to_fit_together(tmp_path: Path, start: Start) -> None:
+async def test_recommendation_makes_swapping_models_fit_together(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {**LARGE}, "b": {**LARGE}}, MEMORY_LIMIT_GB="0.42")
     await site.begin(estimator=real_estimator(tmp_path))
     for _ in range(SWAPS // 2):
@@ -90,7 +90,7 @@ async def test_models_that_swap_are_made_to_fit_together(tmp_path: Path, start: 
     assert (site.state("a"), site.state("b")) == (ModelState.READY, ModelState.READY)
 
 
-async def test_a_model_that_was_refused_is_made_to_fit(tmp_path: Path, start: Start) -> None:
+async def test_recommendation_makes_a_refused_model_fit(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {**LARGE}}, MEMORY_LIMIT_GB="0.15")
     await site.begin(estimator=real_estimator(tmp_path))
     with pytest.raises(MemoryLimitExceededError):
@@ -102,7 +102,7 @@ async def test_a_model_that_was_refused_is_made_to_fit(tmp_path: Path, start: St
     assert site.alerts() == {}
 
 
-async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start) -> None:
+async def test_recommended_overhead_covers_the_growth_of_a_worker(tmp_path: Path, start: Start) -> None:
     site = Site(tmp_path, start, {"a": {**LARGE}})
     service = await site.begin({"a": {"grow": 600 * MIB}}, estimator=real_estimator(tmp_path), parts=QUICK)
     await site.load("a")

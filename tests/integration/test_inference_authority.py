@@ -24,7 +24,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_a_lease_of_a_dead_worker_does_not_touch_its_successor(start: Start) -> None:
+async def test_lease_of_an_ended_worker_does_not_affect_the_next_worker(start: Start) -> None:
     service = await start({"a": {}})
     authority, model = service.authority, service.authority.resolve("a")
     old = await authority.ask(model).wait(10)
@@ -40,7 +40,7 @@ async def test_a_lease_of_a_dead_worker_does_not_touch_its_successor(start: Star
     assert (model.in_flight, model.backoff.failures) == (0, 0)
 
 
-async def test_failing_loads_back_off_and_tell_how_long(start: Start) -> None:
+async def test_failing_loads_have_a_backoff_with_retry_after(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"fail": "startup"}})
     authority, model = service.authority, service.authority.resolve("a")
     for failures in (1, 2, 3):
@@ -54,7 +54,7 @@ async def test_failing_loads_back_off_and_tell_how_long(start: Start) -> None:
         await service.clock.advance(2 ** (failures - 1) - 0.1)
 
 
-async def test_more_than_planned_fails_the_load(start: Start) -> None:
+async def test_load_that_allocates_more_than_planned_fails(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"buffers": 900 * MIB}})
     authority = service.authority
     with pytest.raises(ModelFailed, match=r"900\.0 MiB on cpu where 36\.0 MiB were planned"):
@@ -62,7 +62,7 @@ async def test_more_than_planned_fails_the_load(start: Start) -> None:
     assert empty(service)
 
 
-async def test_unloading_a_busy_model_waits_for_what_runs(start: Start) -> None:
+async def test_unload_of_a_busy_model_waits_for_running_answers(start: Start) -> None:
     service = await start({"a": {}})
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
@@ -77,7 +77,7 @@ async def test_unloading_a_busy_model_waits_for_what_runs(start: Start) -> None:
     waiting.close()
 
 
-async def test_closing_tells_everybody_who_waits(start: Start) -> None:
+async def test_shutdown_fails_all_waiting_requests(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"load_seconds": 5}})
     authority, model = service.authority, service.authority.resolve("a")
     ticket = authority.ask(model)

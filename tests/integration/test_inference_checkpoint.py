@@ -1,4 +1,4 @@
-"""Checkpoints over a stub of the driver's library or a fake: who is suspended comes back, or is cold, exactly once."""
+"""Checkpoints with a stub of the driver or a fake: a suspended model is restored, or becomes cold, exactly once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tuple[Service, Model]:
-    """A service that was told that the driver can do it, and its first model, loaded on the device."""
+    """A service with checkpoint support, and its first model, loaded on the device."""
     more.setdefault("accelerator", FakeAccelerator())
     service: Service = await start({name: {} for name in models}, **more)
     await service.authority.reached(lambda: "cuda" in service.authority.state.devices.suspension)
@@ -74,9 +74,7 @@ def booked(service: Service) -> tuple[int, int]:
     return ledger.balance("gpu-0").ours_bytes // MIB, ledger.balance("cpu").ours_bytes // MIB
 
 
-async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_was(
-    start: Start, driver: CudaStub
-) -> None:
+async def test_suspended_model_uses_only_host_memory_and_is_restored_exactly(start: Start, driver: CudaStub) -> None:
     """The same process; silent longer than any worker may be, it is not called hung."""
     service: Service = await start(
         {"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto", WORKER_SILENCE_SECONDS="1.5"
@@ -150,7 +148,7 @@ async def test_model_whose_suspension_fails_is_cold(start: Start, driver: CudaSt
         ("version 12040", "older than 570"),
     ],
 )
-async def test_the_test_at_start_says_why_it_failed(driver: CudaStub, fault: str, reason: str) -> None:
+async def test_failed_check_at_start_has_a_reason(driver: CudaStub, fault: str, reason: str) -> None:
     """A sentence with the driver's own name for what happened."""
     driver.say(fault)
     job = {"operation": "test", "seconds": 0.5 if "hang" in fault else 10}
@@ -158,7 +156,7 @@ async def test_the_test_at_start_says_why_it_failed(driver: CudaStub, fault: str
     assert reason in answer["error"]
 
 
-async def test_without_a_driver_models_are_kept_as_ever(
+async def test_models_are_kept_in_host_memory_without_a_driver(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """One line says why."""
@@ -180,7 +178,7 @@ class Simulated(FakeAccelerator):
 
 
 class FakeCarrier:
-    """Says what it is told to; `asked` are the operations it was asked for."""
+    """Returns the given result; `asked` has the requested operations."""
 
     label = "the fake"
 
@@ -198,7 +196,7 @@ class FakeCarrier:
 
 
 async def kept_as(service: Service) -> str:
-    """How its model is kept when it is used and told to leave; empty where it is not."""
+    """How the model is kept when it is offloaded after use; empty if it is not."""
     model = await use(service)
     await service.authority.offload(model)
     await model.becomes(S.WARM, S.COLD)

@@ -1,4 +1,4 @@
-"""What becomes of models and those who want them when a device is lost, falls ill or only seems to, and comes back."""
+"""Models and their requests when a device is lost, becomes unhealthy or suspect, and returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 
 
-class Ailing(FakeAccelerator):
+class UnhealthyDevices(FakeAccelerator):
     """GPUs of 1,000 MiB whose signs and trials the test decides; `trying` holds trials up until it is set."""
 
     def __init__(self, count: int = 2) -> None:
@@ -60,7 +60,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """Starts services whose workers are no processes; `load_seconds` is model id -> time."""
     async with services(tmp_path, monkeypatch) as make:
 
-        async def begin(models: dict[str, Any], gpus: Ailing, load_seconds: dict[str, float] | None = None,
+        async def begin(models: dict[str, Any], gpus: UnhealthyDevices, load_seconds: dict[str, float] | None = None,
                         **environ: str) -> Service:  # fmt: skip
             parts = {"supervisor": InstantSupervisor(load_seconds)}
             service: Service = await make(models, accelerator=gpus, parts=parts, **environ)
@@ -75,15 +75,17 @@ def state_of(service: Service, device: str = "gpu-0") -> DeviceState:
     return reading.state
 
 
-async def loses(service: Service, gpus: Ailing, device: str = "gpu-0", note: str = "it fell off the bus") -> None:
+async def loses(
+    service: Service, gpus: UnhealthyDevices, device: str = "gpu-0", note: str = "it fell off the bus"
+) -> None:
     """The device is read as lost, at once."""
     gpus.signs[device] = (Sign.DEAD, note)
     await service.clock.advance(TICK_SECONDS)
 
 
-async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notices(start: Start) -> None:
+async def test_models_of_a_lost_device_become_cold_at_once_without_affecting_others(start: Start) -> None:
     """In flight and queued alike fail with the device's name; the books are empty before any process has ended."""
-    gpus = Ailing()
+    gpus = UnhealthyDevices()
     models = {"a": {"gpu_index": 0}, "b": {"gpu_index": 0}, "c": {"gpu_index": 1}}
     service = await start(models, gpus, {"b": 30.0})
     authority = service.authority
@@ -107,8 +109,8 @@ async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notic
     assert authority.metrics.total(authority.metrics.exits, cause=["device_lost"]) == 2
 
 
-async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it_cannot_be(start: Start) -> None:
-    gpus = Ailing()
+async def test_model_in_use_is_loaded_elsewhere_at_once_or_when_the_device_returns(start: Start) -> None:
+    gpus = UnhealthyDevices()
     service = await start({"free": {}, "bound": {"gpu_index": 0}, "idle": {"gpu_index": 0}}, gpus,
                           EVICTION_IDLE_THRESHOLD_SECONDS="5")  # fmt: skip
     authority = service.authority
@@ -133,8 +135,8 @@ async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it
     assert authority.metrics.total(authority.metrics.recoveries, kind=["device"]) == 1
 
 
-async def test_what_a_lost_device_could_hold_is_told_with_its_name_and_when_it_is_tried_again(start: Start) -> None:
-    gpus = Ailing()
+async def test_refusal_names_the_lost_device_and_its_next_trial(start: Start) -> None:
+    gpus = UnhealthyDevices()
     service = await start({"a": {}}, gpus)
     authority = service.authority
     service.estimator.sizes = {"a": 5000}  # type: ignore[attr-defined]
@@ -144,9 +146,9 @@ async def test_what_a_lost_device_could_hold_is_told_with_its_name_and_when_it_i
     assert 1 <= (caught.value.retry_after or 0) <= 10
 
 
-async def test_a_worker_that_loses_its_device_alone_harms_nobody(start: Start) -> None:
-    """The device is tried, other models go on, and who asks meanwhile waits for the verdict."""
-    gpus = Ailing(1)
+async def test_worker_that_loses_its_device_does_not_affect_other_models(start: Start) -> None:
+    """The device has a trial, other models continue, and new requests wait for its result."""
+    gpus = UnhealthyDevices(1)
     gpus.trying.clear()
     service = await start({"a": {}, "b": {}}, gpus, {"a": 30.0})
     authority = service.authority
@@ -170,8 +172,8 @@ async def test_a_worker_that_loses_its_device_alone_harms_nobody(start: Start) -
     assert state_of(service) is DeviceState.HEALTHY
 
 
-async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
-    gpus = Ailing()
+async def test_unhealthy_device_is_drained(start: Start) -> None:
+    gpus = UnhealthyDevices()
     service = await start({"a": {"gpu_index": 0}}, gpus)
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
@@ -188,8 +190,8 @@ async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
     await model.becomes(ModelState.READY)
 
 
-async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) -> None:
-    gpus = Ailing(1)
+async def test_operator_gets_the_result_of_a_trial(start: Start) -> None:
+    gpus = UnhealthyDevices(1)
     service = await start({"a": {}}, gpus)
     authority = service.authority
     gpus.failures["gpu-0"] = "it computes 3 of 8192 numbers wrong"
@@ -205,8 +207,8 @@ async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) 
             await authority.recover(name)
 
 
-async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> None:
-    gpus = Ailing(1)
+async def test_device_that_only_a_new_process_can_use_restarts_the_service(start: Start) -> None:
+    gpus = UnhealthyDevices(1)
     service = await start({"a": {}}, gpus)
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
     gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
@@ -215,8 +217,8 @@ async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> N
     assert service.authority.state.restart_reason == reason
 
 
-async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(start: Start) -> None:
-    gpus = Ailing()
+async def test_device_that_is_no_longer_listed_is_lost_until_it_returns(start: Start) -> None:
+    gpus = UnhealthyDevices()
     service = await start({"a": {"gpu_index": 1}}, gpus)
     model = service.authority.resolve("a")
     await service.authority.load(model)
@@ -227,8 +229,8 @@ async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(st
     await model.becomes(ModelState.READY)
 
 
-async def test_a_reading_as_it_was_taken_stays_beside_what_is_shown(start: Start) -> None:
-    gpus = Ailing(1)
+async def test_raw_reading_is_kept_beside_the_shown_one(start: Start) -> None:
+    gpus = UnhealthyDevices(1)
     service = await start({"a": {}}, gpus)
     await loses(service, gpus)
     (shown, _host), (measured, _) = service.authority.readings(), service.authority.inventory.measured()

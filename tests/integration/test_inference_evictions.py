@@ -19,7 +19,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_who_makes_room_is_recorded_with_the_plan_that_said_so(start: Start) -> None:
+async def test_eviction_is_recorded_with_its_plan(start: Start) -> None:
     service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     authority = service.authority
     listening = service.authority.bus.listen()
@@ -42,7 +42,7 @@ async def test_who_makes_room_is_recorded_with_the_plan_that_said_so(start: Star
             break
 
 
-async def test_memory_that_did_not_come_back_is_not_counted_as_freed(start: Start) -> None:
+async def test_memory_that_was_not_released_is_not_counted_as_freed(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {}}, accelerator=accelerator, parts={"timing": Timing(return_seconds=0.3)})
     authority, model = service.authority, service.authority.resolve("a")
@@ -56,7 +56,7 @@ async def test_memory_that_did_not_come_back_is_not_counted_as_freed(start: Star
     assert authority.state.evictions[0].memory_freed_mb == 0
 
 
-async def test_a_load_that_is_given_up_is_on_record(start: Start) -> None:
+async def test_cancelled_load_is_recorded(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"load_seconds": 5}})
     authority, model = service.authority, service.authority.resolve("a")
     authority.ask(model).close()

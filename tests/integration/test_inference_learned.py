@@ -23,7 +23,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_what_a_device_shows_beyond_the_buffers_is_learned_after_a_load(start: Start) -> None:
+async def test_overhead_beyond_the_buffers_is_learned_after_a_load(start: Start) -> None:
     estimator, device = FakeEstimator(), SharedDevice(foreign_mib=200)
     device.service = service = await start({"a": {}}, accelerator=device, estimator=estimator)
     await service.authority.load(service.authority.resolve("a"), 10)
@@ -31,7 +31,7 @@ async def test_what_a_device_shows_beyond_the_buffers_is_learned_after_a_load(st
     assert estimator.learned == [("gpu-0", 64 * MIB)]
 
 
-async def test_the_next_estimate_has_what_was_learned(tmp_path: Path) -> None:
+async def test_next_estimate_includes_the_learned_overhead(tmp_path: Path) -> None:
     """By the header: no CUDA is needed here to see what is added to it."""
     (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a": {"path": str(tiny_gguf.generative())}}}))
     spec = load(tmp_path, {}, {}).models["a"]
@@ -43,7 +43,7 @@ async def test_the_next_estimate_has_what_was_learned(tmp_path: Path) -> None:
     await estimator.close()
 
 
-async def test_of_equal_models_the_one_that_loaded_slower_stays(start: Start) -> None:
+async def test_model_that_loaded_slower_is_kept(start: Start) -> None:
     """Although it was used longer ago. What is kept warm is worth what it saves of a load."""
     service = await start({"slow": {}, "quick": {}, "new": {}}, {"slow": {"load_seconds": 1.0}}, MEMORY_LIMIT_GB="0.25")
     authority = service.authority

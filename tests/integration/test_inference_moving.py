@@ -36,7 +36,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_a_model_in_use_finishes_moves_and_answers_there(start: Start) -> None:
+async def test_model_in_use_finishes_before_it_moves(start: Start) -> None:
     service = await start({"a": {}}, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
@@ -58,7 +58,7 @@ async def test_a_model_in_use_finishes_moves_and_answers_there(start: Start) -> 
     assert model.running.worker.pid == pid, "it is there already"
 
 
-async def test_a_cold_model_is_loaded_where_it_was_told_to_go(start: Start) -> None:
+async def test_cold_model_is_loaded_on_the_requested_device(start: Start) -> None:
     service = await start({"a": {}}, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
     for device in ("gpu-1", "cpu"):
@@ -66,7 +66,7 @@ async def test_a_cold_model_is_loaded_where_it_was_told_to_go(start: Start) -> N
         assert authority.status(model).devices == (device,)
 
 
-async def test_what_cannot_fit_there_is_refused_with_numbers_and_nothing_is_touched(start: Start) -> None:
+async def test_move_that_does_not_fit_is_refused_with_numbers_without_changes(start: Start) -> None:
     service = await start({"a": {}, "b": {"gpu_layers": 0}}, accelerator=TwoAccelerators(second=950))
     authority, model = service.authority, service.authority.resolve("a")
     await authority.move(model, "gpu-0")
@@ -82,7 +82,7 @@ async def test_what_cannot_fit_there_is_refused_with_numbers_and_nothing_is_touc
             await authority.move(authority.resolve(name), device)
 
 
-async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_path: Path) -> None:
+async def test_failed_move_returns_the_model_to_its_device(start: Start, tmp_path: Path) -> None:
     behavior = {"a": {"fail_on": {"gpu-1": "oom_load"}}}
     service = await start({"a": {}}, behavior, accelerator=TwoAccelerators())
     authority, model = service.authority, service.authority.resolve("a")
@@ -92,22 +92,24 @@ async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_p
     waiting = authority.ask(model)
     with pytest.raises(MemoryRefused, match="oom_load"):
         await asyncio.wait_for(moving, 20)
-    assert await waiting.wait(10) is not None, "who waits for it meanwhile is served at home"
+    assert await waiting.wait(10) is not None, "a waiting request is served on the old device"
     waiting.close()
     assert authority.status(model).devices == ("gpu-0",)
     assert model.target is None
 
 
-async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(start: Start) -> None:
+async def test_preloaded_models_wait_with_the_given_priority(start: Start) -> None:
     service = await start({"a": {}})
     model = service.authority.resolve("a")
     estimator = service.estimator
     estimator.gate = asyncio.Event()
-    for said in Priority:
-        body = {"models": ["a"], "priority": str(said)}
+    for priority in Priority:
+        body = {"models": ["a"], "priority": str(priority)}
         asking = asyncio.create_task(ask(service.app, "POST", "/memory/preload", body))
         await service.authority.reached(lambda: bool(model.queue.waiters))
-        assert {name: model.queue.count(name) for name in Priority} == {name: int(name is said) for name in Priority}
+        assert {name: model.queue.count(name) for name in Priority} == {
+            name: int(name is priority) for name in Priority
+        }
         asking.cancel()
         await asyncio.wait({asking})
         await service.authority.reached(lambda: not model.queue.waiters)
@@ -118,12 +120,12 @@ async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(st
     assert (result["model"], result["loaded"]) == ("a", True)
 
 
-async def test_preloading_tells_what_became_of_each_model(start: Start) -> None:
+async def test_preload_returns_the_result_of_each_model(start: Start) -> None:
     service = await start({"a": {}, "p": {}, "big": {}}, {"p": {"fail": "startup"}}, MEMORY_LIMIT_GB="0.5")
     authority = service.authority
     service.estimator.sizes.update(big=900)
-    a, p, big, nobody = await preload(authority.shell, ["a", "p", "big", "nobody", "a"], Priority.HIGH, 20)
+    a, p, big, unknown = await preload(authority.shell, ["a", "p", "big", "unknown", "a"], Priority.HIGH, 20)
     assert (a["model"], a["loaded"], a["state"], a["devices"], a["error"]) == ("a", True, "ready", ["cpu"], None)
     assert (p["loaded"], p["error"]["code"]) == (False, "model_failed")
     assert (big["loaded"], big["error"]["code"]) == (False, "memory_limit_exceeded")
-    assert (nobody["model"], nobody["state"], nobody["error"]["code"]) == ("nobody", None, "model_not_found")
+    assert (unknown["model"], unknown["state"], unknown["error"]["code"]) == ("unknown", None, "model_not_found")

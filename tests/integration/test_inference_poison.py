@@ -1,4 +1,4 @@
-"""Requests that end their worker: who was beside them is answered, they themselves are refused from then on."""
+"""Requests that end their worker are refused from then on; concurrent requests are answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def _held(service: Service) -> list[Any]:
     return list((await ask(service.app, "GET", "/quarantine")).body["requests"])
 
 
-async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answered(start: Start) -> None:
+async def test_only_the_poison_request_is_refused_and_concurrent_ones_are_answered(start: Start) -> None:
     how = {"poison": "BAD", "answer_seconds": 0.15, "last_words": "/src/ggml.c:12: GGML_ASSERT(n > 0) failed"}
     service = await start({"a": {}, "b": {}}, {"a": how, "b": {"answer_seconds": 0.5}})
     model = service.authority.resolve("a")
@@ -47,13 +47,13 @@ async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answere
     answers = await asyncio.gather(*neighbors, late, other)
     assert [answer.status for answer in answers] == [200] * 6
     assert all(b"[DONE]" in answer.body for answer in answers[:4:2]), "streams are complete"
-    told = await culprit
-    assert (told.status, told.body["error"]["code"]) == (422, "poison_request")
-    assert told.headers["x-should-retry"] == "false"
-    assert "GGML_ASSERT(n > 0)" in told.body["error"]["message"]
+    refused = await culprit
+    assert (refused.status, refused.body["error"]["code"]) == (422, "poison_request")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "GGML_ASSERT(n > 0)" in refused.body["error"]["message"]
     (case,) = await _held(service)
     assert (case["standing"], case["model"], case["crashes"]) == ("convicted", "a", 2)
-    assert told.body["error"]["headgate"]["key"] == case["key"]
+    assert refused.body["error"]["headgate"]["key"] == case["key"]
 
     crashes = (await ask(service.app, "GET", "/models/a/crashes")).body["crashes"]
     assert [crash["cause"] for crash in crashes] == ["assert", "assert"]
@@ -64,7 +64,7 @@ async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answere
     reruns = service.metrics.registry.get_sample_value("inference_recovery_total", {"kind": "rerun"})
     assert reruns == 4, "its neighbors"
     loads = model.loads
-    again = await _chat(service, "BAD", stream=True, user="somebody else")
+    again = await _chat(service, "BAD", stream=True, user="another client")
     assert (again.status, again.body["error"]["code"]) == (422, "poison_request")
     assert model.loads == loads, "nothing was run for it"
     assert model.backoff.failures == 0
@@ -76,7 +76,7 @@ async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answere
     assert await _held(service) == []
 
 
-async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes_again(start: Start) -> None:
+async def test_request_with_a_partial_answer_fails_and_its_retry_runs_alone(start: Start) -> None:
     how = {"poison": "BAD", "after_chunks": 2, "chunks": 3, "chunk_seconds": 0.05}
     service = await start({"a": {}}, {"a": how})
     model = service.authority.resolve("a")
@@ -99,7 +99,7 @@ async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes
     assert (await _chat(service, "BAD")).status == 422
 
 
-async def test_a_suspect_that_completes_is_acquitted_and_keeps_nobody_out_for_long(
+async def test_suspected_request_that_completes_is_cleared_and_does_not_block_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}}, parts={"timing": Timing(alone_seconds=0.1)})

@@ -56,7 +56,7 @@ def level(service: Service) -> Level:
 
 async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
     """Status and body of a GET, asked of the application itself."""
-    said: list[Any] = []
+    sent: list[Any] = []
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
@@ -67,13 +67,13 @@ async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Any) -> None:
-        said.append(message)
+        sent.append(message)
 
     await service.app(scope, receive, send)
-    return said[0]["status"], b"".join(message.get("body", b"") for message in said[1:]).decode()
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
 
-async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) -> None:
+async def test_shared_memory_has_one_level_and_one_ladder(start: Start) -> None:
     """An accelerator without memory of its own is as full as the host, and refuses what the host refuses."""
     host = SharedDevice(id="cpu", kind="cpu")
 
@@ -107,7 +107,7 @@ async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) 
     assert authority.alerts()
 
 
-async def test_a_sample_says_which_share_of_all_sequences_is_in_use(start: Start) -> None:
+async def test_sample_has_the_share_of_sequences_in_use(start: Start) -> None:
     service = await start({"a": {"parallel": 4}}, {"a": {"answer_seconds": 20}}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
     asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
     await service.authority.reached(lambda: service.authority.state.pressure.history[-1].pool_utilization > 0)
@@ -117,7 +117,7 @@ async def test_a_sample_says_which_share_of_all_sequences_is_in_use(start: Start
     await asyncio.wait({asking})
 
 
-async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start) -> None:
+async def test_health_stats_history_and_metrics_have_the_same_level(start: Start) -> None:
     service, gpu = await begin(start, {"a": {"parallel": 4}}, {"a": 300})
     await load(service, "a")
     gpu.foreign_mib = 650

@@ -1,4 +1,4 @@
-"""A probe asks what would be: it loads nothing, makes nobody leave, takes nobody's turn and is no use."""
+"""A probe is a dry run: it loads nothing, evicts nothing, takes no turn and does not count as use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def probe(service: Any, model: str) -> Answer:
     return await ask(service.app, "POST", "/v1/chat/completions", body, more={"x-headgate-probe": "1"})
 
 
-async def test_cold_models_answer_for_themselves_without_being_loaded(start: Start) -> None:
+async def test_probe_of_a_cold_model_is_answered_without_a_load(start: Start) -> None:
     service = await start({"a": {}, "b": {}, "large": {}}, MEMORY_LIMIT_GB="0.15")
     authority = service.authority
     service.estimator.sizes.update(large=900)
@@ -45,7 +45,7 @@ async def test_cold_models_answer_for_themselves_without_being_loaded(start: Sta
     lease.release()
 
 
-async def test_a_ready_model_answers_and_grows_no_younger(start: Start) -> None:
+async def test_probe_of_a_ready_model_does_not_count_as_use(start: Start) -> None:
     service = await start({"a": {}}, {})
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
@@ -55,7 +55,7 @@ async def test_a_ready_model_answers_and_grows_no_younger(start: Start) -> None:
     assert (model.last_used_at, model.uses, model.pace) == before
 
 
-async def test_a_probe_that_lost_its_worker_does_not_load_another(start: Start) -> None:
+async def test_probe_whose_worker_ended_does_not_load_the_model(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 30}})
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)

@@ -1,4 +1,4 @@
-"""What a refusal costs: one that was given before is given again without anybody measuring anything."""
+"""A known refusal is repeated without a new measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel
 
 
 class Counting(Estimator):
-    """Counts how often it is asked; helpers are started by nobody else."""
+    """Counts its calls, which are the only ones that start helpers."""
 
     asked = 0
 
@@ -35,7 +35,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_a_refusal_that_is_known_asks_no_estimator(start: Start, tmp_path: Path) -> None:
+async def test_known_refusal_needs_no_estimate(start: Start, tmp_path: Path) -> None:
     estimator = Counting(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "estimates")}), seconds=60)
     service = await start({"a": LARGE}, estimator=estimator, MEMORY_LIMIT_GB="0.15")
     authority, model = service.authority, service.authority.resolve("a")

@@ -1,4 +1,4 @@
-"""Memory that is refused although the plan allowed it: what is told, what is learned, what each policy tries."""
+"""Out of memory although the plan allowed it: the error, the learned head-room, and the attempts of each policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **
 
 
 async def die_computing(service: Service) -> None:
-    """The model is loaded, and its worker aborts as CUDA's backend does without memory, while nobody uses it."""
+    """The model is loaded, and its worker aborts as CUDA's backend does without memory, while it is idle."""
     model = service.authority.resolve("a")
     await service.authority.load(model, 10)
     assert model.running is not None
@@ -64,7 +64,7 @@ def reserved(service: Service) -> int:
     return service.authority.resolve("a").estimates["gpu-0"].need["gpu-0"] // MIB
 
 
-async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_with_more(start: Start) -> None:
+async def test_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(start: Start) -> None:
     """`memory_limit_exceeded` with the device's words, what it shows and when to come back; nothing stays booked."""
     service = await begin(start, {}, {"fail": "oom_load"})
     model = service.authority.resolve("a")
@@ -145,10 +145,10 @@ async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, 
     assert headrooms.of(model.spec, host).compute_bytes > 0
 
 
-async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
+async def test_model_on_the_cpu_is_reported_and_returns_when_there_is_room(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the status and in the header of every answer; it moves when nobody uses it, and nobody leaves for it."""
+    """In the status and in the header of every answer; it moves when it is idle, without evictions."""
     service = await begin(start, {"oom_policy": "cpu"}, {"fail_on": {"gpu-0": "oom_load"}})
     authority, model = service.authority, service.authority.resolve("a")
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
@@ -167,8 +167,8 @@ async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
     assert service.metrics.total(service.metrics.recoveries, kind=("accelerator",)) == 1
 
 
-async def test_a_stream_that_waited_says_in_a_comment_where_it_is_computed(start: Start) -> None:
-    """Its headers were sent before anybody knew."""
+async def test_stream_that_waited_names_its_device_in_a_comment(start: Start) -> None:
+    """Its headers were sent before the device was known."""
     service = await begin(start, {}, {"load_seconds": 2.0})
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
     assert "x-headgate-device" not in answer.headers

@@ -20,7 +20,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield make
 
 
-async def test_threads_follow_who_is_busy(start: Start) -> None:
+async def test_threads_are_divided_between_busy_models(start: Start) -> None:
     service = await start(
         {"a": {}, "b": {}, "fixed": {"threads": 3}}, parts={"supervisor": InstantSupervisor(), "cores": 8}
     )
@@ -42,11 +42,11 @@ async def test_threads_follow_who_is_busy(start: Start) -> None:
     again.release()
     leases[0].release()
     alone = await authority.ask(b).wait(10)
-    assert b.running.worker.threads == 8, "who becomes busy alone need not wait for his cores"
+    assert b.running.worker.threads == 8, "a model that is busy alone gets its cores at once"
     alone.release()
 
 
-def test_a_worker_changes_its_threads_and_says_the_same(tmp_path: Path) -> None:
+def test_answer_does_not_change_with_the_number_of_threads(tmp_path: Path) -> None:
     ask = {"prompt": "once upon", "max_tokens": 8, "temperature": 0}
     with WorkerRig(tmp_path, grant_for(generative())) as rig:
         rig.ready()

@@ -45,7 +45,7 @@ def shown(*probes: FakeAccelerator) -> tuple[Reading, ...]:
     return device_view.readings(state, 0.0)
 
 
-async def test_the_readings_of_unified_memory_are_the_hosts() -> None:
+async def test_readings_of_unified_memory_are_those_of_the_host() -> None:
     """What the host has left, of what the accelerator may use of it."""
     accelerator, _host = shown(UnifiedAccelerator(), FakeHost())
     assert accelerator.total_bytes == HOST * 2 // 3
@@ -56,7 +56,7 @@ async def test_the_readings_of_unified_memory_are_the_hosts() -> None:
     assert (accelerator.free_bytes, accelerator.used_bytes) == (MIB, HOST * 2 // 3 - MIB)
 
 
-async def test_a_model_on_unified_memory_is_booked_on_the_host(start: Start) -> None:
+async def test_model_on_unified_memory_is_booked_on_the_host(start: Start) -> None:
     """Its own account does not exist; what it holds is what the host's shows; at its end nothing is left."""
     service = await start({"a": {}}, accelerator=UnifiedAccelerator())
     authority = service.authority
@@ -70,7 +70,7 @@ async def test_a_model_on_unified_memory_is_booked_on_the_host(start: Start) -> 
     await authority.emptied()
 
 
-async def test_the_host_may_give_as_much_as_its_accelerator_may_use(start: Start) -> None:
+async def test_host_limit_is_at_least_that_of_its_accelerator(start: Start) -> None:
     """Half of the host is for models on the CPU; with unified memory what the accelerator may use is more."""
     for accelerator, budget in ((UnifiedAccelerator(), int(HOST * 2 // 3 * 0.9)), (FakeAccelerator(), HOST // 2)):
         service = await start({}, accelerator=accelerator, probes=[accelerator, FakeHost()])

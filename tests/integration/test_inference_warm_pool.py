@@ -47,7 +47,7 @@ async def on_gpu(start: Start, models: dict[str, Any], behavior: dict[str, Any] 
     return service
 
 
-async def test_a_model_of_the_cpu_keeps_its_process_and_what_that_still_holds(start: Start) -> None:
+async def test_offloaded_model_on_the_cpu_keeps_its_process_and_booking(start: Start) -> None:
     """An idle model stays as a process without context, is booked for it, and is whole again when it is wanted."""
     service = await start({"a": {"idle_timeout": 0}}, {"a": {"saved": 10 * MIB}})
     model = await use(service, "a")
@@ -69,7 +69,7 @@ async def test_a_model_of_the_cpu_keeps_its_process_and_what_that_still_holds(st
     assert model.loads == 1
 
 
-async def test_a_model_of_an_accelerator_leaves_it_and_is_kept_by_another_process(start: Start) -> None:
+async def test_offloaded_model_of_an_accelerator_is_kept_by_another_process(start: Start) -> None:
     """Nothing is booked on the device while it is warm; the process that comes back is the one that held the file."""
     service = await on_gpu(start, {"a": {}}, {"a": {"saved": MIB}})
     model = await use(service, "a")
@@ -100,7 +100,7 @@ async def test_a_model_of_an_accelerator_leaves_it_and_is_kept_by_another_proces
         ("gpu-0", "hold", "die"),
     ],
 )
-async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, device: str, step: str, how: str) -> None:
+async def test_failure_during_an_offload_releases_all_bookings(start: Start, device: str, step: str, how: str) -> None:
     """A worker that dies or hangs while it leaves, holds or comes back: the model answers again, from its file."""
     behavior = {"a": {step: how}, "x": {step: how}}
     models: dict[str, Any] = {"a": {}}
@@ -122,7 +122,7 @@ async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, devic
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu-0"])
-async def test_a_warm_model_that_is_killed_is_cold_soon_and_nothing_is_left(start: Start, device: str) -> None:
+async def test_killed_warm_model_becomes_cold_without_bookings(start: Start, device: str) -> None:
     """kill -9 of the process that keeps it."""
     service = await start({"a": {}}) if device == "cpu" else await on_gpu(start, {"a": {}})
     model = await use(service, "a")
@@ -136,7 +136,7 @@ async def test_a_warm_model_that_is_killed_is_cold_soon_and_nothing_is_left(star
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_chaos_books_every_byte_once(start: Start, seed: int) -> None:
+async def test_random_operations_book_every_byte_once(start: Start, seed: int) -> None:
     """Used, offloaded, evicted, killed and unloaded in any order: books balance all the time and are empty in the end.
 
     So are the supervisor's list and this process's own descriptors: every worker is reaped, with all that it was given.

@@ -52,7 +52,7 @@ def test_who_is_displaced_suffices_and_is_the_least_worthy(kept: list[Warm], new
 def test_who_is_kept_leaves_room_for_the_newcomer(
     leavers: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
 ) -> None:
-    """Whoever stays warm, the model that they leave for still fits, and our share of the host is never exceeded."""
+    """With any warm models the new model fits, and the limit of the host is not exceeded."""
     ledger = Ledger().open(Account("gpu-0", 64 * GIB, 64 * GIB)).open(Account(HOST, 64 * GIB, budget * GIB))
     items = []
     for number, (gpu, warm) in enumerate(leavers):
@@ -72,11 +72,11 @@ def test_who_is_kept_leaves_room_for_the_newcomer(
     assert spare >= 0
     if not ledger.without([item.holding for item in items]).lacks(need):
         left = [item.warm.bytes for item in items if item.warm and item.model not in kept]
-        assert all(size > spare - need_host * GIB for size in left), "somebody was dropped who had room"
+        assert all(size > spare - need_host * GIB for size in left), "a model was dropped although it had room"
 
 
 def test_nobody_is_kept_where_the_newcomer_does_not_fit() -> None:
-    """More is missing than the leavers give back: what they leave belongs to whoever else has to go."""
+    """If more is missing than the leaving models release, nothing is kept."""
     ledger = Ledger().open(Account(HOST, GIB, GIB)).reserve("h", "m", {HOST: 10})
     leaver = Leaver("m", "h", Warm("m", 5, 1.0, 0.0))
     assert kept_of([leaver], {HOST: 2 * GIB}, ledger, NOW) == frozenset()

@@ -27,9 +27,9 @@ def main(model_path: str, projector_path: str, prompt: str, *images: str) -> Non
     mtmd.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
     lib.llama_backend_init()
     ggml_library.library()  # loads the backends of a build that has them as libraries of their own
-    said = lib.llama_model_default_params()
-    said.load_mode = lib.LLAMA_LOAD_MODE_NONE
-    model = lib.llama_model_load_from_file(model_path.encode(), said)
+    parameters = lib.llama_model_default_params()
+    parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
+    model = lib.llama_model_load_from_file(model_path.encode(), parameters)
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_threads, params.kv_unified = 1024, 1, True
     params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED

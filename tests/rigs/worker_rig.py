@@ -27,7 +27,7 @@ CPU = worker_link.DeviceGrant("cpu", "cpu")
 
 def grant_for(model: Path, **changes: Any) -> worker_link.Grant:
     """A grant for a tiny model on the CPU."""
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model_id": "tiny",
         "path": str(model),
         "devices": (CPU,),
@@ -38,7 +38,7 @@ def grant_for(model: Path, **changes: Any) -> worker_link.Grant:
         "ubatch": 256,
         "threads": 1,
     }
-    return worker_link.Grant(**{**said, **changes})
+    return worker_link.Grant(**{**fields, **changes})
 
 
 @dataclass

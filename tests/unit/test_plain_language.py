@@ -28,9 +28,8 @@ ALLOWED: dict[str, int] = {
     "tests": 1,
     "tests/chaos": 1,
     "tests/contract": 1,
-    "tests/integration": 47,
-    "tests/property": 3,
-    "tests/rigs": 14,
+    "tests/integration": 14,
+    "tests/rigs": 9,
 }
 
 
