@@ -15,7 +15,7 @@ from urllib.parse import quote
 from benchmarks import gateways, upstream
 from benchmarks.asking import Connection, check, close, request
 from benchmarks.gateway_samples import FIRST_TOKEN_SECONDS, Failed
-from benchmarks.gateways import Door
+from benchmarks.gateways import Target
 from benchmarks.upstream import Upstream
 from tests.rigs.processes import free_port
 
@@ -42,43 +42,43 @@ async def measure(service: Upstream, root: Path, core: int, times: int) -> list[
     for kind in _MODELS:
         url = f"http://127.0.0.1:{free_port()}" if kind == REFUSED else service.url
         start = gateways.headgate(url, root, core, config(service.url), f"failover-{kind}")
-        door = await asyncio.to_thread(start.__enter__)
+        target = await asyncio.to_thread(start.__enter__)
         try:
-            found += await _fail(door, kind, times)
+            found += await _fail(target, kind, times)
         finally:
             start.__exit__(None, None, None)
     return found
 
 
-async def _fail(door: Door, kind: str, times: int) -> list[Failed]:
-    connection = await Connection.open(door.port)
+async def _fail(target: Target, kind: str, times: int) -> list[Failed]:
+    connection = await Connection.open(target.port)
     try:
         for _ in range(10):
-            await _ask(connection, door, "without")
+            await _ask(connection, target, "without")
         closed, without = [], []
         for _ in range(times):
-            without.append(await _ask(connection, door, "without"))
-            await _reset(connection, door, kind)
-            closed.append(await _ask(connection, door, kind))
+            without.append(await _ask(connection, target, "without"))
+            await _reset(connection, target, kind)
+            closed.append(await _ask(connection, target, kind))
         for _ in range(TO_OPEN):
-            await _ask(connection, door, kind)
-        skipped = [await _ask(connection, door, kind) for _ in range(times)]
+            await _ask(connection, target, kind)
+        skipped = [await _ask(connection, target, kind) for _ in range(times)]
     finally:
         await close(connection)
     return [Failed(kind, False, closed, without), Failed(kind, True, skipped, without)]
 
 
-async def _ask(connection: Connection, door: Door, route: str) -> float:
+async def _ask(connection: Connection, target: Target, route: str) -> float:
     """Returns the seconds of one answer."""
     body = {"model": route, "messages": [{"role": "user", "content": "hello"}]}
     begun = time.perf_counter()
-    reply = check(await connection.answer(request(door.port, body, door.headers)))
+    reply = check(await connection.answer(request(target.port, body, target.headers)))
     return reply.ended - begun
 
 
-async def _reset(connection: Connection, door: Door, kind: str) -> None:
+async def _reset(connection: Connection, target: Target, kind: str) -> None:
     """Closes the breakers of the first tier. A breaker without any failure does not exist yet."""
     headers = {"authorization": f"Bearer {gateways.ADMIN_KEY}"}
     for name in ("local", f"local/{_MODELS[kind]}"):
         path = f"/admin/breakers/{quote(name)}/reset"
-        await connection.answer(request(door.port, {}, headers, path))
+        await connection.answer(request(target.port, {}, headers, path))

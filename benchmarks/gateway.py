@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
 from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Paced, Results
-from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Door
+from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Target
 from benchmarks.upstream import Upstream
 from headgate.cli.bench import percentile
 
@@ -67,69 +67,71 @@ class Bench:
     def __init__(self, plan: Plan, service: Upstream, found: Results) -> None:
         self.plan = plan
         self.found = found
-        self.direct = Door(DIRECT, service.port)
-        self.doors: dict[str, Door] = {}
+        self.direct = Target(DIRECT, service.port)
+        self.targets: dict[str, Target] = {}
         self._random = random.Random(20261122)
 
-    def shuffled(self, doors: list[Door]) -> list[Door]:
+    def shuffled(self, targets: list[Target]) -> list[Target]:
         """A random order."""
-        return self._random.sample(doors, len(doors))
+        return self._random.sample(targets, len(targets))
 
     async def alone(self) -> None:
         """One connection at a fixed rate, whole answers and streams. The bare proxy shows what the machine allows."""
         for number in range(self.plan.rounds):
             say(f"one connection: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
-                for door in self.shuffled([self.direct, self.doors[GATEWAY], self.doors[PASS_THROUGH]]):
-                    await self._settle(door, kind, 1)
-                    spans = await asking.at_rate(door.port, chat(door, kind), ALONE_PER_SECOND, self.plan.alone)
-                    self.found.alone.append(Alone(door.name, kind, number, spans.first, spans.whole))
+                for target in self.shuffled([self.direct, self.targets[GATEWAY], self.targets[PASS_THROUGH]]):
+                    await self._settle(target, kind, 1)
+                    spans = await asking.at_rate(target.port, chat(target, kind), ALONE_PER_SECOND, self.plan.alone)
+                    self.found.alone.append(Alone(target.name, kind, number, spans.first, spans.whole))
 
     async def crowds(self) -> None:
         """The throughput of many connections."""
         for number in range(self.plan.rounds):
             say(f"{CONNECTIONS} connections: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
-                doors = [door for door in self.doors.values() if kind == WHOLE or door.name != gateway_peers.PORTKEY]
-                for door in self.shuffled(doors):
-                    await self._settle(door, kind, CONNECTIONS)
-                    self.found.crowds.append(await self._crowd(door, kind, number))
-        self.found.memory = {name: door.rss_bytes() for name, door in self.doors.items()}
+                targets = [
+                    target for target in self.targets.values() if kind == WHOLE or target.name != gateway_peers.PORTKEY
+                ]
+                for target in self.shuffled(targets):
+                    await self._settle(target, kind, CONNECTIONS)
+                    self.found.crowds.append(await self._crowd(target, kind, number))
+        self.found.memory = {name: target.rss_bytes() for name, target in self.targets.items()}
 
-    async def _crowd(self, door: Door, kind: str, number: int) -> Crowd:
-        used, own = door.cpu_seconds(), time.process_time()
-        rush = await asking.as_they_come(door.port, chat(door, kind), CONNECTIONS, self.plan.crowd)
-        used, own = door.cpu_seconds() - used, time.process_time() - own
+    async def _crowd(self, target: Target, kind: str, number: int) -> Crowd:
+        used, own = target.cpu_seconds(), time.process_time()
+        rush = await asking.as_they_come(target.port, chat(target, kind), CONNECTIONS, self.plan.crowd)
+        used, own = target.cpu_seconds() - used, time.process_time() - own
         p50, p99 = (percentile(rush.whole, share) for share in (0.5, 0.99))
         shares = (used / rush.seconds, own / rush.seconds)
-        return Crowd(door.name, kind, number, CONNECTIONS, len(rush.whole), rush.seconds, p50, p99, *shares)
+        return Crowd(target.name, kind, number, CONNECTIONS, len(rush.whole), rush.seconds, p50, p99, *shares)
 
     async def paced(self) -> None:
         """Many slow streams at once."""
         for number in range(self.plan.rounds):
             say(f"{STREAMS} streams: round {number + 1} of {self.plan.rounds}")
-            for door in self.shuffled([self.direct, self.doors[GATEWAY]]):
+            for target in self.shuffled([self.direct, self.targets[GATEWAY]]):
                 await asyncio.sleep(REST_SECONDS)
-                used, begun = door.cpu_seconds(), time.perf_counter()
-                sent = chat(door, STREAMED, upstream.PACED)
-                pieces = await asking.streams(door.port, sent, STREAMS, STREAMS_APART_SECONDS)
-                share = (door.cpu_seconds() - used) / (time.perf_counter() - begun)
-                self.found.paced.append(_paced(door.name, number, self.plan.tokens, pieces, share))
+                used, begun = target.cpu_seconds(), time.perf_counter()
+                sent = chat(target, STREAMED, upstream.PACED)
+                pieces = await asking.streams(target.port, sent, STREAMS, STREAMS_APART_SECONDS)
+                share = (target.cpu_seconds() - used) / (time.perf_counter() - begun)
+                self.found.paced.append(_paced(target.name, number, self.plan.tokens, pieces, share))
 
     async def memory(self) -> None:
         """The memory after many requests, whole answers and streams in turn."""
-        door, tenth = self.doors[GATEWAY], self.plan.requests // 10
+        target, tenth = self.targets[GATEWAY], self.plan.requests // 10
         for number in range(11):  # the first tenth fills records, caches and the allocator's arenas
             say(f"memory: {number * tenth:,} of {self.plan.requests:,} requests")
             await asking.as_they_come(
-                door.port, chat(door, WHOLE), CONNECTIONS, 600.0, most=tenth, others=chat(door, STREAMED)
+                target.port, chat(target, WHOLE), CONNECTIONS, 600.0, most=tenth, others=chat(target, STREAMED)
             )
-            self.found.held.after.append((number * tenth, door.rss_bytes()))
+            self.found.held.after.append((number * tenth, target.rss_bytes()))
 
-    async def _settle(self, door: Door, kind: str, connections: int) -> None:
+    async def _settle(self, target: Target, kind: str, connections: int) -> None:
         await asyncio.sleep(REST_SECONDS)
-        most = WARM_UP_REQUESTS if door.name != gateway_peers.LITELLM else connections
-        await asking.as_they_come(door.port, chat(door, kind), connections, 0.5, most=most)
+        most = WARM_UP_REQUESTS if target.name != gateway_peers.LITELLM else connections
+        await asking.as_they_come(target.port, chat(target, kind), connections, 0.5, most=most)
         gc.collect()
 
 
@@ -141,7 +143,7 @@ def _paced(name: str, number: int, tokens: int, pieces: list[list[float]], share
     return Paced(name, number, len(pieces), tokens, p50, p99, longest, share)
 
 
-def chat(door: Door, kind: str, model: str = upstream.AT_ONCE) -> bytes:
+def chat(target: Target, kind: str, model: str = upstream.AT_ONCE) -> bytes:
     """The same request for all systems."""
     body: dict[str, Any] = {
         "model": model,
@@ -154,7 +156,7 @@ def chat(door: Door, kind: str, model: str = upstream.AT_ONCE) -> bytes:
     }
     if kind == STREAMED:
         body["stream"] = True
-    return asking.request(door.port, body, door.headers)
+    return asking.request(target.port, body, target.headers)
 
 
 async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
@@ -169,10 +171,10 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
         starts = _who(service.url, root, core, found, with_peers="crowds" in parts)
         for name, start in starts.items():
             say(f"starting {name}")
-            bench.doors[name] = await asyncio.to_thread(stack.enter_context, start())
+            bench.targets[name] = await asyncio.to_thread(stack.enter_context, start())
             if name == GATEWAY:
                 await asyncio.sleep(2.0)  # the work after its start is done
-                found.held.idle_bytes = bench.doors[name].rss_bytes()
+                found.held.idle_bytes = bench.targets[name].rss_bytes()
         gc.freeze()
         for part in PARTS:
             if part not in parts:
@@ -194,10 +196,10 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
 
 def _who(
     url: str, root: Path, core: int, found: Results, *, with_peers: bool
-) -> dict[str, Callable[[], AbstractContextManager[Door]]]:
+) -> dict[str, Callable[[], AbstractContextManager[Target]]]:
     """The measured systems and how each starts."""
     found.versions = {GATEWAY: version("headgate"), "fastapi": version("fastapi"), "aiohttp": version("aiohttp")}
-    starts: dict[str, Callable[[], AbstractContextManager[Door]]] = {
+    starts: dict[str, Callable[[], AbstractContextManager[Target]]] = {
         GATEWAY: lambda: gateways.headgate(url, root, core),
         PASS_THROUGH: lambda: gateways.pass_through(url, root, core),
     }

@@ -27,7 +27,7 @@ CONFIG: Mapping[str, Any] = {"routes": {"*": {"chain": ["local/*"]}}}
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Target:
     """The address of a system. `pid`: its topmost process, 0 for the upstream."""
 
     name: str
@@ -61,7 +61,7 @@ def pinned(argv: Sequence[str], core: int) -> list[str]:
 @contextlib.contextmanager
 def headgate(
     url: str, root: Path, core: int, config: Mapping[str, Any] = CONFIG, name: str = GATEWAY
-) -> Iterator[Door]:
+) -> Iterator[Target]:
     """The gateway as `headgate gateway` runs it. `url`: of the inference service."""
     place = root / name
     (place / "config").mkdir(parents=True)
@@ -77,22 +77,22 @@ def headgate(
     argv = [sys.executable, "-m", "gateway", "--config-dir", str(place / "config"), "--port", str(port)]
     headers = {"authorization": f"Bearer {KEY}"}
     with _running(Service(pinned(argv, core), env, place, port, name), "/readyz") as service:
-        yield Door(name, port, service.pid, headers)
+        yield Target(name, port, service.pid, headers)
 
 
 @contextlib.contextmanager
-def pass_through(url: str, root: Path, core: int) -> Iterator[Door]:
+def pass_through(url: str, root: Path, core: int) -> Iterator[Target]:
     """The bare proxy."""
     port = free_port()
     place = root / PASS_THROUGH
     env = private_env(place, {"PYTHONPATH": str(REPOSITORY)})
     argv = [sys.executable, "-m", "benchmarks.passthrough", url, str(port)]
     with _running(Service(pinned(argv, core), env, place, port, PASS_THROUGH), "/livez") as service:
-        yield Door(PASS_THROUGH, port, service.pid)
+        yield Target(PASS_THROUGH, port, service.pid)
 
 
 @contextlib.contextmanager
-def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
+def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Target]:
     """LiteLLM's proxy with one worker and one model, without logging."""
     port = free_port()
     place = root / peer.name
@@ -106,11 +106,11 @@ def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
     options = ["--config", str(place / "config.yaml"), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
     argv = [*peer.argv, *options, "--telemetry", "False"]
     with _running(Service(pinned(argv, core), env, place, port, peer.name), "/health/liveliness") as service:
-        yield Door(peer.name, port, service.pid, {"authorization": f"Bearer {key}"})
+        yield Target(peer.name, port, service.pid, {"authorization": f"Bearer {key}"})
 
 
 @contextlib.contextmanager
-def portkey(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
+def portkey(peer: Peer, url: str, root: Path, core: int) -> Iterator[Target]:
     """Portkey's gateway. Request headers name its upstream."""
     port = free_port()
     place = root / peer.name
@@ -122,7 +122,7 @@ def portkey(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
     }
     argv = [*peer.argv, f"--port={port}", "--headless"]
     with _running(Service(pinned(argv, core), env, place, port, peer.name), "/") as service:
-        yield Door(peer.name, port, service.pid, headers)
+        yield Target(peer.name, port, service.pid, headers)
 
 
 @contextlib.contextmanager

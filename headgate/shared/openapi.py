@@ -1,7 +1,7 @@
 """Completes the OpenAPI description of a service: hot paths, the error envelope, the key.
 
-FastAPI describes the routes it knows. What it cannot know is added here: paths that are served beside it, that every
-error is one envelope, that a bad request is 400, and what must be sent to be let in.
+FastAPI describes its own routes. This module adds the paths that are served without FastAPI, the common form of all
+errors, status 400 for invalid requests, and the required API key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ERROR: Mapping[str, Any] = {
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {
     503: {
-        "description": "not well, or not now; the same fields say why",
+        "description": "not healthy or not ready; the same fields give the reason",
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }

@@ -70,8 +70,8 @@ class SseSplitter:
         return frames
 
     def plain(self, piece: bytes) -> list[bytes] | None:
-        """The data of the frames in `piece` if it is nothing but whole frames of one `data: ` line each, as a model
-        writes them, and no beginning of a frame waits for it. None otherwise: then `feed` takes it.
+        """The data of the frames in `piece`, if it consists of complete frames of one `data: ` line each and no
+        incomplete frame is pending. None otherwise: then `feed` must parse it.
         """
         if self._rest or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n") or piece.count(b"\r"):
             return None

@@ -202,7 +202,7 @@ class SimProbe:
             self._reopening = self._reopening.failed(time.monotonic())
             self._lose(str(error), Sign.GONE)
         else:
-            log.info("the simulator is back; its devices are empty")
+            log.info("the simulator answers again; its devices are empty")
         finally:
             self._is_opening = False
 

@@ -202,7 +202,7 @@ class Device:
         self.memory, granted = self._settled().resume(links)
         if not granted:
             raise StateError(
-                f"process {pid} needs {sum(sizes.values())} bytes of {self.id}, which has no room for them"
+                f"process {pid} needs {sum(sizes.values())} bytes of {self.id}, which has too little free memory"
                 f" ({self.memory.free_bytes} are free)"
             )
         for number, link in links.items():

@@ -81,8 +81,8 @@ class Shaping:
         return frozenset(token for text in texts if (token := self._token_of(text)) is not None)
 
     def _form(self, request: GenerateRequest, opened: str) -> tuple[Form | None, str]:
-        """The form and the parameter it comes from. With tools to choose from an answer has the format asked for or
-        is a call; a forced call leaves no content that could have a format.
+        """The form and the parameter it comes from. With optional tools an answer is a tool call or has the
+        required format; with a forced call the answer has no content, and the format is ignored.
         """
         dialect, choice = self._dialect, request.choice
         if request.kind != "chat" or dialect is None:
@@ -92,7 +92,7 @@ class Shaping:
         calls = dialect.form(request.tools, choice, opened=opened) if choice.mode == "auto" else None
         if calls is None and choice.mode == "auto" and any(tool.strict for tool in request.tools):
             raise BadRequestError(
-                f"calls of this model ({dialect.name}) cannot be held to strict tools; leave strict out",
+                f"calls of this model ({dialect.name}) cannot be restricted to strict tools; leave strict out",
                 "tools",
                 code=_UNSUPPORTED,
             )

@@ -91,7 +91,7 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
         if model is None:
             continue
         if held.standing is Standing.FIXED:
-            draft.warning("%s is pinned or dedicated and has to leave: %s", model.id, "; ".join(found.reasons))
+            draft.warning("%s is pinned or dedicated and must be unloaded: %s", model.id, "; ".join(found.reasons))
         action = Action.UNLOAD if is_host_short else keeping.action_of(draft.state, model)
         departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)
 

@@ -63,7 +63,7 @@ def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     try:
         ledger = draft.state.ledger.grow(worker.holding, CPU, more)
     except LedgerError as error:
-        draft.error("%s grew by %s, and has to leave: %s", worker.model, format_bytes(more), error)
+        draft.error("%s grew by %s and must be unloaded: %s", worker.model, format_bytes(more), error)
         departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(str(error),))
         departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
         return
