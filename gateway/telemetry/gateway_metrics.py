@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from gateway.breaker.permits import BreakerState
 
@@ -23,6 +29,29 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5, 15)
 _OVERHEAD = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.1, 0.5)
+
+
+class _Times(Collector):
+    """A histogram without labels for one thread. `Histogram` locks and searches at each observation, of which a stream
+    makes one per frame: four times the cost."""
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float) -> None:
+        """Adds one observation."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The metric as the registry exports it."""
+        ends = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
+        family = HistogramMetricFamily(self._name, self._documentation)
+        family.add_metric([], list(zip(ends, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class Telemetry:
@@ -64,20 +93,12 @@ class Telemetry:
         self.resume = Counter(
             "gateway_resume_total", "Answers that broke off, by result of the resume", ["result"], registry=registry
         )
-        self.ttft = Histogram(
-            "gateway_ttft_seconds", "Time from a request to its first token", buckets=_TTFT, registry=registry
+        self.ttft = _Times("gateway_ttft_seconds", "Time from a request to its first token", _TTFT, registry)
+        self.inter_token = _Times(
+            "gateway_inter_token_seconds", "Time between two frames of an answer", _INTER_TOKEN, registry
         )
-        self.inter_token = Histogram(
-            "gateway_inter_token_seconds",
-            "Time between two frames of an answer",
-            buckets=_INTER_TOKEN,
-            registry=registry,
-        )
-        self.overhead = Histogram(
-            "gateway_overhead_seconds",
-            "Time of a request spent in the gateway itself",
-            buckets=_OVERHEAD,
-            registry=registry,
+        self.overhead = _Times(
+            "gateway_overhead_seconds", "Time of a request spent in the gateway itself", _OVERHEAD, registry
         )
         self.in_flight = Gauge("gateway_in_flight", "Requests being served", registry=registry)
         self.queue_depth = Gauge("gateway_queue_depth", "Requests waiting for admission", registry=registry)
