@@ -622,11 +622,14 @@ class State:
             return Standing.YOUNG
         return Standing.IDLE
 
+    def is_measuring(self, spec: ModelSpec) -> bool:
+        """Whether a measurement with these settings is under way."""
+        # the ids first: the comparison of two specs compares all settings
+        return any(key.spec.id == spec.id and key.spec == spec for key in self.measuring)
+
     def is_estimating(self, model: ModelRecord) -> bool:
         """Whether a measurement for the model is under way."""
         spec = model.effective
         return (
-            model.cleaning
-            or any(key.spec == spec for key in self.measuring)
-            or any(check.model == model.id for check in self.checks.values())
+            model.cleaning or self.is_measuring(spec) or any(check.model == model.id for check in self.checks.values())
         )

@@ -238,7 +238,7 @@ def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
     found = decision.consider(asked, command.model, draft.now, divisions=command.divisions)
     match found:
         case decision.NeedsEstimate(key, divides):
-            if divides and not any(other.spec == key.spec for other in state.measuring):
+            if divides and not state.is_measuring(key.spec):
                 _put(draft, id, replace(command, divisions=command.divisions + 1))
             if not measuring.request(draft, key):
                 _refuse(draft, id, measuring.gone(model))

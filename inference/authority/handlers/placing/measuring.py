@@ -19,7 +19,7 @@ MOST_SPECS = 64
 
 def request(draft: Draft, key: EstimateKey) -> bool:
     """Begins a measurement, unless it is running. False if one of the devices is missing."""
-    if any(other.spec == key.spec for other in draft.state.measuring):
+    if draft.state.is_measuring(key.spec):
         return True
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     if any(name not in found for name in key.devices):

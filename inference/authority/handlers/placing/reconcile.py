@@ -283,7 +283,7 @@ def checks(draft: Draft) -> None:
         while check.fix:
             found = decision.verify(draft.state, check, draft.now)
             if isinstance(found, NeedsEstimate):
-                if found.divides and not any(other.spec == found.key.spec for other in draft.state.measuring):
+                if found.divides and not draft.state.is_measuring(found.key.spec):
                     check = replace(check, divisions=check.divisions + 1)
                 if measuring.request(draft, found.key):
                     draft.set(checks={**draft.state.checks, key: check})
