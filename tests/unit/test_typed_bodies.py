@@ -16,8 +16,8 @@ from gateway.apis.responses import responses_request
 from gateway.apis.schema.chat_request import ChatRequest, changed
 from gateway.errors import RequestError
 from gateway.routing.resume_policy import obstacle
-from headgate.shared.bodies.body_decoder import InvalidBodyError, as_json, decode
-from headgate.shared.bodies.openai_bodies import AnswerSoFar, Message, decode_tokenize
+from headgate.shared.bodies.body_decoder import as_json, decode
+from headgate.shared.bodies.openai_bodies import AnswerSoFar, Message
 from inference.protocol import Code
 from tests.rigs.typed_bodies import chat, to_anthropic, unsupported_by_anthropic
 
@@ -182,20 +182,3 @@ for number in range(30):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    "content", [{"content": "a"}, {"prompt": [1, 2]}, {"messages": [HI]}], ids=["text", "prompt", "messages"]
-)
-def test_text_to_tokenize_is_content_a_prompt_or_messages(content: dict[str, Any]) -> None:
-    assert as_json(decode_tokenize({"model": "m", **content})) == {"model": "m", **content}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"prompt": [1, "a"]}, "prompt[1]"), ({"messages": [{"role": "user"}]}, "messages[0].content")],
-)
-def test_invalid_text_to_tokenize_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidBodyError) as caught:
-        decode_tokenize({"model": "m", **fields})
-    assert caught.value.param == param
