@@ -180,7 +180,9 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
             connection.request("POST", "/v1/completions", json.dumps(ASK), {"content-type": "application/json"})
             wait_until("a step waits", lambda: (rig.next_beat().step_seconds or 0) > 0.3)
             devices.tell("shrink", bytes=used - 1)
-            with pytest.raises(SimulatorError, match=f"needs {used} bytes of gpu-0, which has too little free memory") as refused:
+            with pytest.raises(
+                SimulatorError, match=f"needs {used} bytes of gpu-0, which has too little free memory"
+            ) as refused:
                 devices.tell("resume", pid=pid)
             assert refused.value.of_state
             devices.tell("heal")
