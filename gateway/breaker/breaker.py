@@ -238,13 +238,13 @@ class Breaker:
             self._open_reason = None
 
     def acquire_recovery_probe(self, expires: float) -> Permit | None:
-        """A permit to probe an open breaker until `expires`; None unless it is open and no probe is out."""
+        """A permit to probe an open breaker until `expires`; None unless it is open and no probe is running."""
         if self.state is not OPEN or self._permits.is_probing(self._clock()):
             return None
         return self._permits.issue(expires, is_probe=True)
 
     def settle_recovery_probe(self, permit: Permit, finding: Finding, detail: str) -> None:
-        """Record what the probe under `permit` found: GOOD ends the open period now, BAD extends it.
+        """Record the finding of the probe under `permit`: GOOD ends the open period now, BAD extends it.
 
         UNKNOWN changes nothing, and neither does a late finding. The next attempt still is a probe.
         """

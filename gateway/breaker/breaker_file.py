@@ -158,9 +158,9 @@ def _read(directory: StateDir) -> tuple[list[Entry], float]:
 
 
 def _parse(data: Any) -> tuple[list[Entry], float]:
-    """The entries and the time of writing; raises ValueError and others for a foreign file."""
+    """The entries and the time of writing; raises ValueError and others for another kind of file."""
     if data["format"] != FORMAT:
-        raise ValueError("it is of another version")
+        raise ValueError("its format version is not supported")
     entries = [_entry(item) for item in data["breakers"][:MAX_BREAKERS]]
     written = float(data.get("written", 0.0))  # missing in files of an earlier version
     return entries, written if math.isfinite(written) else 0.0

@@ -113,7 +113,7 @@ class Permits:
         return Permit(self.epoch, self._issued, False, permit.expires, on_trial)
 
     def is_probing(self, now: float) -> bool:
-        """Whether a probe is out, by a user's attempt or by the gateway itself."""
+        """Whether a probe is running: a user's attempt, or a probe of the gateway."""
         return self.probe is not None and now < self.probe.expires
 
     def counts(self, permit: Permit) -> bool:

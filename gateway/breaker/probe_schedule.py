@@ -18,7 +18,7 @@ CONFIRM_SECONDS = 0.25
 """The time between two confirmation probes."""
 MIN_PACE_SECONDS, MAX_PACE_SECONDS = 0.5, 4.0
 PACE_SHARE = 0.1
-"""The time between recovery probes, as a share of the time since the trouble began."""
+"""The time between recovery probes, as a share of the time since the breaker opened."""
 FALSE_RECOVERY_FACTOR = 8.0
 """After each false recovery an open period must last this many times as long before a probe may end it."""
 POSTPONE_SECONDS = 10.0
@@ -26,7 +26,7 @@ POSTPONE_SECONDS = 10.0
 
 
 class Purpose(StrEnum):
-    """What a probe is for."""
+    """The purpose of a probe."""
 
     CONFIRM = "confirm"
     """whether the service is down after one failure: each failed probe counts as one more"""
@@ -49,7 +49,7 @@ TIMEOUT_SECONDS: Mapping[ProbeKind, float] = {ProbeKind.READY: 1.5, ProbeKind.PL
 
 
 class Finding(StrEnum):
-    """What a probe found out."""
+    """The result of a probe."""
 
     GOOD = "good"
     BAD = "bad"
@@ -60,7 +60,7 @@ class Finding(StrEnum):
 class Watch:
     """The probes of one breaker of the inference service while something is wrong. Times are monotonic seconds.
 
-    `suspected_at`: when the failure came that waits for confirmation. `trouble_since`: since when the breaker has not
+    `suspected_at`: time of a failure that probes have yet to confirm. `trouble_since`: since when the breaker has not
     been closed. `opened_at`: start of the present open period. `ended_early`: a probe ended that period.
     `false_recoveries`: how often a failure of a user's request followed. `needs_memory`: it opened because the service
     refused memory.
@@ -101,14 +101,14 @@ def opened(watch: Watch, now: float, needs_memory: bool = False) -> Watch:
 
 
 def probed(watch: Watch, purpose: Purpose, finding: Finding, now: float) -> Watch:
-    """A probe came back at `now`."""
+    """A probe ended at `now`."""
     if purpose is Purpose.CONFIRM:
         return replace(watch, probed_at=now, suspected_at=None if finding is Finding.GOOD else watch.suspected_at)
     return replace(watch, probed_at=now, ended_early=finding is Finding.GOOD)
 
 
 def hurried(watch: Watch) -> Watch:
-    """A sign of recovery was seen: the next recovery probe does not wait for its pace."""
+    """The service may have recovered: the next recovery probe is due now."""
     return replace(watch, probed_at=None) if watch.suspected_at is None else watch
 
 
@@ -154,7 +154,7 @@ def _purpose(state: BreakerState) -> Purpose:
 
 
 def judge_probe(purpose: Purpose, kind: ProbeKind, answer: UpstreamError | Mapping[str, Any]) -> Finding:
-    """What an answer, or the error instead of one, proves.
+    """The finding of a probe, from its answer or its error.
 
     Any answer but a 5xx proves that the service is up. A 5xx alone does not keep an open breaker open, because the
     service may serve requests all the same. A plan that refuses proves nothing, because a load may reduce its settings;

@@ -1,4 +1,4 @@
-"""Probes the inference service off the users' path, as `gateway.breaker.probe_schedule` says."""
+"""Runs the probes of the inference service in the background; `gateway.breaker.probe_schedule` decides when."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Prober:
         self._changed.set()
 
     def hurry(self, model: str = "") -> None:
-        """The service, or a model of it, shows a sign of recovery: the next probe does not wait for its pace."""
+        """The service, or one of its models, may have recovered: make the next probe now."""
         if model in self._watches:
             self._watches[model] = probe_schedule.hurried(self._watches[model])
             self._changed.set()
@@ -90,7 +90,7 @@ class Prober:
         return probe_schedule.choose(watches, {model: breakers[model].state for model in watches if model in breakers})
 
     async def run(self) -> None:
-        """Probe until cancelled, also after defects. Open periods end without probes too, only later."""
+        """Probe until cancelled, also after internal errors. Without probes, open periods end at their normal time."""
         while True:
             step = self.next()
             wait = None if step is None else step.at - self._clock()
@@ -107,7 +107,7 @@ class Prober:
                 await asyncio.sleep(GRACE_SECONDS)
 
     async def probe(self, step: Step) -> None:
-        """Make one probe, under a permit that excludes other probes, and record what it proves."""
+        """Make one probe, under a permit that excludes other probes, and record the finding."""
         breaker = self._breakers.breaker(LOCAL, step.model)
         expires = self._clock() + TIMEOUT_SECONDS[step.kind] + GRACE_SECONDS
         service = self._breakers.breaker(LOCAL)
@@ -153,7 +153,7 @@ class Prober:
             breaker.release(permit)
 
     async def _make(self, step: Step) -> tuple[Finding, str]:
-        """What the probe proves, and the same in words."""
+        """Make the request of a probe. Returns the finding, and a description for operators."""
         name = _NAMES[step.kind]
         try:
             answer = await self._request(step, TIMEOUT_SECONDS[step.kind])

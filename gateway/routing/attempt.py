@@ -131,7 +131,7 @@ class Attempt:
         return verdict
 
     def settle_error(self, error: BaseException) -> tuple[Verdict, Observation, str]:
-        """Records what `error` means: an UpstreamError, an ExpiredError or a cancellation."""
+        """Records the end of the attempt by `error`: an UpstreamError, an ExpiredError or a cancellation."""
         observation, message = self._observe(error)
         return self.settle(observation, message), observation, message
 
@@ -154,7 +154,7 @@ class Attempt:
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"
 
     def succeed(self) -> None:
-        """Records the true end of a whole answer."""
+        """Records that the answer is complete."""
         self.settle(_FINISHED)
 
     async def abandon(self, error: BaseException) -> None:

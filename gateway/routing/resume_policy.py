@@ -19,10 +19,10 @@ from gateway.routing.chain import Candidate
 from headgate.shared.bodies.openai_bodies import AnswerSoFar, CompletionRequest, Message
 
 MAX_HOPS = 2
-"""Most resumes of one answer."""
+"""Maximum number of resumes of one answer."""
 
 MAX_PAUSE_SECONDS = 5.0
-"""A model that is back within this time is waited for before another candidate is tried."""
+"""The same model is preferred if it is ready again within this time; otherwise another candidate is tried."""
 
 CHARACTERS_PER_TOKEN = 4
 """Estimate for English text."""

@@ -42,7 +42,7 @@ Sink = Callable[[list[Frame]], bool]
 """Takes frames as they arrive; False leaves them to the reading task."""
 
 _SPILLED = Ignore(Reason.SPILLED)
-"""The verdict on an attempt that is left without a failure."""
+"""The verdict on an attempt that is replaced although it did not fail."""
 
 
 class Answer:

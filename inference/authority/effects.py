@@ -137,7 +137,7 @@ class ProveSuspension:
 class Spawn:
     """Start a worker and send it `order` (`Spawned` or `SpawnFailed`, `Loaded` or `FileHeld`, `Exited`).
 
-    It can read what the worker `after` saves.
+    It can read the sequences that the worker `after` saves.
     """
 
     worker: str

@@ -16,15 +16,15 @@ from inference.protocol import Progress
 
 
 class Issuer(Protocol):
-    """Grants leases: the authority."""
+    """The part of the authority that tickets and leases call."""
 
     @property
     def state(self) -> State:
-        """The state at this moment."""
+        """The current state."""
         ...
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The holder of a waiting ticket is gone."""
+        """Removes a waiting ticket."""
         ...
 
     def release(self, lease: Lease, *, completed: bool) -> None:

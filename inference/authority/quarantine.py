@@ -38,13 +38,13 @@ class Standing(StrEnum):
 
 
 class CrashKind(StrEnum):
-    """What a worker's end means for one of its requests."""
+    """How a worker ended, as evidence against one of its requests."""
 
     CRASHED = "crashed"
     """other requests were running, or memory ran out"""
     CRASHED_ALONE = "crashed_alone"
     CRASHED_UNEXPLAINED = "crashed_unexplained"
-    """alone, by an abort that message nothing"""
+    """alone, by an abort without a message"""
 
 
 _S, _E = Standing, CrashKind
@@ -68,7 +68,7 @@ becomes a suspect."""
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The end of a worker, seen from one of its requests. `message` is that of the exit."""
+    """The end of a worker for one of its requests. `message` is the message of the exit."""
 
     cause: ExitCause
     message: str

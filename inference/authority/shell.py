@@ -285,7 +285,7 @@ class Authority:
         return self._numbers
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The holder of a waiting ticket is gone."""
+        """Removes a waiting ticket."""
         self._tickets.pop(ticket.id, None)
         self.dispatch(events.Withdrawn(ticket.id))
 

@@ -223,7 +223,7 @@ class WorkerRecord:
     by_hand: bool = False
     """an operator chose its device"""
     has_waited: bool = False
-    """for room to be kept warm, once"""
+    """whether its departure has already waited once for room in the warm pool"""
     room_awaited: tuple[str, ...] = ()
     """workers that end so that this model can be kept"""
     departure: Departure | None = None
@@ -354,7 +354,7 @@ class Devices:
     begun: int = 0
     done: int = 0
     wanted: int = 0
-    """the number of the last read that is asked for"""
+    """the number of the last requested read"""
     refreshed_at: float = -math.inf
     homeless: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """models in use that were on a lost device, by device, until they are loaded again"""

@@ -77,7 +77,7 @@ def _settle(draft: Draft) -> None:
         cpu_fallback_return.advance(draft)
         if draft.state.pressure.asked:
             governor.check(draft, regular=False)
-    draft.warning("decisions did not settle; repeating them in a moment")
+    draft.warning("the handlers still had work after %d rounds; continuing in the next step", MOST_ROUNDS)
     draft.set(unplanned=False)
     draft.wake_in(0.05)
 

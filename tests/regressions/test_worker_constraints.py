@@ -222,7 +222,7 @@ def chain(links: int, **link: Any) -> dict[str, Any]:
 
 def test_chains_of_references_are_limited() -> None:
     lower(chain(MAX_HOPS), strict=True)
-    with pytest.raises(SchemaError, match="lead from one to the next"):
+    with pytest.raises(SchemaError, match="a chain of more than"):
         lower(chain(4000), strict=True)
 
 
@@ -251,5 +251,5 @@ def test_circular_references_that_need_too_many_passes_are_refused() -> None:
         }
 
     assert len(lower(circle(60), strict=True)["$defs"]) == 61
-    with pytest.raises(SchemaError, match="too entangled"):
+    with pytest.raises(SchemaError, match="too complex"):
         lower(circle(900), strict=True)

@@ -199,7 +199,7 @@ def test_check_happens_when_the_devices_cannot_be_read() -> None:
             world.later.clear()
             world.send(events.DevicesRead(world.readings(), "gone"))
     assert len(world.state.pressure.history) > before + 1
-    assert any("could not be read for a check" in line for line in world.log)
+    assert any("could not read the devices" in line for line in world.log)
 
 
 def test_own_share_of_a_device_is_bounded_by_its_limit() -> None:

@@ -123,5 +123,5 @@ class _Stream:
         try:
             self._view.apply(kind, data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{kind} without {error}") from error
+            raise ValueError(f"the event {kind!r} lacks {error}") from error
         self.has_begun = True

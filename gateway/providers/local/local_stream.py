@@ -91,7 +91,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         kind = answer.headers.get("content-type", "")
         if kind != _USUAL_TYPE and kind.partition(";")[0].strip().lower() != "text/event-stream":
             answer.close()
-            raise UpstreamError(UpstreamKind.MALFORMED, f"expected an event stream, got {kind or 'no type'}")
+            raise UpstreamError(UpstreamKind.MALFORMED, f"expected an event stream, got {kind or 'no content type'}")
         self._answer = answer
         answer.listen(self._on_piece, self._on_end)
         return self

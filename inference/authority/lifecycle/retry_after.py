@@ -2,7 +2,7 @@
 
     Retry-After = room + load + ahead x pace
 
-`room`: seconds until the turn of the model on the device is over that holds the room (0 if it is free or loading).
+`room`: seconds until the model that holds the memory ends its turn (0 if memory is free or the model is loading).
 `load`: duration of the last load, or the rest of the running one. `ahead`: number of requests before this one. `pace`:
 recent seconds per answer of the model, over all its sequences.
 """

@@ -211,7 +211,7 @@ class _Look:
             if option is not None:
                 self.trace.append(f"{', '.join(option.devices)}: fits once {', '.join(names)}, leaving now, is gone")
                 lacks = scene.now.ledger.lacks(option.need)
-                return Refusal(lacks, "room is being made", names, trace=tuple(self.trace))
+                return Refusal(lacks, "other models are leaving to release memory", names, trace=tuple(self.trace))
         return None
 
     def _full(self) -> Placement | None:

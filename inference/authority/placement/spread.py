@@ -120,7 +120,7 @@ class _Crowd:
         self._owned = {device: sum(held.dedicated for held in stage.there.get(device, ())) for device in spread.over}
 
     def become(self, chosen: Collection[int]) -> None:
-        """From now on these and no others are gone."""
+        """Replaces the set of removed idle models."""
         wanted = set(chosen)
         for at in wanted - self._gone:
             self._move(self._idle[at], 1)

@@ -50,7 +50,7 @@ class Crowd(Protocol):
     """A set of removed items, and whether it suffices."""
 
     def become(self, chosen: Collection[int]) -> None:
-        """From now on these and no others are gone."""
+        """Replaces the set of removed items."""
         ...
 
     def enough(self) -> bool:

@@ -1,4 +1,4 @@
-"""Performs the effects that start, order and end worker processes."""
+"""Performs the effects that start, command and end worker processes."""
 
 from __future__ import annotations
 

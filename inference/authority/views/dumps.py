@@ -32,11 +32,11 @@ _TOLD_OF_A_CRASH = ("time", "cause", "message", "requests", "last_lines")
 
 
 class Source(Protocol):
-    """What has a state."""
+    """The part of the authority that dumps read."""
 
     @property
     def state(self) -> State:
-        """The state at this moment."""
+        """The current state."""
         ...
 
     @property

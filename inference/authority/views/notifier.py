@@ -14,11 +14,11 @@ from inference.protocol import ModelStatus
 
 
 class Source(Protocol):
-    """What has a state."""
+    """The part of the authority that the notifier reads."""
 
     @property
     def state(self) -> State:
-        """The state at this moment."""
+        """The current state."""
         ...
 
 

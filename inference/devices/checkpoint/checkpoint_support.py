@@ -27,7 +27,7 @@ SPARE_SECONDS = 10.0
 class Trouble:
     """Why a process could not be suspended or resumed. Its state is then unknown.
 
-    `of_state`: the reason is the current state of the device, such as too little memory, so a later try may succeed.
+    `of_state`: the cause is the current state of the device, such as too little memory. A later attempt may succeed.
     """
 
     why: str

@@ -189,7 +189,7 @@ class Device:
                 link.relay.open()
             raise StateError(f"process {pid} is using {self.id}") from None
         except OSError as error:
-            raise StateError(f"process {pid} was cut off {self.id} meanwhile: {error}") from None
+            raise StateError(f"process {pid} lost its connection to {self.id} during the copy: {error}") from None
 
     async def _resume(self, pid: int) -> None:
         links = {number: link for number, link in self._links.items() if link.pid == pid}

@@ -2,8 +2,9 @@
 
     capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
 
-`held` are the buffers of all connections, `asked` granted bytes whose buffer is not created yet, `late` freed bytes
-that are not available yet. `suspended` buffers are in host memory and count for none of these. Times are arguments.
+`held`: the buffers of all connections. `asked`: bytes that were granted and whose buffer does not exist yet. `late`:
+freed bytes that are not available yet. `suspended` buffers are in host memory and not part of the sum. Times are
+arguments.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class DividedGeneration(Generation):
         self._content = 0
         """Characters that the parser called content; those that are shown are `_shown`."""
         self._before: int | None = None
-        """How many characters
+        """Number of characters before the content that is emitted now: reasoning, calls and their markers. An upper
+        bound, because the parser may hold back content; None before such content.
         """
         self._called = False
         self._complete = False

@@ -1,7 +1,7 @@
 """Writes log probabilities as OpenAI's JSON, token by token.
 
-The bytes are appended to one buffer: as objects a token with 20 alternatives takes kilobytes, and so does each small
-result of orjson that is kept.
+The bytes are appended to one buffer, which takes less memory: Python objects for a token with 20 alternatives take
+kilobytes, and so does a separate result of orjson for each token.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms, which it prepares on
-    `compiling`, `vision` reads images. `prepare_sampling` does, off the event loop and the engine's thread, what would
-    hold up the first draw.
+    writes for an embedder whose model ranks, `compiler` compiles required forms of answers on the executor
+    `compiling`, `vision` reads images. `prepare_sampling` does the slow part of creating a sampler before the request
+    reaches the engine, on neither the event loop nor the engine's thread.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Writes bounds of numbers so that llguidance enforces them exactly, or slightly narrower where it cannot.
 
-llguidance reads a decimal exactly whose digits are at most 2^53 and whose places are at most 22; another may become the
-number next to it. And it lets the exclusive whole bound that is nearer to 0 pass where the other has the same whole
-part."""
+llguidance reads a decimal exactly if its digits are at most 2^53 and it has at most 22 decimal places; it may read any
+other decimal as an adjacent number. If an exclusive bound is a whole number and the other bound has the same whole
+part, llguidance accepts the bound that is nearer to 0."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalProperties` as the whole list of properties,
 because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is
 read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like
-beside `properties`): such a description is closed as a whole, with all names that occur in it, and what two of its
-parts describe stays open. Objects that `const` or `enum` lists keep their own properties.
+beside `properties`): such a description is closed as a whole, with the names of all its parts, and values that two of
+its parts describe stay open. Objects that `const` or `enum` lists keep their own properties.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VALUES = frozenset(
     ["patternProperties", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", *_STATED]
 )
 """Keywords with schemas of other values, beside `properties`."""
-_SPEAKS = _VALUES | {
+_DESCRIBING = _VALUES | {
     "properties", "propertyNames", "required", "dependentRequired", "minProperties", "$ref", *_LISTS, *_SINGLE, *_MAPS,
 }  # fmt: skip
 """Keywords that take part in the description of an object or an array."""
@@ -58,7 +58,7 @@ def delegates(node: Mapping[str, Any]) -> bool:
     """Whether the node itself describes nothing and leads to schemas that do: each of those is closed on its own, as
     the options of `anyOf` are.
     """
-    speaks = _SPEAKS & node.keys()
+    speaks = _DESCRIBING & node.keys()
     if speaks == {"allOf"}:
         return isinstance(node["allOf"], list) and len(node["allOf"]) == 1
     return len(speaks) == 1 and not speaks.isdisjoint(("$ref", "anyOf", "oneOf"))

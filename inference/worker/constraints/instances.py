@@ -50,7 +50,7 @@ def check_merges(lowered: Mapping[str, Any], names: Mapping[str, str]) -> None:
             hops = max(hops, below[0] + 1)
             size += count * below[1]
         if hops > MAX_HOPS:
-            raise SchemaError(names[name], f"more than {MAX_HOPS} references lead from one to the next")
+            raise SchemaError(names[name], f"a chain of more than {MAX_HOPS} references")
         if size > MAX_MERGED:
             raise SchemaError(names[name], f"more than {MAX_MERGED} references stand for one place")
         sizes[name] = hops, size
@@ -85,7 +85,7 @@ class _Ends:
                 self.ends[name] = ends
             if not is_changed:
                 return
-        raise SchemaError(names[order[-1]], "the references are too entangled to see whether a value can end")
+        raise SchemaError(names[order[-1]], "the references are too complex to decide whether a finite value exists")
 
     def of(self, node: Any) -> frozenset[str]:
         """Of one schema."""

@@ -69,7 +69,7 @@ class Document(Protocol):
 
     @property
     def strict(self) -> bool:
-        """Whether what cannot be enforced is refused."""
+        """Whether keywords that cannot be enforced are refused."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Document(Protocol):
 
     @property
     def allowance(self) -> Allowance:
-        """What the form may still cost."""
+        """The remaining cost limits of the form."""
         ...
 
     @property

@@ -29,8 +29,8 @@ def lower(
 ) -> dict[str, Any]:
     """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError.
 
-    `allowance` is what the form of this schema may still cost; without one the schema is a form of its own. With
-    `closed`, objects that declare properties have no others unless the schema states `additionalProperties`.
+    `allowance`: the remaining cost limits of the form of this schema; without it the schema is a form of its own.
+    `closed`: objects that declare properties have no others unless the schema states `additionalProperties`.
     """
     return _Lowering(schema, strict, allowance or Allowance(), closed).result()
 

@@ -47,7 +47,7 @@ def counted(tokens: int, seconds: float) -> float:
 
 
 def weight(decoding: int, prompts: int) -> float:
-    """How much a second counts that delays `decoding` streams for `prompts` prompts: less for more prompts."""
+    """The weight of a second in which `decoding` streams wait for `prompts` prompts; it is lower for more prompts."""
     return min(1.0, decoding / max(1, prompts))
 
 
@@ -87,7 +87,7 @@ class Pace:
         return tokens * STEP_SECONDS / max(1, self.tokens)
 
     def budget(self, seconds: float) -> int:
-        """Prompt tokens of a step whose prompts may count `seconds`."""
+        """The number of prompt tokens of a step whose prompts may take `seconds`."""
         return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(

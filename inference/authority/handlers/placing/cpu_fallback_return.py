@@ -68,7 +68,7 @@ def advance(draft: Draft) -> None:
         _done(draft, id)
         device = _room(draft.state, model, draft.now)
         if device is not None:
-            draft.info("%s goes back to %s, which has room for it again", id, device)
+            draft.info("moving %s from the CPU back to %s, which has enough free memory again", id, device)
             moving.begin(draft, draft.number(), Move(id, device), returns_home=True)
 
 

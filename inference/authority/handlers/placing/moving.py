@@ -83,7 +83,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
         return
     worker = draft.worker_of(model.id)
     home = worker.placement.devices[0] if worker is not None and model.state in _SETTLED else None
-    draft.info("%s moves to %s from %s", model.id, command.device, home or model.state)
+    draft.info("moving %s to %s (before: %s)", model.id, command.device, home or model.state)
     draft.set_model(model.id, target=command.device, home=home, moved_in_vain=None)
     if worker is not None:
         departure.leave(draft, model.id, Reason.MOVED, explanation=(f"to {command.device}",))

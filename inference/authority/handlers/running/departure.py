@@ -31,15 +31,15 @@ def leave(
     if model.state is _S.DRAINING:
         if worker.departure is not None and not departure.overrules(worker.departure):
             return
-        draft.info("%s is leaving for another reason now (%s)", id, why)
+        draft.info("draining %s continues for another reason (%s)", id, why)
         draft.set_worker(worker.id, departure=departure)
     elif model.state not in (_S.READY, _S.BUSY):
-        draft.info("%s is %s and is unloaded (%s)", id, model.state, why)
+        draft.info("unloading %s, which is %s (%s)", id, model.state, why)
         endings.end(draft, id, replace(departure, action=Action.UNLOAD))
         return
     else:
         draft.set_worker(worker.id, departure=departure)
-        draft.info("%s leaves (%s)", id, why)
+        draft.info("draining %s (%s)", id, why)
         draft.advance(id, ModelEvent.DRAIN)
     if not draft.worker(worker.id).leases:
         unload(draft, id)
@@ -65,7 +65,7 @@ def stay(draft: Draft, id: str) -> None:
     """Cancels `leave`, because no model needs the memory any more."""
     worker = draft.worker_of(id)
     assert worker is not None
-    draft.info("%s stays: no model waits for its memory any more", id)
+    draft.info("%s is kept: no model waits for its memory any more", id)
     draft.set_worker(worker.id, departure=None, leaves_free=0, has_waited=False, room_awaited=())
     draft.cancel(TimerKind.STOP, worker.id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)

@@ -55,7 +55,7 @@ def growth_bytes(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> 
 
 
 def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
-    """Books the growth if it fits, else has the model leave, so that other models do not pay for it."""
+    """Books the growth if it fits, else drains the model, so that other models do not lose memory."""
     more = growth_bytes(draft.state.ledger, worker.holding, CPU, seen)
     if not more:
         return
@@ -63,14 +63,16 @@ def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     try:
         ledger = draft.state.ledger.grow(worker.holding, CPU, more)
     except LedgerError as error:
-        draft.error("%s grew by %s and must be unloaded: %s", worker.model, format_bytes(more), error)
+        draft.error(
+            "the worker of %s uses %s more than reserved and is drained: %s", worker.model, format_bytes(more), error
+        )
         departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(str(error),))
         departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
         return
     draft.set(ledger=ledger)
     draft.set_worker(worker.id, grown_bytes=worker.grown_bytes + more)
     draft.changed()
-    draft.warning("%s grew by %s beyond its reservation; reserved", worker.model, format_bytes(more))
+    draft.warning("the worker of %s uses %s more than reserved; it is booked now", worker.model, format_bytes(more))
 
 
 def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:

@@ -49,7 +49,9 @@ def look(draft: Draft, *, problem: str | None = None) -> None:
         if problem is not None:
             first = awaited.pause == FIRST_PAUSE_SECONDS
             if first:
-                draft.warning("%s could not be read while %s left: %s", awaited.devices[0], awaited.model, problem)
+                draft.warning(
+                    "%s could not be read after the worker of %s ended: %s", awaited.devices[0], awaited.model, problem
+                )
         elif all(_is_back(draft, awaited, name) for name in awaited.devices):
             _forget(draft, holding)
             endings.release(draft, holding, awaited.model, awaited.departure)

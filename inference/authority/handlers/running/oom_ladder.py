@@ -217,7 +217,7 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
             if draft.state.standing(other, draft.now) is Standing.WARM:
                 gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("all other steps were tried",))
                 endings.end(draft, other.id, gone)
-    draft.info("cleaning up for %s released %s", model.id, format_bytes(freed))
+    draft.info("out of memory for %s: dropping cached prefixes released %s", model.id, format_bytes(freed))
     draft.set_model(model.id, cleaning=False)
     draft.plan()
 

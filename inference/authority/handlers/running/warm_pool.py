@@ -318,7 +318,7 @@ def _give_up(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_stat
         carrier = devices.carriers.get(worker.device.kind, "the driver")
         then = f", and checkpoints of {carrier} are no longer used"
     draft.warning(
-        "%s (pid %s) %s: %s; its %s are given up%s",
+        "%s (pid %s) %s: %s; its %s are released%s",
         worker.model, worker.pid, what, why,
         format_bytes(sum(draft.state.ledger.owned_by(worker.model).values())), then,
     )  # fmt: skip

@@ -295,7 +295,7 @@ def _finish(
         if requested:
             for step in _WAY_OUT[draft.model(worker.model).state]:
                 draft.advance(worker.model, step)
-            draft.info("%s is unloaded", worker.model)
+            draft.info("%s was unloaded", worker.model)
         else:
             _broke(draft, worker, exit, tries_again=tries_again, replaced=replaced)
         _drop_removed(draft, worker.model)

@@ -57,7 +57,7 @@ def read_done(draft: Draft, problem: str | None) -> None:
     if needed is None or draft.state.devices.done < needed:
         return
     if problem is not None:
-        draft.warning("the devices could not be read for a check: %s", problem)
+        draft.warning("the pressure check could not read the devices: %s", problem)
     draft.set(pressure=replace(draft.state.pressure, needs_read=None))
     regular_check(draft)
 
