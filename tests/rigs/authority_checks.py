@@ -147,6 +147,12 @@ class CheckedWorld(World):
             assert (held.phase, held.aside, worker.extra, worker.suspended) == (Phase.RESIDENT, False, None, None)
             assert worker.ending or (process is not None and process.connected)
             self._check_resident(worker, held.bytes)
+            departure = worker.departure
+            if departure is not None and departure.reason in (Reason.DEVICE, Reason.MOVED, Reason.OUTGREW):
+                is_stopped = worker.ending or (process is not None and process.is_stopped)
+                assert is_stopped or (TimerKind.STOP, worker.id) in state.timers, (
+                    "a model that must leave has a deadline"
+                )
         elif model.state is _S.WARM:
             assert (held.phase, held.aside, worker.extra, worker.ready) == (Phase.RESIDENT, True, None, None)
             assert set(_nonzero(held.bytes)) <= {CPU}, "a warm model has no device memory"
