@@ -36,7 +36,7 @@ class Bodies:
         return self.room(length_of(headers, limit), limit)
 
     def room(self, size: int, limit: int) -> AbstractContextManager[None]:
-        """The same for `size` bytes that a request needs in addition to its body."""
+        """A context for `size` bytes that a request needs in addition to its body; raises RefusedError like `hold`."""
         return NOTHING if size <= SMALL_BYTES else self._room(size, limit)
 
     @contextlib.contextmanager

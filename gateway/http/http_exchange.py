@@ -104,7 +104,7 @@ class Exchange:
         return lines.encode("ascii") + self.cors
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
-        """The same as pairs."""
+        """The headers of every response, as pairs of name and value."""
         pairs = (line.partition(b": ") for line in self.response_lines().split(b"\r\n")[:-1])
         return [(name, value) for name, _, value in pairs]
 

@@ -32,8 +32,8 @@ _OVERHEAD = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 
 
 
 class _Times(Collector):
-    """A histogram without labels for one thread. `Histogram` locks and searches at each observation, of which a stream
-    makes one per frame: four times the cost."""
+    """A histogram without labels for one thread. `Histogram` takes a lock and searches at each observation, which costs
+    four times as much, and a stream makes one observation per frame."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._documentation, self._bounds = name, documentation, bounds

@@ -1,4 +1,4 @@
-"""The working copy of one step: handlers change it, and `step` returns what it has become.
+"""The working copy of the state within one step: handlers change it, and `step` returns the result.
 
 A draft lives within one call of `step`. It replaces frozen records, collects effects, and offers what every handler
 needs: the lifecycle table, timers, log lines, new numbers.

@@ -1,4 +1,4 @@
-"""Names the bundled demo models and finds their files; never loads or trains one."""
+"""Names the bundled demo models and finds their files."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- products --------------------------------------------------------------------------------------------------------
 def _check_products() -> list[str]:
-    """The names of the buffer types, in all of which the products are correct. Raises ProofError."""
+    """Checks products in each buffer type and returns the names of the types. Raises ProofError for a wrong result."""
     import numpy as np
 
     from inference.worker.llama import ggml_library

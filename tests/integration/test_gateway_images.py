@@ -177,7 +177,7 @@ async def test_total_size_of_images_is_limited_and_reloadable(gateway: Gateway, 
 async def test_fetched_images_count_as_bytes_of_bodies(
     gateway: Gateway, fake: FakeInference, image_server: ImageServer
 ) -> None:
-    """Until the end of its request, and only the received bytes. An image without room is refused."""
+    """The received bytes of images count until the end of the request. An image beyond the limit is refused."""
     bodies, limit = gateway.runtime.bodies, gateway.runtime.config.max_body
     end = asyncio.Event()
     fake.answers["seer"] = Answer(hold=end)

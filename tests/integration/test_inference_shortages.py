@@ -86,10 +86,10 @@ async def test_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(st
     assert service.authority.status(model).headroom_bytes == 10 * MIB
 
 
-async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model_is_loaded(
+async def test_learned_headroom_survives_a_restart_and_is_reserved_while_the_model_is_loaded(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A request that lacks memory, also alone, gets `model_failed`; the model holds more after each death."""
+    """A request that runs out of memory, also alone, gets `model_failed`; the next load reserves more."""
     service = await begin(start, {}, {"abort_answer": CUDA})
     answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
     assert answer.status == 503
@@ -106,8 +106,8 @@ async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model
     assert again.of(spec, device).is_empty
 
 
-async def test_what_counts_less_by_now_is_measured_again(start: Start, tmp_path: Path) -> None:
-    """A model that is not asked for would otherwise be refused for ever because of what it did long ago."""
+async def test_model_with_decayed_headroom_is_measured_again(start: Start, tmp_path: Path) -> None:
+    """Otherwise a model without requests would be refused forever because of an old shortage."""
     later = [0.0]
     state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
     headrooms = Headrooms(state, clock=lambda: time.time() + later[0])
@@ -121,8 +121,8 @@ async def test_what_counts_less_by_now_is_measured_again(start: Start, tmp_path:
     await service.authority.reached(lambda: "gpu-0" in model.estimates and reserved(service) == 165)
 
 
-async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
-    """In the message, in the crash record, and in what the model is planned with; a kill from outside says nothing."""
+async def test_worker_killed_by_the_kernel_for_memory_is_reported(start: Start, tmp_path: Path) -> None:
+    """In the message, the crash record and the head-room of the model. Other kills count for none of them."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 0\n")
     state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})

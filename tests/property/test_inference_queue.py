@@ -56,7 +56,7 @@ def test_removing_a_request_is_idempotent(coming: list[tuple[Priority, float]], 
 
 def test_request_waits_once() -> None:
     waiter = Waiter(1, Priority.LOW, 1.0)
-    with pytest.raises(ValueError, match="waits already"):
+    with pytest.raises(ValueError, match="is already in the queue"):
         WaitQueue().push(waiter, LIMITS).push(waiter, LIMITS)
 
 

@@ -23,8 +23,8 @@ warms = st.builds(
 
 
 @given(st.lists(warms, max_size=6), warms, st.integers(0, 400).map(lambda count: count * 2**26))
-def test_who_is_displaced_suffices_and_is_the_least_worthy(kept: list[Warm], newcomer: Warm, missing: int) -> None:
-    """The dropped give back enough, no other set is cheaper, and together they are worth no more than the newcomer."""
+def test_displaced_models_suffice_and_have_the_lowest_worth(kept: list[Warm], newcomer: Warm, missing: int) -> None:
+    """They release enough memory, no other set is cheaper, and their total worth is at most that of the newcomer."""
     names = displaced(newcomer, kept, missing, NOW)
     sets = [
         combination
@@ -49,7 +49,7 @@ def test_who_is_displaced_suffices_and_is_the_least_worthy(kept: list[Warm], new
     st.integers(0, 16),
     st.integers(8, 48),
 )
-def test_who_is_kept_leaves_room_for_the_newcomer(
+def test_kept_models_leave_room_for_the_newcomer(
     leavers: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
 ) -> None:
     """With any warm models the new model fits, and the limit of the host is not exceeded."""

@@ -383,7 +383,7 @@ deadlines: {{first_token: 60s}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_wait_for_a_service_that_is_gone_ends_at_the_next_probe(tmp_path: Path, stream: bool) -> None:
+async def test_wait_for_an_unreachable_service_ends_at_the_next_probe(tmp_path: Path, stream: bool) -> None:
     async with (
         FakeInference("token") as fake,
         FakeProvider() as cloud,

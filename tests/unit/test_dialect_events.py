@@ -416,7 +416,7 @@ def test_unique_indices_are_kept() -> None:
     assert indices(piece(1, "a", "f"), piece(1), piece(2, "b")) == [1, 1, 2]
 
 
-def test_calls_without_an_index_get_one_each() -> None:
+def test_each_call_without_an_index_gets_its_own_index() -> None:
     pieces = piece(None, "a", "f"), piece(None), piece(None, "b", "g"), piece(), piece(None, "a")
     assert indices(*pieces) == [0, 0, 1, 1, 0]
     assert indices(piece(None, None, "f"), piece(), piece(None, None, "g")) == [0, 0, 1]

@@ -400,7 +400,7 @@ def test_invalid_counts_are_zero() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its arguments", "after some of them"])
-def test_call_whose_name_follows_its_id_starts_with_both(late: bool) -> None:
+def test_call_starts_with_id_and_name_when_the_name_arrives_late(late: bool) -> None:
     name, begun = call(0, name="look"), call(0, '{"at":')
     pieces = [call(0, id="c1", name=""), call(0), *((begun, name) if late else (name, begun)), call(0, " 1}")]
     found = events(written([ROLE, *map(chunk, pieces), chunk(finish="tool_calls")]))

@@ -244,7 +244,7 @@ def test_call_without_an_id_gets_one() -> None:
     assert items[0]["call_id"] == "call_0123456789abcdef00"
 
 
-def test_call_whose_name_follows_its_id_starts_with_both() -> None:
+def test_call_starts_with_id_and_name_when_the_name_arrives_late() -> None:
     items = output(
         chunk(call(0, id="a", name="add", arguments="{}")), chunk(call(1, id="b", name="")),
         chunk(call(1, arguments='{"b"')), chunk(call(1, name="add")), chunk(call(1, arguments=":1}")),

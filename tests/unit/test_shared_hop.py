@@ -241,7 +241,7 @@ async def test_line_break_in_a_header_is_rejected(idle_seconds: float, value: st
             await client.post("/", b"", {"x-request-id": value, "x-other": "c"})
 
 
-async def test_bytes_of_a_request() -> None:
+async def test_request_is_written_as_http_1_1() -> None:
     server = Scripted(OK + b"content-length: 0\r\n\r\n")
     for idle_seconds in (0.0, 60.0):
         async with server.serving(idle_seconds) as client:

@@ -64,7 +64,7 @@ def test_decode_steps_spare_a_core_that_other_programs_use() -> None:
 
 
 def test_spared_core_that_is_idle_is_used_again_within_20_steps() -> None:
-    """The pause between trials, which grew before, does not delay it."""
+    """The longer pauses between earlier trials do not delay it."""
     machine = Machine()
     backend = machine.backend()
     for _ in range(3000):

@@ -113,7 +113,7 @@ async def _blocked(rig: Rig, compiler: FakeCompiler, form: Form = A) -> asyncio.
     return first
 
 
-async def test_form_is_compiled_once_on_the_thread_for_it(rig: Rig, compiler: FakeCompiler) -> None:
+async def test_form_is_compiled_once_on_the_compiling_thread(rig: Rig, compiler: FakeCompiler) -> None:
     constraint = await rig.request(A)
     assert constraint is not None
     assert await rig.request(A) is constraint

@@ -188,7 +188,7 @@ def normalize_chat(body: ChatRequest) -> None:
 
 
 def _normalize_completion(body: CompletionRequest) -> None:
-    """The same for a completion. Its default limit is 16 tokens, so -1 is not neutral."""
+    """Normalizes a decoded completion. Its default limit is 16 tokens, so -1 is not neutral."""
     _normalize(body)
     if body.n_probs and body.logprobs is None:
         body.logprobs = body.n_probs

@@ -27,7 +27,7 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Its size in memory."""
         return len(self.response) + len(self.items) + ITEM_BYTES * len(self.ids)
 
 

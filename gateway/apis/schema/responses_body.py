@@ -96,7 +96,7 @@ class InputFile(Extensible, kw_only=True, tag_field="type", tag="input_file"):
 
 
 class InputSound(Extensible, kw_only=True, tag_field="type", tag="input_audio"):
-    """Sound."""
+    """An audio input."""
 
     input_audio: InputAudio
 

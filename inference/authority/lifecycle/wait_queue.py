@@ -52,7 +52,7 @@ class WaitQueue:
         Without `limits` the length is not limited.
         """
         if any(other.id == waiter.id for other in self.waiters):
-            raise ValueError(f"waiter {waiter.id} waits already")
+            raise ValueError(f"waiter {waiter.id} is already in the queue")
         if limits is not None and self.count(waiter.priority) >= limits[waiter.priority]:
             raise QueueFullError(waiter.priority)
         at = next((index for index, other in enumerate(self.waiters) if other.rank > waiter.rank), len(self.waiters))

@@ -58,10 +58,10 @@ def delegates(node: Mapping[str, Any]) -> bool:
     """Whether the node itself describes nothing and leads to schemas that do: each of those is closed on its own, as
     the options of `anyOf` are.
     """
-    speaks = _DESCRIBING & node.keys()
-    if speaks == {"allOf"}:
+    present = _DESCRIBING & node.keys()
+    if present == {"allOf"}:
         return isinstance(node["allOf"], list) and len(node["allOf"]) == 1
-    return len(speaks) == 1 and not speaks.isdisjoint(("$ref", "anyOf", "oneOf"))
+    return len(present) == 1 and not present.isdisjoint(("$ref", "anyOf", "oneOf"))
 
 
 def describe(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int], None]) -> Description:

@@ -30,7 +30,7 @@ OPENED_CHARS = 256
 
 TOKENIZER_STACK_BYTES = 256 * 2**20
 """Stack of threads that tokenize: llama.cpp splits text with recursive regular expressions. Only address space is
-reserved; a text uses what it needs."""
+reserved; memory is allocated when it is used."""
 
 _NAMES: Mapping[str, tuple[str, str]] = {
     "messages": ("the messages", "the messages take"),

@@ -222,7 +222,7 @@ class ChainSampler:
         best = logits.argmax()  # NaN, if there is one
         most = logits[best]
         if not math.isfinite(most):
-            raise ArithmeticError("the model's logits are not finite, or no token may follow")
+            raise ArithmeticError("the model's logits are not finite, or no token is allowed")
         if self._takes_best:
             return int(best)
         if self._among_allowed:
@@ -248,7 +248,7 @@ class ChainSampler:
             logits[self._ends] = -np.inf
         allowed = (logits > -np.inf).nonzero()[0]
         if not len(allowed):
-            raise ArithmeticError("no token may follow")
+            raise ArithmeticError("no token is allowed")
         return self._chain.sample_among(allowed, logits[allowed], self._penalties)
 
     def accept(self, tokens: Sequence[int]) -> None:

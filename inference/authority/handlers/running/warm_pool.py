@@ -51,7 +51,7 @@ def begin(draft: Draft, id: str) -> bool:
     model, worker = draft.model(id), draft.worker_of(id)
     assert worker is not None
     if why := keeping.obstacle(draft.state, model):
-        draft.info("%s is not kept: %s", id, why)
+        draft.info("%s is not kept warm: %s", id, why)
         return False
     how = keeping.mechanism(draft.state, model)
     if how is Mechanism.STANDBY:
@@ -67,7 +67,7 @@ def begin(draft: Draft, id: str) -> bool:
         else:
             _hold(draft, model, worker, warm.bytes)
     except LedgerError as error:
-        draft.info("%s is not kept: %s", id, error)
+        draft.info("%s is not kept warm: %s", id, error)
         return False
     return True
 
@@ -89,7 +89,7 @@ def _make_room(draft: Draft, model: ModelRecord, worker: WorkerRecord, lacking: 
     warm = keeping.kept_as(draft.state, model)
     names = displaced(warm, keeping.droppable(draft.state), lacking, draft.now)
     if not names:
-        draft.info("%s is not kept: %s of host memory are missing", model.id, format_bytes(lacking))
+        draft.info("%s is not kept warm: %s of host memory are missing", model.id, format_bytes(lacking))
         return False
     awaited = tuple(draft.model(name).worker or "" for name in names)
     draft.set_worker(worker.id, has_waited=True, room_awaited=awaited)
@@ -159,7 +159,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
 
 def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
     """The process to hold a model's file could not be started: the model becomes cold when its old worker has ended."""
-    draft.warning("%s is not kept: %s", keeper.model, reason)
+    draft.warning("%s is not kept warm: %s", keeper.model, reason)
     draft.set(ledger=draft.state.ledger.release(keeper.holding))
     draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != keeper.id})
     draft.cancel(TimerKind.OFFLOAD, keeper.id)
