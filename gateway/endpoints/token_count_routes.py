@@ -103,11 +103,11 @@ class CountTokens:
                 async with runtime.admission.enter(context.priority, context.silence_seconds):
                     waited = time.monotonic() - queued
                     exchange.waited_seconds += waited
-                    asked_at = time.monotonic()
+                    began = time.monotonic()
                     try:
                         answered_by, count = await _Counting(state, request, match, context, record, waited).result()
                     finally:
-                        exchange.upstream_seconds = time.monotonic() - asked_at
+                        exchange.upstream_seconds = time.monotonic() - began
             except GatewayError as error:
                 record.error = without_quotes(error.message, request.body)
                 raise

@@ -84,7 +84,7 @@ class RelayedRequest:
     priority: Priority
     deadline_seconds: float | None
     probe: bool
-    asked_at: float
+    arrived_at: float
     """on the event loop's clock"""
     envelope: Envelope
     """of the body, for a crash record"""
@@ -93,7 +93,7 @@ class RelayedRequest:
         """Seconds until the deadline, at least 0; None without a deadline."""
         if self.deadline_seconds is None:
             return None
-        return max(0.0, self.asked_at + self.deadline_seconds - now)
+        return max(0.0, self.arrived_at + self.deadline_seconds - now)
 
     def milliseconds_left(self, now: float) -> int | None:
         """Milliseconds until the deadline, at least 1; None without a deadline."""
@@ -221,7 +221,7 @@ class Relay:
             return has_computed
 
     async def _read(self, path: str, headers: Headers, body: bytes) -> RelayedRequest:
-        asked_at = asyncio.get_running_loop().time()
+        arrived_at = asyncio.get_running_loop().time()
         envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
         model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
         if not isinstance(model, str) or not model:
@@ -229,7 +229,7 @@ class Relay:
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
-        return RelayedRequest(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, envelope)
+        return RelayedRequest(model, bool(stream), _priority(headers), _deadline(headers), probe, arrived_at, envelope)
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""

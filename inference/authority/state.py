@@ -414,7 +414,7 @@ class Pressure:
     due_at: float = 0.0
     needs_read: int | None = None
     """a regular check waits for this read"""
-    asked: bool = False
+    check_requested: bool = False
     """an additional check was requested, because a load was refused"""
     history: tuple[Sample, ...] = ()
 

@@ -75,7 +75,7 @@ def _settle(draft: Draft) -> None:
         startup_loads.advance(draft)
         commands.advance_planned(draft)
         cpu_fallback_return.advance(draft)
-        if draft.state.pressure.asked:
+        if draft.state.pressure.check_requested:
             governor.check(draft, regular=False)
     draft.warning("the handlers still had work after %d rounds; continuing in the next step", MOST_ROUNDS)
     draft.set(unplanned=False)
@@ -101,7 +101,14 @@ def _follow(draft: Draft) -> None:
 
 def _has_work(state: State) -> bool:
     """Whether something has to be planned, which needs current readings."""
-    if state.claims or state.checks or state.foreseen or state.startup or state.commands or state.pressure.asked:
+    if (
+        state.claims
+        or state.checks
+        or state.foreseen
+        or state.startup
+        or state.commands
+        or state.pressure.check_requested
+    ):
         return True
     if cpu_fallback_return.is_pending(state):
         return True

@@ -1,8 +1,8 @@
-"""Prevents that models of accelerators run on the CPU after a restart that finds no accelerators.
+"""Makes a start fail that would run models of accelerators on the CPU, because no accelerators were found.
 
 Every start stores the number of accelerators and its circumstances in the state directory. A service that ends because
-its processes cannot reach them marks the record. With the same circumstances the next start must find at least one
-accelerator, after a mark as many as before, unless the CPU is configured.
+its processes cannot reach them marks the record. Under the same circumstances the next start fails if it finds no
+accelerator, or after a mark fewer than before, unless the CPU is configured.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import format_bytes
 from inference.devices.device import CPU, Reading
-from inference.estimate.headroom import Headroom, asked, eased, grown, proven
+from inference.estimate.headroom import Headroom, eased, extra_bytes, grown, proven
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import key_of
 from inference.file_stamp import stamp
@@ -60,7 +60,7 @@ class Headrooms:
         more = {}
         for device in devices if spec.memory_overhead is None else ():
             room = self.of(spec, device)
-            if count := asked(room, estimate.need.get(device.id, 0), capacities.get(device.id, 0)):
+            if count := extra_bytes(room, estimate.need.get(device.id, 0), capacities.get(device.id, 0)):
                 more[device.id] = count
         if not more:
             return estimate

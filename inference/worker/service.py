@@ -189,7 +189,7 @@ class Worker:
         self._channel.send(LoadProgress(1.0))
 
     def _give_up(self, cause: ExitCause, message: str) -> None:
-        log.error("cannot serve cause=%s: %s", cause, message)
+        log.error("the model cannot be loaded, the worker ends: cause=%s: %s", cause, message)
         self._channel.send(Failed(cause.value, message))
         _exit(1)
 

@@ -27,7 +27,7 @@ from headgate.shared.state_files import StateFileWriter, load_state_file
 log = logging.getLogger(__name__)
 
 FAMILY_ENV = "HEADGATE_FAMILY"
-PATIENCE_SECONDS = 5.0
+KILL_SECONDS = 5.0
 """How long killed processes may take to end. One that hangs in a driver stays, and its memory counts as foreign."""
 MOST_FAMILIES = 8
 _FILE = "family.json"
@@ -53,7 +53,7 @@ class _Member:
 def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path = Path("/proc")) -> list[int]:
     """Ends the orphans of earlier services with this state directory, and puts a new token into `environ`.
 
-    Returns the pids of ended processes. Finds none without /proc. Blocks for at most PATIENCE_SECONDS.
+    Returns the pids of ended processes. Finds none without /proc. Blocks for at most KILL_SECONDS.
     """
     ended: list[int] = []
     stay: list[Family] = []
@@ -117,7 +117,7 @@ def _end(members: Sequence[_Member], proc: Path) -> list[_Member]:
                 if start_ticks(member.pid, proc) == member.start_ticks:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     waits.append(descriptor)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + KILL_SECONDS
         for descriptor in waits:
             select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
     return [member for member in members if start_ticks(member.pid, proc) == member.start_ticks]

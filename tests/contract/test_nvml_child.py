@@ -58,7 +58,7 @@ async def test_drivers_without_the_second_memory_query_are_supported(stub: NvmlS
 async def test_library_error_ends_the_child_and_the_next_reading_has_a_new_one(
     stub: NvmlStub, reader: NvmlReader, code: int
 ) -> None:
-    """A process keeps such an error for ever; only a new one sees the recovered machine."""
+    """A process keeps such an error; only a new process can read the recovered machine."""
     await reader.read()
     before = nvml_children()
     stub.errors = [("nvmlDeviceGetCount_v2", code, "")]
@@ -119,7 +119,7 @@ async def test_hanging_call_ends_at_the_deadline(stub: NvmlStub) -> None:
 
 
 async def test_machine_without_nvml_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there is no further attempt."""
+    """NVML is not tried again."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     reader = NvmlReader()
     assert await reader.read() == {}

@@ -76,7 +76,7 @@ async def test_every_fault_has_its_sign_and_its_end(machine: SimMachine) -> None
 
 
 async def test_trial_passes_if_the_device_computes(machine: SimMachine) -> None:
-    """Also on a device that is full or that NVML cannot read, but not on a lost one; nothing of it remains."""
+    """Also on a device that is full or unreadable for NVML, but not on a lost one. The trial frees its memory."""
     probe = machine.probe()
     await probe.start()
     machine.strike("out-of-reach", "gpu-0")

@@ -287,13 +287,13 @@ async def test_slow_candidate_is_tried_after_the_quicker_one_failed(gateway: Gat
 
 async def test_queue_longer_than_the_clients_timeout_defers_the_candidate(cloudy: Gateway, fake: FakeInference) -> None:
     _set_status(fake, "demo", load_seconds=0.0, queue_seconds=4.0, prefill_tokens_per_second=10.0)
-    patience = {"x-stainless-read-timeout": "6"}
+    headers = {"x-stainless-read-timeout": "6"}
     assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
-    answer = await _ask(cloudy, "x", model="pair", headers=patience)
+    answer = await _ask(cloudy, "x", model="pair", headers=headers)
     assert answer.headers["x-headgate-model"] == "cloud/large"
     assert "4 s in the queue" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
     _set_status(fake, "demo", queue_seconds=0.0)
-    answer = await _ask(cloudy, model="pair", headers=patience)
+    answer = await _ask(cloudy, model="pair", headers=headers)
     assert answer.headers["x-headgate-model"] == "cloud/large", "1,600 bytes are 40 s of reading"
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
 

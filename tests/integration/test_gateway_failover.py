@@ -239,8 +239,8 @@ async def test_length_of_a_whole_answer_is_limited(tmp_path: Path, fake: FakeInf
         body = {"model": "embed", "input": "x"}
         answer = await gateway.client.post("/v1/embeddings", json=body)
         assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
-        patience = {"x-stainless-read-timeout": "0.2"}
-        answer = await gateway.client.post("/v1/embeddings", json=body, headers=patience)
+        headers = {"x-stainless-read-timeout": "0.2"}
+        answer = await gateway.client.post("/v1/embeddings", json=body, headers=headers)
         assert answer.status_code == 504
         assert (await gateway.breaker("local/embed"))["failures"] == 0
         await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)

@@ -32,7 +32,7 @@ async def test_overhead_beyond_the_buffers_is_learned_after_a_load(start: Start)
 
 
 async def test_next_estimate_includes_the_learned_overhead(tmp_path: Path) -> None:
-    """By the header: no CUDA is needed here to see what is added to it."""
+    """The estimate is from the header, which needs no CUDA."""
     (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a": {"path": str(tiny_gguf.generative())}}}))
     spec = load(tmp_path, {}, {}).models["a"]
     estimator = Estimator(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}), seconds=0.01)
@@ -44,7 +44,7 @@ async def test_next_estimate_includes_the_learned_overhead(tmp_path: Path) -> No
 
 
 async def test_model_that_loaded_slower_is_kept(start: Start) -> None:
-    """Although it was used longer ago. What is kept warm is worth what it saves of a load."""
+    """Although it was used longer ago: the worth of a warm model depends on the seconds that it saves."""
     service = await start({"slow": {}, "quick": {}, "new": {}}, {"slow": {"load_seconds": 1.0}}, MEMORY_LIMIT_GB="0.25")
     authority = service.authority
     slow, quick, new = (authority.resolve(name) for name in ("slow", "quick", "new"))

@@ -55,7 +55,7 @@ def level(service: Service) -> Level:
 
 
 async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
-    """Status and body of a GET, asked of the application itself."""
+    """Status and body of a GET request to the application."""
     sent: list[Any] = []
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",

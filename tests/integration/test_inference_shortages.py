@@ -60,12 +60,12 @@ async def die_computing(service: Service) -> None:
 
 
 def reserved(service: Service) -> int:
-    """MiB that the planner would ask for on the GPU; what is measured already."""
+    """MiB that the planner would reserve on the GPU, from stored estimates."""
     return service.authority.resolve("a").estimates["gpu-0"].need["gpu-0"] // MIB
 
 
 async def test_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(start: Start) -> None:
-    """`memory_limit_exceeded` with the device's words, what it shows and when to come back; nothing stays booked."""
+    """`memory_limit_exceeded` with the message and the memory of the device, and Retry-After; nothing stays booked."""
     service = await begin(start, {}, {"fail": "oom_load"})
     model = service.authority.resolve("a")
     with pytest.raises(MemoryRefused) as refused:

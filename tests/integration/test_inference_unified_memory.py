@@ -57,7 +57,7 @@ async def test_readings_of_unified_memory_are_those_of_the_host() -> None:
 
 
 async def test_model_on_unified_memory_is_booked_on_the_host(start: Start) -> None:
-    """Its own account does not exist; what it holds is what the host's shows; at its end nothing is left."""
+    """The device has no account; its bytes are on the account of the host and are released at its end."""
     service = await start({"a": {}}, accelerator=UnifiedAccelerator())
     authority = service.authority
     assert set(authority.ledger.accounts) == {"cpu"}

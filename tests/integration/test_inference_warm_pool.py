@@ -101,14 +101,14 @@ async def test_offloaded_model_of_an_accelerator_is_kept_by_another_process(star
     ],
 )
 async def test_failure_during_an_offload_releases_all_bookings(start: Start, device: str, step: str, how: str) -> None:
-    """A worker that dies or hangs while it leaves, holds or comes back: the model answers again, from its file."""
+    """A worker ends or hangs during an offload, while warm or when restored: its model is loaded from the file."""
     behavior = {"a": {step: how}, "x": {step: how}}
     models: dict[str, Any] = {"a": {}}
-    patience = {"LOAD_TIMEOUT_SECONDS": "1", "parts": {"timing": Timing(save_seconds=0.5)}}
+    timeouts = {"LOAD_TIMEOUT_SECONDS": "1", "parts": {"timing": Timing(save_seconds=0.5)}}
     if device == "cpu":
-        service = await start(models, behavior, **patience)
+        service = await start(models, behavior, **timeouts)
     else:
-        service = await on_gpu(start, models, behavior, **patience)
+        service = await on_gpu(start, models, behavior, **timeouts)
     model = await use(service, "a")
     await service.authority.offload(model)
     assert model.state in (S.WARM, S.FAILED, S.COLD)

@@ -71,8 +71,7 @@ async def test_should_retry_is_false_if_a_retry_cannot_succeed(
     assert (answer.headers.get("x-should-retry") == "false") == says_false
 
 
-async def test_retry_after_is_the_time_of_the_tier(gateway: Gateway, fake: FakeInference) -> None:
-    """Not an estimate."""
+async def test_retry_after_of_the_tier_is_passed_on(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED, retry_after=17)
     assert 16 <= float((await gateway.chat("demo")).headers["retry-after"]) <= 17
 

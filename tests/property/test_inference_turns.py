@@ -339,8 +339,8 @@ def test_turn_lasts_as_long_as_a_swap_with_an_upper_limit() -> None:
 
 
 def test_priorities_order_models_without_starvation() -> None:
-    def rank(priority: Priority, asked_at: float) -> float:
-        return age_rank([Waiter(1, priority, 0.0, asked_at)])
+    def rank(priority: Priority, arrived_at: float) -> float:
+        return age_rank([Waiter(1, priority, 0.0, arrived_at)])
 
     assert rank(Priority.HIGH, 9) < rank(Priority.NORMAL, 0) < rank(Priority.HIGH, 11)
     assert rank(Priority.NORMAL, 49) < rank(Priority.LOW, 0) < rank(Priority.NORMAL, 51)

@@ -124,7 +124,7 @@ class Device(RuleBasedStateMachine):
         assert dict(memory.held) == self.live
         assert dict(memory.suspended) == self.away
         assert memory.suspended_bytes == sum(self.away.values())
-        assert memory.asked == {}
+        assert memory.pending == {}
         assert memory.used_bytes == memory.foreign_bytes + sum(self.live.values()) + late
         assert memory.free_bytes == max(0, memory.capacity_bytes - memory.used_bytes)
         counters = memory.counters

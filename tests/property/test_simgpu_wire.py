@@ -24,11 +24,11 @@ class Book:
     def ask(self, size_bytes: int) -> bool:
         return size_bytes <= LIMIT
 
-    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
+    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         self.events.append(("made", size_bytes))
 
-    def unmade(self, asked_bytes: int) -> None:
-        self.events.append(("unmade", asked_bytes))
+    def unmade(self, requested_bytes: int) -> None:
+        self.events.append(("unmade", requested_bytes))
 
     def free(self, pointer: int) -> None:
         self.events.append(("free", pointer))

@@ -196,7 +196,7 @@ def test_all_jobs_end_within_a_limited_number_of_steps(machine: Machine, request
 def test_shortest_remaining_prompt_is_first_and_the_oldest_always_progresses(
     prompts: list[int], decoding: int, budget: int
 ) -> None:
-    """Prompts are completed in the order of what is left of them. The first that cannot be gets a piece of half the
+    """The prompt with the fewest remaining tokens is completed first. The first that cannot be gets a piece of half the
     budget or more, or nothing, those after it nothing, but for the oldest one's quarter. Less than half is left over.
     """
     scheduler = Scheduler(Limits(SLOTS, CONTEXT, BATCH, 20))

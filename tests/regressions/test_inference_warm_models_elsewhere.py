@@ -45,7 +45,7 @@ def test_model_restored_onto_the_cpu_can_be_offloaded_again() -> None:
 
 
 def test_model_offloaded_from_the_cpu_is_loaded_onto_its_accelerator() -> None:
-    """It was moved to the CPU, and what is kept there is dropped; other models are decided on as always."""
+    """It was moved to the CPU before; its warm copy there is dropped. Other models keep their places."""
     world = world_of()
     world.want("a")
     world.settle(1)

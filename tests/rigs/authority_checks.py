@@ -257,7 +257,7 @@ class CheckedWorld(World):
             ask = self.asked.get(id)
             begun, still = (ticket.waiter.deadline_at, self.stood_still)
             if ask is not None:
-                begun, still = ask.asked_at + ask.patience, self.stood_still - ask.stood_still
+                begun, still = ask.arrived_at + ask.seconds, self.stood_still - ask.stood_still
             assert begun - 1e-6 <= due <= begun + still + 1e-6, "each wait has its deadline"
         for command in state.commands.values():
             if isinstance(command, MoveCommand) and command.ticket is not None:
@@ -544,7 +544,7 @@ class CheckedWorld(World):
         self._check_idle()
         for ask, error in self.failures[failed:]:
             if isinstance(error, DeadlineExceeded | ModelLoading):
-                assert ask.patience < 100, f"a request for {ask.model} waits for nothing"
+                assert ask.seconds < 100, f"a request for {ask.model} waits for nothing"
         for name in list(self.state.models):
             self.command(events.Unload(name, now=True))
             self.settle(1)

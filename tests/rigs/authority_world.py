@@ -69,8 +69,8 @@ class Ask:
     model: str
     priority: Priority
     alone: bool
-    patience: float
-    asked_at: float
+    seconds: float
+    arrived_at: float
     stood_still: float
     """how long the service had stood still in all when it came"""
 
@@ -355,8 +355,8 @@ class World:
     def want(self, model: str, **more: Any) -> int:
         """A request for a model."""
         ticket = -next(self.numbers)
-        patience = min(self.config.settings.acquire_timeout_seconds, more.get("seconds") or math.inf)
-        ask = Ask(model, more.get("priority", Priority.NORMAL), more.get("alone", False), patience, self.now,
+        seconds = min(self.config.settings.acquire_timeout_seconds, more.get("seconds") or math.inf)
+        ask = Ask(model, more.get("priority", Priority.NORMAL), more.get("alone", False), seconds, self.now,
                   self.stood_still)  # fmt: skip
         self.asked[ticket] = ask
         self.send(events.Wanted(ticket, model, **more))

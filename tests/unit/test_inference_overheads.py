@@ -24,8 +24,8 @@ from inference.estimate.headroom import (
     LEAST_BYTES,
     MOST_SHARE,
     Headroom,
-    asked,
     eased,
+    extra_bytes,
     grown,
     proven,
 )
@@ -174,12 +174,12 @@ def test_headroom_halves_after_each_whole_hour() -> None:
 
 def test_headroom_of_one_failure_never_excludes_a_model() -> None:
     """It is limited to what the empty device can give; after a second failure it is required."""
-    assert asked(Headroom(100 * MIB, 0), NEED, NEED + 300 * MIB) == 100 * MIB
-    assert asked(Headroom(100 * MIB, 0), NEED, NEED + 30 * MIB) == 30 * MIB
-    assert asked(Headroom(100 * MIB, 0), NEED, NEED - MIB) == 0
-    assert asked(Headroom(400 * MIB, 100 * MIB), NEED, NEED + MIB) == MIB
-    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED) == 200 * MIB
-    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED + 250 * MIB) == 250 * MIB
+    assert extra_bytes(Headroom(100 * MIB, 0), NEED, NEED + 300 * MIB) == 100 * MIB
+    assert extra_bytes(Headroom(100 * MIB, 0), NEED, NEED + 30 * MIB) == 30 * MIB
+    assert extra_bytes(Headroom(100 * MIB, 0), NEED, NEED - MIB) == 0
+    assert extra_bytes(Headroom(400 * MIB, 100 * MIB), NEED, NEED + MIB) == MIB
+    assert extra_bytes(Headroom(100 * MIB, 200 * MIB), NEED, NEED) == 200 * MIB
+    assert extra_bytes(Headroom(100 * MIB, 200 * MIB), NEED, NEED + 250 * MIB) == 250 * MIB
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e6)), max_size=30), st.integers(0, 2**40))

@@ -545,7 +545,7 @@ def test_alert_as_json() -> None:
     assert alert.recommendations() == []
 
 
-def test_two_models_swap_if_each_left_for_the_other() -> None:
+def test_swaps_count_evictions_of_two_models_for_each_other() -> None:
     assert swaps([]) is None
     assert swaps([("a", "b"), ("a", "b"), ("c", "a")]) is None
     assert swaps([("a", "b"), ("b", "a"), ("a", "b"), ("c", "a"), ("a", "c")]) == (("a", "b"), 3)

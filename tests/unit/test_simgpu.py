@@ -190,10 +190,10 @@ class Full:
     def ask(self, size_bytes: int) -> bool:
         return size_bytes < 0
 
-    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
+    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         raise AssertionError("nothing was granted")
 
-    def unmade(self, asked_bytes: int) -> None:
+    def unmade(self, requested_bytes: int) -> None:
         raise AssertionError("nothing was granted")
 
     def free(self, pointer: int) -> None:

@@ -136,7 +136,7 @@ class _Any:
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
-        self._untold = _COPIED
+        self._missing = _COPIED
         """Head fields that are still missing or empty: Azure's first chunk has empty ones."""
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
@@ -149,9 +149,9 @@ class _Any:
             self._object = _OBJECTS.get(str(named))
             if self._object is None:
                 raise ValueError(f"a chunk of unknown type {named!r}")
-        if not self._untold.isdisjoint(chunk):
-            self._head |= {name: chunk[name] for name in self._untold if chunk.get(name) is not None}
-            self._untold = frozenset(name for name in self._untold if not self._head.get(name))
+        if not self._missing.isdisjoint(chunk):
+            self._head |= {name: chunk[name] for name in self._missing if chunk.get(name) is not None}
+            self._missing = frozenset(name for name in self._missing if not self._head.get(name))
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         for part in choices:

@@ -60,13 +60,13 @@ class LocalProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.provider.Provider`."""
-        asked = call.body
-        assert isinstance(asked, ChatRequest | CompletionRequest), "other endpoints have no stream"
+        original = call.body
+        assert isinstance(original, ChatRequest | CompletionRequest), "other endpoints have no stream"
         options = StreamOptions(include_usage=True)
-        given = asked.stream_options
-        if not (given is not None and given.include_usage) and asked.answer_so_far is None:
+        given = original.stream_options
+        if not (given is not None and given.include_usage) and original.answer_so_far is None:
             options.prompt_usage = True
-        body = changed(asked, model=call.model, stream=True, stream_options=options)
+        body = changed(original, model=call.model, stream=True, stream_options=options)
         return LocalStream(self._ask, call, orjson.dumps(as_json(body)))
 
     async def unary(self, call: Call) -> bytes:

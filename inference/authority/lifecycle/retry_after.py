@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 _NEWEST_SHARE = 0.2
-_TOLD_PROGRESS = 0.05
+_LEAST_PROGRESS = 0.05
 """Share of a load below which its progress does not predict its duration."""
 
 
@@ -36,7 +36,7 @@ def load_seconds_left(progress: float, took_seconds: float, last_seconds: float)
 
     An overdue load without progress is expected to take as long again as it is overdue.
     """
-    if progress > _TOLD_PROGRESS:
+    if progress > _LEAST_PROGRESS:
         return took_seconds * (1 - progress) / progress
     return abs(last_seconds - took_seconds)
 

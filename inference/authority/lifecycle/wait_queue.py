@@ -20,7 +20,7 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request that has waited since `asked_at`; ids are not reused.
+    """One request that has waited since `arrived_at`; ids are not reused.
 
     `alone`: no other request may run beside it.
     """
@@ -28,7 +28,7 @@ class Waiter:
     id: int
     priority: Priority
     deadline_at: float
-    asked_at: float = 0.0
+    arrived_at: float = 0.0
     alone: bool = False
 
     @property

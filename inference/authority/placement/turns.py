@@ -77,7 +77,7 @@ class Decision:
 
 def age_rank(waiters: Iterable[Waiter]) -> float:
     """The sort key of waiting models, lowest first: the oldest arrival plus the delay of its priority."""
-    return min(waiter.asked_at + DELAY_SECONDS[waiter.priority] for waiter in waiters)
+    return min(waiter.arrived_at + DELAY_SECONDS[waiter.priority] for waiter in waiters)
 
 
 def turn_ends_at(resident: Resident, demand: Demand) -> float:

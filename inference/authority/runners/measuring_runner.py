@@ -12,7 +12,7 @@ from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.authority.state import EstimateKey
 from inference.errors import InferenceError, ModelFailed, Shortage
 from inference.estimate.estimator import Estimator
-from inference.estimate.headroom import asked
+from inference.estimate.headroom import extra_bytes
 from inference.estimate.headrooms import Headrooms
 
 log = logging.getLogger("inference.authority")
@@ -83,7 +83,9 @@ class MeasuringRunner:
         found = []
         for item in effect.short:
             before = self._headrooms.of(effect.spec, item.device)
-            need = item.planned_bytes - min(item.planned_bytes, asked(before, item.planned_bytes, item.capacity_bytes))
+            need = item.planned_bytes - min(
+                item.planned_bytes, extra_bytes(before, item.planned_bytes, item.capacity_bytes)
+            )
             more = self._headrooms.short(effect.spec, item.device, need, computing=effect.computing)
             found.append(Shortage(item.device.id, need + more, item.device.free_bytes, "the device refused it"))
         self._dispatch(events.ShortageLearned(effect.worker, effect.exit, tuple(found)))

@@ -28,7 +28,7 @@ from inference.workers.os_api import private_bytes
 
 MOST_DUMPS = 16
 _ABSENT = object()
-_TOLD_OF_A_CRASH = ("time", "cause", "message", "requests", "last_lines")
+_CRASH_FIELDS = ("time", "cause", "message", "requests", "last_lines")
 
 
 class Source(Protocol):
@@ -111,7 +111,7 @@ class Dumps:
             "retry_after_seconds": round(max(0.0, rest), 3),
             "failure": model.failure,
             "crashes": len(crashes),
-            "last_crash": {name: crashes[0][name] for name in _TOLD_OF_A_CRASH} if crashes else None,
+            "last_crash": {name: crashes[0][name] for name in _CRASH_FIELDS} if crashes else None,
         }
 
 

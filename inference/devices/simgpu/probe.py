@@ -55,7 +55,7 @@ class SimProbe:
         self._turn = asyncio.Lock()
         self._reopening = Reopening()
         self._opened_at = 0.0
-        self._is_loss_told = False
+        self._is_loss_reported = False
         self._is_opening = False
         self._notice: Callable[[], None] | None = None
         self._readings: tuple[Reading, ...] = ()
@@ -101,7 +101,7 @@ class SimProbe:
 
     async def renew(self) -> None:
         """The next refresh starts an ended simulator without a delay."""
-        self._reopening, self._is_loss_told = Reopening(), True
+        self._reopening, self._is_loss_reported = Reopening(), True
 
     async def trial(self, device: str) -> None:
         """Computes on the device in a helper of its own."""
@@ -185,14 +185,14 @@ class SimProbe:
                 ) from error
             raise
         self._readings = tuple(map(_reading, status["devices"]))
-        self._opened_at, self._is_loss_told = time.monotonic(), False
+        self._opened_at, self._is_loss_reported = time.monotonic(), False
         self._watch = asyncio.create_task(self._notice_end(process))
 
     async def _reopen(self, status: int) -> None:
         """Starts the next simulator when it is due and the end of the last one was reported."""
-        if not self._is_loss_told or not self._reopening.is_due(time.monotonic()):
+        if not self._is_loss_reported or not self._reopening.is_due(time.monotonic()):
             self._lose(f"the simulator has ended with status {status}", Sign.GONE)
-            self._is_loss_told = True
+            self._is_loss_reported = True
             return
         self._is_opening = True
         self._drop_streams()

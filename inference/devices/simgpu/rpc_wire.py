@@ -76,11 +76,11 @@ class Account(Protocol):
         """Whether `size_bytes` may be allocated; a granted request is followed by `made` or `unmade`."""
         ...
 
-    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
+    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         """The granted buffer exists."""
         ...
 
-    def unmade(self, asked_bytes: int) -> None:
+    def unmade(self, requested_bytes: int) -> None:
         """The server could not make the granted buffer."""
         ...
 
@@ -147,7 +147,7 @@ class _Awaited:
     """
 
     command: Command
-    asked_bytes: int = 0
+    requested_bytes: int = 0
     local: bytes | None = None
     is_mark: bool = False
 
@@ -263,7 +263,7 @@ class Conversation:
         else:
             _device, size = _ALLOC.unpack(payload)
             if self._account.ask(size):
-                self._awaited.append(_Awaited(command, asked_bytes=size))
+                self._awaited.append(_Awaited(command, requested_bytes=size))
                 flow.to_server.append(request(command, payload))
                 return
             answer = _ALLOCATED.pack(0, 0)
@@ -278,9 +278,9 @@ class Conversation:
             return
         pointer, size = _ALLOCATED.unpack(payload)
         if pointer:
-            self._account.made(pointer, awaited.asked_bytes, size)
+            self._account.made(pointer, awaited.requested_bytes, size)
         else:
-            self._account.unmade(awaited.asked_bytes)
+            self._account.unmade(awaited.requested_bytes)
 
     def _answered(self, flow: Flow) -> None:
         self._awaited.popleft()

@@ -275,11 +275,11 @@ class _Account:
         self.has_granted |= granted
         return granted
 
-    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
-        self._device.memory = self._device.memory.made(self._number, pointer, asked_bytes, size_bytes)
+    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
+        self._device.memory = self._device.memory.made(self._number, pointer, requested_bytes, size_bytes)
 
-    def unmade(self, asked_bytes: int) -> None:
-        self._device.memory = self._device.memory.unmade(self._number, asked_bytes)
+    def unmade(self, requested_bytes: int) -> None:
+        self._device.memory = self._device.memory.unmade(self._number, requested_bytes)
 
     def free(self, pointer: int) -> None:
         self._device.memory = self._device._settled().free(self._number, pointer, _now())

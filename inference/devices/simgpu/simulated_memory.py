@@ -1,8 +1,8 @@
 """The memory accounts of a simulated device: which allocations succeed, and when freed bytes become available.
 
-    capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
+    capacity = free + foreign + pending + held + late        (free is 0 where a shrunken device is over-full)
 
-`held`: the buffers of all connections. `asked`: bytes that were granted and whose buffer does not exist yet. `late`:
+`held`: the buffers of all connections. `pending`: bytes that were granted and whose buffer does not exist yet. `late`:
 freed bytes that are not available yet. `suspended` buffers are in host memory and not part of the sum. Times are
 arguments.
 """
@@ -41,7 +41,7 @@ class Memory:
     foreign_bytes: int = 0
     held: Mapping[Buffer, int] = field(default_factory=dict)
     suspended: Mapping[Buffer, int] = field(default_factory=dict)
-    asked: Mapping[int, int] = field(default_factory=dict)
+    pending: Mapping[int, int] = field(default_factory=dict)
     late: tuple[tuple[float, int], ...] = ()
     late_seconds: float = 0.0
     refusing: float = 0
@@ -56,7 +56,7 @@ class Memory:
     @property
     def ours_bytes(self) -> int:
         """Bytes of the clients, including late ones."""
-        return sum(self.held.values()) + sum(self.asked.values()) + sum(size for _due, size in self.late)
+        return sum(self.held.values()) + sum(self.pending.values()) + sum(size for _due, size in self.late)
 
     @property
     def suspended_bytes(self) -> int:
@@ -72,17 +72,17 @@ class Memory:
     def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
         """Requests an allocation; returns whether it is granted. A granted one must be `made` or `unmade`."""
         after, granted = self._judged(size_bytes)
-        return (after._asking(connection, size_bytes), True) if granted else (after, False)
+        return (after._with_pending(connection, size_bytes), True) if granted else (after, False)
 
-    def made(self, connection: int, pointer: int, asked_bytes: int, size_bytes: int) -> Memory:
+    def made(self, connection: int, pointer: int, requested_bytes: int, size_bytes: int) -> Memory:
         """The buffer of a granted allocation exists and has `size_bytes`."""
-        after = self._asking(connection, -asked_bytes)
+        after = self._with_pending(connection, -requested_bytes)
         return after._grown({(connection, pointer): size_bytes})
 
-    def unmade(self, connection: int, asked_bytes: int) -> Memory:
+    def unmade(self, connection: int, requested_bytes: int) -> Memory:
         """The server could not make the buffer although it was granted."""
         counters = replace(self.counters, refusals=self.counters.refusals + 1)
-        return replace(self._asking(connection, -asked_bytes), counters=counters)
+        return replace(self._with_pending(connection, -requested_bytes), counters=counters)
 
     def free(self, connection: int, pointer: int, now: float) -> Memory:
         """Frees a buffer; an unknown one is ignored."""
@@ -96,8 +96,8 @@ class Memory:
         """Frees all buffers of a closed connection."""
         theirs, held = _parted(self.held, {connection})
         _gone, suspended = _parted(self.suspended, {connection})
-        asked = {number: size for number, size in self.asked.items() if number != connection}
-        after = replace(self, held=held, suspended=suspended, asked=asked)
+        pending = {number: size for number, size in self.pending.items() if number != connection}
+        after = replace(self, held=held, suspended=suspended, pending=pending)
         return self._returned(after, sum(theirs.values()), len(theirs), now)
 
     def suspend(self, connections: Collection[int], now: float) -> Memory:
@@ -149,10 +149,10 @@ class Memory:
         )
         return replace(grown, counters=counters)
 
-    def _asking(self, connection: int, size_bytes: int) -> Memory:
-        left = self.asked.get(connection, 0) + size_bytes
-        others = {number: size for number, size in self.asked.items() if number != connection}
-        return replace(self, asked={**others, connection: left} if left else others)
+    def _with_pending(self, connection: int, size_bytes: int) -> Memory:
+        left = self.pending.get(connection, 0) + size_bytes
+        others = {number: size for number, size in self.pending.items() if number != connection}
+        return replace(self, pending={**others, connection: left} if left else others)
 
     def _returned(self, after: Memory, size_bytes: int, buffers: int, now: float) -> Memory:
         counters = replace(self.counters, frees=self.counters.frees + buffers)

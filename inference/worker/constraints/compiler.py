@@ -170,8 +170,10 @@ class Compiler:
 
     @property
     def _is_slow_for_long(self) -> bool:
-        trie, asked = self._trie, self._first_use
-        return trie is not None and not trie.has_tables and asked is not None and self._clock() - asked > TABLES_SECONDS
+        trie, first_use = self._trie, self._first_use
+        if trie is None or trie.has_tables or first_use is None:
+            return False
+        return self._clock() - first_use > TABLES_SECONDS
 
     def _find(self, key: bytes) -> _Compiled | None:
         with self._cache_lock:

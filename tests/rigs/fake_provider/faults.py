@@ -58,14 +58,14 @@ class Fault:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fault:
-        """The fault an operator posted; ValueError for what is none."""
+        """The fault in posted JSON; raises ValueError for an invalid one."""
         if unknown := set(data) - {item.name for item in fields(cls)}:
             raise ValueError(f"unknown fields {sorted(unknown)}")
         return cls(**data)
 
     @classmethod
     def of_model(cls, model: str) -> Fault | None:
-        """The fault that a model name asks for."""
+        """The fault that a model name selects."""
         if (match := _MAGIC.fullmatch(model)) is None:
             return None
         number = float(match[3]) if match[3] else None

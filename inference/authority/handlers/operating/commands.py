@@ -233,9 +233,9 @@ def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
     if command.model not in state.models:
         _refuse(draft, id, ModelNotFound(command.model, sorted(state.config.models)))
         return
-    asked = decision.as_asked(state, command.model, command.spec)
-    model = asked.models[command.model]
-    found = decision.consider(asked, command.model, draft.now, divisions=command.divisions)
+    requested = decision.with_request(state, command.model, command.spec)
+    model = requested.models[command.model]
+    found = decision.consider(requested, command.model, draft.now, divisions=command.divisions)
     match found:
         case decision.NeedsEstimate(key, divides):
             if divides and not state.is_measuring(key.spec):
@@ -323,8 +323,8 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, PlanCommand) and command.model == spec.id:
             model = draft.state.models.get(command.model)
-            asked = command.spec or (None if model is None else model.effective)
-            if asked == spec:
+            planned = command.spec or (None if model is None else model.effective)
+            if planned == spec:
                 _refuse(draft, id, error)
 
 

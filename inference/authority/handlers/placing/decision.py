@@ -162,7 +162,7 @@ def next_try(check: FixCheck) -> FixCheck:
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------
-def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
+def with_request(state: State, id: str, spec: ModelSpec | None) -> State:
     """A copy of the state as if a request for the model had arrived.
 
     With another `spec` the model counts as not loaded, because it would have to be loaded again.
@@ -175,10 +175,10 @@ def as_asked(state: State, id: str, spec: ModelSpec | None) -> State:
     if worker is not None:
         own = {item.holding for item in held_models(state, 0.0) if item.model == id}
         ledger = ledger.without(own)
-    asked = replace(
+    unloaded = replace(
         model, spec=spec, reduced=None, worker=None, kept=None, state=ModelState.COLD, target=None, sheltered_until=0.0
     )
-    return replace(state, ledger=ledger, models={**state.models, id: asked})
+    return replace(state, ledger=ledger, models={**state.models, id: unloaded})
 
 
 def needs_of(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:

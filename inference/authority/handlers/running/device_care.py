@@ -206,7 +206,7 @@ def renewed(draft: Draft, id: int) -> None:
     """The helpers of the probes restart, so the device is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
-        see(draft, command.device, Doubted("an operator asked for a trial"))
+        see(draft, command.device, Doubted("an operator requested a trial"))
         draft.set(commands={**draft.state.commands, id: RecoverCommand(command.device, renewed=True)})
 
 

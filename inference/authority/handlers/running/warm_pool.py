@@ -102,7 +102,7 @@ def _make_room(draft: Draft, model: ModelRecord, worker: WorkerRecord, lacking: 
 def drop(draft: Draft, id: str, departure: Departure) -> None:
     """Unloads a warm model."""
     why = "; ".join((str(departure.reason), *departure.explanation))
-    draft.info("%s is %s and is dropped (%s)", id, draft.model(id).state, why)
+    draft.info("unloading %s, which is %s (%s)", id, draft.model(id).state, why)
     endings.end(draft, id, replace(departure, action=Action.UNLOAD))
 
 

@@ -47,7 +47,7 @@ def tick(draft: Draft) -> None:
     if draft.now >= pressure.due_at and pressure.needs_read is None:
         needed = device_view.read(draft)
         draft.set(pressure=replace(pressure, due_at=draft.now + _interval(draft), needs_read=needed))
-    elif pressure.asked or any(_calls(draft.state, use) for use in uses(draft.state, draft.now)):
+    elif pressure.check_requested or any(_calls(draft.state, use) for use in uses(draft.state, draft.now)):
         check(draft, regular=False)
 
 
@@ -78,7 +78,7 @@ def _calls(state: State, use: Use) -> bool:
 
 def refused(draft: Draft) -> None:
     """A load was refused: schedules one check."""
-    draft.set(pressure=replace(draft.state.pressure, asked=True))
+    draft.set(pressure=replace(draft.state.pressure, check_requested=True))
 
 
 def booked(draft: Draft) -> None:
@@ -100,7 +100,7 @@ def check(draft: Draft, *, regular: bool) -> None:
     before, found = state.pressure.watches, uses(state, draft.now)
     seen = PressureInput(found, _tenants(state, draft.now), _wanted(state, draft.now))
     watches, actions = step(before, seen, rules_of(state.settings), regular=regular)
-    draft.set(pressure=replace(state.pressure, watches=watches, asked=False))
+    draft.set(pressure=replace(state.pressure, watches=watches, check_requested=False))
     for use in found:
         _report(draft, use, before.get(use.device, Watch()), watches[use.device])
         short = draft.state.ledger.balance(use.device).shortfall_bytes

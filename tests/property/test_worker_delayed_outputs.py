@@ -219,13 +219,13 @@ def test_waiting_output_is_not_counted_as_unread() -> None:
 def test_no_output_is_lost_or_late(step: float, prefill: float, requests: list[tuple[int, float, int, int]]) -> None:
     bench = Bench(Timed(step_seconds=step, prefill_seconds=prefill))
     tickets = []
-    for turns, patience, n, most in requests:
-        tickets.append((bench.ask(max_delay_seconds=patience, n=n, max_tokens=most), patience, n, most))
+    for turns, max_delay, n, most in requests:
+        tickets.append((bench.ask(max_delay_seconds=max_delay, n=n, max_tokens=most), max_delay, n, most))
         bench.run(turns)
     bench.run()
     slack = 1e-9
     samplers = list(bench.samplers)
-    for ticket, patience, n, most in tickets:
+    for ticket, max_delay, n, most in tickets:
         for choice in range(n):
             outputs = bench.of(ticket, choice)
             assert "".join(output.text for _at, output in outputs) == SAY[:most].decode()
@@ -233,7 +233,7 @@ def test_no_output_is_lost_or_late(step: float, prefill: float, requests: list[t
             drawn = samplers.pop(0).times
             assert outputs[0][0] == drawn[0], "the first token of each choice is sent at once"
             for (_, before), (at, _output) in pairwise(outputs):
-                assert at - drawn[before.tokens] <= patience + slack
+                assert at - drawn[before.tokens] <= max_delay + slack
 
 
 PARTS = st.lists(
