@@ -115,7 +115,7 @@ async def test_reasoning_is_resumed_as_reasoning(gateway: Gateway, fake: FakeInf
     assert (text_of(got.text, "reasoning_content"), text_of(got.text)) == ("hm yes", "one two three four")
     assert [seen.body.get("answer_so_far") for seen in fake.seen] == [
         None,
-        {"content": "", "reasoning_content": "hm "},
+        {"reasoning_content": "hm "},
         {"content": "one ", "reasoning_content": "hm yes"},
     ]
 

@@ -224,7 +224,7 @@ def test_image_larger_than_a_batch_is_refused_with_both_sizes(tmp_path: Path) ->
         worker.ready()
         status, response = worker.post(PATH, body("look ", image(), " here"))
         assert (status, response["error"]["param"]) == (400, "messages")
-        assert "takes 16 tokens" in response["error"]["message"]
+        assert "has 16 tokens" in response["error"]["message"]
         assert "at most 12" in response["error"]["message"]
 
 

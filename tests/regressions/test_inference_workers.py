@@ -57,7 +57,7 @@ async def test_worker_that_outgrows_its_reservation_reserves_more_or_is_unloaded
         if seen is None:
             pytest.skip("reads a process's memory from /proc, which Linux has")
         assert authority.ledger.owned_by("a")["cpu"] <= seen + MIB
-        assert "a grew by" in caplog.text
+        assert "the worker of a uses" in caplog.text
         assert authority.ledger.owned_by("small")["cpu"] == 100 * MIB, "a worker within its reservation is unchanged"
         await authority.unload(small)
         lease = await authority.ask(b).wait(10)
