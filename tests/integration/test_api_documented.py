@@ -1,14 +1,14 @@
 """docs/api.md names every endpoint of the inference service and exactly the fields of its answers.
 
-Each operation has a table of fields: `a.b`, `a[].b` for lists, `a.*.b` for maps. A field without documented content
-stands for all of its content.
+Each operation has a table of fields: `a.b`, `a[].b` for lists, `a.*.b` for maps, `.c` beside `a.b` for `a.c`. A field
+without documented content stands for all of its content.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,22 @@ _FIELD = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 UNITS = {"MiB", "bytes", "percent", "share", "seconds", "Unix seconds", "tokens", "tokens/s", "cells", "number", "-"}
 
 
+def names(cells: str) -> Iterator[str]:
+    """The full names of a row."""
+    parent = ""
+    for name in re.findall(r"`([^`]+)`", cells):
+        full = f"{parent}{name}" if name.startswith(".") else name
+        parent = full.rpartition(".")[0]
+        yield full
+
+
 def sections() -> dict[tuple[str, str], set[str]]:
     """All documented operations with their fields."""
     text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
     found = list(_SECTION.finditer(text))
     ends = [*(match.start() for match in found[1:]), len(text)]
     return {
-        (match[1], match[2]): {
-            name for cells, _, _ in _FIELD.findall(text[match.end() : end]) for name in re.findall(r"`([^`]+)`", cells)
-        }
+        (match[1], match[2]): {name for cells, _, _ in _FIELD.findall(text[match.end() : end]) for name in names(cells)}
         for match, end in zip(found, ends, strict=True)
     }
 
