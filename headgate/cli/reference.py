@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -12,12 +13,14 @@ BEGIN, END = "<!-- help: begin, written by `make reference` -->", "<!-- help: en
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
-COMMON = ("-h, --help", "--config-dir", "--json")
-"""Options of all verbs, which the document explains once."""
+COMMON = ("-h, --help", "--config-dir", "--json", "MODEL             a model's name or alias")
+"""Arguments of most verbs, which the document explains once."""
+_COMMON_USAGE = re.compile(r"\s*\[(?:-h|--config-dir DIR|--json)\]")
+_EMPTY_LIST = re.compile(r"^(?:options|positional arguments):\n+(?=\S|\Z)", re.MULTILINE)
 
 
 def reference() -> str:
-    """The help texts as Markdown without COMMON options, one section per verb, in the order of the overview."""
+    """The help texts as Markdown without COMMON arguments, one section per verb, in the order of the overview."""
     parts = [_block(top_parser().format_help())]
     for group in GROUPS.values():
         for verb in group:
@@ -32,7 +35,7 @@ def _block(text: str) -> str:
 
 
 def _without_common(text: str) -> str:
-    """`text` without the COMMON options, and without the heading `options:` when it has no other options."""
+    """`text` without the COMMON arguments, and without headings that have no other arguments."""
     kept: list[str] = []
     dropping = False
     for line in text.splitlines():
@@ -42,7 +45,7 @@ def _without_common(text: str) -> str:
             dropping = False
         if not dropping:
             kept.append(line)
-    return "\n".join(kept).replace("\noptions:\n\n", "\n").rstrip().removesuffix("\noptions:")
+    return _EMPTY_LIST.sub("", _COMMON_USAGE.sub("", "\n".join(kept)))
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
