@@ -241,8 +241,8 @@ FATES = {"sent": "takes", "translated": "takes", "unsuitable": "refuses", "dropp
 
 def provider_rows(columns: int) -> dict[str, tuple[str, ...]]:
     cell = r" ([^|]+) \|"
-    found = re.findall(r"^\| `([^`|]+)` \|" + cell * (columns - 1) + "$", DOCS, re.MULTILINE)
-    return {row[0]: tuple(row[1:]) for row in found}
+    found = re.findall(r"^\| (`[^|]+`) \|" + cell * (columns - 1) + "$", DOCS, re.MULTILINE)
+    return {name: tuple(row[1:]) for row in found for name in _names(row[0])}
 
 
 def test_documented_fields_agree_with_the_profiles() -> None:
