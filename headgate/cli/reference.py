@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 COMMON = ("-h, --help", "--config-dir", "--json", "MODEL             a model's name or alias")
 """Arguments of most verbs, which the document explains once."""
 _COMMON_USAGE = re.compile(r"\s*\[(?:-h|--config-dir DIR|--json)\]")
-_EMPTY_LIST = re.compile(r"^(?:options|positional arguments):\n+(?=\S|\Z)", re.MULTILINE)
+_EMPTY_LIST = re.compile(r"^(?:options|positional arguments):\n*(?=^\S|\Z)", re.MULTILINE)
 
 
 def reference() -> str:
