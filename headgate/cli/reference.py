@@ -16,22 +16,35 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 COMMON = ("-h, --help", "--config-dir", "--json", "MODEL             a model's name or alias")
 """Arguments of most verbs, which the document explains once."""
 _COMMON_USAGE = re.compile(r"\s*\[(?:-h|--config-dir DIR|--json)\]")
-_EMPTY_LIST = re.compile(r"^(?:options|positional arguments):\n*(?=^\S|\Z)", re.MULTILINE)
+_LIST = re.compile(r"^(?:options|positional arguments):", re.MULTILINE)
+_EMPTY_LIST = re.compile(rf"{_LIST.pattern}\n*(?=^\S|\Z)", re.MULTILINE)
 
 
 def reference() -> str:
-    """The help texts as Markdown without COMMON arguments, one section per verb, in the order of the overview."""
-    parts = [_block(top_parser().format_help())]
+    """The help texts as Markdown without COMMON arguments, in the order of the overview: a list of the verbs that have
+    no other arguments, and a section for each other verb.
+    """
+    simple, sections = [], []
     for group in GROUPS.values():
         for verb in group:
             parser = verb_parser(verb)
-            parts += [f"## {PROGRAM} {verb.name}", _block(parser.format_help())]
-            parts += [_block(inner.format_help()) for inner in _actions(parser)]
-    return "\n\n".join(parts)
+            texts = [_without_common(each.format_help()) for each in (parser, *_actions(parser))]
+            if _LIST.search("".join(texts)):
+                sections += [f"## {PROGRAM} {verb.name}", _block("\n\n".join(text.strip() for text in texts))]
+            else:
+                simple.append(texts[0].partition("\n")[0].removeprefix("usage: "))
+    return "\n\n".join(
+        [
+            _block(_without_common(top_parser().format_help())),
+            "Verbs without options of their own:",
+            _block("\n".join(simple)),
+            *sections,
+        ]
+    )
 
 
 def _block(text: str) -> str:
-    return f"```text\n{_without_common(text).rstrip()}\n```"
+    return f"```text\n{text.rstrip()}\n```"
 
 
 def _without_common(text: str) -> str:
