@@ -29,4 +29,5 @@ async def test_state_of_models_and_devices_is_a_number(tmp_path: Path, monkeypat
         (help_line,) = [line for line in lines if line.startswith(f"# HELP {name} ")]
         numbers = help_line.removeprefix(f"# HELP {name} ")
         assert numbers.startswith("0 ")
-        assert f"| `{name}` | {numbers} |" in DOCUMENT.read_text(encoding="utf-8")
+        label = name.split("_")[1]
+        assert f"| `{name}` | `{label}` | {numbers} |" in DOCUMENT.read_text(encoding="utf-8")
