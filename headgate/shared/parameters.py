@@ -137,7 +137,7 @@ class Sampling:
 
     temperature: Annotated[float, Parameter("number", "Divides the logits; 0 takes the likeliest token.", 0, 2)] = 1.0
     top_p: Annotated[
-        float, Parameter("number", "Keeps the likeliest tokens up to this sum of probabilities. A cut.", 0, 1)
+        float, Parameter("number", "Keeps the likeliest tokens up to this sum of probabilities.", 0, 1)
     ] = 1.0
     top_n_sigma: Annotated[
         float,
@@ -145,25 +145,23 @@ class Sampling:
             "number",
             -1,
             100,
-            "Keeps tokens whose logit is at most this many standard deviations below the best one; 0 and less are off. "
-            "A cut.",
+            "Keeps tokens whose logit is at most this many standard deviations below the best one; 0 and less are off.",
         ),
     ] = -1.0
     top_k: Annotated[
-        int, _tuning("integer", -1, _INT32, "Keeps this many of the likeliest tokens; 0 and -1 keep all. A cut.")
+        int, _tuning("integer", -1, _INT32, "Keeps this many of the likeliest tokens; 0 and -1 keep all.")
     ] = 40
     min_p: Annotated[
-        float, _tuning("number", 0, 1, "Keeps tokens with this share of the best token's probability. A cut.")
+        float, _tuning("number", 0, 1, "Keeps tokens with this share of the best token's probability.")
     ] = 0.05
-    typical_p: Annotated[float, _tuning("number", 0, 1, "Locally typical sampling; 1 is off. A cut.")] = 1.0
+    typical_p: Annotated[float, _tuning("number", 0, 1, "Locally typical sampling; 1 is off.")] = 1.0
     xtc_probability: Annotated[
         float,
         _tuning(
             "number",
             0,
             1,
-            "Chance at each token that XTC removes all but the last of the tokens above `xtc_threshold`; 0 is off. "
-            "A cut.",
+            "Chance at each token that XTC removes all but the last of the tokens above `xtc_threshold`; 0 is off.",
         ),
     ] = 0.0
     xtc_threshold: Annotated[
@@ -175,7 +173,8 @@ class Sampling:
             "integer",
             0,
             2,
-            "1, 2: draws with that version of Mirostat, and cuts have no effect; 0 is off. No effect at temperature 0.",
+            "1, 2: draws with that version of Mirostat, without the `top_*`, `min_p`, `typical_p` and XTC samplers; 0 is "
+            "off. No effect at temperature 0.",
         ),
     ] = 0
     mirostat_tau: Annotated[float, _tuning("number", 0, 100, "Mirostat's target surprise, in bits per token.")] = 5.0
@@ -218,7 +217,7 @@ class Sampling:
     ] = -1
     dry_sequence_breakers: Annotated[
         tuple[str, ...],
-        Parameter("strings", "Texts across which nothing counts as a repetition.", clouds="left out", because=_TUNING),
+        Parameter("strings", "Texts that a repetition cannot contain.", clouds="left out", because=_TUNING),
     ] = ("\n", ":", '"', "*")
     min_tokens: Annotated[
         int,
@@ -245,7 +244,7 @@ class Sampling:
         int | None,
         Parameter(
             "integer",
-            "The draws repeat, as described below; -1 or none: each request draws its own.",
+            "Equal requests give equal answers, as described below; -1 or none: a new seed for each request.",
             -(2**63),
             2**63 - 1,
             minus_one=True,
@@ -268,7 +267,7 @@ SAMPLING_PARAMETERS = _sampling_parameters()
 
 REQUEST_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
-        "number", "Another name of `repeat_penalty`, and preferred where both are there.", 0.01, 10,
+        "number", "Another name of `repeat_penalty`; it takes precedence.", 0.01, 10,
         clouds="left out", because=_TUNING, name="repetition_penalty",
     ),
     Parameter(
@@ -279,12 +278,11 @@ REQUEST_PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "integer",
-        "llama.cpp's name for `logprobs` with this number of alternatives; `logprobs` is preferred where both are "
-        "there.",
+        "llama.cpp's name for `logprobs` with this number of alternatives; `logprobs` takes precedence.",
         0, 20, clouds="renamed", because="it is sent as `logprobs`", name="n_probs", default=0,
     ),
     Parameter(
-        "boolean", "`enable_thinking` of `chat_template_kwargs`, which is preferred where both are there.",
+        "boolean", "The same as in `chat_template_kwargs`, which takes precedence.",
         clouds="left out", because="it belongs to a local model's chat template", name="enable_thinking",
     ),
     Parameter(
