@@ -173,8 +173,8 @@ class Sampling:
             "integer",
             0,
             2,
-            "1, 2: draws with that version of Mirostat, without the `top_*`, `min_p`, `typical_p` and XTC samplers; 0 is "
-            "off. No effect at temperature 0.",
+            "1, 2: draws with that version of Mirostat, without the `top_*`, `min_p`, `typical_p` and XTC samplers; "
+            "0 is off. No effect at temperature 0.",
         ),
     ] = 0
     mirostat_tau: Annotated[float, _tuning("number", 0, 100, "Mirostat's target surprise, in bits per token.")] = 5.0
