@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gateway.apis.body_parser import parse_json, with_request_errors
@@ -70,6 +71,8 @@ BODIES: Mapping[Endpoint, tuple[type[Body], Callable[[Mapping[str, Any]], AnyReq
 _NEEDS: Mapping[Endpoint, frozenset[str]] = {
     endpoint: frozenset() if endpoint.streams else frozenset({str(endpoint)}) for endpoint in Endpoint
 }
+_shapes = attrgetter(*SHAPES)
+_NO_SHAPES = (None,) * len(SHAPES)
 _NOTHING: frozenset[str] = frozenset()
 _PROMPT_PARAMS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "messages",
@@ -135,7 +138,7 @@ def _is_shaped(body: ChatRequest | CompletionRequest) -> bool:
     """Whether the answer has a format (JSON, grammar) that a part of it does not have."""
     if isinstance(body, ChatRequest) and body.response_format is not None and body.response_format.type != "text":
         return True
-    return any(getattr(body, name) is not None for name in SHAPES)
+    return _shapes(body) != _NO_SHAPES
 
 
 def check_together(body: ChatRequest) -> None:

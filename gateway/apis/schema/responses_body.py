@@ -349,6 +349,9 @@ REFUSED: Mapping[str, str] = {
 """Fields of the API that would change the answer and cannot here, and what to do instead."""
 
 
+_CHECKED_HERE = CHECKED.difference(_NOT_HERE)
+
+
 def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
     """The body in parsed JSON without null fields; raises RequestError that names the parameter."""
     for name in given:
@@ -358,7 +361,7 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
         given = {**given, "input": [_with_type(item) for item in items]}
     body = decode(given, ResponsesBody, "/v1/responses")
     keep_extra(body, {"input": given.get("input")})
-    check_parameters(given, tuple(name for name in CHECKED if name not in _NOT_HERE))
+    check_parameters(given, _CHECKED_HERE)
     if body.background:
         message = "`background` must be false: background responses are not supported"
         refuse("background", message, Code.UNSUPPORTED_PARAMETER)

@@ -429,19 +429,21 @@ def _complete(body: Body, messages: Sequence[Message], given: Mapping[str, Any])
         _check_message(message, f"messages[{index}]")
         if keep_extra(message, raw):
             body.has_extra = True
-    if any(name in given for name in _WITH_OBJECTS):
+    if not _WITH_OBJECTS.isdisjoint(given):
         rest = {name: given[name] for name in _WITH_OBJECTS if name in given}
         body.has_extra |= keep_extra(body, rest)
 
 
-_WITH_OBJECTS = (
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "response_format",
-    "structured_outputs",
-    "stream_options",
+_WITH_OBJECTS = frozenset(
+    (
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "response_format",
+        "structured_outputs",
+        "stream_options",
+    )
 )
 """Fields of a chat with objects that may hold more than is declared here."""
 
@@ -454,13 +456,16 @@ def _check_message(message: Message, path: str) -> None:
         refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
 
 
+_CHECKED_IN_COMPLETIONS = CHECKED.difference(("max_tokens", *_IN_CHATS_ONLY))
+
+
 def decode_completion(given: Mapping[str, Any], path: str) -> CompletionRequest:
     """The completion request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
     body = decode(given, CompletionRequest, path)
     _check_prompt(body.prompt, "prompt")
     if "structured_outputs" in given:
         body.has_extra = keep_extra(body, {"structured_outputs": given["structured_outputs"]})
-    check_parameters(given, tuple(name for name in CHECKED if name not in ("max_tokens", *_IN_CHATS_ONLY)))
+    check_parameters(given, _CHECKED_IN_COMPLETIONS)
     return body
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Annotated, Any
 
 import msgspec
@@ -29,14 +29,15 @@ def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> A
     return msgspec.defstruct(name, fields, bases=(base,), kw_only=True)
 
 
-def check_parameters(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def check_parameters(given: Mapping[str, Any], names: Set[str]) -> None:
     """Checks rules beyond types: bounds with a gap, sizes in bytes, the only value of a boolean."""
-    for name in names:
-        value = given.get(name)
-        if value is not None and (problem := BY_NAME[name].problem(value)) is not None:
+    for name, value in given.items():
+        if value is None or name not in names:
+            continue
+        if (problem := BY_NAME[name].problem(value)) is not None:
             is_refused = BY_NAME[name].only is not None
             refuse(name, f"`{name}` {problem}", UNSUPPORTED if is_refused else INVALID)
 
 
-CHECKED = tuple(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
+CHECKED = frozenset(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
 """Parameters for `check_parameters`."""
