@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.apis.messages import messages_request
 from gateway.apis.messages.messages_api import MessagesDialect
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.openai_api import OpenAIDialect
@@ -20,14 +19,13 @@ from gateway.apis.public_api import Dialect
 from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
 from gateway.apis.responses.responses_store import Store
 from gateway.endpoints import (
-    admin_routes,
-    health_routes,
     model_routes,
-    openapi_routes,
     response_routes,
+    service_routes,
     token_count_routes,
 )
 from gateway.endpoints.serve import Generation
+from gateway.endpoints.token_count_routes import CountTokens
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.http_exchange import error_response, exchange_of
 from gateway.http.middleware import Edge
@@ -57,20 +55,20 @@ def make_app(runtime: Runtime) -> Edge:
         return runtime.config.hosted_tools == "leave_out"
 
     responding = ResponsesDialect(store, leaves_out, lambda: runtime.config.max_body)
-    dialects = (*DIALECTS, MessagesDialect(leaves_out), responding)
-    hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
-    hot[token_count_routes.PATH] = token_count_routes.CountTokens(
-        runtime, lambda raw, _: messages_request.parse(raw, counting=True, leaves_out=leaves_out())
-    )
-    hot[token_count_routes.INPUT_TOKENS_PATH] = token_count_routes.CountTokens(
-        runtime, lambda raw, owner: responding.parse(raw, owner).request, {"object": "response.input_tokens"}
+    messages = MessagesDialect(leaves_out)
+    dialects = (*DIALECTS, messages, responding)
+    hot: dict[str, App] = {dialect.path: Generation(runtime, dialect.parse) for dialect in dialects}
+    hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
+    hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
+        runtime, responding.parse, {"object": "response.input_tokens"}
     )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
-    for part in (health_routes, model_routes, admin_routes):
-        app.include_router(part.router(runtime))
+    app.include_router(service_routes.health_router(runtime))
+    app.include_router(model_routes.router(runtime))
+    app.include_router(service_routes.admin_router(runtime))
     app.include_router(response_routes.router(runtime, store))
-    app.include_router(openapi_routes.router(runtime, app))
+    app.include_router(service_routes.openapi_router(runtime, app))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from gateway.http.body_memory import Bodies
 from gateway.http.client_disconnect import OpenRequests
 from gateway.http.image_fetch import Images
 from gateway.providers import registry
-from gateway.providers.local.inference_events import Events
-from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.inference_snapshot import Events, InferenceView
 from gateway.providers.local.token_count import Counter as TokenCounter
 from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
@@ -138,23 +138,19 @@ class Runtime:
             *(_close(provider) for _, provider in self._retired),
         )
 
-    def generation(self) -> _InUse:
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
         """A context that keeps the current providers open until the request ends, also after a reload."""
-        return _InUse(self)
-
-    def join(self) -> int:
-        """Adds a user of the current generation of providers; returns its number for `disuse`."""
         number = self._number
         self._users[number] += 1
-        return number
-
-    def disuse(self, number: int) -> None:
-        """Removes a user of a generation."""
-        self._users[number] -= 1
-        if not self._users[number]:
-            del self._users[number]
-        if self._retired:
-            self._close_retired()
+        try:
+            yield
+        finally:
+            self._users[number] -= 1
+            if not self._users[number]:
+                del self._users[number]
+            if self._retired:
+                self._close_retired()
 
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again and applies it; on any error the old one stays.
@@ -228,21 +224,6 @@ class Runtime:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the background task %s failed", task.get_name(), exc_info=error)
-
-
-class _InUse:
-    """Keeps a generation of providers open while the context is open."""
-
-    __slots__ = ("_number", "_runtime")
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def __enter__(self) -> None:
-        self._number = self._runtime.join()
-
-    def __exit__(self, *_error: object) -> None:
-        self._runtime.disuse(self._number)
 
 
 async def _close(provider: Provider) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from gateway.access import admission_queue as core
 from gateway.errors import RefusedError
@@ -34,9 +35,7 @@ class _Waiting:
 
 
 class Admission:
-    """The admission of one gateway. A request runs inside `async with admission.enter(priority)`. The hot path calls
-    `try_enter`, or else `take`, and `leave` at its end.
-    """
+    """The admission of one gateway. A request runs inside `async with admission.enter(priority)`."""
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -59,24 +58,19 @@ class Admission:
         self._bounds = _bounds(settings)
         self._step(core.resize(self._state, self._bounds, asyncio.get_running_loop().time()))
 
-    def try_enter(self) -> int | None:
-        """The number of a free place, for `leave`; None when the request has to wait."""
-        number = next(self._numbers)
-        state = core.try_enter(self._state, self._bounds, number, asyncio.get_running_loop().time())
-        if state is None:
-            return None
-        self._state = state
-        return number
-
-    def enter(self, priority: Priority, client_timeout: float | None = None) -> _Place:
-        """A context that holds a place; see `take`."""
-        return _Place(self, priority, client_timeout)
-
-    async def take(self, priority: Priority, client_timeout: float | None = None) -> int:
-        """Waits for a place and returns its number; raises RefusedError (429, 504) when there is none in time.
+    @contextlib.asynccontextmanager
+    async def enter(self, priority: Priority, client_timeout: float | None = None) -> AsyncIterator[None]:
+        """A context that waits for a place and holds it; raises RefusedError (429, 504) when there is none in time.
 
         The wait is at most `client_timeout` seconds.
         """
+        number = await self._take(priority, client_timeout)
+        try:
+            yield
+        finally:
+            self._leave(number)
+
+    async def _take(self, priority: Priority, client_timeout: float | None) -> int:
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         timeout = self._settings.queue_timeout
@@ -92,14 +86,13 @@ class Admission:
         try:
             await turn
         except BaseException:
-            self.leave(number)
+            self._leave(number)
             raise
         finally:
             self._waiting.pop(number, None)
         return number
 
-    def leave(self, number: int) -> None:
-        """Releases a place; the next request may start."""
+    def _leave(self, number: int) -> None:
         self._step(core.leave(self._state, self._bounds, number, asyncio.get_running_loop().time()))
 
     def _step(self, outcome: tuple[core.QueueState, tuple[core.Effect, ...]]) -> None:
@@ -146,21 +139,3 @@ class Admission:
 
 def _bounds(settings: AdmissionSettings) -> core.Bounds:
     return core.Bounds(settings.max_in_flight, settings.queue)
-
-
-class _Place:
-    """A context that holds one place."""
-
-    def __init__(self, admission: Admission, priority: Priority, client_timeout: float | None) -> None:
-        self._admission = admission
-        self._priority = priority
-        self._client_timeout = client_timeout
-        self._number = 0
-
-    async def __aenter__(self) -> None:
-        self._number = await self._admission.take(self._priority, self._client_timeout)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._admission.leave(self._number)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
 from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import CompletionRequest
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from gateway.apis.schema.chat_request import ChatRequest
+from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import RequestError
 from headgate.shared.bodies.openai_bodies import ImagePart
 from inference.protocol import Code

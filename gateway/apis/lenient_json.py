@@ -47,3 +47,14 @@ def objects(holder: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The objects in the list `name` of `holder`; empty if it has none."""
     value = holder.get(name)
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """The arguments of a tool call; a text that is not a JSON object is wrapped under the key `arguments`."""
+    if not text.strip():
+        return {}
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    return parsed if isinstance(parsed, dict) else {"arguments": text}

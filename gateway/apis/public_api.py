@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.frames import Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import GatewayError
 
@@ -56,11 +56,6 @@ class Dialect(Protocol):
     @property
     def path(self) -> str:
         """The path of POST requests."""
-        ...
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The endpoint of the providers."""
         ...
 
     def parse(self, raw: bytes, owner: str) -> ApiRequest:

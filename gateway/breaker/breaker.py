@@ -11,12 +11,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gateway.breaker import ramp as ramps
-from gateway.breaker.failure_window import FailureWindow
 from gateway.breaker.outcome import LOCAL, Failure
-from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, BreakerState, Permit, Permits, Refused, Rule
+from gateway.breaker.permits import (
+    CLOSED,
+    HALF_OPEN,
+    OPEN,
+    BreakerState,
+    FailureWindow,
+    Permit,
+    Permits,
+    Ramp,
+    Refused,
+    Rule,
+)
 from gateway.breaker.probe_schedule import MAX_PACE_SECONDS, POSTPONE_SECONDS, Finding
-from gateway.breaker.ramp import Ramp
 from gateway.breaker.silence import SilenceDetector, StreamActivity
 from gateway.breaker.state_machine import BreakerStorage, StateMachine
 
@@ -87,7 +95,7 @@ class Breaker:
         """The state machine changed its state, or was reset in the same one."""
         self._permits.new_epoch()
         self._window.clear()
-        self._ramp = ramps.begun(self._clock()) if after is CLOSED and before is HALF_OPEN else None
+        self._ramp = Ramp(self._clock()) if after is CLOSED and before is HALF_OPEN else None
         if self.silence is not None:
             self.silence.clear()
         if after is CLOSED:
@@ -124,7 +132,7 @@ class Breaker:
                 if self.silence is not None and self._is_silent(self.silence, now):
                     return Refused(self.name, SHORT_WAIT_SECONDS, silent=True)
                 if self._ramp is not None:
-                    width = ramps.width(self._ramp, now)
+                    width = self._ramp.width(now)
                     if width is not None and permits.outstanding >= width:
                         return Refused(self.name, self._retry_in(SHORT_WAIT_SECONDS), recovering=True)
         elif permits.is_probing(now) or (state is OPEN and now < self.storage.open_until):
@@ -197,7 +205,7 @@ class Breaker:
     def _record_success(self, permit: Permit) -> None:
         self._permits.release_probe(permit)
         if self._ramp is not None:
-            self._ramp = ramps.won(self._ramp)
+            self._ramp.won()
         self._window.add(self._rule, self._clock(), failed=False)
         self._machine.record_success()
 
@@ -222,7 +230,7 @@ class Breaker:
             open_seconds = failure.retry_after if opens else max(failure.retry_after, rule.open)
         takes_back = permit.on_trial and ramp is not None and not ramp.wins
         if ramp is not None:
-            self._ramp = ramps.lost(ramp, now)
+            ramp.lost(now)
         self._window.add(rule, now, failed=True)
         if self._machine.record_failure(now + open_seconds):
             return
@@ -310,7 +318,7 @@ class Breaker:
             "retry_after": None if remaining is None else round(remaining, 3),
             "opens_until": None if remaining is None else round(time.time() + remaining, 3),
             "source": self.source,
-            "ramp": None if self._ramp is None else ramps.width(self._ramp, now),
+            "ramp": None if self._ramp is None else self._ramp.width(now),
             "last_failure": self.last_failure,
             "last_probe": self.last_probe,
         }

@@ -1,4 +1,4 @@
-"""Permits of one breaker: which attempts run, whether their results still count, and which one is the probe.
+"""What one breaker has beside pybreaker's state machine: permits, the failure window, and the ramp after a recovery.
 
 pybreaker admits every call while half-open and lets late results change a newer state. Permits add what concurrent,
 cancellable attempts need: a result counts only in the epoch of its permit, each state change begins a new epoch, and at
@@ -134,3 +134,82 @@ class Permits:
             return False
         self._event_at, self._event_newest = now, self._issued
         return True
+
+
+_BUCKETS = 10
+"""The window moves in tenths of its length."""
+
+
+class Counts(NamedTuple):
+    """Results within the window."""
+
+    succeeded: int
+    failed: int
+
+
+class FailureWindow:
+    """Results in buckets of a tenth of the window: `[slot, succeeded, failed]`, oldest first."""
+
+    __slots__ = ("_buckets",)
+
+    def __init__(self) -> None:
+        self._buckets: list[list[int]] = []
+
+    def clear(self) -> None:
+        """Forget all results."""
+        self._buckets.clear()
+
+    def add(self, rule: Rule, now: float, *, failed: bool) -> None:
+        """Count one result at `now` (monotonic seconds)."""
+        slot = int(now * _BUCKETS / rule.window)
+        buckets = self._buckets
+        if not buckets or buckets[-1][0] != slot:
+            buckets[:] = [bucket for bucket in buckets if slot - bucket[0] < _BUCKETS]
+            buckets.append([slot, 0, 0])
+        buckets[-1][2 if failed else 1] += 1
+
+    @property
+    def counts(self) -> Counts:
+        """All results in the window, as of the last one."""
+        return Counts(sum(bucket[1] for bucket in self._buckets), sum(bucket[2] for bucket in self._buckets))
+
+    def exceeds(self, rule: Rule) -> bool:
+        """Whether the share of failures opens the breaker."""
+        succeeded, failed = self.counts
+        seen = succeeded + failed
+        return seen >= rule.min_requests and failed >= rule.failure_ratio * seen
+
+
+RAMP_FIRST = 2
+"""Concurrent attempts right after the recovery."""
+RAMP_STEP_SECONDS = 1.0
+"""The width doubles after each step."""
+RAMP_FULL = 64
+"""From this width on there is no limit."""
+RAMP_SECONDS = 30.0
+"""There is no limit this long after the recovery."""
+
+
+class Ramp:
+    """Limits the concurrent attempts after a recovery at `now`. Each success widens it, a failure begins it again."""
+
+    def __init__(self, now: float) -> None:
+        self._recovered = self._began = now
+        self.wins = 0
+        """Successes since the ramp last began."""
+
+    def won(self) -> None:
+        """Record a success."""
+        self.wins += 1
+
+    def lost(self, now: float) -> None:
+        """Record a failure."""
+        self._began, self.wins = now, 0
+
+    def width(self, now: float) -> int | None:
+        """The number of concurrent attempts at `now`; None when there is no limit and the ramp is over."""
+        doublings = int((now - self._began) / RAMP_STEP_SECONDS)
+        if now - self._recovered >= RAMP_SECONDS or doublings >= RAMP_FULL.bit_length():
+            return None
+        wide = (RAMP_FIRST << max(0, doublings)) + self.wins
+        return None if wide >= RAMP_FULL else wide

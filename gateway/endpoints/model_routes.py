@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gateway.apis.messages import messages_models
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
@@ -25,15 +24,15 @@ def router(runtime: Runtime) -> APIRouter:
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.head.headers, "use")
+        runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         found = list(_models(runtime).values())
-        return json_response(messages_models.listing(found) if exchange.head.is_messages else _listed(found))
+        return json_response(anthropic_list(found) if exchange.is_messages else {"object": "list", "data": found})
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.head.headers, "use")
+        runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         models = _models(runtime)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
@@ -42,13 +41,9 @@ def router(runtime: Runtime) -> APIRouter:
             raise RequestError(
                 Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}; known models: {known}", param="model"
             )
-        return json_response(messages_models.entry(found) if exchange.head.is_messages else found)
+        return json_response(anthropic_entry(found) if exchange.is_messages else found)
 
     return routes
-
-
-def _listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": found}
 
 
 def _models(runtime: Runtime) -> dict[str, dict[str, Any]]:
@@ -65,3 +60,28 @@ def _models(runtime: Runtime) -> dict[str, dict[str, Any]]:
         for name, status in local.items():
             found.setdefault(name, status.to_json())
     return found
+
+
+UNKNOWN_DATE = "1970-01-01T00:00:00Z"
+"""The value of Anthropic's API for an unknown release date."""
+
+
+def anthropic_list(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All of `models` (entries of OpenAI's listing) in Anthropic's format, on one page."""
+    found = [anthropic_entry(model) for model in models]
+    ends = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+    return {"data": found, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+
+
+def anthropic_entry(model: Mapping[str, Any]) -> dict[str, Any]:
+    """One model in Anthropic's format, with its context length if it is known."""
+    context = (model.get("headgate") or {}).get("context_length") or None
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": UNKNOWN_DATE,
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }

@@ -13,7 +13,7 @@ from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.responses.responses_api import PATH
 from gateway.apis.responses.responses_items import page
 from gateway.apis.responses.responses_store import Store
-from gateway.apis.schema.responses_body import INCLUDES
+from gateway.apis.responses_body import INCLUDES
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
@@ -42,7 +42,7 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
     routes = APIRouter()
 
     def admit(request: Request) -> Key:
-        key, _ = runtime.keys.admit(exchange_of(request.scope).head.headers, "use")
+        key, _ = runtime.keys.admit(exchange_of(request.scope).headers, "use")
         return key
 
     @routes.get(f"{PATH}/{{response_id}}")

@@ -6,22 +6,26 @@ key -> body -> typed request -> route -> admission -> chain -> answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import difflib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
-from gateway.apis.public_api import ApiRequest, Dialect
-from gateway.breaker.outcome import End
+from gateway.apis.public_api import ApiRequest
+from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
-from gateway.endpoints.route_lookup import find, known
 from gateway.errors import GatewayError, RefusedError, RequestError
-from gateway.http.body_memory import NOTHING, SMALL_BYTES, Room, length_of
+from gateway.http.body_memory import Room
 from gateway.http.client_disconnect import DisconnectWatch
 from gateway.http.http_exchange import Exchange, body_at_hand, exchange_of, read_body, send_at_once, send_bytes
+from gateway.routing import chain
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
@@ -49,30 +53,52 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """Number of earlier attempts of the client at the same request."""
 
 
-class Generation:
-    """The ASGI application behind the path of one public API."""
+@dataclass(slots=True)
+class Job:
+    """One request with a key, a body and a route. `state` is kept while it waits: a reload may remove the route."""
 
-    def __init__(self, runtime: Runtime, dialect: Dialect) -> None:
-        self._runtime = runtime
-        self._dialect = dialect
-        self._path = dialect.path
+    parsed: ApiRequest
+    state: GatewayState
+    match: RouteMatch
+    context: RequestContext
+    watch: DisconnectWatch
+    exchange: Exchange
+    record: Record
+    send: Send
+    queued: float = field(default_factory=time.monotonic)
+
+    def note_waited(self) -> float:
+        """The seconds that the request waited until now; they are not the gateway's own time."""
+        waited = time.monotonic() - self.queued
+        self.exchange.waited_seconds += waited
+        return waited
+
+
+class RequestApp(ABC):
+    """The ASGI application behind one path. `parse` decodes a body, with the digest of the key; raises RequestError."""
+
+    takes_tokens = True
+    """Whether the request counts towards the key's limit of tokens."""
+
+    def __init__(self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest]) -> None:
+        self.runtime = runtime
+        self._parse = parse
+
+    @abstractmethod
+    async def run(self, job: Job) -> bytes | None:
+        """Answers an admitted request. Returns the body that is still to be sent; None when nothing is."""
+
+    @abstractmethod
+    def finish(self, record: Record) -> None:
+        """Called at the end of each request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        runtime, exchange = self._runtime, exchange_of(scope)
-        headers = exchange.head.headers
-        record = Record(exchange.request_id, time.time(), self._path)
-        generation = runtime.join()
+        runtime, exchange = self.runtime, exchange_of(scope)
+        record = Record(exchange.request_id, time.time(), scope["path"])
         try:
-            key, tenant = runtime.keys.admit(headers, "use")
-            record.key = key.name
-            meter = runtime.limiter.enter(key, exchange)
-            size = length_of(headers, runtime.config.max_body)
-            if meter is None and size <= SMALL_BYTES:
-                await self._admitted(key, tenant, None, exchange, record, receive, send)
-            else:
-                with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
-                    await self._admitted(key, tenant, meter, exchange, record, receive, send)
+            with runtime.generation():
+                await self._with_key(exchange, record, receive, send)
         except GatewayError as error:
             record.note_error(error)
             if record.key and not record.route:
@@ -84,166 +110,135 @@ class Generation:
             record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
-            runtime.disuse(generation)
-            self._finish(exchange, record)
+            record.total_seconds = time.monotonic() - exchange.began
+            self.finish(record)
 
-    async def _admitted(
-        self,
-        key: Key,
-        tenant: str,
-        meter: Meter | None,
-        exchange: Exchange,
-        record: Record,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _with_key(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
         """Serves a request with a valid key: body, route, chain."""
-        runtime = self._runtime
-        context = request_context(exchange, key, tenant, meter)
-        max_body = runtime.config.max_body
-        if (raw := body_at_hand(exchange, max_body)) is None:
-            raw = await read_body(receive, exchange.head.headers, max_body)
-        record.priority, record.retries = context.priority, context.retries
-        try:
-            api_request = self._dialect.parse(raw, key.digest.hex())
-        except RequestError as error:
-            record.note_refused_body(raw, error)
-            raise
-        request = api_request.request
-        built_on = request.size_bytes - len(raw)
-        del raw
-        if meter is not None:
-            meter.reserve(request)
-        record.model, record.stream = request.model, request.stream
-        match = known(runtime, request.model) or await find(runtime, request.model, exchange)
-        state = runtime.gateway_state  # kept while the request waits: a reload may remove the route
-        record.route = match.route
-        asyncio.get_running_loop().call_soon(
-            runtime.records.add, record
-        )  # later, so that freeing the oldest record delays no request
-        watch = runtime.open_requests.watch(receive, exchange.wire)
-        if built_on <= SMALL_BYTES:
-            with watch:
-                await self._answer(api_request, state, match, context, watch, exchange, record, send)
-        else:
-            with runtime.bodies.room(built_on, max_body), watch:
-                await self._answer(api_request, state, match, context, watch, exchange, record, send)
-
-    async def _answer(
-        self,
-        api_request: ApiRequest,
-        state: GatewayState,
-        match: RouteMatch,
-        context: RequestContext,
-        watch: DisconnectWatch,
-        exchange: Exchange,
-        record: Record,
-        send: Send,
-    ) -> None:
-        """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
-        runtime, request = self._runtime, api_request.request
-        queued = time.monotonic()
-        try:
-            place = runtime.admission.try_enter() or await runtime.admission.take(
-                context.priority, context.silence_seconds
-            )
-            fetched: Room | None = None
+        runtime, headers, max_body = self.runtime, exchange.headers, self.runtime.config.max_body
+        key, tenant = runtime.keys.admit(headers, "use")
+        record.key = key.name
+        meter = runtime.limiter.enter(key, exchange)
+        with meter or contextlib.nullcontext(), runtime.bodies.hold(headers, max_body):
+            context = request_context(exchange, key, tenant, meter)
+            if (raw := body_at_hand(exchange, max_body)) is None:
+                raw = await read_body(receive, headers, max_body)
+            record.priority, record.retries = context.priority, context.retries
             try:
-                if request.needs:
-                    fetched = Room(runtime.bodies, runtime.config.max_body)
-                    request = await runtime.images.inlined(request, fetched)
-                waited = time.monotonic() - queued
-                exchange.waited_seconds += waited
-                runner = ChainRunner(
-                    state, request, match, context, record, exchange.began, waited, watch.cancel_reason
-                )
-                if request.stream:
-                    record.outcome = await self._stream(runner, api_request, watch, exchange, record, send)
-                    return
-                body, is_sent = await self._whole(runner, api_request, watch, exchange, record)
-            finally:
-                runtime.admission.leave(place)
-                if fetched is not None:
-                    fetched.close()
+                parsed = self._parse(raw, key.digest.hex())
+            except RequestError as error:
+                record.note_refused_body(raw, error)
+                raise
+            request = parsed.request
+            built_on_bytes = request.size_bytes - len(raw)
+            del raw
+            if meter is not None and self.takes_tokens:
+                meter.reserve(request)
+            record.model, record.stream = request.model, request.stream
+            match = await find_route(runtime, request.model, exchange)
+            state, record.route = runtime.gateway_state, match.route
+            runtime.records.add(record)
+            with (
+                runtime.bodies.room(built_on_bytes, max_body),
+                runtime.open_requests.watch(receive, exchange.wire) as watch,
+            ):
+                await self._answer(Job(parsed, state, match, context, watch, exchange, record, send))
+
+    async def _answer(self, job: Job) -> None:
+        """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
+        context, record, watch = job.context, job.record, job.watch
+        try:
+            async with self.runtime.admission.enter(context.priority, context.silence_seconds):
+                body = await self.run(job)
             watch.release()
-            record.outcome = "success"
-            if not is_sent:
-                await send_bytes(send, 200, body)
+            if body is not None:
+                await send_bytes(job.send, 200, body)
         except GatewayError as error:
-            record.error = without_quotes(error.message, request.body)
+            record.error = without_quotes(error.message, job.parsed.request.body)
             raise
         except asyncio.CancelledError:
             if not watch.absorb():
                 raise
             record.outcome = str(watch.reason)
-            if watch.reason is End.SHUTTING_DOWN and not exchange.started:
+            if watch.reason is End.SHUTTING_DOWN and not job.exchange.started:
                 raise RefusedError(
                     Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0
                 ) from None
 
-    async def _stream(
-        self,
-        runner: ChainRunner,
-        api_request: ApiRequest,
-        watch: DisconnectWatch,
-        exchange: Exchange,
-        record: Record,
-        send: Send,
-    ) -> str:
+
+class Generation(RequestApp):
+    """Generates answers."""
+
+    async def run(self, job: Job) -> bytes | None:
+        """See `RequestApp`."""
+        runtime, exchange, record = self.runtime, job.exchange, job.record
+        with contextlib.closing(Room(runtime.bodies, runtime.config.max_body)) as fetched:
+            request = await runtime.images.inlined(job.parsed.request, fetched)
+            runner = ChainRunner(
+                job.state, request, job.match, job.context, record, exchange.began, job.note_waited(),
+                job.watch.cancel_reason,
+            )  # fmt: skip
+            if request.stream:
+                record.outcome = await self._stream(runner, job)
+                return None
+            body = await self._whole(runner, job)
+            record.outcome = "success"
+            return body
+
+    def finish(self, record: Record) -> None:
+        """Counts the request and logs its end."""
+        telemetry = self.runtime.telemetry
+        if record.outcome == _LEFT:
+            telemetry.disconnects.inc()
+        tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
+        telemetry.requests.labels(record.route or "none", tier, record.outcome).inc()
+        log_end(record)
+
+    async def _stream(self, runner: ChainRunner, job: Job) -> str:
         """Sends a streamed answer; returns its outcome."""
         try:
             answer = await runner.stream()
         finally:
-            exchange.upstream_seconds = runner.upstream_seconds
+            job.exchange.upstream_seconds = runner.upstream_seconds
         try:
-            self._note(runner, exchange, record, unsettled=1)
+            self._note(runner, job, unsettled=1)
             answer.attempt.reader.mark_sent()
         except BaseException as error:
             await answer.attempt.abandon(error)
             raise
-        return await relay(answer, send, watch, self._runtime.telemetry, api_request.writer(), exchange)
+        return await relay(answer, job.send, job.watch, self.runtime.telemetry, job.parsed.writer(), job.exchange)
 
-    async def _whole(
-        self, runner: ChainRunner, api_request: ApiRequest, watch: DisconnectWatch, exchange: Exchange, record: Record
-    ) -> tuple[bytes, bool]:
-        """The body of an answer that is one object, and whether it is sent already."""
+    async def _whole(self, runner: ChainRunner, job: Job) -> bytes | None:
+        """The body of an answer that is one object; None when it is sent already."""
+        streams = job.parsed.request.endpoint.streams
         answer: Answer | None = None
         try:
-            if api_request.request.endpoint.streams:
+            if streams:
                 assembled, answer = await runner.whole()
             else:
                 body = await runner.unary()
         finally:  # the time of the providers is not the gateway's own, also when all of them failed
-            exchange.upstream_seconds = runner.upstream_seconds
+            job.exchange.upstream_seconds = runner.upstream_seconds
         try:
-            self._note(runner, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
-            if api_request.request.endpoint.streams:
-                body = api_request.whole(assembled)
-            if is_sent := send_at_once(exchange, body):
-                watch.release()
+            self._note(runner, job, 0 if answer is None or answer.attempt.is_settled else 1)
+            if streams:
+                body = job.parsed.whole(assembled)
+            if is_sent := send_at_once(job.exchange, body):
+                job.watch.release()
         finally:
             if answer is not None:
                 await answer.conclude()
-        return body, is_sent
+        return None if is_sent else body
 
-    def _note(self, runner: ChainRunner, exchange: Exchange, record: Record, unsettled: int) -> None:
+    def _note(self, runner: ChainRunner, job: Job, unsettled: int) -> None:
         """Fills in the response headers. `unsettled` is the number of attempts that are not in the record yet."""
-        candidate = runner.answered_by
+        candidate, exchange, record = runner.answered_by, job.exchange, job.record
         assert candidate is not None, "a candidate answered"
         exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, runner.device
         exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
-        self._runtime.telemetry.overhead.observe(record.overhead_seconds)
-
-    def _finish(self, exchange: Exchange, record: Record) -> None:
-        if record.outcome == _LEFT:
-            self._runtime.telemetry.disconnects.inc()
-        record.total_seconds = time.monotonic() - exchange.began
-        route = record.route or "none"
-        tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
-        self._runtime.telemetry.requests(route, tier, record.outcome).inc()
-        log_end(record)
+        self.runtime.telemetry.overhead.observe(record.overhead_seconds)
 
 
 def log_end(record: Record) -> None:
@@ -268,9 +263,40 @@ def log_end(record: Record) -> None:
     )  # fmt: skip
 
 
+async def find_route(runtime: Runtime, model: str, exchange: Exchange) -> RouteMatch:
+    """The route of `model`; refreshes the list of local models before it raises RequestError (404) for an unknown name.
+
+    A reload may remove the route after the next await of the caller.
+    """
+    if (found := _known_route(runtime, model)) is None:
+        began = time.monotonic()
+        await runtime.view.refresh()  # the model may be new
+        exchange.waited_seconds += time.monotonic() - began
+        if (found := _known_route(runtime, model)) is None:
+            raise _unknown(runtime, model)
+    return found
+
+
+def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
+    """The route of `model`; None when only the inference service could serve the name, and its list lacks it."""
+    view, routes = runtime.view, runtime.config.routes
+    found = chain.find_route(model, routes, view.aliases)
+    if found is None or found.route != "*" or found.model in view.models or not view.is_fresh:
+        return found
+    return None if all(entry.startswith(f"{LOCAL}/") for entry in routes["*"].chain) else found
+
+
+def _unknown(runtime: Runtime, model: str) -> RequestError:
+    """The error, with a similar name when there is one."""
+    known = sorted({*(route for route in runtime.config.routes if route != "*"), *runtime.view.models})
+    near = difflib.get_close_matches(model, known, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
+    return RequestError(Code.MODEL_NOT_FOUND, f"unknown model {model[:100]!r}; {advice}", param="model")
+
+
 def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> RequestContext:
     """The context of a request, from its key and headers; raises RequestError for invalid header values."""
-    headers = exchange.head.headers
+    headers = exchange.headers
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
     gap_seconds = _timeout(headers.get(READ_TIMEOUT_HEADER))

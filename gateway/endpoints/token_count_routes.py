@@ -5,7 +5,6 @@ would answer it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -14,30 +13,21 @@ from typing import Any
 
 import orjson
 
-from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.breaker.outcome import End
-from gateway.endpoints.route_lookup import find
-from gateway.endpoints.serve import log_end, request_context
-from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
-from gateway.http.http_exchange import Exchange, exchange_of, read_body, send_bytes
+from gateway.apis.public_api import ApiRequest
+from gateway.endpoints.serve import Job, RequestApp, log_end
+from gateway.errors import PassedOnError, UpstreamError, UpstreamKind
 from gateway.providers.provider import Call, CountsTokens
 from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
-from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes
-from gateway.routing.chain import Candidate, Drop, Dropped, RouteMatch, expand
+from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes, no_answer
+from gateway.routing.chain import Candidate, Drop, Dropped, expand
 from gateway.routing.explain_record import AttemptRecord, Record
-from gateway.routing.refusal import no_answer
-from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.runtime import Runtime
 from gateway.telemetry.quote_redaction import without_quotes
-from headgate.shared.asgi import Receive, Scope, Send
 from inference.protocol import Code
 
 PATH = "/v1/messages/count_tokens"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
-
-Parse = Callable[[bytes, str], InferenceRequest]
-"""Parses a body, with the digest of the key; raises RequestError."""
 
 SECONDS = 30.0
 """Time limit of one count. For a model that is not loaded a helper process reads its vocabulary first."""
@@ -46,84 +36,35 @@ _LACK_OF_ROOM = frozenset((Drop.HELD, Drop.NO_FIT))
 """Reasons to drop a candidate that do not matter to a count."""
 
 
-class CountTokens:
-    """The ASGI application behind one path. `extra` are further fields of the response."""
+class CountTokens(RequestApp):
+    """Counts the tokens of requests. `extra` are further fields of the response."""
 
-    def __init__(self, runtime: Runtime, parse: Parse, extra: Mapping[str, Any] | None = None) -> None:
-        self._runtime = runtime
-        self._parse = parse
+    takes_tokens = False
+
+    def __init__(
+        self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest], extra: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(runtime, parse)
         self._extra = extra or {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
-        runtime, exchange = self._runtime, exchange_of(scope)
-        record = Record(exchange.request_id, time.time(), scope["path"])
+    async def run(self, job: Job) -> bytes | None:
+        """See `RequestApp`."""
+        exchange, record = job.exchange, job.record
+        counting = _Counting(job, waited_seconds=job.note_waited())
+        began = time.monotonic()
         try:
-            with runtime.generation():
-                count = await self._serve(exchange, record, receive)
-        except GatewayError as error:
-            record.note_error(error)
-            record.total_seconds = time.monotonic() - exchange.began
-            if record.key and not record.route:
-                runtime.records.add_refused(record)
-            log_end(record)
-            exchange.attempts = len(record.attempts)
-            exchange.reason = record.reason if record.reason != "none" else exchange.reason
-            raise
+            answered_by, count = await counting.result()
         finally:
-            record.total_seconds = time.monotonic() - exchange.began
-        if count is not None:
-            await send_bytes(send, 200, orjson.dumps({**self._extra, "input_tokens": count}))
-
-    async def _serve(self, exchange: Exchange, record: Record, receive: Receive) -> int | None:
-        """The count; None when the client left."""
-        runtime = self._runtime
-        with contextlib.ExitStack() as held:
-            key, tenant = runtime.keys.admit(exchange.head.headers, "use")
-            record.key = key.name
-            if (meter := runtime.limiter.enter(key, exchange)) is not None:
-                held.enter_context(meter)
-            held.enter_context(runtime.bodies.hold(exchange.head.headers, runtime.config.max_body))
-            context = request_context(exchange, key, tenant, None)
-            raw = await read_body(receive, exchange.head.headers, runtime.config.max_body)
-            record.priority, record.retries = context.priority, context.retries
-            try:
-                request = self._parse(raw, key.digest.hex())
-            except RequestError as error:
-                record.note_refused_body(raw, error)
-                raise
-            held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
-            record.model = request.model
-            match = await find(runtime, request.model, exchange)
-            state, record.route = runtime.gateway_state, match.route
-            runtime.records.add(record)
-            watch = held.enter_context(runtime.open_requests.watch(receive, exchange.wire))
-            queued = time.monotonic()
-            try:
-                async with runtime.admission.enter(context.priority, context.silence_seconds):
-                    waited = time.monotonic() - queued
-                    exchange.waited_seconds += waited
-                    began = time.monotonic()
-                    try:
-                        answered_by, count = await _Counting(state, request, match, context, record, waited).result()
-                    finally:
-                        exchange.upstream_seconds = time.monotonic() - began
-            except GatewayError as error:
-                record.error = without_quotes(error.message, request.body)
-                raise
-            except asyncio.CancelledError:
-                if not watch.absorb():
-                    raise
-                record.outcome = str(watch.reason)
-                if watch.reason is End.CLIENT_LEFT:
-                    return None
-                raise RefusedError(
-                    Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0
-                ) from None
+            exchange.upstream_seconds = time.monotonic() - began
         exchange.tier, exchange.model, exchange.reason = answered_by.tier, answered_by.name, record.reason
         exchange.attempts = len(record.attempts)
         record.outcome, record.status = "success", 200
-        return count
+        return orjson.dumps({**self._extra, "input_tokens": count})
+
+    def finish(self, record: Record) -> None:
+        """Logs a request that failed; counts are no answers, and no metric includes them."""
+        if record.status not in (None, 200):
+            log_end(record)
 
 
 class _Counting:
@@ -133,28 +74,20 @@ class _Counting:
     shows nothing about answers.
     """
 
-    def __init__(
-        self,
-        gateway: GatewayState,
-        request: InferenceRequest,
-        match: RouteMatch,
-        context: RequestContext,
-        record: Record,
-        waited: float,
-    ) -> None:
-        """The client has already waited `waited` seconds."""
+    def __init__(self, job: Job, waited_seconds: float) -> None:
+        gateway, context, record = job.state, job.context, job.record
         self._gateway = gateway
-        self._request = request
+        self._request = job.parsed.request
         self._context = context
         self._record = record
         self._outcomes = CandidateOutcomes(record)
         self._loop = asyncio.get_running_loop()
-        policy = gateway.policies[match.route]
+        policy = gateway.policies[job.match.route]
         limits = policy.limits._replace(client_silence=context.silence_seconds)
-        self._budget = Budget(limits, self._loop.time(), waited=waited)
-        record.chain = expand(policy.chain, match.model, gateway.view.aliases)
+        self._budget = Budget(limits, self._loop.time(), waited=waited_seconds)
+        record.chain = expand(policy.route.chain, job.match.model, gateway.view.aliases)
         self._filter = CandidateFilter(
-            gateway, request, policy, record.chain, record,
+            gateway, self._request, policy, record.chain, record,
             cloud_allowed=context.cloud_allowed, priority=context.priority,
         )  # fmt: skip
 

@@ -19,9 +19,6 @@ SMALL_BYTES = 64 * 1024
 LARGEST_AT_A_TIME = 16
 """Bodies of the largest allowed size that may be held at a time, or more smaller ones."""
 
-NOTHING = contextlib.nullcontext()
-"""A context that does nothing."""
-
 _RETRY_SECONDS = 1.0
 
 
@@ -33,11 +30,11 @@ class Bodies:
 
     def hold(self, headers: Mapping[str, str], limit: int) -> AbstractContextManager[None]:
         """A context for serving a request with these headers; raises RefusedError (429) when there is no memory."""
-        return self.room(length_of(headers, limit), limit)
+        return self.room(_length_of(headers, limit), limit)
 
     def room(self, size: int, limit: int) -> AbstractContextManager[None]:
         """A context for `size` bytes that a request needs in addition to its body; raises RefusedError like `hold`."""
-        return NOTHING if size <= SMALL_BYTES else self._room(size, limit)
+        return contextlib.nullcontext() if size <= SMALL_BYTES else self._room(size, limit)
 
     @contextlib.contextmanager
     def _room(self, size: int, limit: int) -> Iterator[None]:
@@ -81,7 +78,7 @@ class Room:
         self._taken = 0
 
 
-def length_of(headers: Mapping[str, str], limit: int) -> int:
+def _length_of(headers: Mapping[str, str], limit: int) -> int:
     """The declared length of a body, at most `limit` bytes; `limit` for a body without a declared length."""
     declared = declared_length(headers)
     if declared is not None:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 import orjson
 
-from gateway.http.http_exchange import Exchange, RequestHead
+from gateway.http.http_exchange import Exchange
 from headgate.shared.asgi import new_request_id
 from headgate.shared.wire import WiredHttp
 from inference.protocol import CODES, Code, error_body
@@ -224,7 +224,7 @@ class BoundedHttp(WiredHttp):
     def _refuse(self, code: Code, message: str, *headers: bytes) -> None:
         """Sends an error and closes the connection."""
         status = HTTPStatus(CODES[code].status)
-        exchange = Exchange(new_request_id(), RequestHead({}), reason=code)
+        exchange = Exchange(new_request_id(), {}, reason=code)
         body = orjson.dumps(error_body(code, message))
         head = [
             b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), b"content-type: application/json",

@@ -44,24 +44,18 @@ the client's API."""
 
 
 @dataclass(slots=True)
-class RequestHead:
-    """The headers of a request, and what follows from them."""
+class Exchange:
+    """The headers of a request, and the values of the response headers.
 
+    `waited_seconds` (admission) and `upstream_seconds` (providers) are not the gateway's own time.
+    """
+
+    request_id: str
     headers: Mapping[str, str]
     is_messages: bool = False
     """Whether the client uses Anthropic's API, which has its own header for the request id."""
     error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
     """The error envelope of the path's API."""
-
-
-@dataclass(slots=True)
-class Exchange:
-    """The values of the response headers. `waited_seconds` (admission) and `upstream_seconds` (providers) are not
-    the gateway's own time.
-    """
-
-    request_id: str
-    head: RequestHead
     began: float = field(default_factory=time.monotonic)
     tier: str = Tier.NONE
     model: str = "none"
@@ -85,7 +79,7 @@ class Exchange:
 
     def envelope(self, error: GatewayError) -> dict[str, Any]:
         """The body for `error` on this path, with the request id where the envelope has one."""
-        body = self.head.error_body(error)
+        body = self.error_body(error)
         return {**body, "request_id": self.request_id} if "request_id" in body else body
 
     def response_lines(self) -> bytes:
@@ -99,7 +93,7 @@ class Exchange:
             lines += f"{name}: {_header_value(value)}\r\n"
         if self.device is not None:
             lines += f"{H_DEVICE}: {_header_value(self.device)}\r\n"
-        if self.head.is_messages:
+        if self.is_messages:
             lines += f"{_MESSAGES_ID}: {self.request_id}\r\n"
         return lines.encode("ascii") + self.cors
 
@@ -119,15 +113,11 @@ def _header_value(value: str) -> str:
 
 def new_exchange(scope: Scope) -> Exchange:
     """The exchange of a request; keeps a valid request id of the client."""
-    head = _request_head(scope)
-    return Exchange(asgi.request_id_of(head.headers), head, wire=wire.take(scope))
-
-
-def _request_head(scope: Scope) -> RequestHead:
     headers = asgi.headers_of(scope)
+    exchange = Exchange(asgi.request_id_of(headers), headers, wire=wire.take(scope))
     if scope["path"].startswith(_MESSAGES) or _VERSION in headers:
-        return RequestHead(headers, True, messages_errors.envelope)
-    return RequestHead(headers)
+        exchange.is_messages, exchange.error_body = True, messages_errors.envelope
+    return exchange
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -141,7 +131,7 @@ def body_at_hand(exchange: Exchange, limit: int) -> bytes | None:
 
     Raises RequestError when it is longer than `limit` bytes.
     """
-    if exchange.wire is None or _ENCODING in exchange.head.headers:
+    if exchange.wire is None or _ENCODING in exchange.headers:
         return None
     whole = exchange.wire.take_body()
     if whole is not None and len(whole) > limit:
@@ -190,13 +180,11 @@ def error_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def send_bytes(
-    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,), head: bool = False
-) -> None:
-    """Sends one whole response; `head` omits the body."""
+async def send_bytes(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,)) -> None:
+    """Sends one whole response."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": b"" if head else body})
+    await send({"type": "http.response.body", "body": body})
 
 
 def send_at_once(exchange: Exchange, body: bytes) -> bool:

@@ -15,8 +15,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from gateway.apis import image_policy as core
-from gateway.apis.openai.generation_request import VISION, InferenceRequest
-from gateway.apis.schema.chat_request import ChatRequest
+from gateway.apis.openai.generation_request import VISION, ChatRequest, InferenceRequest
 from gateway.http.body_memory import Room
 from gateway.providers.http_clients import make_image_session
 from gateway.settings import ImageSettings

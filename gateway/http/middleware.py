@@ -117,7 +117,7 @@ class Edge:
         exchange = new_exchange(scope)
         origins = self._cors_origins()
         if origins:
-            exchange.cors = cors.response_lines(origins, exchange.head.headers.get("origin"))
+            exchange.cors = cors.response_lines(origins, exchange.headers.get("origin"))
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 
@@ -129,8 +129,8 @@ class Edge:
 
         try:
             app = self._application(scope, exchange)
-            if scope["method"] == "OPTIONS" and _is_preflight(exchange.head.headers):
-                await _answer_preflight(origins, exchange.head.headers, send_on)
+            if scope["method"] == "OPTIONS" and _is_preflight(exchange.headers):
+                await _answer_preflight(origins, exchange.headers, send_on)
             else:
                 await app(scope, receive, send_on)
         except GatewayError as error:
@@ -149,11 +149,11 @@ class Edge:
 
     def _application(self, scope: Scope, exchange: Exchange) -> App:
         """The application of a request; raises RequestError for headers that are not accepted."""
-        head = exchange.head
-        head.error_body = self._errors.get(scope["path"], head.error_body)
-        if len(head.headers) < len(scope["headers"]) and (name := _repeated(scope)):
+        headers = exchange.headers
+        exchange.error_body = self._errors.get(scope["path"], exchange.error_body)
+        if len(headers) < len(scope["headers"]) and (name := _repeated(scope)):
             raise RequestError(Code.INVALID_REQUEST, f"the header {name} must not be repeated", param=name)
-        if self._check_host and not _is_loopback_host(head.headers.get("host", "")):
+        if self._check_host and not _is_loopback_host(headers.get("host", "")):
             raise RequestError(
                 Code.PERMISSION_DENIED,
                 "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "

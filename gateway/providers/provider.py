@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.chat_request import AnyRequest
+from gateway.apis.openai.generation_request import AnyRequest
 
 
 @dataclass(slots=True)  # not frozen, because a frozen dataclass is slower to create

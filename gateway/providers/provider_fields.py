@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import CompletionRequest

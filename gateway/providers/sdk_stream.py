@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import httpx2
 
@@ -28,27 +28,28 @@ log = logging.getLogger("gateway.providers.sdk_stream")
 DRAIN_SECONDS = 0.05
 """How long to wait for the end of the body after the last frame; reading it makes the connection reusable."""
 
-S = TypeVar("S")
 Request = TypeVar("Request")
 
 
-class Dialect(Protocol[S]):
-    """A module that translates the events of one API, such as `anthropic_events`."""
+class EventReader(Protocol):
+    """Translates the events of one stream, such as `anthropic_events.AnthropicStream`."""
 
-    def step(self, state: S, frame: SseFrame) -> tuple[S, tuple[Frame, ...]]:
-        """The frames that one server-sent event adds."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether the provider sent its end mark, and nothing more needs to be read."""
         ...
 
-    def end(self, state: S) -> tuple[Frame, ...]:
-        """The last frames of a stream whose bytes have ended."""
-        ...
-
-    def is_complete(self, state: S) -> bool:
-        """Whether the provider sent its end mark."""
-        ...
-
-    def is_finished(self, state: S) -> bool:
+    @property
+    def is_finished(self) -> bool:
         """Whether the answer is complete, even if the connection breaks now."""
+        ...
+
+    def feed(self, frame: SseFrame) -> Sequence[Frame]:
+        """The frames that one server-sent event adds; raises UpstreamError."""
+        ...
+
+    def end(self) -> Sequence[Frame]:
+        """The last frames of a stream whose bytes have ended; raises UpstreamError."""
         ...
 
 
@@ -109,20 +110,18 @@ def _kind_of(cause: BaseException) -> tuple[UpstreamKind, str]:
     return UpstreamKind.READ, "broken connection to"
 
 
-class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
+class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
     """One streamed call: entering opens it, iterating relays its frames, leaving closes the connection at once."""
 
     def __init__(
         self,
         send: Callable[[], Awaitable[httpx2.Response]],
-        dialect: Dialect[S],
-        state: S,
+        reader: EventReader,
         host: str,
         secrets: Sequence[str] = (),
     ) -> None:
         self._send = send
-        self._dialect = dialect
-        self._state = state
+        self._reader = reader
         self._host = host
         self._secrets = secrets
         self._splitter = SseSplitter()
@@ -171,18 +170,17 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
             piece = await anext(self._bytes, None)
             frames = self._splitter.end() if piece is None else self._splitter.feed(piece)
             for frame in frames:
-                self._state, added = self._dialect.step(self._state, frame)
-                self._ready.extend(added)
-            if piece is None or self._dialect.is_complete(self._state):
+                self._ready.extend(self._reader.feed(frame))
+            if piece is None or self._reader.is_complete:
                 self._finish()
         except Exception as error:
-            if isinstance(error, httpx2.HTTPError) and self._dialect.is_finished(self._state):
+            if isinstance(error, httpx2.HTTPError) and self._reader.is_finished:
                 self._finish()  # the connection broke after the complete answer
             else:
                 self._failure = self._error(error)
 
     def _finish(self) -> None:
-        self._ready.extend(self._dialect.end(self._state))
+        self._ready.extend(self._reader.end())
         assert self._ready and isinstance(self._ready[-1], Done)
         self._over = True
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from gateway.apis.openai.frames import Comment, Data, Frame
-from gateway.apis.schema.chat_request import AnyRequest
+from gateway.apis.openai.generation_request import AnyRequest
 from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, judge, needs_operator
 from gateway.errors import UpstreamError, UpstreamKind
@@ -119,7 +119,7 @@ class Attempt:
         message = without_quotes(message, self.call.body)
         self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
-        state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
+        state.gateway.telemetry.attempts.labels(candidate.provider, state.model_label(candidate), outcome).inc()
         state.record.attempts.append(
             AttemptRecord(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
         )

@@ -14,13 +14,12 @@ from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
 from gateway.providers.local.candidate_facts import UNKNOWN, Facts, Speed, queue_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
-from gateway.routing import prompt_length, ttft_prediction
+from gateway.routing import candidate_checks as checks
 from gateway.routing.budget import Budget
+from gateway.routing.candidate_checks import Allowed, Fit, Prediction
 from gateway.routing.chain import Candidate, Dropped, Requirements, Selection, select
 from gateway.routing.explain_record import Considered, Record
-from gateway.routing.prompt_length import Fit
 from gateway.routing.request_context import GatewayState, RoutePolicy
-from gateway.routing.ttft_prediction import Allowed, Prediction
 from inference.protocol import Code, ModelStatus, Priority
 
 COUNT_SECONDS = 5.0
@@ -58,9 +57,9 @@ class CandidateFilter:
         self._record = record
         self._priority, self._is_first = priority, priority is _HIGH
         self._token_ids = token_ids_in(request.body)
-        self._any_vectors = policy.same_vectors or request.endpoint.streams
+        self._any_vectors = policy.route.same_vectors or request.endpoint.streams
         record.needs = request.needs | _ENDPOINT_NEEDS[request.endpoint]
-        record.cloud_allowed = cloud_allowed and policy.is_cloud_allowed
+        record.cloud_allowed = cloud_allowed and policy.route.cloud == "allowed"
         record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
         self._requirements = Requirements(record.needs, record.cloud_allowed, policy.route.fit_check)
         self._considered: list[Considered] = []
@@ -121,20 +120,20 @@ class CandidateFilter:
             return None
         max_tokens = self._request.most_tokens(context)
         is_countable = self._request.endpoint.streams and not self._request.needs & _UNCOUNTED
-        if not is_countable or prompt_length.is_far(self._request.size_bytes, max_tokens, context):
+        if not is_countable or checks.is_far(self._request.size_bytes, max_tokens, context):
             return None
         if not self._counts and not self.may_hold_more(candidate, later):
             return None  # no other candidate could do better, and the model's own refusal has the numbers
         tokens = await self._count(candidate, budget)
         if tokens is None:
             return None
-        match prompt_length.fit(tokens, max_tokens, context):
+        match checks.fit(tokens, max_tokens, context):
             case Fit.NOTHING:
-                return prompt_length.too_long(candidate, tokens, max_tokens, context)
+                return checks.too_long(candidate, tokens, max_tokens, context)
             case Fit.PROMPT if max_tokens is not None:
                 better = await self._roomier(later, context, budget)
                 if better is not None:
-                    return prompt_length.little_room(candidate, tokens, max_tokens, context, better.name)
+                    return checks.little_room(candidate, tokens, max_tokens, context, better.name)
         return None
 
     def may_hold_more(self, candidate: Candidate, later: Iterable[Candidate]) -> bool:
@@ -142,7 +141,7 @@ class CandidateFilter:
         context = self._known(candidate).context_length
         if context is None:
             return False
-        return any(prompt_length.is_alternative(self._known(other).context_length, context) for other in later)
+        return any(checks.is_alternative(self._known(other).context_length, context) for other in later)
 
     async def _roomier(self, later: Sequence[Candidate], context: int, budget: Budget) -> Candidate | None:
         """The next local candidate that is known to hold prompt and answer.
@@ -155,10 +154,10 @@ class CandidateFilter:
             if room is None or room <= context:
                 continue
             max_tokens = self._request.most_tokens(room)
-            if prompt_length.is_far(self._request.size_bytes, max_tokens, room):
+            if checks.is_far(self._request.size_bytes, max_tokens, room):
                 return other
             tokens = await self._count(other, budget)
-            if tokens is not None and prompt_length.fit(tokens, max_tokens, room) is Fit.WHOLE:
+            if tokens is not None and checks.fit(tokens, max_tokens, room) is Fit.WHOLE:
                 return other
         return None
 
@@ -187,14 +186,12 @@ class CandidateFilter:
             return None
         expected = self._considered[candidate.position].expected = self._expected(candidate)
         allowed = Allowed.by(budget, asyncio.get_running_loop().time())
-        if ttft_prediction.too_slow(expected, allowed) is None:
+        if checks.too_slow(expected, allowed) is None:
             return None
-        return ttft_prediction.deferral(
-            candidate, expected, allowed, [(other, self._expected(other)) for other in later]
-        )
+        return checks.deferral(candidate, expected, allowed, [(other, self._expected(other)) for other in later])
 
     def _expected(self, candidate: Candidate) -> Prediction:
-        tokens = self._counts.get(candidate.model) or prompt_length.about_tokens(self._request.size_bytes)
+        tokens = self._counts.get(candidate.model) or checks.about_tokens(self._request.size_bytes)
         return Prediction.of(self._known(candidate).speed, tokens)
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:

@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from gateway.breaker.outcome import LOCAL, Ignore, Next, Reason
 from gateway.providers.local.candidate_facts import Facts
-from inference.protocol import ModelState, Tier
-
-_FAILED = ModelState.FAILED
+from inference.protocol import Tier
 
 
 @dataclass(frozen=True)

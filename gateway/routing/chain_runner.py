@@ -25,12 +25,12 @@ from gateway.routing.candidate_outcomes import (
     CandidateOutcome,
     CandidateOutcomes,
     failed_attempt,
+    no_answer,
     outcome_name,
     ran_out_of_time,
 )
 from gateway.routing.chain import DEFERRING, Candidate, Drop, Dropped, RouteMatch, Selection, expand
 from gateway.routing.explain_record import Record
-from gateway.routing.refusal import no_answer
 from gateway.routing.request_context import GatewayState, RequestContext, RequestState
 from gateway.routing.resume_runner import Answer, assemble
 from gateway.routing.stream_reader import ExpiredError
@@ -62,7 +62,7 @@ class ChainRunner:
         policy = gateway.policies[match.route]
         self._state = RequestState(gateway, request, policy, context, record, began, waited_seconds, cancel_reason)
         self._record = record
-        self.candidates = expand(policy.chain, match.model, gateway.view.aliases)
+        self.candidates = expand(policy.route.chain, match.model, gateway.view.aliases)
         self._filter = CandidateFilter(
             gateway, request, policy, self.candidates, record,
             cloud_allowed=context.cloud_allowed, priority=context.priority,

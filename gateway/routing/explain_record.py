@@ -10,8 +10,8 @@ from typing import Any
 from gateway.apis.body_parser import refused_body
 from gateway.errors import GatewayError
 from gateway.providers.local.candidate_facts import Facts
+from gateway.routing.candidate_checks import Prediction
 from gateway.routing.chain import Candidate
-from gateway.routing.ttft_prediction import Prediction
 from gateway.telemetry.quote_redaction import WITHHELD, without_quotes
 from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
 

@@ -6,12 +6,11 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.access.key_usage import Meter
-from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, changed
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
 from gateway.breaker.permits import Refused
@@ -57,10 +56,6 @@ class RoutePolicy(NamedTuple):
 
     route: RouteSettings
     limits: Limits
-    chain: tuple[str, ...]
-    is_cloud_allowed: bool
-    same_vectors: bool
-    connect_seconds: float
     stream_interval: str
     whole_interval: str
 
@@ -81,7 +76,7 @@ class GatewayState:
 
     @functools.cached_property
     def policies(self) -> Mapping[str, RoutePolicy]:
-        """By route. Cached, because reading an attribute of a pydantic model costs as much as a function call."""
+        """By route."""
         deadlines, attempts = self.config.deadlines, self.config.attempts.max
         intervals = [
             _interval(seconds, deadlines.inter_token)
@@ -91,10 +86,10 @@ class GatewayState:
             name: RoutePolicy(
                 route,
                 Limits(deadlines.first_token, deadlines.inter_token, deadlines.total, route.load_wait, attempts),
-                route.chain, route.cloud == "allowed", route.same_vectors, deadlines.connect, *intervals,
+                *intervals,
             )
             for name, route in self.config.routes.items()
-        }  # fmt: skip
+        }
 
 
 def _interval(wanted_seconds: float, silence_seconds: float) -> str:
@@ -103,6 +98,7 @@ def _interval(wanted_seconds: float, silence_seconds: float) -> str:
     return str(round(seconds * 1000)) if seconds else ""
 
 
+@dataclass(slots=True)
 class RequestState:
     """The state of one request that its attempts need.
 
@@ -110,43 +106,24 @@ class RequestState:
     `waited_seconds` for admission. `cancel_reason` returns, inside a cancelled task, why the task was cancelled.
     """
 
-    __slots__ = (
-        "began",
-        "budget",
-        "cancel_reason",
-        "context",
-        "gateway",
-        "loop",
-        "policy",
-        "record",
-        "request",
-        "stream_interval",
-    )
+    gateway: GatewayState
+    request: InferenceRequest
+    policy: RoutePolicy
+    context: RequestContext
+    record: Record
+    began: float
+    waited_seconds: float = 0.0
+    cancel_reason: Callable[[], End] = lambda: End.CLIENT_LEFT
+    stream_interval: str = ""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    """Kept: each call of `get_running_loop` costs a system call."""
+    budget: Budget = field(init=False)
 
-    def __init__(
-        self,
-        gateway: GatewayState,
-        request: InferenceRequest,
-        policy: RoutePolicy,
-        context: RequestContext,
-        record: Record,
-        began: float,
-        waited_seconds: float = 0.0,
-        cancel_reason: Callable[[], End] = lambda: End.CLIENT_LEFT,
-    ) -> None:
-        self.gateway = gateway
-        self.request = request
-        self.policy = policy
-        self.context = context
-        self.record = record
-        self.began = began
-        self.cancel_reason = cancel_reason
-        self.loop = asyncio.get_running_loop()  # kept: each call costs a system call
-        limits = policy.limits
+    def __post_init__(self) -> None:
+        limits, context = self.policy.limits, self.context
         if context.silence_seconds is not None:
             limits = limits._replace(client_silence=context.silence_seconds, client_gap=context.gap_seconds)
-        self.budget = Budget(limits, self.loop.time(), waited=waited_seconds)
-        self.stream_interval = ""
+        self.budget = Budget(limits, self.loop.time(), waited=self.waited_seconds)
 
     def model_label(self, candidate: Candidate) -> str:
         """The candidate's model as a metric label; unknown names that clients send share the label `*`."""
@@ -171,9 +148,8 @@ class RequestState:
                 headers[H_STREAM_INTERVAL] = self.stream_interval
             if self.context.kv is not None:
                 headers[H_KV] = self.context.kv
-        return Call(
-            self.request.endpoint, candidate.model, body, self.context.request_id, self.policy.connect_seconds, headers
-        )
+        connect_seconds = self.gateway.config.deadlines.connect
+        return Call(self.request.endpoint, candidate.model, body, self.context.request_id, connect_seconds, headers)
 
     def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
         """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, Generation, changed
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, Generation, InferenceRequest, changed
 from gateway.breaker.outcome import Failure, Ignore, Next, Verdict
 from gateway.routing.chain import Candidate
 from headgate.shared.bodies.openai_bodies import AnswerSoFar, CompletionRequest, Message

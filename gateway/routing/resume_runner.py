@@ -13,11 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.apis.lenient_json import loads
 from gateway.apis.openai.assemble import Assembly
-from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Data, Done, Frame
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, choices_of
 from gateway.breaker.outcome import Ignore, Reason, Verdict
 from gateway.breaker.permits import Refused
 from gateway.errors import UpstreamError, UpstreamKind
@@ -347,4 +345,4 @@ async def assemble(answer: Answer) -> dict[str, Any]:
 def _read(frames: list[Frame], assembly: Assembly) -> None:
     for frame in frames:
         if isinstance(frame, Data):
-            assembly.add(loads(frame.payload) if frame.chunk is None else frame.chunk)
+            assembly.add(frame.parsed())

@@ -1,8 +1,4 @@
-"""Joins the pieces of an answer that broke off: keeps the text that the client has, and rewrites what follows.
-
-On the token path a payload is only appended to a list. Every `BATCH_SIZE` payloads, and after a break, their text is
-extracted; most payloads differ only in their text and need not be parsed.
-"""
+"""Joins the pieces of an answer that broke off: keeps the text that the client has, and rewrites what follows."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from gateway.apis.lenient_json import mapping
-from gateway.apis.openai.finish_reasons import Finishes
-from gateway.apis.openai.frames import CONTENT, FINISH, Comment, Data, DeltaKind, Done, Frame
+from gateway.apis.lenient_json import dumps, mapping, text
+from gateway.apis.openai.frames import CONTENT, FINISH, Comment, Data, DeltaKind, Done, Finishes, Frame
 from gateway.routing.resume_policy import PartialAnswer, ResumeMethod, estimated_tokens
 
-BATCH_SIZE = 64
 MAX_CHARACTERS = 2**20
 """A longer answer is not kept, and so not resumed."""
 
@@ -47,53 +39,50 @@ class SentAnswer:
         self._is_signed = False
         """Whether signed thinking came last; only its own model can continue it."""
         self.has_begun = False
-        self._beginning: list[bytes] = []
-        """Payloads up to the first content, with role and id."""
-        self._pending: list[bytes] = []
+        self._beginning: list[dict[str, Any]] = []
+        """Chunks up to the first content, with role and id."""
         self._finishes = Finishes(choices)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._characters = 0
         self._frames = 0
-        self._min_size = 0
-        self._shape: tuple[bytes, bytes] | None = None
-        """The bytes before and after the text in an ordinary frame."""
-        self._cuts: list[bytes] = []
-        """Texts of such frames, still escaped as JSON."""
 
     def note(self, frames: Iterable[Frame]) -> None:
         """Records frames that the client gets."""
-        pending = self._pending
         for frame in frames:
-            if isinstance(frame, Data):
-                if frame.kind is FINISH:
-                    self._finishes.note(frame.payload)
-                if not self.has_begun:
-                    self._beginning.append(frame.payload)
-                    self.has_begun = frame.kind is CONTENT or frame.kind is FINISH
-                if self._obstacle is None:
-                    pending.append(frame.payload)
-        if len(pending) >= BATCH_SIZE:
-            self._extract()
+            if not isinstance(frame, Data):
+                continue
+            if frame.kind is FINISH:
+                self._finishes.note(frame)
+            if self.has_begun and self._obstacle is not None:
+                continue
+            chunk = _chunk_of(frame)
+            if not self.has_begun:
+                self._beginning += [] if chunk is None else [chunk]
+                self.has_begun = frame.kind is CONTENT or frame.kind is FINISH
+            if self._obstacle is None:
+                self._read(chunk)
 
     @property
     def head(self) -> Head:
         """Id and creation time of the answer, from its first chunk that has an id."""
-        named = (chunk for payload in self._beginning if (chunk := _chunk_in(payload)) and chunk.get("id"))
+        named = (chunk for chunk in self._beginning if chunk.get("id"))
         return next((Head(chunk["id"], chunk.get("created")) for chunk in named), Head())
 
     @property
     def roles(self) -> frozenset[Any]:
         """The choices whose role the client has."""
-        chunks = filter(None, map(_chunk_in, self._beginning))
-        choices = (choice for chunk in chunks for choice in chunk["choices"])
+        choices = (choice for chunk in self._beginning for choice in chunk["choices"])
         return frozenset(choice.get("index", 0) for choice in choices if "role" in mapping(choice, "delta"))
 
     @property
     def partial(self) -> PartialAnswer:
         """The text that the client has."""
-        self._extract()
-        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        try:
+            content, reasoning = _paired("".join(self._content)), _paired("".join(self._reasoning))
+        except ValueError:
+            self._drop_text("malformed")
+            return PartialAnswer(tokens=self._frames)
         return PartialAnswer(content, reasoning, max(self._frames, estimated_tokens(content + reasoning)))
 
     @property
@@ -106,67 +95,24 @@ class SentAnswer:
         """Whether the client has the finish reason of every choice, and so the whole answer."""
         return self._finishes.are_all
 
-    def _extract(self) -> None:
-        payloads, self._pending = self._pending, []
-        for payload in payloads:
-            if self._shape is not None and len(payload) > self._min_size:
-                before, behind = self._shape
-                if payload.startswith(before) and payload.endswith(behind):
-                    self._cuts.append(payload[len(before) : -len(behind)])
-                    continue
-            self._flush_cuts()
-            if self._obstacle is None:
-                self._read(payload)
-        self._flush_cuts()
-
-    def _flush_cuts(self) -> None:
-        """Unescapes the collected texts."""
-        pieces, self._cuts = self._cuts, []
-        if not pieces or self._obstacle is not None:
-            return
-        try:
-            text = orjson.loads(b'"' + b"".join(pieces) + b'"')
-        except orjson.JSONDecodeError:
-            self._drop_text("malformed")
-            return
-        self._add(text, "", len(pieces))
-
-    def _learn_shape(self, payload: bytes, name: str, text: str) -> None:
-        """Learns the shape of ordinary frames from one of them."""
-        field = b'"%b":"' % name.encode()
-        escaped = orjson.dumps(text)[1:-1]
-        before, found, behind = payload.partition(field + escaped + b'"')
-        if found:
-            self._shape = before + field, b'"' + behind
-            self._min_size = len(payload) - len(escaped)
-
-    def _read(self, payload: bytes) -> None:
-        chunk = _chunk_in(payload)
-        if chunk is None:
-            self._drop_text("malformed")
-            return
-        if len(chunk["choices"]) > 1:
+    def _read(self, chunk: Mapping[str, Any] | None) -> None:
+        if chunk is None or len(chunk["choices"]) > 1:
             self._drop_text("malformed")
         elif choices := chunk["choices"]:
-            self._read_choice(payload, choices[0])
+            self._read_choice(choices[0])
 
-    def _read_choice(self, payload: bytes, choice: Mapping[str, Any]) -> None:
-        delta = choice.get("delta") or {}
+    def _read_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = mapping(choice, "delta")
         if any(value for name, value in delta.items() if name not in _TEXTS):
             self._drop_text("shape")  # a refusal or a tool call
             return
         self._is_signed = self._is_signed or bool(delta.get("thinking_blocks"))
-        content = choice.get("text") or delta.get("content") or ""
-        reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
-        if content and self._shape is None and choice.get("finish_reason") is None and len(delta) < 2:
-            self._learn_shape(payload, "content" if delta else "text", content)
-        self._add(content, reasoning, bool(content or reasoning))
-
-    def _add(self, content: str, reasoning: str, frames: int) -> None:
+        content = text(choice, "text") or text(delta, "content")
+        reasoning = text(delta, "reasoning_content") or text(delta, "reasoning")
         self._is_signed = self._is_signed and not content
         self._content.append(content)
         self._reasoning.append(reasoning)
-        self._frames += frames
+        self._frames += bool(content or reasoning)
         self._characters += len(content) + len(reasoning)
         if self._characters > MAX_CHARACTERS:
             self._drop_text("too_long")
@@ -203,7 +149,7 @@ class Splice:
         return joined
 
     def _rewrite(self, frame: Data) -> list[Frame]:
-        chunk = _chunk_in(frame.payload)
+        chunk = _chunk_of(Data(frame.payload, frame.kind))  # parsed again, because it is changed here
         if chunk is None:
             return [frame]
         if self._head.id is not None:
@@ -213,7 +159,7 @@ class Splice:
         for choice in chunk["choices"]:
             self._drop_repeated_role(choice)
         if self._partial.is_empty or not chunk["choices"]:  # without text so far the answer may have any shape
-            return [Data(orjson.dumps(chunk), frame.kind)]
+            return [Data(dumps(chunk), frame.kind)]
         return self._choice(chunk, chunk["choices"][0])
 
     def _drop_repeated_role(self, choice: dict[str, Any]) -> None:
@@ -241,7 +187,7 @@ class Splice:
         if not (says or finishes or chunk.get("usage") or (delta and "role" in delta)):
             return []
         kind = DeltaKind.FINISH if finishes else DeltaKind.CONTENT if says else DeltaKind.OTHER
-        return [Data(orjson.dumps(chunk), kind), *([Done()] if self._is_ended else [])]
+        return [Data(dumps(chunk), kind), *([Done()] if self._is_ended else [])]
 
     def _place(self, text: str, final: bool) -> str | None:
         """The new part of the pending text and `text`; None when a stop string ends the answer."""
@@ -319,13 +265,20 @@ def resume_comment(name: str, characters: int, why: str) -> Comment:
     return Comment(f": headgate resumed on {name} after {characters} characters ({why})\n\n".encode())
 
 
-def _chunk_in(payload: bytes) -> dict[str, Any] | None:
-    """The chunk, or None. A payload with half a surrogate pair is none, because it is not valid text."""
+def _paired(text: str) -> str:
+    """`text` with one character for each surrogate pair, which two chunks may divide; ValueError for half a pair."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+
+
+def _chunk_of(frame: Data) -> dict[str, Any] | None:
+    """The chunk in `frame`; None for another payload."""
     try:
-        chunk = orjson.loads(payload)
-    except orjson.JSONDecodeError:
+        chunk = frame.parsed()
+    except ValueError:
         return None
-    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    if not isinstance(chunk, dict):
+        return None
+    choices = chunk.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None
-    return dict(chunk)
+    return chunk

@@ -51,7 +51,7 @@ class Parameter:
                 return _strings_problem(value)
         is_whole = self.kind == "integer"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"must be a {'whole ' if is_whole else ''}number, not {_json_kind(value)}"
+            return f"must be a {'whole ' if is_whole else ''}number, not {json_kind(value)}"
         if is_whole and not isinstance(value, int):
             return f"must be a whole number; it is {value}"
         if self.low <= value <= self.high or (self.minus_one and value == -1):
@@ -60,7 +60,7 @@ class Parameter:
 
     def _boolean_problem(self, value: Any) -> str | None:
         if not isinstance(value, bool):
-            return f"must be true or false, not {_json_kind(value)}"
+            return f"must be true or false, not {json_kind(value)}"
         return None if self.only in (None, value) else f"must be {str(self.only).lower()}. {self.effect}"
 
     def _bounds(self) -> str:
@@ -108,7 +108,8 @@ def _strings_problem(value: Any) -> str | None:
     return None
 
 
-def _json_kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
+    """The name of the JSON type of `value`."""
     kinds = {
         bool: "a boolean",
         str: "a string",

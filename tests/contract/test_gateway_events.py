@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.providers.local.inference_events import Events
-from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.inference_snapshot import Events, InferenceView
 from inference.authority.views.event_bus import Bus
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import Start, services

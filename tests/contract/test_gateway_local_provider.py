@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.apis.openai.chunks import frame_of, kind_of
-from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame, frame_of
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
@@ -145,8 +144,8 @@ async def test_view_keeps_its_data_while_the_service_is_silent(fake: FakeInferen
         (b'{"choices":[],"usage":{"total_tokens":1}}', DeltaKind.USAGE),
     ],
 )
-def test_kind_of_a_chunk_is_read_from_its_bytes(payload: bytes, kind: DeltaKind) -> None:
-    assert kind_of(payload) is kind
+def test_kind_of_a_chunk(payload: bytes, kind: DeltaKind) -> None:
+    assert frame_of(payload).kind is kind
 
 
 async def _receive(provider: LocalProvider, seconds: float) -> None:

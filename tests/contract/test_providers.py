@@ -15,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
-from gateway.apis.schema.chat_request import ChatRequest
+from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client

@@ -345,8 +345,8 @@ async def test_returning_service_is_probed_early(tmp_path: Path, fake: FakeInfer
 async def test_ramp_sends_most_requests_elsewhere_and_rejects_none(
     patient: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.breaker.ramp.STEP_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.breaker.ramp.LONGEST_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.breaker.permits.RAMP_STEP_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.breaker.permits.RAMP_SECONDS", 600.0)
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
     for _ in range(5):
         await patient.chat()

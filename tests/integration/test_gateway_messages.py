@@ -17,7 +17,7 @@ from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import ModelInfo
 
 from gateway.apis.messages.messages_answer import UNSIGNED
-from gateway.apis.tool_names import short_name
+from gateway.apis.openai.generation_request import short_name
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY

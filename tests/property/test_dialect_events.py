@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from gateway.apis.openai.frames import Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers.anthropic import anthropic_events
-from gateway.providers.openai import openai_events
+from gateway.providers.anthropic.anthropic_events import EVENTS, AnthropicStream
+from gateway.providers.openai.openai_events import OpenAIStream
 from headgate.shared.sse import SseFrame, SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, openai_wire
 from tests.rigs.fake_provider.answers import Answer, ToolUse
@@ -39,18 +39,18 @@ ANSWERS = st.builds(
 CALL = {"model": "m", "stream_options": {"include_usage": True}}
 
 
-def _run(module: Any, state: Any, raw: bytes, pieces: list[int]) -> list[Frame]:
+def _run(reader: AnthropicStream | OpenAIStream, raw: bytes, pieces: list[int]) -> list[Frame]:
     """All frames of a stream fed in pieces of the given sizes, then ended."""
-    splitter, frames, at = SseSplitter(), [], 0
+    splitter, at = SseSplitter(), 0
+    frames: list[Frame] = []
     sizes = [*pieces, len(raw)]
     for size in sizes:
         for frame in splitter.feed(raw[at : at + size]):
-            state, written = module.step(state, frame)
-            frames += written
+            frames += reader.feed(frame)
         at += size
         if at >= len(raw):
             break
-    return [*frames, *module.end(state)]
+    return [*frames, *reader.end()]
 
 
 def _chunks(frames: list[Frame]) -> list[dict[str, Any]]:
@@ -65,9 +65,8 @@ def _joined(frames: list[Frame], name: str) -> str:
 @given(ANSWERS, st.lists(st.integers(1, 200), max_size=30))
 def test_anthropic_answer_has_the_same_content_as_openai_chunks(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in anthropic_wire.stream(1, CALL, answer, 10))
-    state = anthropic_events.AnthropicStream(created=5)
-    frames = _run(anthropic_events, state, raw, pieces)
-    assert frames == _run(anthropic_events, state, raw, [])
+    frames = _run(AnthropicStream(created=5), raw, pieces)
+    assert frames == _run(AnthropicStream(created=5), raw, [])
     assert _joined(frames, "content") == answer.text
     assert _joined(frames, "reasoning_content") == answer.reasoning
     calls: dict[int, list[str]] = {}
@@ -91,7 +90,7 @@ def test_anthropic_answer_has_the_same_content_as_openai_chunks(answer: Answer, 
 @given(ANSWERS, st.lists(st.integers(1, 300), max_size=30))
 def test_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[int]) -> None:
     raw = b"".join(frame for _, frame in openai_wire.chat_stream(1, CALL, answer, 10))
-    frames = _run(openai_events, openai_events.OpenAIStream(), raw, pieces)
+    frames = _run(OpenAIStream(), raw, pieces)
     relayed = b"".join(b"data: " + frame.payload + b"\n\n" for frame in frames if isinstance(frame, Data))
     assert relayed + b"data: [DONE]\n\n" == raw
     assert frames[-1] == Done()
@@ -100,19 +99,18 @@ def test_openai_answer_is_relayed_byte_for_byte(answer: Answer, pieces: list[int
 @settings(max_examples=200, deadline=None)
 @given(ANSWERS, st.floats(0, 1), st.sampled_from(["anthropic", "openai"]))
 def test_cut_stream_is_complete_only_after_its_finish_reason(answer: Answer, where: float, dialect: str) -> None:
-    wire, module, state = {
-        "anthropic": (anthropic_wire.stream, anthropic_events, anthropic_events.AnthropicStream(created=5)),
-        "openai": (openai_wire.chat_stream, openai_events, openai_events.OpenAIStream()),
+    wire, reader = {
+        "anthropic": (anthropic_wire.stream, AnthropicStream(created=5)),
+        "openai": (openai_wire.chat_stream, OpenAIStream()),
     }[dialect]
     raw = b"".join(frame for _, frame in wire(1, CALL, answer, 10))  # type: ignore[operator]
     cut = raw[: int(len(raw) * where)]
     seen: list[Frame] = []
     for frame in SseSplitter().feed(cut):
-        state, written = module.step(state, frame)  # type: ignore[attr-defined]
-        seen += written
+        seen += reader.feed(frame)  # type: ignore[attr-defined]
     kinds = {frame.kind for frame in seen if isinstance(frame, Data)}
     try:
-        last = module.end(state)  # type: ignore[attr-defined]
+        last = reader.end()  # type: ignore[attr-defined]
     except UpstreamError as error:
         assert DeltaKind.FINISH not in kinds
         assert error.kind is (UpstreamKind.READ if DeltaKind.CONTENT in kinds else UpstreamKind.EMPTY)
@@ -124,7 +122,7 @@ def test_cut_stream_is_complete_only_after_its_finish_reason(answer: Answer, whe
 EVENT = st.fixed_dictionaries(
     {},
     optional={
-        "type": st.sampled_from([*anthropic_events._EVENTS, "odd"]) | JSON,
+        "type": st.sampled_from([*EVENTS, "odd"]) | JSON,
         "index": st.integers(0, 2) | JSON,
         "message": st.fixed_dictionaries({}, optional={"id": TEXT | JSON, "model": JSON, "usage": JSON}) | JSON,
         "delta": st.fixed_dictionaries(
@@ -152,15 +150,13 @@ EVENT = st.fixed_dictionaries(
 @settings(max_examples=120, deadline=None)
 @given(st.lists(EVENT.map(lambda event: json.dumps(event).encode()) | st.binary(max_size=20), max_size=8))
 def test_invalid_streams_raise_only_upstream_errors(datas: list[bytes]) -> None:
-    for module, state in (
-        (anthropic_events, anthropic_events.AnthropicStream(created=5)),
-        (anthropic_events, anthropic_events.AnthropicStream(created=5, id="x")),
-        (openai_events, openai_events.OpenAIStream()),
-    ):
+    begun = AnthropicStream(created=5)
+    begun.feed(SseFrame(b"", b'{"type":"message_start","message":{"id":"x"}}'))
+    for reader in (AnthropicStream(created=5), begun, OpenAIStream()):
         try:
             for data in datas:
-                state, frames = module.step(state, SseFrame(b"data: " + data + b"\n\n", data))  # type: ignore[attr-defined]
+                frames = reader.feed(SseFrame(b"data: " + data + b"\n\n", data))  # type: ignore[attr-defined]
                 assert all(isinstance(frame, Data) for frame in frames) or data.find(b"ping") >= 0
-            module.end(state)  # type: ignore[attr-defined]
+            reader.end()  # type: ignore[attr-defined]
         except UpstreamError as error:
             assert error.message

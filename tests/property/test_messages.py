@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.apis.messages import messages_answer, messages_request
-from gateway.apis.messages.messages_answer import Bounds
-from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.messages.messages_answer import Bounds, MessageEvents
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame

@@ -17,9 +17,8 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
-from gateway.routing.candidate_outcomes import CandidateOutcome
+from gateway.routing.candidate_outcomes import CandidateOutcome, no_answer
 from gateway.routing.chain import Candidate, Drop
-from gateway.routing.refusal import no_answer
 from inference.protocol import Code, context_overflow
 from inference.worker.api import generation_body
 from inference.worker.prompt.prompts import Prompts

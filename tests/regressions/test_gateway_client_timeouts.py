@@ -12,7 +12,7 @@ import pytest
 
 from gateway.access.authentication import Key
 from gateway.endpoints.serve import request_context
-from gateway.http.http_exchange import Exchange, RequestHead
+from gateway.http.http_exchange import Exchange
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway
@@ -112,7 +112,7 @@ async def test_second_tier_that_stalls_ends_with_deadline_exceeded(gateway: Gate
 def test_connect_timeout_of_a_client_limits_only_the_first_byte() -> None:
     key = Key("name", b"", frozenset())
     contexts = [
-        request_context(Exchange("id", RequestHead(headers)), key, "", None)
+        request_context(Exchange("id", headers), key, "", None)
         for headers in (
             {"x-stainless-timeout": "5"},
             {"x-stainless-timeout": "9", "x-stainless-read-timeout": "5"},

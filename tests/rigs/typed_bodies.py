@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import orjson
 
+from gateway.apis.messages_body import CountedRequest, Thinking
 from gateway.apis.openai.frames import Endpoint, Flavor
-from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
-from gateway.apis.schema.messages_body import CountedRequest, Thinking
+from gateway.apis.openai.generation_request import BODIES, AnyRequest, ChatRequest
 from gateway.providers import provider
 from gateway.providers.anthropic import anthropic_models, anthropic_native, anthropic_request
 from gateway.providers.openai import openai_request

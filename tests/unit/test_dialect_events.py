@@ -13,29 +13,23 @@ from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic import anthropic_events
-from gateway.providers.openai import openai_events
-from gateway.providers.openai.openai_calls import Numbers, number
+from gateway.providers.anthropic.anthropic_events import AnthropicStream
+from gateway.providers.openai.openai_events import CallNumbers, OpenAIStream
 from headgate.shared.sse import SseFrame, SseSplitter
 from tests.rigs.fake_provider import documented
 from tests.rigs.fake_provider.strict import strictly
 
 
 def anthropic(stream: bytes) -> list[Frame]:
-    state = anthropic_events.AnthropicStream(created=1700000000)
-    frames: list[Frame] = []
-    for frame in SseSplitter().feed(stream):
-        state, more = anthropic_events.step(state, frame)
-        frames += more
-    return [*frames, *anthropic_events.end(state)]
+    reader = AnthropicStream(created=1700000000)
+    frames = [one for frame in SseSplitter().feed(stream) for one in reader.feed(frame)]
+    return [*frames, *reader.end()]
 
 
 def openai(stream: bytes, choices: int = 1) -> list[Frame]:
-    state = openai_events.OpenAIStream(choices)
-    frames: list[Frame] = []
-    for frame in SseSplitter().feed(stream):
-        state, more = openai_events.step(state, frame)
-        frames += more
-    return [*frames, *openai_events.end(state)]
+    reader = OpenAIStream(choices)
+    frames = [one for frame in SseSplitter().feed(stream) for one in reader.feed(frame)]
+    return [*frames, *reader.end()]
 
 
 def wire(frames: list[Frame]) -> str:
@@ -289,7 +283,7 @@ END = b"data: [DONE]\n\n"
     ],
 )
 def test_kinds_of_chunks(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
-    _, frames = openai_events.step(openai_events.OpenAIStream(), SseSplitter().feed(chunk(*choices))[0])
+    frames = OpenAIStream().feed(SseSplitter().feed(chunk(*choices))[0])
     assert [frame.kind for frame in frames if isinstance(frame, Data)] == [kind]
 
 
@@ -371,8 +365,7 @@ def test_frames_after_the_end_are_ignored() -> None:
 
 
 def test_comment_in_an_anthropic_stream_is_relayed() -> None:
-    _, frames = anthropic_events.step(anthropic_events.AnthropicStream(1), SseFrame(b": hm\n\n"))
-    assert frames == (Comment(b": hm\n\n"),)
+    assert AnthropicStream(1).feed(SseFrame(b": hm\n\n")) == [Comment(b": hm\n\n")]
 
 
 def test_anthropic_stream_without_usage_is_complete() -> None:
@@ -383,25 +376,25 @@ def test_anthropic_stream_without_usage_is_complete() -> None:
 
 
 def test_stream_is_finished_before_it_is_complete() -> None:
-    claude = anthropic_events.AnthropicStream(1)
+    claude = AnthropicStream(1)
     seen = []
     for frame in SseSplitter().feed(events(START, TEXT, finish("end_turn"), STOP)):
-        claude, _ = anthropic_events.step(claude, frame)
-        seen.append((anthropic_events.is_finished(claude), anthropic_events.is_complete(claude)))
+        claude.feed(frame)
+        seen.append((claude.is_finished, claude.is_complete))
     assert seen == [(False, False), (False, False), (True, False), (True, True)]
-    state = openai_events.OpenAIStream(1)
+    gpt = OpenAIStream(1)
     seen = []
     for frame in SseSplitter().feed(chunk(part({"content": "A"})) + chunk(part({}, "stop")) + END):
-        state, _ = openai_events.step(state, frame)
-        seen.append((openai_events.is_finished(state), openai_events.is_complete(state)))
+        gpt.feed(frame)
+        seen.append((gpt.is_finished, gpt.is_complete))
     assert seen == [(False, False), (True, False), (True, True)]
 
 
 def indices(*pieces: dict[str, Any]) -> list[int]:
     """The indices of the pieces after numbering."""
-    numbers = Numbers()
+    numbers = CallNumbers()
     for piece in pieces:
-        numbers, _ = number(numbers, [piece])
+        numbers.number([piece])
     return [piece["index"] for piece in pieces]
 
 
@@ -411,8 +404,7 @@ def piece(index: int | None = None, id: str | None = None, name: str | None = No
 
 
 def test_unique_indices_are_kept() -> None:
-    numbers, changed = number(Numbers(), [piece(0, "a", "f"), piece(0), piece(1, "b", "g"), piece(1), piece(0)])
-    assert (changed, numbers.ids) == (False, {0: "a", 1: "b"})
+    assert not CallNumbers().number([piece(0, "a", "f"), piece(0), piece(1, "b", "g"), piece(1), piece(0)])
     assert indices(piece(1, "a", "f"), piece(1), piece(2, "b")) == [1, 1, 2]
 
 
@@ -432,15 +424,17 @@ def test_late_id_belongs_to_the_call_without_one() -> None:
 
 def test_invalid_pieces_are_not_changed() -> None:
     pieces: list[Any] = ["x", {"index": "y", "function": 5}]
-    assert number(Numbers(), pieces)[1]
-    assert pieces == ["x", {"index": 0, "function": 5}]
+    raw = b"data: " + json.dumps({"choices": [{"delta": {"tool_calls": pieces}}]}).encode() + b"\n\n"
+    (frame,) = OpenAIStream().feed(SseSplitter().feed(raw)[0])
+    assert isinstance(frame, Data)
+    assert json.loads(frame.payload)["choices"][0]["delta"]["tool_calls"] == ["x", {"index": 0, "function": 5}]
 
 
 def test_choice_with_an_invalid_index_is_malformed() -> None:
     choice = {"index": ["x"], "delta": {"tool_calls": [piece(0, "a", "f")]}}
     raw = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
     with pytest.raises(UpstreamError, match="not a number"):
-        openai_events.step(openai_events.OpenAIStream(1), SseSplitter().feed(raw)[0])
+        OpenAIStream(1).feed(SseSplitter().feed(raw)[0])
 
 
 def test_parallel_calls_of_google_are_separate_calls() -> None:
@@ -456,11 +450,8 @@ def test_parallel_calls_of_google_are_separate_calls() -> None:
     chunks[1]["choices"].append({"index": 1, "delta": {"content": "Me too."}, "finish_reason": "stop"})
     chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     raw = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-    state = openai_events.OpenAIStream(2)
-    frames: list[Frame] = []
-    for frame in SseSplitter().feed(raw):
-        state, more = openai_events.step(state, frame)
-        frames += more
+    reader = OpenAIStream(2)
+    frames = [one for frame in SseSplitter().feed(raw) for one in reader.feed(frame)]
     assembly = Assembly()
     for one in frames:
         if isinstance(one, Data):

@@ -10,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from gateway.apis.openai.assemble import Assembly
-from gateway.apis.openai.finish_reasons import Finishes, choices_of
-from gateway.apis.openai.frames import Data, DeltaKind, Done, Endpoint, Frame
+from gateway.apis.openai.frames import Data, DeltaKind, Done, Endpoint, Finishes, Frame
+from gateway.apis.openai.generation_request import choices_of
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.routing.resume_runner import Answer, Sink, assemble
 from tests.rigs.typed_bodies import decoded
@@ -238,8 +238,9 @@ def test_moderation_of_the_last_chunk_is_kept() -> None:
     assert answer["moderation"] == moderation
 
 
-def chunk(*choices: tuple[Any, str | None]) -> bytes:
-    return orjson.dumps({"choices": [{"index": index, "finish_reason": reason} for index, reason in choices]})
+def finished(*choices: tuple[Any, str | None]) -> Data:
+    chunk = {"choices": [{"index": index, "finish_reason": reason} for index, reason in choices]}
+    return Data(orjson.dumps(chunk), DeltaKind.FINISH)
 
 
 @pytest.mark.parametrize(
@@ -264,17 +265,18 @@ def test_number_of_choices(body: dict[str, Any], choices: int) -> None:
 def test_one_choice_has_one_finish_reason() -> None:
     finishes = Finishes()
     assert not (finishes.are_any or finishes.are_all)
-    finishes.note(b"any frame with a finish reason")
+    finishes.note(Data(b"any frame with a finish reason", DeltaKind.FINISH))
     assert finishes.are_any and finishes.are_all
 
 
 def test_answer_of_several_choices_is_complete_when_all_have_finished() -> None:
     finishes = Finishes(3)
-    for payload in (chunk((1, "stop"), (0, None)), chunk((1, "stop")), b"{oops", chunk(([], "stop"))):
-        finishes.note(payload)
+    oops = Data(b"{oops", DeltaKind.FINISH)
+    for frame in (finished((1, "stop"), (0, None)), finished((1, "stop")), oops, finished(([], "stop"))):
+        finishes.note(frame)
         assert not finishes.are_all
     assert finishes.are_any
-    finishes.note(chunk((2, "length"), (0, "stop")))
+    finishes.note(finished((2, "length"), (0, "stop")))
     assert finishes.are_all
 
 

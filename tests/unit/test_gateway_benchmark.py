@@ -14,8 +14,7 @@ from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Go
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import Upstream
 from gateway.apis.openai.assemble import Assembly
-from gateway.apis.openai.chunks import kind_of
-from gateway.apis.openai.frames import DeltaKind
+from gateway.apis.openai.frames import DeltaKind, frame_of
 from headgate.shared.sse import SseSplitter
 from inference.protocol import ModelStatus
 
@@ -89,7 +88,7 @@ async def test_upstream_has_the_protocol_of_the_inference_service() -> None:
         busy = await connection.answer(_chat(service, upstream.BUSY, stream=True))
         await asking.close(connection)
     frames = [frame.data for frame in SseSplitter().feed(streamed.text) if frame.data]
-    kinds = [kind_of(data) for data in frames[:2]]
+    kinds = [frame_of(data).kind for data in frames[:2]]
     assert kinds == [DeltaKind.OTHER, DeltaKind.CONTENT]
     assembly = Assembly()
     assembly.add(orjson.loads(frames[1]))

@@ -17,6 +17,7 @@ from gateway.routing.candidate_outcomes import (
     CandidateOutcome,
     CandidateOutcomes,
     failed_attempt,
+    no_answer,
     outcome_name,
     ran_out_of_time,
 )
@@ -32,7 +33,6 @@ from gateway.routing.chain import (
     select,
 )
 from gateway.routing.explain_record import Record
-from gateway.routing.refusal import no_answer
 from inference.protocol import Code, Tier
 from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_params
 

@@ -13,8 +13,7 @@ import pytest
 
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
-from gateway.providers.local.inference_events import Events
-from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.inference_snapshot import Events, InferenceView
 from inference.protocol import DeviceState, ModelState, ModelStatus
 from tests.rigs import virtual_time
 

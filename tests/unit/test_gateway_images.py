@@ -8,7 +8,7 @@ import pytest
 
 from gateway.apis import image_policy as core
 from gateway.apis.image_policy import Remote, Target, is_host_entry, is_public, remote_images, target_of
-from gateway.apis.schema.chat_request import ChatRequest
+from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import RequestError
 from tests.rigs.typed_bodies import chat, json_of
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.token_count import REMEMBERED, Counter
-from gateway.routing.chain import Candidate, Drop
-from gateway.routing.prompt_length import (
+from gateway.routing.candidate_checks import (
     LEAST_BYTES_PER_TOKEN,
     TEMPLATE_TOKENS,
     Fit,
@@ -24,6 +23,7 @@ from gateway.routing.prompt_length import (
     little_room,
     too_long,
 )
+from gateway.routing.chain import Candidate, Drop
 from tests.rigs.typed_bodies import decoded
 
 LOCAL = Candidate("local", "a", 0)

@@ -12,8 +12,7 @@ from openai.types.chat.chat_completion_content_part_image_param import ImageURL
 
 from gateway.apis.body_parser import MAX_NESTING, MAX_VALUES, check_count, check_depth, parse_json, refused_body
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import BODIES, InferenceRequest, parse
-from gateway.apis.schema.chat_request import AnyRequest
+from gateway.apis.openai.generation_request import BODIES, AnyRequest, InferenceRequest, parse
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
 from headgate.shared.bodies.body_decoder import as_json, json_schema

@@ -25,7 +25,6 @@ from gateway.routing.resume_policy import (
     resume_order,
 )
 from gateway.routing.splice import (
-    BATCH_SIZE,
     MAX_CHARACTERS,
     SentAnswer,
     Splice,
@@ -316,13 +315,13 @@ def test_obstacles_are_distinguished(frame: Data, reason: str) -> None:
 
 def test_text_of_a_long_answer_is_kept() -> None:
     found = SentAnswer()
-    for _ in range(3 * BATCH_SIZE):
+    for _ in range(200):
         found.note([chunk("x")])
-    assert found.partial.content == "x" * 3 * BATCH_SIZE
+    assert found.partial.content == "x" * 200
 
 
-def test_frames_of_the_same_shape_give_the_same_text_as_parsed_ones() -> None:
-    """Escapes are decoded, also surrogate pairs across frames; injected fields are detected."""
+def test_escapes_in_text_are_decoded() -> None:
+    """Also surrogate pairs across frames. Half a pair is not text."""
 
     def plain(text: str) -> Data:
         payload = (
@@ -332,8 +331,8 @@ def test_frames_of_the_same_shape_give_the_same_text_as_parsed_ones() -> None:
 
     found = kept(plain("one"), plain(' \\"two\\"'), plain("\\ud83d"), plain("\\ude00"), chunk("!"), plain(" é"))
     assert found.partial == PartialAnswer('one "two"\U0001f600! é', "", 6)
-    sly = kept(plain("one"), plain('two","refusal":"no'), plain("three"), plain("four"))
-    assert (sly.partial.content, sly.obstacle) == ("", "malformed")
+    half = kept(plain("one"), plain("\\ud83d"))
+    assert (half.partial.content, half.obstacle) == ("", "malformed")
     assert kept(plain("\\u0041"), plain("\\u0042")).partial.content == "AB"
     long = kept(plain("one"), plain("x" * MAX_CHARACTERS), chunk("two"), chunk("three"))
     assert (long.partial.content, long.obstacle) == ("", "too_long")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gateway.providers.local.candidate_facts import UNKNOWN, Speed, queue_seconds
 from gateway.routing.budget import Budget, Limits
+from gateway.routing.candidate_checks import Allowed, Prediction, deferral, too_slow
 from gateway.routing.chain import Candidate, Drop
-from gateway.routing.ttft_prediction import Allowed, Prediction, deferral, too_slow
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)

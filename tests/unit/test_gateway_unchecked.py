@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.apis.lenient_json import dumps, loads, mapping, objects, text
-from gateway.apis.messages.messages_answer import Bounds
-from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.messages.messages_answer import Bounds, MessageEvents
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, DeltaKind
 

@@ -12,9 +12,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 
 from gateway.apis.messages import messages_answer
-from gateway.apis.messages.messages_answer import Bounds, anthropic_usage, message_id
+from gateway.apis.messages.messages_answer import Bounds, MessageEvents, anthropic_usage, message_id
 from gateway.apis.messages.messages_errors import envelope, frame_error
-from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
 from inference.protocol import Code

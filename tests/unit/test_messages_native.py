@@ -11,13 +11,12 @@ from anthropic.types.beta import BetaThinkingConfigParam
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from gateway.apis.messages import messages_answer
-from gateway.apis.messages.messages_answer import Bounds
-from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.messages.messages_answer import Bounds, MessageEvents
 from gateway.apis.messages.messages_request import parse
+from gateway.apis.messages_body import decode_messages
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, Done, Frame
-from gateway.apis.schema.messages_body import decode_messages
-from gateway.providers.anthropic import anthropic_events
+from gateway.providers.anthropic.anthropic_events import AnthropicStream
 from gateway.providers.anthropic.anthropic_models import effort_for, takes_prefill, takes_sampling
 from headgate.shared.sse import SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, rules
@@ -258,12 +257,9 @@ def test_effort_is_adapted_to_the_model() -> None:
 # --- answers ----------------------------------------------------------------------------------------------------------
 def frames_of(raw: bytes) -> list[Frame]:
     """The inner frames of an Anthropic provider for a request of the Messages API."""
-    state = anthropic_events.AnthropicStream(created=5, native=True)
-    frames: list[Frame] = []
-    for frame in SseSplitter().feed(raw):
-        state, more = anthropic_events.step(state, frame)
-        frames += more
-    return [*frames, *anthropic_events.end(state)]
+    reader = AnthropicStream(created=5, native=True)
+    frames = [one for frame in SseSplitter().feed(raw) for one in reader.feed(frame)]
+    return [*frames, *reader.end()]
 
 
 def there_and_back(answer: Answer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -344,7 +340,6 @@ def test_redacted_thinking_is_returned() -> None:
     writer = MessageEvents(Bounds())
     got = _events(writer.write(frames_of(raw)[:-1]) + writer.end())
     assert got[1]["content_block"] == hidden
-    plain = anthropic_events.AnthropicStream(created=5)
+    plain = AnthropicStream(created=5)
     for frame in SseSplitter().feed(raw):
-        plain, frames = anthropic_events.step(plain, frame)
-        assert not any(b"thinking" in one.payload for one in frames if isinstance(one, Data))
+        assert not any(b"thinking" in one.payload for one in plain.feed(frame) if isinstance(one, Data))

@@ -9,11 +9,11 @@ import pytest
 
 from gateway.apis import image_policy
 from gateway.apis.messages import messages_request
-from gateway.apis.messages.messages_models import entry, listing
 from gateway.apis.messages.messages_request import long_names, parse, to_chat
+from gateway.apis.messages_body import IGNORED, CountedRequest, MessagesRequest, decode_messages
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.schema.messages_body import IGNORED, CountedRequest, MessagesRequest, decode_messages
+from gateway.endpoints.model_routes import anthropic_entry, anthropic_list
 from gateway.errors import RequestError
 from headgate.shared.bodies.body_decoder import json_schema
 from tests.rigs.typed_bodies import chat as chat_body
@@ -411,8 +411,8 @@ def test_shortened_tool_names_are_mapped_back() -> None:
 
 def test_listing_of_models_has_pages_and_context_lengths() -> None:
     demo = {"id": "demo", "object": "model", "headgate": {"context_length": 4096}}
-    page = listing([demo, {"id": "cloud", "object": "model"}])
+    page = anthropic_list([demo, {"id": "cloud", "object": "model"}])
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("demo", "cloud", False)
-    assert page["data"] == [entry(demo), entry({"id": "cloud"})]
-    assert (entry(demo)["max_tokens"], entry({"id": "cloud"})["max_tokens"]) == (4096, None)
-    assert listing([]) == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    assert page["data"] == [anthropic_entry(demo), anthropic_entry({"id": "cloud"})]
+    assert (anthropic_entry(demo)["max_tokens"], anthropic_entry({"id": "cloud"})["max_tokens"]) == (4096, None)
+    assert anthropic_list([]) == {"data": [], "has_more": False, "first_id": None, "last_id": None}

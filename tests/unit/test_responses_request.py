@@ -11,10 +11,10 @@ from openai.types.responses import ResponseCreateParams
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse as parse_chat
+from gateway.apis.openai.generation_request import short_name
 from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
-from gateway.apis.schema.responses_body import REFUSED, InputItem, MessageItem, responses_schema, stored_items
-from gateway.apis.tool_names import short_name
+from gateway.apis.responses_body import REFUSED, InputItem, MessageItem, responses_schema, stored_items
 from gateway.errors import RequestError
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules

@@ -11,9 +11,8 @@ import pytest
 
 from gateway.apis.messages import messages_request
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import parse
+from gateway.apis.openai.generation_request import ChatRequest, changed, parse
 from gateway.apis.responses import responses_request
-from gateway.apis.schema.chat_request import ChatRequest, changed
 from gateway.errors import RequestError
 from gateway.routing.resume_policy import obstacle
 from headgate.shared.bodies.body_decoder import as_json, decode

@@ -8,11 +8,8 @@ from typing import Any
 
 from gateway.apis.lenient_json import dumps
 from gateway.apis.messages import messages_answer, messages_errors, messages_request
-from gateway.apis.messages.messages_answer import Bounds
-from gateway.apis.messages.messages_events import MessageEvents
-from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.schema.chat_request import ChatRequest
+from gateway.apis.messages.messages_answer import Bounds, MessageEvents
+from gateway.apis.openai.generation_request import ChatRequest, InferenceRequest
 from gateway.errors import GatewayError
 
 
@@ -45,7 +42,6 @@ class MessagesDialect:
     """The API of `/v1/messages`."""
 
     path = "/v1/messages"
-    endpoint = Endpoint.CHAT
 
     def __init__(self, leaves_out: Callable[[], bool]) -> None:
         """`leaves_out` returns whether tools that run at Anthropic are left out instead of rejected."""
@@ -54,6 +50,10 @@ class MessagesDialect:
     def parse(self, raw: bytes, owner: str) -> _Request:
         """See `gateway.apis.public_api.Dialect`."""
         return _Request(messages_request.parse(raw, leaves_out=self._leaves_out()))
+
+    def parse_counted(self, raw: bytes, owner: str) -> _Request:
+        """The request whose tokens are counted; it needs no `max_tokens`."""
+        return _Request(messages_request.parse(raw, counting=True, leaves_out=self._leaves_out()))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """See `gateway.apis.public_api.Dialect`."""

@@ -13,10 +13,7 @@ from typing import TypeVar
 import orjson
 
 from gateway.apis.body_parser import parse_json, with_request_errors
-from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest, typed
-from gateway.apis.schema.chat_request import ChatRequest
-from gateway.apis.schema.messages_body import (
+from gateway.apis.messages_body import (
     AnyBlock,
     AnyChoice,
     AssistantMessage,
@@ -41,7 +38,8 @@ from gateway.apis.schema.messages_body import (
     decode_messages,
     is_hosted,
 )
-from gateway.apis.tool_names import short_name
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import ChatRequest, InferenceRequest, short_name, typed
 from headgate.shared.bodies.body_decoder import refuse
 from headgate.shared.bodies.openai_bodies import (
     AnswerSchema,

@@ -32,107 +32,7 @@ class _Choice:
 
 
 class Assembly:
-    """Collects the chunks of a chat or text completion.
-
-    Answers with one text, the usual case, have a fast path: the general one takes four times as long.
-    """
-
-    _first: dict[str, Any] | None = None
-    _texts: list[str] | None = None
-    _role: Any = "assistant"
-    _finish: Any = None
-    _usage: dict[str, Any] | None = None
-    _any: _Any | None = None
-    """The general path, once the answer has more than one text."""
-
-    def add(self, chunk: Any) -> None:
-        """Adds one parsed chunk, in the order of the stream; raises ValueError for an invalid one."""
-        if self._any is None:
-            if self._adds_text(chunk):
-                return
-            self._any = _Any()
-            if self._first is not None:
-                self._any.add(self._summed(self._first))
-        self._any.add(chunk)
-
-    def _adds_text(self, chunk: Any) -> bool:
-        """Adds `chunk` on the fast path; False if it has more than a text and a finish reason of one choice."""
-        if not isinstance(chunk, dict) or any(name in chunk for name in _MORE):
-            return False
-        if self._first is None and (
-            chunk.get("object") != "chat.completion.chunk"
-            or not chunk.get("id")
-            or not chunk.get("created")
-            or not chunk.get("model")
-        ):
-            return False
-        choices = chunk.get("choices")
-        if not isinstance(choices, list) or (choices and not self._adds_text_of(choices)):
-            return False
-        if self._first is None:
-            self._first = chunk
-        if isinstance(usage := chunk.get("usage"), dict):
-            self._usage = usage
-        return True
-
-    def _adds_text_of(self, choices: list[Any]) -> bool:
-        choice = choices[0]
-        if len(choices) != 1 or not isinstance(choice, dict) or len(choice) != 4 or choice.get("index") != 0:
-            return False
-        delta = choice.get("delta")
-        if not isinstance(delta, dict) or "finish_reason" not in choice or choice.get("logprobs", delta) is not None:
-            return False
-        role, content = delta.get("role"), delta.get("content")
-        if len(delta) != (role is not None) + (content is not None):
-            return False
-        if content is not None and not isinstance(content, str):
-            return False
-        if self._texts is None:
-            self._texts = []
-        if content is not None:
-            self._texts.append(content)
-        if role is not None:
-            self._role = role
-        if choice["finish_reason"] is not None:
-            self._finish = choice["finish_reason"]
-        return True
-
-    def _summed(self, first: Mapping[str, Any]) -> dict[str, Any]:
-        """One chunk with the whole text so far."""
-        delta: dict[str, Any] = {"role": self._role}
-        if self._texts:
-            delta["content"] = "".join(self._texts)
-        choices = [] if self._texts is None else [{"delta": delta, "finish_reason": self._finish}]
-        return {**first, "choices": choices, "usage": self._usage}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there is a choice and every choice has its finish reason."""
-        return self._finish is not None if self._any is None else self._any.is_complete
-
-    def result(self) -> dict[str, Any]:
-        """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
-        if self._any is not None:
-            return self._any.result()
-        if self._first is None:
-            raise ValueError("no chunk was added")
-        answer = {
-            "id": self._first["id"],
-            "object": "chat.completion",
-            "created": self._first["created"],
-            "model": self._first["model"],
-            "choices": [],
-        }
-        if self._texts is not None:
-            message = {"role": self._role, "content": "".join(self._texts), "refusal": None}
-            answer["choices"] = [{"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish}]
-        if self._usage is not None:
-            answer["usage"] = dict(self._usage)
-        return answer
-
-
-class _Any:
-    """The general path: chunks with any content."""
+    """Collects the chunks of a chat or text completion."""
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
@@ -143,6 +43,7 @@ class _Any:
         self._usage: Mapping[str, Any] | None = None
 
     def add(self, chunk: Any) -> None:
+        """Adds one parsed chunk, in the order of the stream; raises ValueError for an invalid one."""
         if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
             raise ValueError("a chunk without choices")
         if self._object is None and (named := chunk.get("object")):
@@ -201,9 +102,11 @@ class _Any:
 
     @property
     def is_complete(self) -> bool:
+        """Whether there is a choice and every choice has its finish reason."""
         return bool(self._choices) and all(choice.finish is not None for choice in self._choices.values())
 
     def result(self) -> dict[str, Any]:
+        """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
         if self._object is None and not self._choices:
             raise ValueError("no chunk was added")
         is_text = any("text" in choice.texts for choice in self._choices.values())

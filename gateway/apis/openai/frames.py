@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from gateway.apis.lenient_json import loads, objects
 
 
 class Endpoint(StrEnum):
@@ -22,10 +26,6 @@ class Endpoint(StrEnum):
         return self not in (Endpoint.EMBEDDINGS, Endpoint.RERANK)
 
 
-CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
-"""Separate names for the hot path: in Python 3.11 the lookup of an enum member takes as long as ten names."""
-
-
 class DeltaKind(StrEnum):
     """The kind of a data frame."""
 
@@ -40,7 +40,7 @@ class DeltaKind(StrEnum):
 
 
 CONTENT, FINISH, USAGE, OTHER = DeltaKind
-"""Separate names for the hot path."""
+"""Separate names for the hot path: in Python 3.11 the lookup of an enum member takes as long as ten names."""
 
 
 class Data(NamedTuple):
@@ -51,6 +51,10 @@ class Data(NamedTuple):
     payload: bytes
     kind: DeltaKind
     chunk: dict[str, Any] | None = None
+
+    def parsed(self) -> Any:
+        """The chunk; raises ValueError when the payload is not JSON."""
+        return loads(self.payload) if self.chunk is None else self.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +79,68 @@ class Flavor(StrEnum):
     GOOGLE = "google"
     COMPATIBLE = "compatible"
     """any other OpenAI-compatible service"""
+
+
+_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+
+
+def frame_of(payload: bytes) -> Data:
+    """The frame for the bytes of a JSON object, with the chunk where they are one."""
+    try:
+        chunk = loads(payload)
+    except ValueError:
+        return Data(payload, OTHER)
+    choices = chunk.get("choices")
+    return Data(payload, kind_of(choices), chunk) if isinstance(choices, list) else Data(payload, OTHER)
+
+
+def kind_of(choices: Sequence[Any]) -> DeltaKind:
+    """The kind of a chunk with these choices."""
+    if not choices:
+        return USAGE
+    kind = OTHER
+    for choice in choices:
+        if isinstance(choice, dict):
+            if choice.get("finish_reason") is not None:
+                return FINISH
+            if has_content(choice):
+                kind = CONTENT
+    return kind
+
+
+def has_content(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice has a part of the answer."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS)
+
+
+class Finishes:
+    """Counts which choices of one answer have their finish reason."""
+
+    __slots__ = ("_choices", "_finished")
+
+    def __init__(self, choices: int = 1) -> None:
+        self._choices = choices
+        self._finished: set[int] = set()
+
+    def note(self, frame: Data) -> None:
+        """Adds a chunk with a finish reason."""
+        if self._choices == 1:
+            self._finished.add(0)
+            return
+        with suppress(ValueError):  # invalid JSON finishes no choice
+            for choice in objects(frame.parsed(), "choices"):
+                if choice.get("finish_reason") is not None and isinstance(index := choice.get("index", 0), int):
+                    self._finished.add(index)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a choice has its finish reason."""
+        return bool(self._finished)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return len(self._finished) >= self._choices

@@ -1,21 +1,29 @@
-"""Turns the bytes of a request into one typed request, or raises a RequestError that names the parameter."""
+"""The typed request inside the gateway, and its parser for OpenAI's APIs.
+
+The other public APIs are translated into the chat of this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import sha256
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from gateway.apis.body_parser import parse_json, with_request_errors
+from gateway.apis.messages_body import CountedRequest
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
 from headgate.shared.bodies.body_decoder import Body, refuse
 from headgate.shared.bodies.openai_bodies import (
     SHAPES,
     AudioPart,
+    ChatBody,
     CompletionRequest,
     EmbeddingRequest,
+    GenerationFields,
     ImagePart,
     RerankRequest,
     decode_chat,
@@ -23,6 +31,28 @@ from headgate.shared.bodies.openai_bodies import (
     decode_embedding,
     decode_rerank,
 )
+
+
+class ChatRequest(ChatBody, kw_only=True):
+    """A chat of any public API."""
+
+    origin: CountedRequest | None = msgspec.field(default=None, name="$origin")
+    """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
+    from_messages: bool = msgspec.field(default=False, name="$from_messages")
+    """Fields have the meaning of the Messages API, also after the origin no longer holds."""
+
+
+AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+Generation = TypeVar("Generation", bound=GenerationFields)
+
+
+def changed(body: Generation, **more: Any) -> Generation:
+    """A copy of `body` with other fields, and without its origin, which no longer holds."""
+    if isinstance(body, ChatRequest):
+        more.setdefault("origin", None)
+    copy: Generation = msgspec.structs.replace(body, **more)
+    return copy
+
 
 VISION = "vision"
 TOOLS = "tools"
@@ -82,6 +112,20 @@ _PROMPT_PARAMS: Mapping[Endpoint, str] = {
 }
 
 
+MAX_TOOL_NAME_CHARS = 64
+"""The limit of OpenAI and Google; Anthropic allows 128 characters, and agents send longer names."""
+
+_MARK_CHARS = 12
+
+
+def short_name(name: str) -> str:
+    """The name of a tool, shortened to its beginning and a hash of the whole name; always to the same one."""
+    if len(name) <= MAX_TOOL_NAME_CHARS:
+        return name
+    mark = sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:_MARK_CHARS]
+    return f"{name[: MAX_TOOL_NAME_CHARS - _MARK_CHARS - 1]}_{mark}"
+
+
 @with_request_errors
 def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead."""
@@ -115,6 +159,15 @@ def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceReq
         size_bytes,
         (body.n or 1) == 1 and not body.logprobs and TOOLS not in needs and not _is_shaped(body),
     )
+
+
+def choices_of(body: AnyRequest) -> int:
+    """The number of choices of an answer: `n` for each prompt."""
+    if not isinstance(body, CompletionRequest):
+        return (body.n or 1) if isinstance(body, ChatRequest) else 1
+    prompt = body.prompt
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    return prompts * (body.n or 1)
 
 
 def needs_of(body: ChatRequest) -> frozenset[str]:

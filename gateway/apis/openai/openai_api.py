@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from gateway.apis.lenient_json import dumps, loads
+from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.frames import USAGE, Comment, Data, Endpoint, Frame
 from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.errors import GatewayError
@@ -21,7 +21,7 @@ def _without_usage(frame: Data) -> bytes:
     if payload.find(b'"usage"') < 0:  # `in` is slow for bytes
         return payload
     try:
-        chunk = loads(payload) if frame.chunk is None else frame.chunk
+        chunk = frame.parsed()
     except ValueError:
         return payload  # malformed, which the client will see
     return dumps({name: value for name, value in chunk.items() if name != "usage"})

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.apis.lenient_json import dumps, loads
-from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.frames import Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.apis.responses.responses_events import Answer, Head, Stream, answered
 from gateway.apis.responses.responses_items import listed
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
 from gateway.apis.responses.responses_store import Store
-from gateway.apis.schema.responses_body import InputItem, stored_items
+from gateway.apis.responses_body import InputItem, stored_items
 from gateway.errors import GatewayError, RequestError
 from inference.protocol import Code
 
@@ -48,7 +48,6 @@ class ResponsesDialect:
     """`/v1/responses`."""
 
     path = PATH
-    endpoint = Endpoint.CHAT
 
     def __init__(self, store: Store, leaves_out: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
         """`leaves_out` returns whether tools that run at another provider are left out instead of rejected.

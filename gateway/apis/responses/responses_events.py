@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.apis.lenient_json import dumps, loads, mapping, objects, text
+from gateway.apis.lenient_json import dumps, mapping, objects, text
 from gateway.apis.openai.frames import Comment, Data, Frame
 from gateway.apis.responses.responses_output import (
     COMPLETED,
@@ -260,7 +260,7 @@ class Stream:
             if isinstance(frame, Comment):
                 out.append(frame.frame)
             elif isinstance(frame, Data) and not self._over:
-                chunk = loads(frame.payload)
+                chunk = frame.parsed()
                 model = chunk.get("model")
                 begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk has no model
                 out.append(self._written([*begun, *self.answer.add(chunk)]))

@@ -11,7 +11,8 @@ import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.apis.schema.responses_body import (
+from gateway.apis.openai.generation_request import short_name
+from gateway.apis.responses_body import (
     ContentPart,
     FunctionCallItem,
     FunctionOutputItem,
@@ -25,7 +26,6 @@ from gateway.apis.schema.responses_body import (
     ReasoningItem,
     Refusal,
 )
-from gateway.apis.tool_names import short_name
 from headgate.shared.bodies.body_decoder import as_json, is_set
 from headgate.shared.bodies.openai_bodies import (
     AudioPart,

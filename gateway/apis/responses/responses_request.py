@@ -10,10 +10,9 @@ import msgspec
 
 from gateway.apis.body_parser import parse_json, with_request_errors
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest, normalize_chat, typed
+from gateway.apis.openai.generation_request import ChatRequest, InferenceRequest, normalize_chat, typed
 from gateway.apis.responses.responses_items import function_name, messages_of, with_instructions
-from gateway.apis.schema.chat_request import ChatRequest
-from gateway.apis.schema.responses_body import (
+from gateway.apis.responses_body import (
     INCLUDE_LOGPROBS,
     INCLUDE_REASONING,
     SAME_IN_CHAT,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from gateway.apis.schema.messages_body import AdaptiveThinking, DisabledThinking, Effort, EnabledThinking, Thinking
+from gateway.apis.messages_body import AdaptiveThinking, DisabledThinking, Effort, EnabledThinking, Thinking
 
 _EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
 """Models up to 4.6. They accept sampling parameters (with the older API version) and thinking with a budget, but no

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from gateway.apis.messages.messages_answer import UNSIGNED
-from gateway.apis.schema.messages_body import (
+from gateway.apis.messages_body import (
     AdaptiveThinking,
     AnyBlock,
     AssistantMessage,

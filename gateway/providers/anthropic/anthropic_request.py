@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gateway.apis.schema.chat_request import ChatRequest
-from gateway.apis.schema.messages_body import (
+from gateway.apis.lenient_json import arguments
+from gateway.apis.messages_body import (
     IMAGE_TYPES,
     AnyChoice,
     AssistantMessage,
@@ -40,7 +40,7 @@ from gateway.apis.schema.messages_body import (
     Turn,
     UserMessage,
 )
-from gateway.apis.tool_names import arguments
+from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import UpstreamError
 from gateway.providers.anthropic.anthropic_models import (
     effort_for,

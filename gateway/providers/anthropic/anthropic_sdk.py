@@ -14,10 +14,11 @@ from typing import Any
 import httpx2
 from anthropic import AsyncAnthropic, AsyncStream
 
+from gateway.apis.messages_body import CountedRequest
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest
-from gateway.apis.schema.messages_body import CountedRequest
-from gateway.providers.anthropic import anthropic_events, anthropic_request
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
+from gateway.providers.anthropic import anthropic_request
+from gateway.providers.anthropic.anthropic_events import AnthropicStream
 from gateway.providers.anthropic.anthropic_native import to_native
 from gateway.providers.anthropic.anthropic_request import (
     SAMPLING_VERSION,
@@ -59,8 +60,8 @@ class AnthropicProvider:
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
         native = isinstance(call.body, ChatRequest) and call.body.origin is not None
-        state = anthropic_events.AnthropicStream(created=int(time.time()), secrets=self._secrets, native=native)
-        return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
+        reader = AnthropicStream(int(time.time()), self._secrets, native=native)
+        return SdkStream(lambda: self._send(call), reader, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
         """Raises UpstreamError: Anthropic has no endpoint without a stream."""

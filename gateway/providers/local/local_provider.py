@@ -15,7 +15,7 @@ import orjson
 from msgspec.structs import replace
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.schema.chat_request import AnyRequest, ChatRequest, changed
+from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, changed
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop

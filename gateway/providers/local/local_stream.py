@@ -17,9 +17,8 @@ from typing import Any
 
 import orjson
 
-from gateway.apis.openai.chunks import CHOICES, frame_of
-from gateway.apis.openai.finish_reasons import Finishes, choices_of
-from gateway.apis.openai.frames import CONTENT, FINISH, Comment, Done, Frame
+from gateway.apis.openai.frames import CONTENT, FINISH, Comment, Done, Finishes, Frame, frame_of
+from gateway.apis.openai.generation_request import choices_of
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Call
 from headgate.shared.hop import Answer, BrokenError
@@ -212,11 +211,11 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         for payload in payloads:
             if payload.startswith(b"{") and payload.endswith(b"}"):
                 frame = frame_of(payload)
-                if frame.chunk is None and payload.find(CHOICES) < 0 and payload.find(b'"error"') >= 0:
+                if frame.chunk is None and payload.find(b'"choices"') < 0 and payload.find(b'"error"') >= 0:
                     self._refuse(payload)  # `in` is slow for bytes
                     return
                 if frame.kind is FINISH:
-                    self._finishes.note(payload)
+                    self._finishes.note(frame)
                 elif frame.kind is CONTENT:
                     self._answered = True
                 self._ready.append(frame)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from gateway.apis.schema.chat_request import AnyRequest
+from gateway.apis.openai.generation_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import TokenizeBody

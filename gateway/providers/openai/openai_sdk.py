@@ -13,11 +13,11 @@ import httpx2
 import orjson
 from openai import AsyncOpenAI, AsyncStream
 
-from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Endpoint, Flavor, Frame
-from gateway.apis.schema.chat_request import AnyRequest
+from gateway.apis.openai.generation_request import AnyRequest, choices_of
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers.openai import openai_events, openai_request
+from gateway.providers.openai import openai_request
+from gateway.providers.openai.openai_events import OpenAIStream
 from gateway.providers.openai.openai_request import flavor_of, to_openai
 from gateway.providers.provider import Call
 from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
@@ -52,8 +52,8 @@ class OpenAIProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
-        state = openai_events.OpenAIStream(choices_of(call.body), self._secrets)
-        return SdkStream(lambda: self._send(call, stream=True), openai_events, state, self._host, self._secrets)
+        reader = OpenAIStream(choices_of(call.body), self._secrets)
+        return SdkStream(lambda: self._send(call, stream=True), reader, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
         """The JSON bytes that answer a call without a stream; raises UpstreamError."""

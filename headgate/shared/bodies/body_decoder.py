@@ -11,14 +11,14 @@ import difflib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 from msgspec import inspect as types
 
-from headgate.shared.parameters import Parameter
+from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, json_kind
 
 INVALID = "invalid_request"
 UNSUPPORTED = "unsupported_parameter"
@@ -344,19 +344,6 @@ def _bounds_problem(node: types.Type, value: Any) -> str:
     return "must not be empty"
 
 
-def json_kind(value: Any) -> str:
-    """The name of the JSON type of `value`."""
-    names = {
-        bool: "a boolean",
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        list: "an array",
-        dict: "an object",
-    }
-    return names.get(type(value), "null")
-
-
 def json_schema(type_: type[Body], *, is_public: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it.
 
@@ -391,3 +378,35 @@ def _referenced(schema: Any, components: Mapping[str, Any]) -> set[str]:
 def is_set(value: Any) -> bool:
     """Whether a field of a struct holds a value."""
     return value is not None and value is not UNSET
+
+
+# --- generation parameters --------------------------------------------------------------------------------------------
+def parameter_type(row: Parameter) -> Any:
+    """The type of a generation parameter."""
+    kind: Any = {"boolean": bool, "strings": list[Any], "integer": int, "number": float}[row.kind]
+    bounds: dict[str, Any] = {}
+    if row.kind in ("integer", "number"):
+        low = min(row.low, -1) if row.minus_one else row.low
+        bounds = {name: kind(bound) for name, bound in (("ge", low), ("le", row.high)) if abs(bound) != float("inf")}
+    schema = {name: value for name, value in row.schema().items() if name not in ("type", "minimum", "maximum")}
+    return Annotated[kind, Meta(**bounds, extra_json_schema=schema, extra={"parameter": row})] | None
+
+
+def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> Any:
+    """A subclass of `base` that has these generation parameters as fields."""
+    fields = [(row.name, parameter_type(row), None) for row in rows]
+    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True)
+
+
+def check_parameters(given: Mapping[str, Any], names: Set[str]) -> None:
+    """Checks rules beyond types: bounds with a gap, sizes in bytes, the only value of a boolean."""
+    for name, value in given.items():
+        if value is None or name not in names:
+            continue
+        if (problem := BY_NAME[name].problem(value)) is not None:
+            is_refused = BY_NAME[name].only is not None
+            refuse(name, f"`{name}` {problem}", UNSUPPORTED if is_refused else INVALID)
+
+
+CHECKED = frozenset(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
+"""Parameters for `check_parameters`."""

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headgate.shared.bodies.body_decoder import (
+    CHECKED,
     Body,
     Extensible,
     Object,
     Text,
+    check_parameters,
     decode,
     expected,
     is_set,
-    json_kind,
     keep_extra,
     must,
     refuse,
+    with_parameters,
 )
-from headgate.shared.bodies.parameter_types import CHECKED, check_parameters, with_parameters
-from headgate.shared.parameters import PARAMETERS
+from headgate.shared.parameters import PARAMETERS, json_kind
 
 MAX_MODEL_CHARS = 256
 MAX_URL_CHARS = 2048

@@ -13,10 +13,12 @@ import msgspec
 from msgspec import Meta
 
 from headgate.shared.bodies.body_decoder import (
+    CHECKED,
     Body,
     Extensible,
     Object,
     Text,
+    check_parameters,
     decode,
     expected,
     json_schema,
@@ -25,9 +27,9 @@ from headgate.shared.bodies.body_decoder import (
     prepare,
     refuse,
     refused_types,
+    with_parameters,
 )
 from headgate.shared.bodies.openai_bodies import MAX_TOOLS, ImageUrlText, InputAudio, ModelName, StopStrings
-from headgate.shared.bodies.parameter_types import CHECKED, check_parameters, with_parameters
 from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import Code
 

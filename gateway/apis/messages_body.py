@@ -18,10 +18,10 @@ from headgate.shared.bodies.body_decoder import (
     expected,
     keep_extra,
     must,
+    parameter_type,
     refuse,
     refused_types,
 )
-from headgate.shared.bodies.parameter_types import parameter_type
 from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
 

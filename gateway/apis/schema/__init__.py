@@ -1,1 +1,0 @@
-"""Typed request bodies of the public APIs."""
