@@ -23,11 +23,11 @@ from gateway.breaker.outcome import LOCAL, Failure, Scope
 from gateway.breaker.permits import BreakerState, Rule
 from gateway.breaker.prober import Prober
 from gateway.http.body_memory import Bodies
-from gateway.http.client_disconnect import OpenRequests
+from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
 from gateway.providers import registry
 from gateway.providers.local.inference_snapshot import Events, InferenceView
-from gateway.providers.local.token_count import Counter as TokenCounter
+from gateway.providers.local.local_provider import Counter as TokenCounter
 from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState

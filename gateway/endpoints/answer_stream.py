@@ -12,8 +12,7 @@ from gateway.apis.openai.frames import Comment, Done, Frame
 from gateway.apis.public_api import Writer
 from gateway.breaker.outcome import End
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http.client_disconnect import DisconnectWatch
-from gateway.http.http_exchange import Exchange, send_head
+from gateway.http.http_exchange import DisconnectWatch, Exchange, send_head
 from gateway.routing.resume_runner import Answer
 from gateway.routing.stream_reader import ExpiredError
 from gateway.telemetry.gateway_metrics import Telemetry

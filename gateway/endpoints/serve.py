@@ -23,8 +23,15 @@ from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.body_memory import Room
-from gateway.http.client_disconnect import DisconnectWatch
-from gateway.http.http_exchange import Exchange, body_at_hand, exchange_of, read_body, send_at_once, send_bytes
+from gateway.http.http_exchange import (
+    DisconnectWatch,
+    Exchange,
+    body_at_hand,
+    exchange_of,
+    read_body,
+    send_at_once,
+    send_bytes,
+)
 from gateway.routing import chain
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner

@@ -1,21 +1,24 @@
-"""One HTTP exchange: request id, headers, body and error envelope."""
+"""One HTTP exchange: request id, headers, body, error envelope, and the end of its task when the client disconnects."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from gateway.apis.messages import messages_errors
+from gateway.breaker.outcome import End
 from gateway.errors import GatewayError, PassedOnError, RequestError
 from headgate.shared import asgi, wire
-from headgate.shared.asgi import JSON, Receive, Scope, Send
+from headgate.shared.asgi import JSON, Receive, Scope, Send, wait_for_disconnect
 from inference.protocol import (
     H_ATTEMPTS,
     H_DEVICE,
@@ -222,3 +225,84 @@ def error_response(exchange: Exchange, error: GatewayError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     body = orjson.dumps(exchange.envelope(error))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+
+
+# --- disconnects ------------------------------------------------------------------------------------------------------
+class OpenRequests:
+    """All requests that are being served."""
+
+    def __init__(self) -> None:
+        self._all: set[DisconnectWatch] = set()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def watch(self, receive: Receive, wire: wire.Wire | None = None) -> DisconnectWatch:
+        """A context for the running task, after the body was read. Without a `wire` it calls `receive`."""
+        return DisconnectWatch(receive, self._all, wire)
+
+    def interrupt_all(self) -> int:
+        """Cancels every request; returns how many there were."""
+        for watch in tuple(self._all):
+            watch.interrupt(End.SHUTTING_DOWN)
+        return len(self._all)
+
+
+class DisconnectWatch:
+    """While the context is open, a disconnect cancels the task. `reason` is why it was cancelled."""
+
+    def __init__(self, receive: Receive, open_requests: set[DisconnectWatch], wire: wire.Wire | None) -> None:
+        self.reason: End | None = None
+        self._receive = receive
+        self._wire = wire
+        self._presences = open_requests
+        self._task: asyncio.Task[object] | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> DisconnectWatch:
+        self._task = asyncio.current_task()
+        self._presences.add(self)
+        if self._wire is not None:
+            self._wire.on_disconnect(self._left)
+        else:
+            self._listener = asyncio.create_task(self._listen(), name="disconnect-watch")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Stops watching. Called before the last byte, because the end of a response looks like a disconnect."""
+        if self._task is None:
+            return
+        self._task = None
+        self._presences.discard(self)
+        if self._wire is not None:
+            self._wire.on_disconnect(None)
+        if self._listener is not None:
+            self._listener.cancel()
+            self._listener = None
+
+    def interrupt(self, why: End) -> None:
+        """Cancels the task with the reason `why`, once."""
+        if self._task is not None and self.reason is None:
+            self.reason = why
+            self._task.cancel()
+
+    def absorb(self) -> bool:
+        """For `except CancelledError`: whether `interrupt` was the only cancellation, which then ends here."""
+        task = asyncio.current_task()
+        return self.reason is not None and task is not None and task.uncancel() <= 0
+
+    def cancel_reason(self) -> End:
+        """The recorded end of a cancelled attempt; a cancellation by the server means that it stops."""
+        return self.reason or End.SHUTTING_DOWN
+
+    async def _listen(self) -> None:
+        await wait_for_disconnect(self._receive)
+        self._left()
+
+    def _left(self) -> None:
+        self.interrupt(End.CLIENT_LEFT)

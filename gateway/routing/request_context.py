@@ -15,7 +15,7 @@ from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
 from gateway.breaker.permits import Refused
 from gateway.providers.local.inference_snapshot import InferenceView
-from gateway.providers.local.token_count import Counter
+from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
 from gateway.providers.registry import Registry
 from gateway.routing.budget import Budget, Limits

@@ -17,7 +17,7 @@ from gateway.breaker.breakers import Breakers
 from gateway.breaker.permits import Rule
 from gateway.errors import GatewayError, UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
-from gateway.providers.local.token_count import Counter
+from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers.local.token_count import REMEMBERED, Counter
+from gateway.providers.local.local_provider import REMEMBERED, Counter
 from gateway.routing.candidate_checks import (
     LEAST_BYTES_PER_TOKEN,
     TEMPLATE_TOKENS,

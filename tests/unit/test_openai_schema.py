@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field
 from gateway.apis.messages.messages_request import parse as parse_messages
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
-from gateway.providers.openai.openai_models import most_tokens
-from gateway.providers.openai.openai_request import is_strict
+from gateway.providers.openai.openai_request import is_strict, most_tokens
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import openai_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS

@@ -1,4 +1,4 @@
-"""The inference service as a provider: requests to it, and its errors as UpstreamError."""
+"""The inference service as a provider: requests to it, its errors as UpstreamError, and its token counts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from hashlib import blake2b
 from typing import Any
 
 import aiohttp
@@ -21,22 +24,15 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
 from gateway.providers.local.local_stream import LocalStream, upstream_error
 from gateway.providers.provider import Call
+from gateway.providers.provider_errors import retry_after_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
 from headgate.shared.bodies.body_decoder import as_json
-from headgate.shared.bodies.openai_bodies import CompletionRequest, StreamOptions
+from headgate.shared.bodies.openai_bodies import CompletionRequest, StreamOptions, TokenizeBody
 from headgate.shared.hop import Answer, BrokenError
 from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID
 
 MAX_ERROR_BYTES = 65536
 ERROR_BODY_SECONDS = 5.0
-
-
-def retry_after_of(headers: Mapping[str, str]) -> float | None:
-    """Seconds in a Retry-After header, None without one or when it is a date."""
-    try:
-        return float(headers["retry-after"])
-    except (KeyError, ValueError):
-        return None
 
 
 class LocalProvider:
@@ -163,7 +159,7 @@ async def _refusal(answer: Answer) -> UpstreamError:
     with contextlib.suppress(BrokenError, TimeoutError, ValueError):  # the status is enough
         async with asyncio.timeout(ERROR_BODY_SECONDS):
             raw = orjson.loads(await answer.whole(MAX_ERROR_BYTES))
-    return upstream_error(UpstreamKind.STATUS, raw, answer.status, retry_after_of(answer.headers))
+    return upstream_error(UpstreamKind.STATUS, raw, answer.status, retry_after_seconds(answer.headers, time.time()))
 
 
 def _reason_of(error: BaseException) -> str:
@@ -175,3 +171,69 @@ def _reason_of(error: BaseException) -> str:
     if isinstance(cause, ssl.SSLError):
         return (cause.reason or "TLS handshake failed").replace("_", " ").lower()
     return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__
+
+
+# --- token counts -----------------------------------------------------------------------------------------------------
+REMEMBERED = 1024
+"""Entries of the cache (least recently used are removed)."""
+
+
+_LARGE_BYTES = 2**20
+"""Longer bodies are hashed in a thread, so that they do not block other streams."""
+
+Ask = Callable[[str, bytes, float], Awaitable[Any]]
+"""Posts a JSON body to a path of the service and returns the JSON answer within a number of seconds; raises
+UpstreamError."""
+
+_COUNTED = tuple(name for name in TokenizeBody.__struct_fields__ if name != "model")
+"""The fields that make up a prompt."""
+
+
+class Counter:
+    """Counts prompt tokens of local models, with a cache of numbers by digest; it holds no prompts.
+
+    The service uses the model's template and vocabulary, also if the model is not loaded, so the count is exact.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+
+    def use(self, ask: Ask) -> None:
+        """Switches to another service and clears the cache."""
+        self._ask = ask
+        self._known.clear()
+
+    async def count(self, model: str, body: AnyRequest, seconds: float) -> int:
+        """Prompt tokens of a chat or completion `body` for the local `model`; the longest of several prompts counts.
+
+        Raises UpstreamError after `seconds`, if the service is not reachable, or if it cannot count this body (images,
+        tools for a model without tool calls). A text that is far too long raises `context_length_exceeded` with a lower
+        bound of its tokens in `details["prompt_tokens"]`.
+        """
+        fields: dict[str, Any] = {name: getattr(body, name, None) for name in _COUNTED}
+        question = orjson.dumps(as_json(TokenizeBody(model=model, **fields)))
+        key = await _digest(question)
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        ask = self._ask
+        answer = await ask("/tokenize", question, seconds)
+        count = answer.get("count") if isinstance(answer, dict) else None
+        if not isinstance(count, int):
+            raise UpstreamError(UpstreamKind.MALFORMED, "POST /tokenize: no count in the answer")
+        if ask is self._ask:
+            self._known[key] = count
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return count
+
+
+async def _digest(question: bytes) -> bytes:
+    if len(question) > _LARGE_BYTES:
+        return await asyncio.to_thread(_digest_of, question)
+    return _digest_of(question)
+
+
+def _digest_of(question: bytes) -> bytes:
+    return blake2b(question, digest_size=16).digest()

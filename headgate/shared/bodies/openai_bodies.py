@@ -215,7 +215,7 @@ class AnswerSoFar(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | ChosenTool, Meta(extra=expected("none, auto, required or an object"))
+    Literal["none", "auto", "required"] | ChosenTool | None, Meta(extra=expected("none, auto, required or an object"))
 ]
 
 
@@ -301,10 +301,7 @@ class ChatBody(ChatParameterFields, kw_only=True):
     safety_identifier: str | None = None
     service_tier: Text | None = None
     store: bool | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ChosenTool | None,
-        Meta(extra=expected("none, auto, required or an object")),
-    ] = None
+    tool_choice: ToolChoice = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -372,10 +369,7 @@ class TokenizeBody(Body, kw_only=True):
     suffix: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ChosenTool | None,
-        Meta(extra=expected("none, auto, required or an object")),
-    ] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     functions: list[Function] | None = None
     function_call: Text | ChosenFunction | None = None
