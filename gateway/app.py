@@ -20,8 +20,8 @@ from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, Respo
 from gateway.apis.responses.responses_store import Store
 from gateway.endpoints import (
     model_routes,
+    operator_routes,
     response_routes,
-    service_routes,
     token_count_routes,
 )
 from gateway.endpoints.serve import Generation
@@ -64,11 +64,11 @@ def make_app(runtime: Runtime) -> Edge:
     )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
-    app.include_router(service_routes.health_router(runtime))
+    app.include_router(operator_routes.health_router(runtime))
     app.include_router(model_routes.router(runtime))
-    app.include_router(service_routes.admin_router(runtime))
+    app.include_router(operator_routes.admin_router(runtime))
     app.include_router(response_routes.router(runtime, store))
-    app.include_router(service_routes.openapi_router(runtime, app))
+    app.include_router(operator_routes.openapi_router(runtime, app))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
