@@ -165,11 +165,7 @@ Verdict = Success | Failure | Ignore
 
 _ENDS: Mapping[End, Verdict] = {
     End.FINISHED: Success(),
-    End.CLIENT_LEFT: Ignore(Reason.CLIENT_LEFT),
-    End.CALLER_DEADLINE: Ignore(Reason.CALLER_DEADLINE),
-    End.SPILLED: Ignore(Reason.SPILLED),
-    End.OUT_OF_TIME: Ignore(Reason.OUT_OF_TIME),
-    End.SHUTTING_DOWN: Ignore(Reason.SHUTTING_DOWN),
+    **{end: Ignore(Reason(end.value)) for end in End if end is not End.FINISHED},
 }
 
 _TRANSPORT: Mapping[UpstreamKind, Scope] = {

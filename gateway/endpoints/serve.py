@@ -1,4 +1,4 @@
-"""Serves one generation request, the same way for every API:
+"""Serves the requests of the public APIs, the same way for each:
 
 key -> body -> typed request -> route -> admission -> chain -> answer.
 """

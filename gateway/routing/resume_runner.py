@@ -56,8 +56,10 @@ class Answer:
         self._state = state
         self._filter = candidate_filter
         self._whole = whole
-        self._sent_answer: SentAnswer | None = None
-        self._unnoted: list[Frame] = []
+        request = state.request
+        obstacle = resume_policy.obstacle(request, state.policy.route.resume)
+        self._sent = SentAnswer(obstacle, choices_of(request.body))
+        """What the client has."""
         if not whole:
             attempt.reader.is_replaceable = self._is_replaceable
         self._splice: Splice | None = None
@@ -71,27 +73,14 @@ class Answer:
         self._stalled: set[Candidate] = set()
         """Candidates whose attempt ended with keep-alives only."""
 
-    @property
-    def _sent(self) -> SentAnswer:
-        """What the client has. Created on first use: an answer that arrives in one piece needs none."""
-        if self._sent_answer is None:
-            request = self._state.request
-            obstacle = resume_policy.obstacle(request, self._state.policy.route.resume)
-            self._sent_answer = SentAnswer(obstacle, choices_of(request.body))
-        return self._sent_answer
-
     def begin(self) -> list[Frame]:
-        """The frames that have arrived; at least one. `next` notes them, after they were sent."""
-        frames = self.attempt.backlog
-        if not isinstance(frames[-1], Done):
-            self._unnoted = frames = frames + self.attempt.reader.ready()
+        """The frames that have arrived; at least one."""
+        frames = [*self.attempt.backlog, *self.attempt.reader.ready()]
+        self._sent.note(frames)
         return frames
 
     async def next(self) -> list[Frame]:
         """The next frames; at least one. Raises the UpstreamError or ExpiredError that ends the answer."""
-        if self._unnoted:
-            self._sent.note(self._unnoted)
-            self._unnoted = []
         while True:
             frames = self.attempt.reader.ready()
             if not frames:
@@ -118,8 +107,7 @@ class Answer:
 
     def _join(self, frames: list[Frame]) -> list[Frame]:
         joined = frames if self._splice is None else self._splice.join(frames)
-        if not joined or not isinstance(joined[-1], Done):  # a complete answer is not resumed
-            self._sent.note(joined)
+        self._sent.note(joined)
         return joined
 
     def forget_sink(self) -> None:
