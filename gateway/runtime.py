@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,19 +137,18 @@ class Runtime:
             *(_close(provider) for _, provider in self._retired),
         )
 
-    @contextlib.contextmanager
-    def generation(self) -> Iterator[None]:
-        """A context that keeps the current providers open until the request ends, also after a reload."""
-        number = self._number
-        self._users[number] += 1
-        try:
-            yield
-        finally:
-            self._users[number] -= 1
-            if not self._users[number]:
-                del self._users[number]
-            if self._retired:
-                self._close_retired()
+    def join(self) -> int:
+        """Keeps the current providers open, also after a reload, until `leave` is called with the returned number."""
+        self._users[self._number] += 1
+        return self._number
+
+    def leave(self, number: int) -> None:
+        """The request that joined with `number` has ended."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number]
+        if self._retired:
+            self._close_retired()
 
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again and applies it; on any error the old one stays.

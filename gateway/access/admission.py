@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from gateway.access import admission_queue as core
@@ -35,7 +33,7 @@ class _Waiting:
 
 
 class Admission:
-    """The admission of one gateway. A request runs inside `async with admission.enter(priority)`."""
+    """The admission of one gateway. A request runs between `enter` and `leave`."""
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -58,19 +56,11 @@ class Admission:
         self._bounds = _bounds(settings)
         self._step(core.resize(self._state, self._bounds, asyncio.get_running_loop().time()))
 
-    @contextlib.asynccontextmanager
-    async def enter(self, priority: Priority, client_timeout: float | None = None) -> AsyncIterator[None]:
-        """A context that waits for a place and holds it; raises RefusedError (429, 504) when there is none in time.
+    async def enter(self, priority: Priority, client_timeout: float | None = None) -> int:
+        """Waits for a place and returns its number; raises RefusedError (429, 504) when there is none in time.
 
         The wait is at most `client_timeout` seconds.
         """
-        number = await self._take(priority, client_timeout)
-        try:
-            yield
-        finally:
-            self._leave(number)
-
-    async def _take(self, priority: Priority, client_timeout: float | None) -> int:
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         timeout = self._settings.queue_timeout
@@ -86,13 +76,14 @@ class Admission:
         try:
             await turn
         except BaseException:
-            self._leave(number)
+            self.leave(number)
             raise
         finally:
             self._waiting.pop(number, None)
         return number
 
-    def _leave(self, number: int) -> None:
+    def leave(self, number: int) -> None:
+        """Releases a place; the next request may start."""
         self._step(core.leave(self._state, self._bounds, number, asyncio.get_running_loop().time()))
 
     def _step(self, outcome: tuple[core.QueueState, tuple[core.Effect, ...]]) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
+from gateway.apis.openai.generation_request import VISION
 from gateway.apis.public_api import ApiRequest
 from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
@@ -103,9 +104,9 @@ class RequestApp(ABC):
         """Serves one request."""
         runtime, exchange = self.runtime, exchange_of(scope)
         record = Record(exchange.request_id, time.time(), scope["path"])
+        generation = runtime.join()
         try:
-            with runtime.generation():
-                await self._with_key(exchange, record, receive, send)
+            await self._with_key(exchange, record, receive, send)
         except GatewayError as error:
             record.note_error(error)
             if record.key and not record.route:
@@ -117,6 +118,7 @@ class RequestApp(ABC):
             record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
+            runtime.leave(generation)
             record.total_seconds = time.monotonic() - exchange.began
             self.finish(record)
 
@@ -155,8 +157,11 @@ class RequestApp(ABC):
         """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
         context, record, watch = job.context, job.record, job.watch
         try:
-            async with self.runtime.admission.enter(context.priority, context.silence_seconds):
+            place = await self.runtime.admission.enter(context.priority, context.silence_seconds)
+            try:
                 body = await self.run(job)
+            finally:
+                self.runtime.admission.leave(place)
             watch.release()
             if body is not None:
                 await send_bytes(job.send, 200, body)
@@ -179,8 +184,10 @@ class Generation(RequestApp):
     async def run(self, job: Job) -> bytes | None:
         """See `RequestApp`."""
         runtime, exchange, record = self.runtime, job.exchange, job.record
+        request = job.parsed.request
         with contextlib.closing(Room(runtime.bodies, runtime.config.max_body)) as fetched:
-            request = await runtime.images.inlined(job.parsed.request, fetched)
+            if VISION in request.needs:
+                request = await runtime.images.inlined(request, fetched)
             runner = ChainRunner(
                 job.state, request, job.match, job.context, record, exchange.began, job.note_waited(),
                 job.watch.cancel_reason,
@@ -198,7 +205,7 @@ class Generation(RequestApp):
         if record.outcome == _LEFT:
             telemetry.disconnects.inc()
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
-        telemetry.requests.labels(record.route or "none", tier, record.outcome).inc()
+        telemetry.requests(record.route or "none", tier, record.outcome).inc()
         log_end(record)
 
     async def _stream(self, runner: ChainRunner, job: Job) -> str:

@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from gateway.apis import image_policy as core
-from gateway.apis.openai.generation_request import VISION, ChatRequest, InferenceRequest
+from gateway.apis.openai.generation_request import ChatRequest, InferenceRequest
 from gateway.http.body_memory import Room
 from gateway.providers.http_clients import make_image_session
 from gateway.settings import ImageSettings
@@ -87,11 +87,7 @@ class Images:
         Raises RequestError with the image at fault, and RefusedError when there is no memory for them now.
         """
         body = request.body
-        if (
-            not isinstance(body, ChatRequest)
-            or VISION not in request.needs
-            or not (remotes := core.remote_images(body))
-        ):
+        if not isinstance(body, ChatRequest) or not (remotes := core.remote_images(body)):
             return request
         targets = [core.target_of(remote, self._settings.hosts) for remote in remotes]
         try:

@@ -119,7 +119,7 @@ class Attempt:
         message = without_quotes(message, self.call.body)
         self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
-        state.gateway.telemetry.attempts.labels(candidate.provider, state.model_label(candidate), outcome).inc()
+        state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
         state.record.attempts.append(
             AttemptRecord(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
         )

@@ -76,8 +76,12 @@ class Answer:
     def begin(self) -> list[Frame]:
         """The frames that have arrived; at least one."""
         frames = [*self.attempt.backlog, *self.attempt.reader.ready()]
-        self._sent.note(frames)
+        self._note(frames)
         return frames
+
+    def _note(self, frames: list[Frame]) -> None:
+        if not frames or not isinstance(frames[-1], Done):  # a complete answer is not resumed
+            self._sent.note(frames)
 
     async def next(self) -> list[Frame]:
         """The next frames; at least one. Raises the UpstreamError or ExpiredError that ends the answer."""
@@ -107,7 +111,7 @@ class Answer:
 
     def _join(self, frames: list[Frame]) -> list[Frame]:
         joined = frames if self._splice is None else self._splice.join(frames)
-        self._sent.note(joined)
+        self._note(joined)
         return joined
 
     def forget_sink(self) -> None:

@@ -54,14 +54,12 @@ class SentAnswer:
                 continue
             if frame.kind is FINISH:
                 self._finishes.note(frame)
-            if self.has_begun and self._obstacle is not None:
-                continue
-            chunk = _chunk_of(frame)
             if not self.has_begun:
-                self._beginning += [] if chunk is None else [chunk]
+                if (chunk := _chunk_of(frame)) is not None:
+                    self._beginning.append(chunk)
                 self.has_begun = frame.kind is CONTENT or frame.kind is FINISH
             if self._obstacle is None:
-                self._read(chunk)
+                self._read(_chunk_of(frame))
 
     @property
     def head(self) -> Head:
@@ -103,13 +101,12 @@ class SentAnswer:
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
         delta = mapping(choice, "delta")
-        if any(value for name, value in delta.items() if name not in _TEXTS):
+        if not _TEXTS.issuperset(delta) and any(value for name, value in delta.items() if name not in _TEXTS):
             self._drop_text("shape")  # a refusal or a tool call
             return
-        self._is_signed = self._is_signed or bool(delta.get("thinking_blocks"))
-        content = text(choice, "text") or text(delta, "content")
+        content = text(delta, "content") or text(choice, "text")
         reasoning = text(delta, "reasoning_content") or text(delta, "reasoning")
-        self._is_signed = self._is_signed and not content
+        self._is_signed = not content and (self._is_signed or bool(delta.get("thinking_blocks")))
         self._content.append(content)
         self._reasoning.append(reasoning)
         self._frames += bool(content or reasoning)
@@ -279,6 +276,9 @@ def _chunk_of(frame: Data) -> dict[str, Any] | None:
     if not isinstance(chunk, dict):
         return None
     choices = chunk.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if not isinstance(choices, list):
         return None
+    for choice in choices:
+        if not isinstance(choice, dict):
+            return None
     return chunk

@@ -59,8 +59,8 @@ def test_gateway_metrics_are_documented_with_their_labels() -> None:
     """Each metric gets a sample with the labels of the table; the sample shows their names."""
     documented = {name: _names(row[1]) for row in _rows("Metrics of the gateway") for name in _names(row[0])}
     telemetry = Telemetry()
-    telemetry.requests.labels(*documented["gateway_requests_total"])
-    telemetry.attempts.labels(*documented["gateway_attempts_total"])
+    telemetry.requests(*documented["gateway_requests_total"])
+    telemetry.attempts(*documented["gateway_attempts_total"])
     for metric in vars(telemetry).values():
         if isinstance(metric, (Counter, Gauge)):
             (family,) = metric.collect()

@@ -110,10 +110,12 @@ def kind_of(choices: Sequence[Any]) -> DeltaKind:
 
 def has_content(choice: Mapping[str, Any]) -> bool:
     """Whether a choice has a part of the answer."""
-    if choice.get("text"):
-        return True
     delta = choice.get("delta")
-    return isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS)
+    if isinstance(delta, dict):
+        for name in _CONTENT_FIELDS:
+            if delta.get(name):
+                return True
+    return bool(choice.get("text"))
 
 
 class Finishes:
