@@ -7,8 +7,6 @@ because clouds reject them.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -236,25 +234,11 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 
 def refused_by_local(body: AnyRequest) -> Mapping[str, str]:
     """Why no local model can serve `body`, by field."""
-    names, values_of, absent = _fields_that_local_refuses(type(body))
-    values = values_of(body)
-    if values == absent:
+    given = [(name, value) for name in _LOCAL_REFUSES if (value := getattr(body, name, None)) is not None]
+    if not given:
         return ALL_TAKEN
-    refused = (
-        name
-        for name, value in zip(names, values, strict=True)
-        if value is not None and _LOCAL_REFUSES[name].when(value)
-    )
+    refused = (name for name, value in given if _LOCAL_REFUSES[name].when(value))
     return {name: unsupported(name, _LOCAL_REFUSES[name].reason).message for name in refused}
-
-
-@functools.cache
-def _fields_that_local_refuses(
-    type_: type[AnyRequest],
-) -> tuple[list[str], Callable[[AnyRequest], tuple[Any, ...]], tuple[None, ...]]:
-    """The fields of a body in `_LOCAL_REFUSES`, a function that reads them, and its result if none is set."""
-    names = [name for name in _LOCAL_REFUSES if name in type_.__struct_fields__]
-    return names, operator.attrgetter(*names), (None,) * len(names)
 
 
 def token_ids_in(body: AnyRequest) -> str | None:
