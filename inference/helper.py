@@ -11,17 +11,27 @@ its parent.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headgate.shared import child_process
 from inference.workers.child_environment import NOTICE
 
-JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "proof", "nvml")
+_RUNNERS = {
+    "estimate": "inference.estimate.estimate_job:run",
+    "tokenize": "inference.estimate.cold_tokenizer:run",
+    "devices": "inference.devices.ggml_job:list_devices",
+    "trial": "inference.devices.ggml_job:try_device",
+    "proof": "inference.devices.build_proof_job:run",
+    "checkpoint": "inference.devices.checkpoint.checkpoint_job:run",
+}
+"""The function of each job with one answer. Its module is imported when the job runs."""
+JOBS = (*_RUNNERS, "nvml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,34 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         _serve_nvml(answers)
         os._exit(0)  # does not wait for threads of the library
     job = json.loads(sys.stdin.buffer.read() or b"{}")
-    _answer(answers, _runner(arguments[0])(job))
+    module, _, name = _RUNNERS[arguments[0]].partition(":")
+    _answer(answers, getattr(importlib.import_module(module), name)(job))
     os._exit(0)  # skips the destructors of libraries
-
-
-def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    if name == "estimate":
-        from inference.estimate import estimate_job
-
-        return estimate_job.run
-    if name == "tokenize":
-        from inference.estimate import tokenize_job
-
-        return tokenize_job.run
-    if name == "checkpoint":
-        from inference.devices.checkpoint import checkpoint_job
-
-        return checkpoint_job.run
-    if name == "trial":
-        from inference.devices import compute_trial_job
-
-        return compute_trial_job.run
-    if name == "proof":
-        from inference.devices import build_proof_job
-
-        return build_proof_job.run
-    from inference.devices import device_list_job
-
-    return device_list_job.run
 
 
 def _serve_nvml(answers: Any) -> None:

@@ -165,18 +165,15 @@ def _device(session: Session, fault: Fault) -> Done:
     from inference.workers.os_api import socket_directory
 
     path = socket_directory(session.state) / SOCKET_NAME
-    try:
-        with Control(path) as control:
-            before = control.tell("status")
-            names = list(before) if session.args.device is None else [session.args.device]
-            if unknown := set(names) - set(before):
-                raise ChaosRefusedError(
-                    f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}"
-                )
-            for name in names:
-                control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
-    except SimulatorError as error:
-        raise HeadgateError(str(error)) from error
+    with Control(path) as control:
+        before = control.tell("status")
+        names = list(before) if session.args.device is None else [session.args.device]
+        if unknown := set(names) - set(before):
+            raise ChaosRefusedError(
+                f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}"
+            )
+        for name in names:
+            control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
     ends = _ENDS.get(fault.do)
 
     def undo() -> None:

@@ -41,8 +41,7 @@ from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine import SUSPICIOUS, Crash
 from inference.authority.shell import Authority
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
-from inference.estimate import tokenize_client
-from inference.estimate.tokenize_client import Vocabulary
+from inference.estimate import cold_tokenizer
 from inference.protocol import (
     H_DEADLINE,
     H_DEVICE,
@@ -111,7 +110,7 @@ class Relay:
     def __init__(self, authority: Authority, *, max_body_bytes: int) -> None:
         self._authority = authority
         self._max_body_bytes = max_body_bytes
-        self._vocabulary = Vocabulary()
+        self._vocabulary = cold_tokenizer.Vocabulary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; raises nothing except cancellations."""
@@ -150,7 +149,7 @@ class Relay:
             model = self._authority.resolve(request.model)
             if request.probe and await self._probe(model, out):
                 return
-            if path in tokenize_client.PATHS and not self._is_ready(model):
+            if path in cold_tokenizer.PATHS and not self._is_ready(model):
                 await self._count(model, request, path, body, out)
                 return
             try:
@@ -205,7 +204,7 @@ class Relay:
             model,
             priority=request.priority,
             seconds=request.seconds_left(now) if rerun.crashes else request.deadline_seconds,
-            counts=not request.probe and path not in tokenize_client.PATHS,
+            counts=not request.probe and path not in cold_tokenizer.PATHS,
             alone=rerun.alone,
             retries=rerun.crashes,
         ) as ticket:
@@ -215,7 +214,7 @@ class Relay:
             lease.shape = functools.partial(_shape, path, len(body), request.envelope, lease.alone)
             answer = self._stream if request.stream else self._whole
             has_computed = (
-                await answer(lease, request, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
+                await answer(lease, request, path, headers, body, out) == 200 and path not in cold_tokenizer.PATHS
             )
             lease.release(completed=has_computed)
             return has_computed

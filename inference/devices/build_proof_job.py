@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from inference.devices import ggml_job
 from inference.devices.device import HIDDEN
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ QUESTION = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "I am a small demo model that comes with Headgate."
 TOKENS = 12
 """Number of decoded tokens of the answer."""
-_F32, _F16, _Q4_0, _Q8_0 = 0, 1, 2, 8
-_CONTEXT_BYTES = 2**20
-"""Host memory for the metadata of a ggml graph."""
+_F16, _Q4_0, _Q8_0 = 1, 2, 8
 
 
 class ProofError(Exception):
@@ -75,7 +74,7 @@ def _check_products() -> list[str]:
 
     from inference.worker.llama import ggml_library
 
-    lib = _declared(ggml_library.library())
+    lib = ggml_job.declared(ggml_library.library())
     cpu = lib.ggml_backend_dev_by_name(b"CPU")
     if not cpu:
         raise ProofError("llama.cpp has no CPU backend")
@@ -118,7 +117,7 @@ def quantized(matrix: np.ndarray) -> Iterator[Weights]:
         yield Weights(name, kind, data, (numbers * scale.astype(np.float32)).astype(np.float32).reshape(matrix.shape))
 
 
-def _buffer_types(lib: ctypes.CDLL, cpu: int) -> list[int]:
+def _buffer_types(lib: ctypes.CDLL, cpu: Any) -> list[Any]:
     """The buffer types for weights on this CPU: plain memory first, then those with a layout of their own."""
     found = [lib.ggml_backend_dev_buffer_type(cpu)]
     registry = lib.ggml_backend_dev_backend_reg(cpu)
@@ -132,39 +131,15 @@ def _buffer_types(lib: ctypes.CDLL, cpu: int) -> list[int]:
 
 
 def _product(
-    lib: ctypes.CDLL, cpu: int, backend: int, buffer_type: int, weights: Weights, right: np.ndarray
+    lib: ctypes.CDLL, cpu: Any, backend: Any, buffer_type: Any, weights: Weights, right: np.ndarray
 ) -> np.ndarray | None:
     """`right` times the transposed weights, as float32; None when the buffer type does not support these weights."""
-    import numpy as np
-
-    held = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
-    a = lib.ggml_new_tensor_2d(held, weights.kind, LONG, WIDE)
-    graph_memory = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
-    b = lib.ggml_new_tensor_2d(graph_memory, _F32, LONG, len(right))
-    product = lib.ggml_mul_mat(graph_memory, a, b)
-    graph = lib.ggml_new_graph(graph_memory)
-    lib.ggml_build_forward_expand(graph, product)
-    buffers = [
-        lib.ggml_backend_alloc_ctx_tensors_from_buft(held, buffer_type),
-        lib.ggml_backend_alloc_ctx_tensors(graph_memory, backend),
-    ]
     try:
-        if not all(buffers):
-            raise ProofError("out of memory for a product of small matrices")
-        if not lib.ggml_backend_dev_supports_op(cpu, product):
-            return None
-        lib.ggml_backend_tensor_set(a, weights.data, 0, len(weights.data))
-        lib.ggml_backend_tensor_set(b, right.tobytes(), 0, right.nbytes)
-        if status := lib.ggml_backend_graph_compute(backend, graph):
-            raise ProofError(f"a product with {weights.name} weights ended with status {status}")
-        found = np.full((len(right), WIDE), np.nan, dtype=np.float32)
-        lib.ggml_backend_tensor_get(product, found.ctypes.data, 0, found.nbytes)
-        return found
-    finally:
-        for buffer in filter(None, buffers):
-            lib.ggml_backend_buffer_free(buffer)
-        lib.ggml_free(held)
-        lib.ggml_free(graph_memory)
+        return ggml_job.product(lib, cpu, backend, buffer_type, (weights.kind, weights.data, WIDE), right)
+    except ggml_job.NoMemoryError:
+        raise ProofError("out of memory for a product of small matrices") from None
+    except ggml_job.ComputeError as error:
+        raise ProofError(f"a product with {weights.name} weights ended with {error}") from None
 
 
 def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
@@ -178,34 +153,6 @@ def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     if not error <= MOST_ERROR:
         raise ProofError(f"{what}: the numbers are off by {error:.0%}")
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-
-def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    for name, restype, argtypes in (
-        ("ggml_backend_dev_init", pointer, [pointer, ctypes.c_char_p]),
-        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
-        ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
-        ("ggml_backend_buffer_free", None, [pointer]),
-        ("ggml_init", pointer, [_InitParams]),
-        ("ggml_free", None, [pointer]),
-        ("ggml_new_tensor_2d", pointer, [pointer, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
-        ("ggml_mul_mat", pointer, [pointer, pointer, pointer]),
-        ("ggml_new_graph", pointer, [pointer]),
-        ("ggml_build_forward_expand", None, [pointer, pointer]),
-        ("ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
-        ("ggml_backend_alloc_ctx_tensors_from_buft", pointer, [pointer, pointer]),
-        ("ggml_backend_tensor_set", None, [pointer, ctypes.c_char_p, size, size]),
-        ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
-        ("ggml_backend_graph_compute", ctypes.c_int, [pointer, pointer]),
-    ):
-        function = getattr(lib, name)
-        function.restype, function.argtypes = restype, argtypes
-    return lib
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

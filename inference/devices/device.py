@@ -1,4 +1,4 @@
-"""The interface of device probes, and the readings they return.
+"""The readings of devices, and the environment in which a process sees only some of them.
 
 Devices have the ids `cpu`, `gpu-0`, ... `free_bytes` can be allocated now. `used_bytes` includes Headgate's own use,
 which the ledger subtracts, because per-process figures are wrong in containers.
@@ -7,9 +7,9 @@ which the ledger subtracts, because per-process figures are wrong in containers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from inference.devices.signs import Sign
 from inference.protocol import DeviceState
@@ -64,38 +64,6 @@ class Reading:
             "note": self.note,
             "verdict_seconds": None if self.verdict_seconds is None else round(self.verdict_seconds, 3),
         }
-
-
-class Probe(Protocol):
-    """Measures one kind of devices."""
-
-    async def start(self) -> None:
-        """Finds the devices. Called once. Finding none is not an error."""
-        ...
-
-    def readings(self) -> tuple[Reading, ...]:
-        """The newest readings. Does not block."""
-        ...
-
-    async def refresh(self) -> None:
-        """Measures again, with a deadline of its own. A device that cannot be read keeps its last figures."""
-        ...
-
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` on the event loop after an event that the next refresh reports."""
-        ...
-
-    async def renew(self) -> None:
-        """Restarts the helper of the probe at the next refresh, without waiting for its backoff."""
-        ...
-
-    async def trial(self, device: str) -> None:
-        """Computes on a device and checks the result, with a deadline. Raises HelperError."""
-        ...
-
-    async def close(self) -> None:
-        """Ends the processes of the probe."""
-        ...
 
 
 def outer_set(value: str | None) -> list[str] | None:

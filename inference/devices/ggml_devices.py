@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inference.devices.compute_trial import Trial, trial
 from inference.devices.device import Reading, narrowed
+from inference.devices.device_probe import Probe
 from inference.devices.nvml_reader import Card, NvmlReader, canonical_pci
 from inference.devices.signs import Sign
 from inference.workers.helper_client import HelperError, run_helper
@@ -37,10 +37,10 @@ _UNIFIED = ("MTL", "Metal")
 Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
-class GgmlProbe:
+class GgmlProbe(Probe):
     """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's order.
 
-    `probe` lists them (see `inference.devices.device_list_job`), `trial` computes on one. Both raise HelperError.
+    `probe` lists them (see `list_devices` in `inference.devices.ggml_job`) and raises HelperError.
     """
 
     def __init__(
@@ -50,13 +50,11 @@ class GgmlProbe:
         root: Path = Path("/"),
         nvml: NvmlReader | None = None,
         probe: Listing | None = None,
-        trial: Trial = trial,
     ) -> None:
         self._environ = environ
         self._root = root
         self._nvml = nvml or NvmlReader()
         self._list = probe or _probe
-        self._try = trial
         self._pci: dict[str, str] = {}
         self._readings: tuple[Reading, ...] = ()
 
@@ -114,10 +112,6 @@ class GgmlProbe:
     async def renew(self) -> None:
         """The next reading starts a new NVML helper."""
         await self._nvml.renew()
-
-    async def trial(self, device: str) -> None:
-        """Computes on the device in a helper."""
-        await self._try(next(reading for reading in self._readings if reading.id == device))
 
     async def close(self) -> None:
         """Ends the NVML helper."""

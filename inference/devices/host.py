@@ -12,45 +12,25 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.devices.compute_trial import trial
 from inference.devices.device import CPU, HIDDEN, Reading
+from inference.devices.device_probe import Probe
 
 _NO_LIMIT = 2**62
 
 
-class CpuProbe:
+class CpuProbe(Probe):
     """Host RAM as the device `cpu`. Each call reads a few small files."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._name = _cpu_name(root)
 
-    async def start(self) -> None:
-        """Does nothing: host memory always exists."""
-
-    async def refresh(self) -> None:
-        """Does nothing: `readings` is always current."""
-
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Does nothing: there are no events."""
-
-    async def renew(self) -> None:
-        """Does nothing: there is no helper."""
-
-    async def trial(self, device: str) -> None:
-        """Computes on the CPU."""
-        del device
-        await trial(self.readings()[0])
-
-    async def close(self) -> None:
-        """Does nothing: there is no helper."""
-
     def readings(self) -> tuple[Reading, ...]:
-        """The current host memory."""
+        """The current host memory; always up to date, so that there is nothing to refresh."""
         total, used = host_memory(self._root)
         free = total - used
         for group in cgroups(self._root):

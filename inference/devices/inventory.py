@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference.devices.checkpoint.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
-from inference.devices.device import CPU, Probe, Reading
+from inference.devices.device import CPU, Reading
+from inference.devices.device_probe import Probe
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.host import CpuProbe
 from inference.devices.simgpu.probe import KIND as SIMULATED

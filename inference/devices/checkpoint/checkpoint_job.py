@@ -17,17 +17,24 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from headgate.shared import child_process
+from inference.devices import ggml_job
 from inference.devices.checkpoint.cuda_driver import Driver, DriverError, LockArgs
 from inference.devices.simgpu.control import Control, SimulatorError
+from inference.devices.simgpu.rpc_server import library, rpc_library
 from inference.workers.helper_client import HelperError, run_helper
 
 LOCK_SECONDS = 10.0
 """Time for running CUDA calls of the process to end. It is idle, so there are few."""
+COUNT_BYTES = 32 * 2**20
+REMOTE_BYTES = 2**18
+"""Data on a simulated device, which can be small, and which moves data in pages of 4 KiB."""
+_I8 = 24
+"""ggml's type number for bytes."""
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
         carry = functools.partial(_in_simulator, simulator)
     arguments = () if simulator is None else (simulator["endpoint"],)
     subject = subprocess.Popen(
-        [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_subject", *arguments],
+        [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_job", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -123,3 +130,68 @@ def _expect_line(subject: subprocess.Popen[str], wanted: str, problem: str) -> N
     assert subject.stdout is not None
     if (line := subject.stdout.readline().strip()) != wanted:
         raise DriverError(f"a process on the device {problem}: {line or 'it ended'}")
+
+
+# --- the suspended process --------------------------------------------------------------------------------------------
+def main() -> int:
+    """The process that the test suspends: `python -m inference.devices.checkpoint.checkpoint_job [ENDPOINT]`.
+
+    It puts data on the first NVIDIA GPU, or on the simulated device at ENDPOINT, and writes `ready` to stdout. After a
+    line on stdin it writes `whole` or an error. Returns 0 when the data is unchanged.
+    """
+    child_process.die_with_parent(os.environ)
+    pattern = os.urandom(4096) * ((REMOTE_BYTES if sys.argv[1:] else COUNT_BYTES) // 4096)
+    kept = _on_simulated(sys.argv[1], pattern) if sys.argv[1:] else _on_nvidia(pattern)
+    try:
+        next(kept)
+        _print("ready")
+        sys.stdin.readline()
+        is_whole = next(kept) == pattern
+    except DriverError as error:
+        _print(str(error))
+        return 1
+    _print("whole" if is_whole else "its bytes changed")
+    return 0 if is_whole else 1
+
+
+def _on_nvidia(pattern: bytes) -> Iterator[bytes]:
+    """Writes `pattern` to the device, then reads it back. Raises DriverError."""
+    driver = Driver()
+    size = ctypes.c_size_t(len(pattern))
+    device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    driver.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+    driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    found = ctypes.create_string_buffer(len(pattern))
+    driver.call("cuMemAlloc_v2", ctypes.byref(address), size, context=context)
+    driver.call("cuMemcpyHtoD_v2", address, pattern, size, context=context)
+    yield b""
+    driver.call("cuMemcpyDtoH_v2", found, address, size, context=context)
+    yield found.raw
+
+
+def _on_simulated(endpoint: str, pattern: bytes) -> Iterator[bytes]:
+    """As `_on_nvidia`, with ggml's RPC client."""
+    lib = ggml_job.declared(library())
+    buffer_type = rpc_library().ggml_backend_rpc_buffer_type
+    buffer_type.restype, buffer_type.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_uint32]
+    kind = buffer_type(endpoint.encode(), 0)
+    buffer = lib.ggml_backend_buft_alloc_buffer(kind, len(pattern)) if kind else None
+    if not buffer:
+        raise DriverError(f"cannot allocate {len(pattern)} bytes on {endpoint}")
+    context = ggml_job.metadata_memory(lib)
+    tensor = lib.ggml_new_tensor_1d(context, _I8, len(pattern))
+    lib.ggml_backend_tensor_alloc(buffer, tensor, lib.ggml_backend_buffer_get_base(buffer))
+    lib.ggml_backend_tensor_set(tensor, pattern, 0, len(pattern))
+    found = ctypes.create_string_buffer(len(pattern))
+    yield b""
+    lib.ggml_backend_tensor_get(tensor, found, 0, len(pattern))
+    yield found.raw
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

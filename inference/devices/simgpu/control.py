@@ -1,4 +1,4 @@
-"""Client of the simulator's control socket."""
+"""Clients of the simulator's control socket: a function for event loops, and a blocking connection."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headgate.shared.errors import HeadgateError
+
 SOCKET_NAME = "simgpu.sock"
 """File name in the directory of the service's sockets."""
 ANSWER_SECONDS = 10.0
 MOST_ANSWER_BYTES = 2**20
 
 
-class SimulatorError(Exception):
+class SimulatorError(HeadgateError):
     """The simulator does not answer, or refuses a command.
 
     `of_state`: the reason is the state of the device, such as too little memory, or the simulator has ended.
@@ -26,33 +28,46 @@ class SimulatorError(Exception):
         self.of_state = of_state
 
 
-async def send_command(path: Path, do: str, device: str, *, seconds: float, **amount: float) -> None:
-    """Runs one command over a new connection, with a deadline. Raises SimulatorError."""
-    command = {"do": do, "device": device, **amount}
+async def send_command(
+    path: Path, do: str, device: str | None = None, *, seconds: float, **amount: float
+) -> dict[str, dict[str, Any]]:
+    """Runs one command of `faults.COMMANDS` over a new connection, with a deadline. Returns the status of all devices
+    by id. Raises SimulatorError.
+    """
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=MOST_ANSWER_BYTES)
-            writer.write(json.dumps(command).encode() + b"\n")
+            writer.write(_line(do, device, amount))
             await writer.drain()
             line = await reader.readline()
-        answer = json.loads(line) if line.endswith(b"\n") else {}
     except TimeoutError:
         raise SimulatorError(f"the simulator did not answer within {seconds:g} s") from None
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise SimulatorError("the simulator has ended", of_state=True) from None
     except (OSError, ValueError) as error:
-        is_gone = isinstance(error, OSError)
-        raise SimulatorError(f"the simulator gave no answer ({error})", of_state=is_gone) from None
+        raise SimulatorError(f"the simulator gave no answer ({error})", of_state=isinstance(error, OSError)) from None
     finally:
         if writer is not None:
             writer.transport.abort()
-    if "devices" not in answer:
-        raise _refused(answer)
+    return _statuses(line)
 
 
-def _refused(answer: Mapping[str, Any]) -> SimulatorError:
-    if "error" not in answer:
-        return SimulatorError("the simulator has ended", of_state=True)
-    return SimulatorError(answer["error"], of_state=answer.get("of_state", False))
+def _line(do: str, device: str | None, amount: Mapping[str, float]) -> bytes:
+    return json.dumps({"do": do, "device": device, **amount}).encode() + b"\n"
+
+
+def _statuses(line: bytes) -> dict[str, dict[str, Any]]:
+    """The status of the devices by id in an answer. Raises SimulatorError for a refusal and for an incomplete line."""
+    if not line.endswith(b"\n"):
+        raise SimulatorError("the simulator has ended", of_state=True)
+    try:
+        answer = json.loads(line)
+    except ValueError as error:
+        raise SimulatorError(f"the simulator gave no answer ({error})") from None
+    if "error" in answer:
+        raise SimulatorError(answer["error"], of_state=answer.get("of_state", False))
+    return {device["id"]: device for device in answer["devices"]}
 
 
 class Control:
@@ -70,15 +85,12 @@ class Control:
 
     def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
         """Runs one command of `faults.COMMANDS`. Returns the status of all devices by id."""
-        command = {"do": do, "device": device, **amount}
         try:
-            self._sock.sendall(json.dumps(command).encode() + b"\n")
-            answer = json.loads(self._answers.readline() or b"{}")
-        except (OSError, ValueError) as error:
+            self._sock.sendall(_line(do, device, amount))
+            line = self._answers.readline()
+        except OSError as error:
             raise SimulatorError(f"the simulator gave no answer ({error})") from None
-        if "devices" not in answer:
-            raise _refused(answer)
-        return {device["id"]: device for device in answer["devices"]}
+        return _statuses(line)
 
     def close(self) -> None:
         """Ends the connection."""

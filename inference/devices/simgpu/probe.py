@@ -20,11 +20,11 @@ from typing import Any
 
 from headgate.bootstrap import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
-from inference.devices.compute_trial import trial
 from inference.devices.device import HIDDEN, Reading
+from inference.devices.device_probe import Probe
 from inference.devices.reopen_policy import Reopening
 from inference.devices.signs import Sign
-from inference.devices.simgpu.control import SOCKET_NAME
+from inference.devices.simgpu.control import SOCKET_NAME, SimulatorError, send_command
 from inference.devices.simgpu.rpc_server import package
 from inference.workers.child_environment import child_environment
 
@@ -38,7 +38,7 @@ MOST_LINE_BYTES = 2**20
 KIND = "sim"
 
 
-class SimProbe:
+class SimProbe(Probe):
     """The simulated devices `gpu-0`, `gpu-1`, ... `directory` is private and contains the simulator's socket.
 
     `engine` is the folder of llama-cpp-python, whose RPC backend they need.
@@ -50,9 +50,7 @@ class SimProbe:
         self._own = tempfile.TemporaryDirectory(prefix="hg-sim-") if directory is None else None
         self.socket_path = (Path(self._own.name) if self._own is not None else directory or Path()) / SOCKET_NAME
         self._process: asyncio.subprocess.Process | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
         self._reopening = Reopening()
         self._opened_at = 0.0
         self._is_loss_reported = False
@@ -90,10 +88,10 @@ class SimProbe:
             return
         try:
             status = await self.tell("status")
-        except HeadgateError as error:
+        except SimulatorError as error:
             self._lose(str(error), Sign.UNSURE if process is None or process.returncode is None else Sign.GONE)
         else:
-            self._readings = tuple(map(_reading, status["devices"]))
+            self._readings = tuple(map(_reading, status.values()))
 
     def listen(self, notice: Callable[[], None]) -> None:
         """Calls `notice` when the simulator ends."""
@@ -103,51 +101,17 @@ class SimProbe:
         """The next refresh starts an ended simulator without a delay."""
         self._reopening, self._is_loss_reported = Reopening(), True
 
-    async def trial(self, device: str) -> None:
-        """Computes on the device in a helper of its own."""
-        await trial(next(reading for reading in self._readings if reading.id == device))
-
-    async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, Any]:
-        """Runs one command of `faults.COMMANDS`; returns the status of all devices. Raises HeadgateError."""
-        async with self._turn:
-            if self._process is None or self._process.returncode is not None:
-                raise HeadgateError("the simulator has ended")
-            writer: asyncio.StreamWriter | None = None
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    reader, writer = self._streams = self._streams or await self._connect()
-                    writer.write(json.dumps({"do": do, "device": device, **amount}).encode() + b"\n")
-                    await writer.drain()
-                    answer = json.loads(await reader.readline())
-            except BaseException as error:
-                if writer is not None:
-                    writer.transport.abort()  # a late answer would be taken for the answer to the next command
-                self._streams = None
-                if isinstance(error, ConnectionRefusedError | FileNotFoundError):
-                    raise HeadgateError("the simulator has ended") from error
-                if isinstance(error, TimeoutError | OSError | ValueError):
-                    raise HeadgateError(
-                        f"the simulator does not answer ({str(error) or 'no answer in time'})"
-                    ) from error
-                raise
-        if "error" in answer:
-            raise HeadgateError(f"the simulator refuses: {answer['error']}")
-        return dict(answer)
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(str(self.socket_path), limit=MOST_LINE_BYTES)
-
-    def _drop_streams(self) -> None:
-        streams, self._streams = self._streams, None
-        if streams is not None:
-            streams[1].transport.abort()
+    async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
+        """Runs one command of `faults.COMMANDS`; returns the status of all devices by id. Raises SimulatorError."""
+        if self._process is None or self._process.returncode is not None:
+            raise SimulatorError("the simulator has ended")
+        return await send_command(self.socket_path, do, device, seconds=ANSWER_SECONDS, **amount)
 
     async def close(self) -> None:
         """Ends the simulator and its servers."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
-        self._drop_streams()
         process, self._process = self._process, None
         if process is not None:
             await _kill(process)
@@ -173,11 +137,9 @@ class SimProbe:
         try:
             async with asyncio.timeout(START_SECONDS):
                 status = json.loads(await process.stdout.readline())
-                self._streams = await self._connect()
             if self._process is not process:
                 raise OSError("it was closed")
         except BaseException as error:
-            self._drop_streams()
             await _kill(process)
             if isinstance(error, TimeoutError | OSError | ValueError):
                 raise HeadgateError(
@@ -195,7 +157,6 @@ class SimProbe:
             self._is_loss_reported = True
             return
         self._is_opening = True
-        self._drop_streams()
         try:
             await self._open()
         except HeadgateError as error:

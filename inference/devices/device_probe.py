@@ -1,4 +1,4 @@
-"""Tests one device: a helper computes on it and checks the result."""
+"""The base class of device probes, and the trial of one device by a helper that computes on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 TRIAL_SECONDS = 30.0
 """A healthy device takes less than a second, but a driver that powers devices up can take many."""
 
-Trial = Callable[[Reading], Awaitable[None]]
 Run = Callable[..., Awaitable[dict[str, Any]]]
 """The signature of `run_helper`."""
 
@@ -42,3 +41,30 @@ async def trial(reading: Reading, *, seconds: float = TRIAL_SECONDS, run: Run = 
         raise HelperError(f"the trial of {reading.id} failed: {answer['error']}")
     if "full" in answer:
         log.info("%s answers, but has no memory for a trial: %s", reading.id, answer["full"])
+
+
+class Probe:
+    """Measures one kind of devices."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        """The newest readings. Does not block."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Finds the devices. Called once. Finding none is not an error."""
+
+    async def refresh(self) -> None:
+        """Measures again, with a deadline of its own. A device that cannot be read keeps its last figures."""
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Calls `notice` on the event loop after an event that the next refresh reports."""
+
+    async def renew(self) -> None:
+        """Restarts the helper of the probe at the next refresh, without waiting for its backoff."""
+
+    async def trial(self, device: str) -> None:
+        """Computes on a device and checks the result, with a deadline. Raises HelperError."""
+        await trial(next(reading for reading in self.readings() if reading.id == device))
+
+    async def close(self) -> None:
+        """Ends the processes of the probe."""
