@@ -34,7 +34,7 @@ class Verb:
 
 GROUPS: Mapping[str, tuple[Verb, ...]] = {
     "start": (
-        Verb("up", "supervise.up", "inference and gateway under one supervisor", "headgate up --port 8080"),
+        Verb("up", "up", "inference and gateway under one supervisor", "headgate up --port 8080"),
         Verb("gateway", "services", "the gateway alone, in the foreground", "headgate gateway --host 0.0.0.0"),
         Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
     ),

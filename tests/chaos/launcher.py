@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
 def _pass_on(names: str) -> None:
     """Services of `up` are started by this module as well."""
-    from headgate.cli.supervise import up
+    from headgate.cli import up
 
     up.headgate_argv = lambda *words: [sys.executable, "-m", "tests.chaos.launcher", names, *words]  # type: ignore[assignment]
 

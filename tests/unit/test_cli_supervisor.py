@@ -6,17 +6,16 @@ import asyncio
 import signal
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from headgate.cli.supervise.restart_policy import Phase, Policy
-from headgate.cli.supervise.supervisor import Child, Supervisor, describe
+from headgate.cli.supervisor import Child, RestartDelays, Supervisor, describe
 from tests.rigs.processes import is_alive
 from tests.rigs.stack import until
 
-QUICK = Policy(first_seconds=0.01, cap_seconds=0.04, healthy_seconds=60.0)
+QUICK = RestartDelays(first_seconds=0.01, most_seconds=0.04, healthy_seconds=60.0)
 
 
 @dataclass
@@ -53,8 +52,8 @@ STUBBORN = """
 """
 
 
-def _supervisor(output: Output, *children: Child, policy: Policy = QUICK) -> Supervisor:
-    return Supervisor(children, lambda name, text: output.lines.append((name, text)), output.notes.append, policy)
+def _supervisor(output: Output, *children: Child, delays: RestartDelays = QUICK) -> Supervisor:
+    return Supervisor(children, lambda name, text: output.lines.append((name, text)), output.notes.append, delays)
 
 
 async def _is_up(output: Output, name: str, times: int = 1) -> None:
@@ -143,7 +142,7 @@ async def test_usage_error_after_a_good_start_waits_for_sighup(output: Output, t
     broken.touch()
     assert odd.process is not None
     odd.process.kill()
-    await until("given up", lambda: odd.state.phase is Phase.GIVEN_UP)
+    await until("given up", lambda: odd.has_usage_error)
     assert not supervisor.over.done()
     broken.unlink()
     supervisor.hang_up()
@@ -194,10 +193,43 @@ async def test_missing_program_is_retried_with_a_note(output: Output) -> None:
 async def test_long_and_unfinished_lines_are_complete(output: Output) -> None:
     """A line beyond the limit arrives in parts, a last line without a line feed in one."""
     child = _child("loud", "import sys; sys.stdout.write('x' * 200_000 + '\\nend'); sys.stdout.flush()")
-    supervisor = _supervisor(output, child, policy=Policy(first_seconds=60.0))
+    supervisor = _supervisor(output, child, delays=RestartDelays(first_seconds=60.0))
     supervisor.begin()
     await until("the end", lambda: output.texts("loud")[-1:] == ["end"])
     assert sum(map(len, output.texts("loud")[:-1])) == 200_000
+    await supervisor.stop()
+
+
+async def test_delay_doubles_after_each_exit_and_starts_again_after_a_healthy_run(output: Output) -> None:
+    """Each run counts as healthy when `healthy_seconds` is 0."""
+    quick = RestartDelays(first_seconds=0.001, most_seconds=0.004, healthy_seconds=60.0)
+    for delays, expected in (
+        (quick, ["0.001", "0.002", "0.004", "0.004"]),
+        (replace(quick, healthy_seconds=0.0), ["0.001"] * 4),
+    ):
+        output.notes.clear()
+        child = _child("odd", "import sys; sys.exit(3)")
+        child.was_ready = True
+        supervisor = _supervisor(output, child, delays=delays)
+        supervisor.begin()
+        await until("four restarts", lambda: sum("restarting" in note for note in output.notes) >= 4)
+        await supervisor.stop()
+        waits = [note for note in output.notes if "restarting" in note][:4]
+        assert waits == [f"restarting odd in {seconds} s" for seconds in expected]
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    delays = RestartDelays()
+    assert [delays.after(exits) for exits in (1, 2, 3, 10, 11, 10_000)] == [0.1, 0.2, 0.4, 51.2, 60.0, 60.0]
+
+
+async def test_usage_errors_of_all_children_end_the_supervisor(output: Output) -> None:
+    children = [_child(name, "import sys; sys.exit(2)") for name in ("back", "front")]
+    for child in children:
+        child.was_ready = True
+    supervisor = _supervisor(output, *children)
+    supervisor.begin()
+    assert await asyncio.wait_for(supervisor.over, 10) == 2
     await supervisor.stop()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from headgate.cli import addresses
 from headgate.cli.command import Command, Session
 from headgate.cli.config import GATEWAY, MODELS
-from headgate.cli.supervise.supervisor import Child, Supervisor, headgate_argv
+from headgate.cli.supervisor import Child, Supervisor, headgate_argv
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.log import FLUSH_SECONDS, LineWriter

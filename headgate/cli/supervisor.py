@@ -1,4 +1,4 @@
-"""Supervises child processes: starts them, restarts them by the restart policy, and stops them in order.
+"""Supervises child processes: starts them, restarts them as the container policy `unless-stopped`, stops them in order.
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. The kernel kills
 the children when the supervisor dies.
@@ -11,14 +11,26 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from headgate.cli.supervise import restart_policy
 from headgate.shared import child_process
+from headgate.shared.errors import Exit
 
 LINE_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class RestartDelays:
+    """Docker's delays before a restart: doubled after each exit, the first one again after a run of `healthy_seconds`."""
+
+    first_seconds: float = 0.1
+    most_seconds: float = 60.0
+    healthy_seconds: float = 10.0
+
+    def after(self, exits: int) -> float:
+        """Seconds to wait after `exits` (1 or more) exits in a row."""
+        return min(self.first_seconds * 2.0 ** min(exits - 1, 64), self.most_seconds)
 
 
 @dataclass
@@ -29,15 +41,18 @@ class Child:
     argv: Sequence[str]
     environ: Mapping[str, str]
     drain_seconds: float
-    state: restart_policy.ProcessState = field(default_factory=restart_policy.ProcessState)
     was_ready: bool = False
     process: asyncio.subprocess.Process | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no process runs."""
+    has_usage_error: bool = False
+    """Whether it ended with a usage error, which a restart would repeat: it waits for SIGHUP."""
+    task: asyncio.Task[None] | None = None
+    """Keeps it running."""
 
 
 class Supervisor:
-    """Starts children, restarts them by the policy, and stops them in reverse order.
+    """Starts children, restarts them after a delay, and stops them in reverse order.
 
     `on_line` receives the name of a child and a line of its output, `note` one sentence per decision. A child that
     exits with status 1, 2 or 70 before it was ready for the first time ends the supervisor.
@@ -48,68 +63,66 @@ class Supervisor:
         children: Sequence[Child],
         on_line: Callable[[str, str], None],
         note: Callable[[str], None],
-        policy: restart_policy.Policy | None = None,
-        clock: Callable[[], float] | None = None,
+        delays: RestartDelays | None = None,
     ) -> None:
         self.children = tuple(children)
         for child in self.children:
             child.idle.set()
         self._on_line = on_line
         self._note = note
-        self._policy = policy or restart_policy.Policy()
-        self._clock = clock or asyncio.get_running_loop().time
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._delays = delays or RestartDelays()
         self._forced = False
         self.stopping = False
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Resolved with the exit status for `up` when a failed child ends everything."""
 
     def begin(self) -> None:
-        """Starts the children that do not run."""
+        """Starts the children that do not run, and those that wait after a usage error."""
         for child in self.children:
-            self._feed(child, restart_policy.Begin(self._clock()))
+            if child.task is None or child.task.done():
+                child.has_usage_error = False
+                child.task = asyncio.ensure_future(self._keep_running(child))
 
     def hang_up(self) -> None:
-        """Forwards SIGHUP, so that the services reload, and starts the children that were given up."""
+        """Forwards SIGHUP, so that the services reload, and starts the children that wait after a usage error."""
         for child in self.children:
             self._send(child, signal.SIGHUP, group=False)
         self.begin()
 
-    def _feed(self, child: Child, event: restart_policy.ProcessEvent) -> None:
-        child.state, effects = restart_policy.step(child.state, event, self._policy)
-        for effect in effects:
-            match effect:
-                case restart_policy.Spawn():
-                    self._task(self._life(child))
-                case restart_policy.Wait(seconds):
-                    self._note(f"restarting {child.name} in {seconds:g} s")
-                    self._task(self._due(child, seconds))
-                case restart_policy.GiveUp(status):
-                    self._note(
-                        f"{child.name} cannot start with this configuration (status {status}); "
-                        f"correct it and send SIGHUP to pid {os.getpid()}"
-                    )
-                    self._gave_up(status)
-
-    def _gave_up(self, status: int) -> None:
-        if all(child.state.phase is restart_policy.Phase.GIVEN_UP for child in self.children):
-            self._end(status)
+    async def _keep_running(self, child: Child) -> None:
+        """Runs a child again and again, until it ends with a usage error or `stop` is called."""
+        loop = asyncio.get_running_loop()
+        exits = 0
+        while not self.stopping:
+            started_at = loop.time()
+            status = await self._run(child)
+            if self.stopping:
+                return
+            if status is not None:
+                self._note(f"{child.name} {describe(status)}")
+                if not child.was_ready and status in (1, 2, 70):  # the first start failed with an error message
+                    self._end(status)
+                    return
+            if status == Exit.USAGE:
+                self._note(
+                    f"{child.name} cannot start with this configuration (status {status}); "
+                    f"correct it and send SIGHUP to pid {os.getpid()}"
+                )
+                child.has_usage_error = True
+                if all(child.has_usage_error for child in self.children):
+                    self._end(status)
+                return
+            exits = 1 if loop.time() - started_at >= self._delays.healthy_seconds else exits + 1
+            seconds = self._delays.after(exits)
+            self._note(f"restarting {child.name} in {seconds:g} s")
+            await asyncio.sleep(seconds)
 
     def _end(self, status: int) -> None:
         if not self.over.done():
             self.over.set_result(status)
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _due(self, child: Child, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._feed(child, restart_policy.Due(self._clock()))
-
-    async def _life(self, child: Child) -> None:
-        """One run of a child, from start to exit."""
+    async def _run(self, child: Child) -> int | None:
+        """One run of a child, from start to exit. Returns its status, or None when it could not be started."""
         child.idle.clear()
         try:
             child.process = await asyncio.create_subprocess_exec(
@@ -121,23 +134,15 @@ class Supervisor:
                 process_group=0,
                 limit=LINE_LIMIT,
             )
+            if self.stopping:  # `stop` was called during the start
+                self._send(child, signal.SIGKILL if self._forced else signal.SIGTERM, group=True)
+            return await self._watch(child, child.process)
         except OSError as error:
             self._note(f"cannot start {child.name}: {error}")
+            return None
+        finally:
+            child.process = None
             child.idle.set()
-            self._feed(child, restart_policy.Exited(self._clock(), 1))
-            return
-        if self.stopping:  # `stop` was called during the start
-            self._send(child, signal.SIGKILL if self._forced else signal.SIGTERM, group=True)
-        status = await self._watch(child, child.process)
-        child.process = None
-        child.idle.set()
-        if self.stopping:
-            return
-        self._note(f"{child.name} {describe(status)}")
-        if not child.was_ready and status in (1, 2, 70):  # the first start failed with an error message
-            self._end(status)
-            return
-        self._feed(child, restart_policy.Exited(self._clock(), status))
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> int:
         assert process.stdout is not None
@@ -173,8 +178,6 @@ class Supervisor:
     async def stop(self) -> None:
         """Ends the children in reverse order, each within its drain time. Returns when all have ended."""
         self.stopping = True
-        for child in self.children:
-            child.state, _ = restart_policy.step(child.state, restart_policy.Stop(), self._policy)
         for child in reversed(self.children):
             if child.idle.is_set():
                 continue
@@ -187,9 +190,10 @@ class Supervisor:
                 self._note(f"killing {child.name}: it did not end within {child.drain_seconds:g} s")
                 self._send(child, signal.SIGKILL, group=True)
                 await child.idle.wait()
-        for task in tuple(self._tasks):
+        tasks = [child.task for child in self.children if child.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def force(self) -> None:
         """Kills all running children. `stop` then returns without waiting for them to drain."""

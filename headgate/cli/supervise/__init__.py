@@ -1,1 +1,0 @@
-"""The verb `up`: both services under one supervisor."""
