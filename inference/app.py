@@ -7,11 +7,12 @@ becomes 503 before the port closes, and streams end before workers.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,14 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from headgate.shared.asgi import App, error_headers, request_id
+from headgate.shared.asgi import App, Receive, Response, Scope, Send, error_headers, request_id
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.wire import QuietServer, server_config
 from inference import settings
+from inference.api import local_model_routes, memory_routes, service_routes
 from inference.api.relay import Relay
-from inference.api.routes import (
-    local_model_routes,
-    memory_routes,
-    openapi_route,
-    operation_routes,
-    service_routes,
-)
-from inference.api.token_guard import OPEN_PATHS, Guard
+from inference.api.service_routes import OPEN_PATHS
 from inference.authority.clock import Clock
 from inference.authority.shell import Authority
 from inference.authority.state import Timing
@@ -65,14 +60,7 @@ LINGER_SECONDS = 2.0
 """How long the port stays open after `/readyz` became 503, so that load balancers notice."""
 CUT_SECONDS = 8.0
 """Streams end with an error frame after the drain; connections that are open this much later are closed."""
-HOT_PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/tokenize",
-    "/detokenize",
-)
+HOT_PATHS = tuple(service_routes.BODIES)
 USE_PATHS = (*HOT_PATHS, "/memory/plan")
 """Paths whose POST changes nothing for others, so that the token is enough."""
 
@@ -134,11 +122,9 @@ class Service:
         app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
         relay = Relay(self.authority, max_body_bytes=max_body_bytes)
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
-        app.include_router(service_routes.router(self.authority, self.metrics, lambda: self.draining))
+        app.include_router(service_routes.router(app, self.authority, self.metrics, lambda: self.draining))
         app.include_router(local_model_routes.router(self.authority, self.crashes))
         app.include_router(memory_routes.router(self.authority, Dumps(self.authority, self.crashes)))
-        app.include_router(operation_routes.router(self.authority))
-        openapi_route.add(app, OPEN_PATHS)
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
@@ -261,6 +247,49 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
         return
     changes = running.authority.reload(fresh)
     log.info("configuration reloaded: %s", "; ".join(changes) or "no difference")
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+class Guard:
+    """Checks the bearer token of requests. Open paths need none; requests that change something need the admin key.
+
+    Every method except GET and HEAD changes something, except on `use_paths`. Without an admin key the token is enough
+    for all requests. Other requests get status 401 or 403. Keys are compared in constant time.
+    """
+
+    def __init__(self, app: App, token: str, admin_key: str | None = None, use_paths: Collection[str] = ()) -> None:
+        self._app = app
+        self._token = token.encode()
+        self._admin_key = (admin_key or token).encode()
+        self._use_paths = frozenset(use_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI request."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        given = _bearer(scope)
+        is_admin = hmac.compare_digest(given, self._admin_key)
+        changes = scope["method"] not in ("GET", "HEAD") and scope["path"] not in self._use_paths
+        if is_admin or (not changes and hmac.compare_digest(given, self._token)):
+            await self._app(scope, receive, send)
+            return
+        response = Response(send, request_id(scope))
+        if hmac.compare_digest(given, self._token):
+            problem = "this request needs the admin key of the inference service (INFERENCE_ADMIN_KEY), not its token"
+            await response.json(403, error_body(Code.PERMISSION_DENIED, problem))
+            return
+        body = error_body(Code.INVALID_API_KEY, "the inference service needs its token: Authorization: Bearer TOKEN")
+        await response.json(401, body, [(b"www-authenticate", b"Bearer")])
+
+
+def _bearer(scope: Scope) -> bytes:
+    """The bearer token of a request, empty without one."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, given = value.partition(b" ")
+            return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
+    return b""
 
 
 # --- errors in the envelope ------------------------------------------------------------------------------------------

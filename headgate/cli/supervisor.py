@@ -22,7 +22,7 @@ LINE_LIMIT = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RestartDelays:
-    """Docker's delays before a restart: doubled after each exit, the first one again after a run of `healthy_seconds`."""
+    """Docker's delays before a restart: doubled after each exit, the first again after a run of `healthy_seconds`."""
 
     first_seconds: float = 0.1
     most_seconds: float = 60.0

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import msgspec
 
 from headgate.shared import hop, wire
 from headgate.shared.asgi import (
@@ -33,8 +29,7 @@ from headgate.shared.asgi import (
     wait_for_disconnect,
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
-from inference.api.flow_control import Flow
-from inference.api.request_shape import Envelope, envelope_of, shape_of
+from inference.api.relayed_request import RelayedRequest, read_request
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
 from inference.authority.placement.plan import Refusal
@@ -43,19 +38,12 @@ from inference.authority.shell import Authority
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
 from inference.estimate import cold_tokenizer
 from inference.protocol import (
-    H_DEADLINE,
     H_DEVICE,
-    H_KV,
-    H_PRIORITY,
-    H_PROBE,
     H_REQUEST_ID,
-    H_STREAM_INTERVAL,
-    H_TENANT,
     PROGRESS_INTERVAL_SECONDS,
     Code,
     ExitCause,
     ModelState,
-    Priority,
     Progress,
     device_frame,
 )
@@ -64,40 +52,13 @@ log = logging.getLogger(__name__)
 
 WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 """Interval of comments on a waiting stream: shorter than documented, so that a busy machine keeps it."""
-_BIG_BODY_BYTES = 2**20
-"""Larger bodies are parsed in a thread, so that they do not delay other streams."""
 _EXIT_SECONDS = 0.5
 BODY_SECONDS = 60.0
 """Time for a body to arrive."""
 CONNECT_SECONDS = 5.0
-_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedRequest:
-    """The fields of a request that the relay uses."""
-
-    model: str
-    stream: bool
-    priority: Priority
-    deadline_seconds: float | None
-    probe: bool
-    arrived_at: float
-    """on the event loop's clock"""
-    envelope: Envelope
-    """of the body, for a crash record"""
-
-    def seconds_left(self, now: float) -> float | None:
-        """Seconds until the deadline, at least 0; None without a deadline."""
-        if self.deadline_seconds is None:
-            return None
-        return max(0.0, self.arrived_at + self.deadline_seconds - now)
-
-    def milliseconds_left(self, now: float) -> int | None:
-        """Milliseconds until the deadline, at least 1; None without a deadline."""
-        left = self.seconds_left(now)
-        return None if left is None else max(1, int(left * 1000))
+_FRAME_END = b"\n\n"
+_DATA = b"\ndata:"
 
 
 class _WorkerLeftError(Exception):
@@ -145,20 +106,20 @@ class Relay:
 
     async def _answer(self, path: str, headers: Headers, body: bytes, out: Response) -> None:
         try:
-            request = await self._read(path, headers, body)
+            request = await read_request(path, headers, body)
             model = self._authority.resolve(request.model)
             if request.probe and await self._probe(model, out):
                 return
-            if path in cold_tokenizer.PATHS and not self._is_ready(model):
-                await self._count(model, request, path, body, out)
+            if request.only_tokenizes and not self._is_ready(model):
+                await self._count(model, request, out)
                 return
             try:
-                await self._serve(model, request, path, headers, body, out)
+                await self._serve(model, request, out)
             except _WorkerLeftError:
                 model = self._authority.resolve(request.model)  # a reload may have removed it and added it again
                 if request.probe and await self._probe(model, out):
                     return
-                await self._serve(model, request, path, headers, body, out)
+                await self._serve(model, request, out)
         except InferenceError as error:
             await out.fail(error)
         except _WorkerLeftError:
@@ -172,20 +133,19 @@ class Relay:
     def _is_ready(self, model: str) -> bool:
         return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
 
-    async def _count(self, model: str, request: RelayedRequest, path: str, body: bytes, out: Response) -> None:
+    async def _count(self, model: str, request: RelayedRequest, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
         seconds = limit if request.deadline_seconds is None else min(limit, request.deadline_seconds)
-        status, answer = await self._vocabulary.ask(self._authority.model(model).spec, path, body, seconds=seconds)
+        spec = self._authority.model(model).spec
+        status, answer = await self._vocabulary.ask(spec, request.path, request.body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
-    async def _serve(
-        self, model: str, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
-    ) -> None:
-        rerun = Rerun(self._authority, path, body)
+    async def _serve(self, model: str, request: RelayedRequest, out: Response) -> None:
+        rerun = Rerun(self._authority, request.path, request.body)
         await rerun.admit(model)
         while True:
             try:
-                has_computed = await self._run(rerun, model, request, path, headers, body, out)
+                has_computed = await self._run(rerun, model, request, out)
             except CrashedError as error:
                 if not await rerun.crashed(model, error) or request.probe:
                     raise error.error from error
@@ -195,40 +155,26 @@ class Relay:
                     rerun.answered(model)
                 return
 
-    async def _run(
-        self, rerun: Rerun, model: str, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
-    ) -> bool:
+    async def _run(self, rerun: Rerun, model: str, request: RelayedRequest, out: Response) -> bool:
         """Whether the model computed the answer: not for an error, and not for tokenize requests."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
             priority=request.priority,
             seconds=request.seconds_left(now) if rerun.crashes else request.deadline_seconds,
-            counts=not request.probe and path not in cold_tokenizer.PATHS,
+            counts=not request.probe and not request.only_tokenizes,
             alone=rerun.alone,
             retries=rerun.crashes,
         ) as ticket:
             lease = await (self._wait_with_progress(ticket, out) if request.stream else ticket.wait())
             assert lease is not None
             await rerun.admit(model)  # the same request may have been convicted meanwhile
-            lease.shape = functools.partial(_shape, path, len(body), request.envelope, lease.alone)
+            alone = lease.alone
+            lease.shape = lambda: {**request.shape(), "alone": alone}
             answer = self._stream if request.stream else self._whole
-            has_computed = (
-                await answer(lease, request, path, headers, body, out) == 200 and path not in cold_tokenizer.PATHS
-            )
+            has_computed = await answer(lease, request, out) == 200 and not request.only_tokenizes
             lease.release(completed=has_computed)
             return has_computed
-
-    async def _read(self, path: str, headers: Headers, body: bytes) -> RelayedRequest:
-        arrived_at = asyncio.get_running_loop().time()
-        envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
-        model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
-        if not isinstance(model, str) or not model:
-            raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
-        if stream is not None and not isinstance(stream, bool):
-            raise InvalidRequestError("`stream` must be true or false", param="stream")
-        probe = headers.get(H_PROBE) == "1"
-        return RelayedRequest(model, bool(stream), _priority(headers), _deadline(headers), probe, arrived_at, envelope)
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""
@@ -251,11 +197,9 @@ class Relay:
             await _send_progress(out, ticket.progress())
 
     # --- forwarding ------------------------------------------------------------------------------------------------
-    async def _stream(
-        self, lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
-    ) -> int:
+    async def _stream(self, lease: Lease, request: RelayedRequest, out: Response) -> int:
         """Relays the worker's answer and returns its status."""
-        asking = asyncio.ensure_future(_ask(lease, request, path, headers, body))
+        asking = asyncio.ensure_future(_ask(lease, request))
         answer: Answer | None = None
         flow: Flow | None = None
         try:
@@ -285,11 +229,10 @@ class Relay:
                 with contextlib.suppress(asyncio.CancelledError, BrokenError, _UnreachableError):  # reported above
                     (await asking).close()
 
-    async def _whole(
-        self, lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes, out: Response
-    ) -> int:
+    async def _whole(self, lease: Lease, request: RelayedRequest, out: Response) -> int:
+        headers = request.worker_headers(asyncio.get_running_loop().time())
         try:
-            response = await lease.session.post(path, data=body, headers=_passed(request, headers))
+            response = await lease.session.post(request.path, data=request.body, headers=headers)
             try:
                 await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
                 return response.status
@@ -344,23 +287,14 @@ class _UnreachableError(Exception):
     """The worker's socket accepted no connection."""
 
 
-async def _ask(lease: Lease, request: RelayedRequest, path: str, headers: Headers, body: bytes) -> Answer:
+async def _ask(lease: Lease, request: RelayedRequest) -> Answer:
     """The worker's answer after its headers have arrived; raises BrokenError or _UnreachableError."""
     worker = Hop(hop.unix(str(lease.process.socket_path)), "worker")
+    headers = request.worker_headers(asyncio.get_running_loop().time())
     try:
-        return await worker.post(path, body, _passed(request, headers), CONNECT_SECONDS)
+        return await worker.post(request.path, request.body, headers, CONNECT_SECONDS)
     except OSError as error:
         raise _UnreachableError(str(error)) from error
-
-
-def _passed(request: RelayedRequest, headers: Headers) -> dict[str, str]:
-    """The headers of the request to a worker."""
-    passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
-    passed[H_REQUEST_ID] = headers[H_REQUEST_ID]
-    passed["content-type"] = "application/json"
-    if (left := request.milliseconds_left(asyncio.get_running_loop().time())) is not None:
-        passed[H_DEADLINE] = str(left)
-    return passed
 
 
 def _back(lease: Lease, headers: Headers) -> list[tuple[bytes, bytes]]:
@@ -375,34 +309,51 @@ def _where(lease: Lease) -> str:
     return ",".join(lease.devices)
 
 
-def _envelope(body: bytes) -> Envelope:
-    try:
-        return envelope_of(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError('the body must be a JSON object such as {"model": ...}') from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
+class Flow:
+    """The pieces of one stream between a worker and its client.
 
+    While the client reads more slowly than the worker writes, reading from the worker is paused.
+    """
 
-def _shape(path: str, body_bytes: int, envelope: Envelope, alone: bool) -> dict[str, Any]:
-    return {**shape_of(path, body_bytes, envelope), "alone": alone}
+    def __init__(self, answer: Answer, response: Response) -> None:
+        self.has_begun = False
+        """Whether anything except comments was relayed."""
+        self._answer = answer
+        self._response = response
+        self._kept: list[bytes] = []
+        self._last = _FRAME_END
+        self._ended = False
+        self._error: BrokenError | None = None
+        self._changed = asyncio.Event()
 
+    async def run(self) -> None:
+        """Returns after the last piece; raises BrokenError."""
+        self._answer.listen(self._on_piece, self._on_end)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._kept:
+                await self._response.data(self._kept[0])
+                del self._kept[0]  # removed after sending, so that pieces that arrive meanwhile keep their order
+            if self._error is not None:
+                if not self._last.endswith(_FRAME_END):
+                    await self._response.data(_FRAME_END)  # separates the error from a partial frame
+                raise self._error
+            if self._ended:
+                return
+            self._answer.resume()
 
-def _priority(headers: Headers) -> Priority:
-    value = headers.get(H_PRIORITY)
-    if value is None:
-        return Priority.NORMAL
-    try:
-        return Priority(value.lower())
-    except ValueError:
-        names = ", ".join(Priority)
-        raise InvalidRequestError(f"{H_PRIORITY} is one of {names}, not {value[:50]!r}", param=H_PRIORITY) from None
+    def _on_piece(self, piece: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = not piece.startswith(b":") or _DATA in piece
+        self._last = piece
+        if not self._kept and self._response.takes_pieces:
+            self._response.piece(piece)
+        else:
+            self._kept.append(piece)
+            self._answer.pause()
+            self._changed.set()
 
-
-def _deadline(headers: Headers) -> float | None:
-    value = headers.get(H_DEADLINE)
-    if value is None:
-        return None
-    if not value.isascii() or not value.isdigit() or len(value) > 12:
-        raise InvalidRequestError(f"{H_DEADLINE} is a number of milliseconds, not {value[:50]!r}", param=H_DEADLINE)
-    return int(value) / 1000
+    def _on_end(self, error: BrokenError | None) -> None:
+        self._ended, self._error = error is None, error
+        self._changed.set()

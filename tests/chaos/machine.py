@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.devices.compute_trial import trial
 from inference.devices.device import Reading
 from inference.devices.ggml_devices import GgmlProbe
 from tests.rigs.sim_devices import SimDevices
@@ -101,7 +100,7 @@ class Found(GgmlProbe):
     """The devices listed in `path`: figures and health are those of NVML, and workers compute on them."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__({}, probe=self._listing, trial=self._compute)
+        super().__init__({}, probe=self._listing)
         self._path = path
 
     def readings(self) -> tuple[Reading, ...]:
@@ -114,9 +113,6 @@ class Found(GgmlProbe):
 
     async def _listing(self) -> list[dict[str, Any]]:
         return list(self._read()["listing"])
-
-    async def _compute(self, reading: Reading) -> None:
-        await trial(next(one for one in self.readings() if one.id == reading.id))
 
     def _read(self) -> dict[str, Any]:
         return dict(json.loads(self._path.read_text()))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import ConfigError, HeadgateError
-from inference.devices.device import Probe, Reading
+from inference.devices.device import Reading
+from inference.devices.device_probe import Probe
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory

@@ -16,7 +16,7 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
 from headgate.shared.bodies.body_decoder import json_schema
-from inference.api.routes.openapi_route import BODIES
+from inference.api.service_routes import BODIES
 from inference.protocol import Code
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError

@@ -14,8 +14,7 @@ import pytest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from headgate.shared.bodies.body_decoder import HOP_FIELDS, json_schema
-from inference.api.routes.openapi_route import BODIES
-from inference.api.token_guard import OPEN_PATHS
+from inference.api.service_routes import BODIES, OPEN_PATHS
 from inference.app import HOT_PATHS
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import Start, services

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.api.routes.operation_routes import preload
+from inference.api.memory_routes import preload
 from inference.authority.lifecycle.departures import Reason
 from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused

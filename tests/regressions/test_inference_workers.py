@@ -17,7 +17,7 @@ from headgate.shared.asgi import Response
 from headgate.shared.hop import BrokenError
 from headgate.shared.sse import SseSplitter
 from inference import worker_link
-from inference.api.flow_control import Flow
+from inference.api.relay import Flow
 from inference.authority.events import CrashReported
 from inference.authority.lifecycle.departures import Action, Reason
 from inference.authority.quarantine import MOST_IN_A_ROW, Crash

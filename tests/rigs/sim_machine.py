@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inference.devices.compute_trial import trial
 from inference.devices.device import Reading
 from inference.devices.ggml_devices import GgmlProbe
 from inference.devices.nvml_reader import NvmlReader
@@ -145,14 +144,11 @@ class _Probe(GgmlProbe):
     """NVML reports the state of the devices, and the simulator computes."""
 
     def __init__(self, machine: SimMachine, nvml: NvmlReader | None) -> None:
-        super().__init__({}, nvml=nvml, probe=machine.listing, trial=self._compute)
+        super().__init__({}, nvml=nvml, probe=machine.listing)
         self._machine = machine
 
     def readings(self) -> tuple[Reading, ...]:
         return tuple(self._at_endpoint(reading) for reading in super().readings())
-
-    async def _compute(self, reading: Reading) -> None:
-        await trial(self._at_endpoint(reading))
 
     def _at_endpoint(self, reading: Reading) -> Reading:
         return replace(reading, rpc_endpoint=self._machine.endpoint(reading.uuid))

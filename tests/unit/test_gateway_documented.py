@@ -25,7 +25,7 @@ from gateway.routing.explain_record import AttemptRecord, BreakRecord, Record
 from gateway.telemetry.gateway_metrics import Telemetry
 from headgate.shared.bodies.body_decoder import json_schema
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
-from inference.api.routes.openapi_route import BODIES
+from inference.api.service_routes import BODIES
 from inference.protocol import CODES
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError

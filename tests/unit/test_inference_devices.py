@@ -13,8 +13,7 @@ import pytest
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.device_view import candidates
-from inference.devices import compute_trial as devices_trial
-from inference.devices import compute_trial_job
+from inference.devices import device_probe, ggml_job
 from inference.devices.device import Reading, narrowed, outer_set
 from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory
@@ -311,7 +310,7 @@ class WrongLibrary(PaperLibrary):
         self.matrices: list[Any] = []
 
     def ggml_backend_tensor_set(self, _tensor: int, data: int, _offset: int, size: int) -> None:
-        kept = np.frombuffer(ctypes.string_at(data, size), dtype=np.float32).reshape(-1, compute_trial_job.LONG)
+        kept = np.frombuffer(ctypes.string_at(data, size), dtype=np.float32).reshape(-1, ggml_job.LONG)
         self.matrices.append(kept)
 
     def ggml_backend_tensor_get(self, _tensor: int, data: int, _offset: int, size: int) -> None:
@@ -333,7 +332,7 @@ class WrongLibrary(PaperLibrary):
     ids=["closed", "full", "refusing", "silent", "wrong"],
 )
 def test_failure_of_a_device_is_described(library: Any, answer: dict[str, str]) -> None:
-    assert compute_trial_job.check_product(library, 1) == answer
+    assert ggml_job.check_product(library, 1) == answer
 
 
 @pytest.mark.parametrize(
@@ -352,4 +351,4 @@ async def test_trial_that_ends_with_out_of_memory_is_no_failure_of_the_device(ou
         raise HelperError("the trial helper ended with status -6", output)
 
     with contextlib.nullcontext() if passes else pytest.raises(HelperError):
-        await devices_trial.trial(Reading("gpu-0", "cuda", "card", 10, 0, 10), run=run)
+        await device_probe.trial(Reading("gpu-0", "cuda", "card", 10, 0, 10), run=run)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from headgate.shared.hop import BrokenError
-from inference.api.flow_control import Flow
-from inference.api.request_shape import envelope_of, shape_of
+from inference.api.relay import Flow
+from inference.api.relayed_request import read_request
 
 
 class FakeAnswer:
@@ -98,8 +98,9 @@ async def test_error_of_the_worker_is_raised_after_its_pieces() -> None:
     assert out.got == [b"a\n\n"]
 
 
-def test_shape_of_a_request_has_counts_and_no_text() -> None:
+async def test_shape_of_a_request_has_counts_and_no_text() -> None:
     body = {
+        "model": "demo",
         "messages": [{"role": "user", "content": "a secret"}],
         "tools": [{}, {}],
         "max_tokens": 7,
@@ -107,10 +108,11 @@ def test_shape_of_a_request_has_counts_and_no_text() -> None:
         "stream": True,
         "regex": "secret",
     }
-    shape = shape_of("/v1/chat/completions", 99, envelope_of(json.dumps(body).encode()))
+    data = json.dumps(body).encode()
+    shape = (await read_request("/v1/chat/completions", {}, data)).shape()
     assert shape == {
-        "path": "/v1/chat/completions", "body_bytes": 99, "stream": True, "messages": 1, "tools": 2, "max_tokens": 7,
+        "path": "/v1/chat/completions", "body_bytes": len(data), "stream": True, "messages": 1, "tools": 2, "max_tokens": 7,
         "constrained": True,
     }  # fmt: skip
-    tokenized = shape_of("/tokenize", 2, envelope_of(b'{"messages":"text"}'))
-    assert tokenized == {"path": "/tokenize", "body_bytes": 2, "stream": False}
+    tokenized = await read_request("/tokenize", {}, b'{"model":"demo","messages":"text"}')
+    assert tokenized.shape() == {"path": "/tokenize", "body_bytes": 34, "stream": False}

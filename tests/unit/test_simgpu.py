@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from inference.devices.simgpu.aside import PIECE_BYTES, Aside, AsideError
 from inference.devices.simgpu.faults import COMMANDS, Order, parse
+from inference.devices.simgpu.rpc_server import PIECE_BYTES, Aside, AsideError
 from inference.devices.simgpu.rpc_wire import Command, Conversation, WireError, reply, request
 from inference.environment_settings import parse_choice
 

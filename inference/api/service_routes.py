@@ -1,22 +1,50 @@
-"""HTTP routes of the service itself: liveness, readiness, health, metrics, events."""
+"""HTTP routes of the service itself: liveness, readiness, health, metrics, events, and its OpenAPI description."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import headgate
+from headgate.shared import openapi
+from headgate.shared.bodies.body_decoder import Body, json_schema
+from headgate.shared.bodies.openai_bodies import (
+    ChatBody,
+    CompletionRequest,
+    DetokenizeBody,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeBody,
+)
 from headgate.shared.openapi import NOT_NOW
 from inference.authority.shell import Authority
 from inference.authority.views import figures
 from inference.authority.views.inference_metrics import Metrics
 
+_TYPES: Mapping[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+_SCHEMAS = {path: json_schema(type_, is_public=False) for path, type_ in _TYPES.items()}
 
-def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], bool]) -> APIRouter:
-    """The routes of the service."""
+BODIES: Mapping[str, Mapping[str, Any]] = {path: body for path, (body, _) in _SCHEMAS.items()}
+"""The body of each hot path."""
+
+_PARTS = {name: part for _, parts in _SCHEMAS.values() for name, part in parts.items()}
+_STREAMS = ("/v1/chat/completions", "/v1/completions")
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Paths that need no token."""
+
+
+def router(app: FastAPI, authority: Authority, metrics: Metrics, is_draining: Callable[[], bool]) -> APIRouter:
+    """The routes of the service. `app` has all routes that FastAPI describes."""
     routes = APIRouter()
 
     @routes.get("/livez")
@@ -51,4 +79,13 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
         headers: dict[str, Any] = {"cache-control": "no-cache"}
         return StreamingResponse(authority.bus.listen(), media_type="text/event-stream", headers=headers)
 
+    @routes.get(openapi.PATH, include_in_schema=False)
+    async def describe() -> JSONResponse:
+        return JSONResponse(description(app))
+
     return routes
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """The complete description: the routes of `app` and the hot paths."""
+    return openapi.completed(app.openapi(), BODIES, OPEN_PATHS, _STREAMS, _PARTS)

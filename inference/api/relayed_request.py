@@ -1,0 +1,154 @@
+"""What the relay reads of a request: headers, and an envelope of the body. Workers decode the body."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from headgate.shared.asgi import Headers
+from inference.errors import InvalidRequestError
+from inference.estimate import cold_tokenizer
+from inference.protocol import (
+    H_DEADLINE,
+    H_KV,
+    H_PRIORITY,
+    H_PROBE,
+    H_REQUEST_ID,
+    H_STREAM_INTERVAL,
+    H_TENANT,
+    Code,
+    Priority,
+)
+
+_BIG_BODY_BYTES = 2**20
+"""Larger bodies are parsed in a thread, so that they do not delay other streams."""
+_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
+_ABSENT = Raw(b"null")
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """The fields of a body that the service reads, each as the JSON that was sent."""
+
+    model: Raw = _ABSENT
+    stream: Raw = _ABSENT
+    messages: Raw = _ABSENT
+    tools: Raw = _ABSENT
+    documents: Raw = _ABSENT
+    max_tokens: Raw = _ABSENT
+    max_completion_tokens: Raw = _ABSENT
+    n: Raw = _ABSENT
+    response_format: Raw = _ABSENT
+    grammar: Raw = _ABSENT
+    regex: Raw = _ABSENT
+    json_schema: Raw = _ABSENT
+
+
+_LISTS = ("messages", "tools", "documents")
+_NUMBERS = ("max_tokens", "max_completion_tokens", "n")
+_SETTINGS = ("response_format", "grammar", "regex", "json_schema")
+
+_envelope_of = msgspec.json.Decoder(Envelope).decode
+_items = msgspec.json.Decoder(list[Raw]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRequest:
+    """One request. `deadline_seconds` counts from `arrived_at`, which is a time of the event loop's clock."""
+
+    path: str
+    headers: Headers
+    body: bytes
+    envelope: Envelope
+    model: str
+    stream: bool
+    priority: Priority
+    deadline_seconds: float | None
+    probe: bool
+    arrived_at: float
+
+    @property
+    def only_tokenizes(self) -> bool:
+        """Whether a vocabulary is enough to answer it."""
+        return self.path in cold_tokenizer.PATHS
+
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds until the deadline, at least 0; None without a deadline."""
+        if self.deadline_seconds is None:
+            return None
+        return max(0.0, self.arrived_at + self.deadline_seconds - now)
+
+    def worker_headers(self, now: float) -> dict[str, str]:
+        """The headers of the request to a worker."""
+        passed = {name: value for name in _PASSED_ON if (value := self.headers.get(name)) is not None}
+        passed["content-type"] = "application/json"
+        if (left := self.seconds_left(now)) is not None:
+            passed[H_DEADLINE] = str(max(1, int(left * 1000)))
+        return passed
+
+    def shape(self) -> dict[str, Any]:
+        """For crash records, without texts: path, bytes and stream; where they are given, limits and the number of
+        messages, tools and documents.
+        """
+        given = {name: bytes(getattr(self.envelope, name)) for name in (*_LISTS, *_NUMBERS, *_SETTINGS)}
+        shape: dict[str, Any] = {"path": self.path, "body_bytes": len(self.body), "stream": self.stream}
+        shape |= {name: len(_items(given[name])) for name in _LISTS if given[name].startswith(b"[")}
+        shape |= {name: int(given[name]) for name in _NUMBERS if given[name].isdigit()}
+        if any(given[name] != b"null" for name in _SETTINGS):
+            shape["constrained"] = True
+        return shape
+
+
+async def read_request(path: str, headers: Headers, body: bytes) -> RelayedRequest:
+    """The request with this body. Raises InvalidRequestError."""
+    arrived_at = asyncio.get_running_loop().time()
+    envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
+    model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
+    if not isinstance(model, str) or not model:
+        raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
+    if stream is not None and not isinstance(stream, bool):
+        raise InvalidRequestError("`stream` must be true or false", param="stream")
+    return RelayedRequest(
+        path,
+        headers,
+        body,
+        envelope,
+        model,
+        bool(stream),
+        _priority(headers),
+        _deadline(headers),
+        headers.get(H_PROBE) == "1",
+        arrived_at,
+    )
+
+
+def _envelope(body: bytes) -> Envelope:
+    try:
+        return _envelope_of(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError('the body must be a JSON object such as {"model": ...}') from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
+
+
+def _priority(headers: Headers) -> Priority:
+    value = headers.get(H_PRIORITY)
+    if value is None:
+        return Priority.NORMAL
+    try:
+        return Priority(value.lower())
+    except ValueError:
+        names = ", ".join(Priority)
+        raise InvalidRequestError(f"{H_PRIORITY} is one of {names}, not {value[:50]!r}", param=H_PRIORITY) from None
+
+
+def _deadline(headers: Headers) -> float | None:
+    value = headers.get(H_DEADLINE)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or len(value) > 12:
+        raise InvalidRequestError(f"{H_DEADLINE} is a number of milliseconds, not {value[:50]!r}", param=H_DEADLINE)
+    return int(value) / 1000

@@ -1,1 +1,0 @@
-"""Routes besides the hot path, which translate between HTTP and the authority."""
