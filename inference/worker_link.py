@@ -22,11 +22,11 @@ The end of the stream means that the other side has ended.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
+
+import msgspec
 
 BEAT_SECONDS = 0.5
 """Longest interval between heartbeats of a worker."""
@@ -252,49 +252,22 @@ Message = (
     | Drain
     | Stop
 )
-_TYPES: Mapping[str, type] = {
-    kind.tag: kind
-    for kind in (
-        Hello,
-        Hold,
-        Held,
-        Grant,
-        LoadProgress,
-        Ready,
-        Failed,
-        Heartbeat,
-        Offload,
-        Offloaded,
-        Limit,
-        Forget,
-        Threads,
-        Drain,
-        Stop,
-    )
-}
+_TYPES: Mapping[str, type[Message]] = {kind.tag: kind for kind in get_args(Message)}
+
+
+class _Tagged(msgspec.Struct):
+    tag: str
 
 
 def encode(message: Message) -> bytes:
     """`message` as one JSON line."""
-    return json.dumps({"tag": message.tag, **dataclasses.asdict(message)}, separators=(",", ":")).encode() + b"\n"
+    return msgspec.json.encode({"tag": message.tag, **msgspec.to_builtins(message)}) + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """The message in `line`. Raises ValueError for an invalid one."""
-    data = json.loads(line)
-    tag = data.pop("tag", None) if isinstance(data, dict) else None
-    kind = _TYPES.get(tag) if isinstance(tag, str) else None
-    if kind is None:
-        raise ValueError(f"not a link message: {line[:80]!r}")
     try:
-        for name, value in data.items():
-            if name == "devices":
-                data[name] = tuple(DeviceGrant(**item) for item in value)
-            elif name == "buffers":
-                data[name] = tuple(Buffer(**item) for item in value)
-            elif isinstance(value, list):
-                data[name] = tuple(value)
-        message: Message = kind(**data)
-    except TypeError as error:
-        raise ValueError(f"not a {kind.__name__} message: {error}") from error
-    return message
+        kind = _TYPES[msgspec.json.decode(line, type=_Tagged).tag]
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ValueError(f"not a link message: {line[:80]!r} ({error})") from error

@@ -110,9 +110,7 @@ async def test_shape_of_a_request_has_counts_and_no_text() -> None:
     }
     data = json.dumps(body).encode()
     shape = (await read_request("/v1/chat/completions", {}, data)).shape()
-    assert shape == {
-        "path": "/v1/chat/completions", "body_bytes": len(data), "stream": True, "messages": 1, "tools": 2, "max_tokens": 7,
-        "constrained": True,
-    }  # fmt: skip
+    counts = {"messages": 1, "tools": 2, "max_tokens": 7, "constrained": True}
+    assert shape == {"path": "/v1/chat/completions", "body_bytes": len(data), "stream": True, **counts}
     tokenized = await read_request("/tokenize", {}, b'{"model":"demo","messages":"text"}')
     assert tokenized.shape() == {"path": "/tokenize", "body_bytes": 34, "stream": False}
