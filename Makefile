@@ -33,7 +33,7 @@ ready:
 	@$(PYTHON) -I headgate/bootstrap.py
 
 machine: ready ## the CPU, its features and the cores that are used, as tests and benchmarks print them first
-	@$(RUN) headgate.machine
+	@$(RUN) headgate.build
 
 serve: ready ## start gateway and inference on the configured models; installs on the first run
 	@exec $(RUN) headgate up $(ARGS)

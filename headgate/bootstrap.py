@@ -37,8 +37,16 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a script: the package is not on the path
     sys.path.insert(0, str(ROOT))
 
-from headgate.build import Compiler, Cpu, Rung, chooses_instructions, ladder  # noqa: E402
-from headgate.machine import Build, compiler_at, this_cpu  # noqa: E402
+from headgate.build import (  # noqa: E402
+    Build,
+    Compiler,
+    Cpu,
+    Rung,
+    chooses_instructions,
+    compiler_at,
+    ladder,
+    this_cpu,
+)
 
 LOCK = "requirements.lock"
 ENGINE = "llama-cpp-python"

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headgate.machine import Build
+from headgate.build import Build
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file

@@ -19,8 +19,6 @@ from typing import Any
 from inference.demo import BUNDLED, bundled_path
 from inference.tools import demo_corpus
 
-__all__ = ["BARS", "Ask", "Message", "Miss", "Score", "all_scores", "main", "score_dialogues", "score_questions"]
-
 BARS: dict[str, dict[str, float]] = {"demo": {"questions": 0.90, "dialogues": 0.80}, "demo-mini": {"questions": 0.60}}
 """Minimum share of exact answers for each bundled model; other scores are only reported."""
 

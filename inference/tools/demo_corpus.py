@@ -10,18 +10,6 @@ from typing import Any
 
 import yaml
 
-__all__ = [
-    "Dialogue",
-    "Question",
-    "Reworded",
-    "Turn",
-    "dialogues",
-    "listed_dialogues",
-    "listed_questions",
-    "questions",
-    "reworded_questions",
-]
-
 CORPUS_DIR = Path(__file__).resolve().parents[1] / "demo" / "corpus"
 
 LISTED_SUMS = frozenset({"What is 7 plus 5?", "What is 3 plus 4?", "What is 9 minus 6?"})

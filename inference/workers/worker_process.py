@@ -38,8 +38,8 @@ from inference.worker_link import (
 )
 from inference.workers.exit_cause import ExitEvidence, WorkerExit, classify, is_silent_abort, most_telling_line
 from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
-from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.launch import launch
+from inference.workers.os_api import KernelOomKills
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headgate.machine import Build
+from headgate.build import Build
 from headgate.shared.errors import Exit
 from inference.devices.simgpu.rpc_server import package
 from tests.rigs.broken_llama import BrokenLlama

@@ -22,7 +22,7 @@ from inference.estimate.headroom import HALF_LIFE_SECONDS
 from inference.estimate.headrooms import Headrooms
 from inference.protocol import Code, ModelState
 from inference.workers.hang_detection import HangTimeouts
-from inference.workers.kernel_oom_kills import KernelOomKills
+from inference.workers.os_api import KernelOomKills
 from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start, services

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headgate import __version__
+from headgate.build import this_cpu
 from headgate.cli.main import VERBS
-from headgate.machine import this_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -130,7 +130,7 @@ def test_tests_and_benchmarks_print_the_cpu_first() -> None:
     long |= {"test", "cover", "chaos", "fuzz", "soak", "resume-proof", "gpu-check"}
     assert {name: needs[name] for name in long} == dict.fromkeys(long, "machine")
     done = subprocess.run(
-        [sys.executable, "-m", "headgate.machine"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        [sys.executable, "-m", "headgate.build"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
     )
     cpu = this_cpu()
     assert done.stdout.startswith(f"CPU: {cpu.model}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.machine import Build
+from headgate.build import Build
 from headgate.shared.errors import Exit
 from headgate.shared.state_directory import StateDir
 from inference.devices.build_check import BrokenBuildError, BuildCheck

@@ -15,9 +15,16 @@ from inference.authority.placement.fix import smaller
 from inference.demo import bundled_path
 from inference.estimate import estimate_job
 from inference.estimate.estimate_job import LayerTrace
-from inference.estimate.gguf import BadGgufError, quantization_name, read_facts
+from inference.estimate.gguf import (
+    MOST_CONTEXT,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    BadGgufError,
+    header_problem,
+    quantization_name,
+    read_facts,
+)
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula, formula_on, plausible
-from inference.estimate.header_limits import MOST_CONTEXT, MOST_EXPERTS, MOST_LAYERS, header_problem
 from inference.estimate.layers import Layers, Sizes, layers_of
 from inference.worker.llama.binding import lib
 from inference.workers.helper_client import run_helper

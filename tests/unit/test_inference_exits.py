@@ -8,7 +8,7 @@ import pytest
 
 from inference.protocol import ExitCause
 from inference.workers.exit_cause import ExitEvidence, cause_of_text, classify, is_silent_abort, most_telling_line
-from inference.workers.kernel_oom_kills import LATELY_SECONDS, KernelOomKills
+from inference.workers.os_api import LATELY_SECONDS, KernelOomKills
 
 ABORT, KILL, SEGV, ILL = -6, -9, -11, -4
 CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"

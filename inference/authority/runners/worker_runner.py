@@ -14,11 +14,10 @@ from inference.authority import effects, events
 from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.devices.inventory import Inventory
 from inference.worker_link import Hold, Ready
-from inference.workers import heap_trim
 from inference.workers.exit_cause import WorkerExit
 from inference.workers.os_api import private_bytes
 from inference.workers.worker_process import WorkerProcess
-from inference.workers.worker_supervisor import Supervisor
+from inference.workers.worker_supervisor import Supervisor, trim_heaps
 
 log = logging.getLogger("inference.authority")
 
@@ -205,7 +204,7 @@ class WorkerRunner:
         left: dict[str, int] = {}
         retained: dict[str, tuple[int, int]] = {}
         try:
-            freed, left, retained = await heap_trim.trim(processes, fresh_first=effect.fresh_first)
+            freed, left, retained = await trim_heaps(processes, fresh_first=effect.fresh_first)
         finally:
             self._dispatch(events.Trimmed(effect.job, freed, left, retained))
 
