@@ -214,7 +214,7 @@ async def _settled(inventory: Inventory, device: str) -> int:
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     while True:
         await inventory.refresh()
-        reading = inventory.get(device)
+        reading = next((item for item in inventory.measured() if item.id == device), None)
         assert reading is not None
         if reading.used_bytes == last or asyncio.get_running_loop().time() > deadline:
             return reading.used_bytes

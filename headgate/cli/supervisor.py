@@ -204,12 +204,10 @@ class Supervisor:
 
 def describe(status: int) -> str:
     """An exit status as the end of a sentence."""
-    if status < 0:
-        try:
-            return f"was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was ended by signal {-status}"
-    return "requests a restart (status 70)" if status == 70 else f"ended with status {status}"
+    if status == Exit.RESTART_OUTSIDE:
+        return f"requests a restart (status {status})"
+    how = child_process.exit_text(status)
+    return f"was ended by {how}" if status < 0 else f"ended with {how}"
 
 
 def headgate_argv(*words: str) -> list[str]:

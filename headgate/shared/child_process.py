@@ -1,4 +1,4 @@
-"""Set-up of a child process: it ends with its parent, and it leaves no core dump."""
+"""Set-up of a child process: it ends with its parent, and it leaves no core dump. Text for exit statuses."""
 
 from __future__ import annotations
 
@@ -71,3 +71,13 @@ def disable_core_dumps() -> None:
     if hard != 0:
         with contextlib.suppress(ValueError, OSError):  # a system without this limit
             resource.setrlimit(resource.RLIMIT_CORE, (LEAST_CORE_BYTES, hard))
+
+
+def exit_text(status: int) -> str:
+    """How a process ended, from its exit status or minus the signal number: `status 3`, `signal SIGKILL`."""
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"

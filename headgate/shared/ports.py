@@ -76,7 +76,7 @@ def owner_pid(port: int) -> int | None:
     """The process that listens on `port`, or None when this user cannot see it."""
     if Path("/proc/net/tcp").exists():
         inodes = set(_listening_inodes(port))
-        return next((pid for pid in _pids() if inodes & set(_socket_inodes(pid))), None) if inodes else None
+        return next((pid for pid in _pids() if _has_socket(pid, inodes)), None) if inodes else None
     if lsof := shutil.which("lsof"):
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):  # only used in messages
             found = subprocess.run(
@@ -99,13 +99,19 @@ def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
-def _socket_inodes(pid: int) -> Iterator[str]:
+def _has_socket(pid: int, inodes: set[str]) -> bool:
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = str(entry.readlink())
-                if target.startswith("socket:["):
-                    yield target[8:-1]
+        return not inodes.isdisjoint(socket_inodes(pid))
+    return False
+
+
+def socket_inodes(pid: int) -> Iterator[str]:
+    """Inodes of the open sockets of a process, from /proc. Raises OSError when it ended or belongs to another user."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                yield target[8:-1]
 
 
 def arguments(pid: int) -> list[str]:

@@ -89,11 +89,6 @@ class SseSplitter:
             return [frame] if frame else []
         return []
 
-    @property
-    def pending(self) -> int:
-        """Number of bytes of the incomplete frame."""
-        return len(self._rest)
-
 
 def _blank_end(rest: bytes, look: int) -> int:
     """Where the first blank line from `look` on ends; 0 without one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from inference.devices.checkpoint.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
@@ -27,12 +26,6 @@ class Inventory:
         self._probes = tuple(probes)
         self.carriers: Mapping[str, Carrier] = {NVIDIA: DriversCarrier()} if carriers is None else carriers
         """Support for suspended processes, by the kind of device."""
-        self.overlay: Callable[[Reading], Reading] = lambda reading: reading
-        """Adds the health state of the device to a reading."""
-        self.refreshes = 0
-        """Number of refreshes."""
-        self.refreshed: Callable[[], None] = lambda: None
-        """Called after each refresh, before the next one: readings report events only once."""
         self._turn = asyncio.Lock()
 
     @classmethod
@@ -56,8 +49,6 @@ class Inventory:
         """Measures again. Concurrent calls run one after the other."""
         async with self._turn:
             await asyncio.gather(*(probe.refresh() for probe in self._probes))
-            self.refreshes += 1
-            self.refreshed()
 
     def listen(self, notice: Callable[[], None]) -> None:
         """Calls `notice` on the event loop after a device event, which the next refresh reports."""
@@ -78,27 +69,10 @@ class Inventory:
         """Ends the processes of the probes."""
         await asyncio.gather(*(probe.close() for probe in self._probes))
 
-    def readings(self) -> tuple[Reading, ...]:
-        """The newest readings, accelerators first. Unified devices get the free memory of the host."""
-        found = tuple(map(self.overlay, self.measured()))
-        host = next((reading for reading in found if reading.id == CPU), None)
-        return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
-
     def measured(self) -> tuple[Reading, ...]:
-        """The newest readings of the probes, without states."""
+        """The newest readings, accelerators first."""
         return tuple(reading for probe in self._probes for reading in probe.readings())
 
     def accelerators(self) -> tuple[Reading, ...]:
         """The readings without the CPU."""
-        return tuple(reading for reading in self.readings() if reading.id != CPU)
-
-    def get(self, device: str) -> Reading | None:
-        """The newest reading of a device."""
-        return next((reading for reading in self.readings() if reading.id == device), None)
-
-
-def _on_host(reading: Reading, host: Reading) -> Reading:
-    """`reading` with the memory of the host that the accelerator can use."""
-    total = min(reading.total_bytes or host.total_bytes, host.total_bytes)
-    free = min(total, host.free_bytes)
-    return replace(reading, total_bytes=total, free_bytes=free, used_bytes=total - free)
+        return tuple(reading for reading in self.measured() if reading.id != CPU)

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headgate.shared import child_process
 from inference.workers.child_environment import NOTICE, child_environment
 
 MOST_ANSWER_BYTES = 16 * 2**20
@@ -58,23 +58,12 @@ async def run_helper(
     except ValueError:
         output = err[-MOST_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
         lines = output.splitlines()
-        raise HelperError(
-            f"the {job} helper ended with {_describe(process.returncode)}{': ' + lines[-1] if lines else ''}",
-            output,
-            process.returncode,
-        ) from None
+        how = child_process.exit_text(process.returncode or 0)
+        message = f"the {job} helper ended with {how}{': ' + lines[-1] if lines else ''}"
+        raise HelperError(message, output, process.returncode) from None
     if not isinstance(answer, dict):
         raise HelperError(f"the answer of the {job} helper is not an object")
     return answer
-
-
-def _describe(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
 
 
 class ServingHelper:

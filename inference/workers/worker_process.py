@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headgate.shared import child_process
 from inference.protocol import ExitCause
 from inference.worker_link import (
     Drain,
@@ -366,8 +367,7 @@ class WorkerProcess:
             return self._failed.message
         if self._hang is not None:
             return f"the worker hung: {self._hang}"
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         is_external = cause in (ExitCause.KILLED, ExitCause.REQUESTED)  # its output does not explain the exit
         last = "" if is_external else most_telling_line(self._lines)
         name = "broken build" if cause is ExitCause.BROKEN_BUILD else cause
-        return f"the worker ended with {how} ({name}){': ' + last[:300] if last else ''}"
+        return f"the worker ended with {child_process.exit_text(status)} ({name}){': ' + last[:300] if last else ''}"

@@ -224,10 +224,14 @@ async def test_single_event_is_seen_by_simultaneous_readings() -> None:
     paper = RecordingProbe("gpu-0")
     inventory = Inventory([paper])
     seen: list[Sign] = []
-    inventory.refreshed = lambda: seen.append(inventory.measured()[0].sign)
+
+    async def read() -> None:
+        await inventory.refresh()
+        seen.append(inventory.measured()[0].sign)
+
     paper.next_signs = [Sign.DEAD, Sign.FINE]
-    await asyncio.gather(inventory.refresh(), inventory.refresh())
-    assert (seen, inventory.refreshes) == ([Sign.DEAD, Sign.FINE], 2)
+    await asyncio.gather(read(), read())
+    assert seen == [Sign.DEAD, Sign.FINE]
 
 
 class RecordingProbe(CpuProbe):
@@ -299,7 +303,6 @@ async def test_llama_cpp_without_rpc_is_reported_with_the_missing_flag(tmp_path:
 async def test_inventory_has_the_configured_devices(setting: dict[str, object], ids: list[str]) -> None:
     inventory = Inventory.of(InferenceSettings.model_validate(setting))
     await inventory.start()
-    assert [reading.id for reading in inventory.readings()] == ids
-    assert inventory.get("cpu") is not None
+    assert [reading.id for reading in inventory.measured()] == ids
     assert [reading.id for reading in inventory.accelerators()] == ids[:-1]
     await inventory.close()

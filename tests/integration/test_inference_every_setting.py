@@ -326,7 +326,7 @@ async def _devices(bench: Bench) -> None:
         inventory = Inventory.of(bench.configured(DEVICES=value).settings)
         await inventory.start()
         try:
-            assert [reading.id for reading in inventory.readings()] == expected
+            assert [reading.id for reading in inventory.measured()] == expected
         finally:
             await inventory.close()
 

@@ -87,7 +87,7 @@ async def test_killed_child_is_restarted_and_others_keep_running(output: Output)
     back.process.kill()
     await _is_up(output, "back", times=2)
     assert output.texts("front") == ["up"]
-    assert "back was ended by SIGKILL" in output.notes
+    assert "back was ended by signal SIGKILL" in output.notes
     await supervisor.stop()
 
 
@@ -234,7 +234,7 @@ async def test_usage_errors_of_all_children_end_the_supervisor(output: Output) -
 
 
 def test_exit_statuses_are_described() -> None:
-    assert describe(-signal.SIGABRT) == "was ended by SIGABRT"
+    assert describe(-signal.SIGABRT) == "was ended by signal SIGABRT"
     assert describe(-99) == "was ended by signal 99"
     assert describe(70) == "requests a restart (status 70)"
     assert describe(3) == "ended with status 3"

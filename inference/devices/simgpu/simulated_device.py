@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headgate.shared import ports
 from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, ServerEndedError, Servers
 from inference.devices.simgpu.faults import Order
 from inference.devices.simgpu.rpc_relay import Pace, Relay
@@ -167,9 +168,11 @@ class Device:
     async def _suspend(self, pid: int) -> None:
         if any(link.pid == pid for link in self._links.values()):
             raise ValueError(f"process {pid} is suspended on {self.id} already")
-        ports = await asyncio.to_thread(ports_of, pid, self._port)
+        client_ports = await asyncio.to_thread(ports_of, pid, self._port)
         holders = {number for number, _pointer in self.memory.held}
-        links = {number: link for number, link in self._links.items() if link.port in ports and number in holders}
+        links = {
+            number: link for number, link in self._links.items() if link.port in client_ports and number in holders
+        }
         if not links:
             raise StateError(f"process {pid} has nothing on {self.id}")
         await self._shut(pid, list(links.values()))
@@ -306,25 +309,14 @@ def ports_of(pid: int, port: int) -> frozenset[int]:
     """
     if sys.platform != "linux":
         raise ValueError("the owner of a connection can be found on Linux only")
-    mine = _sockets_of(pid)
+    try:
+        mine = set(ports.socket_inodes(pid))
+    except FileNotFoundError:
+        return frozenset()
+    except PermissionError:
+        raise ValueError(f"the system does not show the connections of process {pid}") from None
     there = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}:{port:04X}"
     rows = (line.split() for line in _TABLE.read_text().splitlines()[1:])
     return frozenset(
         int(row[_LOCAL].partition(":")[2], 16) for row in rows if row[_REMOTE] == there and row[_INODE] in mine
     )
-
-
-def _sockets_of(pid: int) -> set[str]:
-    """Inodes of the open sockets of a process."""
-    found = set()
-    try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-                kind, _, inode = str(entry.readlink()).partition(":")
-                if kind == "socket":
-                    found.add(inode.strip("[]"))
-    except FileNotFoundError:
-        return set()
-    except PermissionError:
-        raise ValueError(f"the system does not show the connections of process {pid}") from None
-    return found
