@@ -166,9 +166,13 @@ def has_keys(session: Session) -> bool:
     return bool(_settings(session).keys)
 
 
-def gateway(session: Session, *, admin: bool = False) -> Api:
-    """The API of the gateway, with the key of this user."""
+def gateway(session: Session, *, admin: bool = False, needs_key: bool = False) -> Api:
+    """The API of the gateway, with the key of this user. Raises HeadgateError without a key if it `needs_key`."""
     key = gateway_key(session.environ, session.state, admin=admin)
+    if needs_key and key is None:
+        raise HeadgateError(
+            "no key for the gateway was found; start the gateway once with `headgate up`, or set GATEWAY_API_KEY"
+        )
     return Api("gateway", gateway_url(session), key.value if key else None, "headgate up")
 
 

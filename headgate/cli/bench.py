@@ -191,11 +191,7 @@ def run(session: Session) -> int:
     """Sends one request that loads the model and is not counted, then the load, and prints the result."""
     args, terminal = session.args, session.terminal
     plan = Plan(args.model, args.streams, args.prompt_tokens, args.answer_tokens, args.duration)
-    api = addresses.gateway(session)
-    if api.token is None:
-        raise HeadgateError(
-            "no key for the gateway was found; start the gateway once with `headgate up`, or set GATEWAY_API_KEY"
-        )
+    api = addresses.gateway(session, needs_key=True)
     terminal.status(f"waiting for {plan.model}")
     if (error := send(api, plan.body(1)).error) is not None:
         raise error

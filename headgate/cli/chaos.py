@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headgate.cli import addresses
-from headgate.cli.command import Command, Session, zero_or_more
+from headgate.cli.command import Command, Session, UsageError, zero_or_more
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.units import format_duration, parse_bytes
@@ -28,12 +28,6 @@ OUT_OF_MEMORY = "CUDA error: out of memory\n  current device: 0, in function all
 """The output of llama.cpp's CUDA backend before it aborts without memory."""
 SLOW_SECONDS, LATE_SECONDS = 0.05, 5.0
 SIM = "sim"
-
-
-class ChaosRefusedError(HeadgateError):
-    """The fault cannot be injected here; the message says why."""
-
-    exit_code = Exit.USAGE
 
 
 @dataclass(frozen=True)
@@ -117,31 +111,30 @@ def run(session: Session) -> int:
 
 
 def check_sense(fault: Fault, args: argparse.Namespace) -> None:
-    """Raises ChaosRefusedError for an option that does not apply to `fault`."""
+    """Raises UsageError for an option that does not apply to `fault`."""
     for option, given in (("device", args.device), ("model", args.model)):
         if given is not None and fault.on != option:
-            raise ChaosRefusedError(f"{fault.name} acts on a {fault.on}; it takes no --{option}")
+            raise UsageError(f"{fault.name} acts on a {fault.on}; it takes no --{option}")
     if args.amount is not None and fault.do not in _WITH_AMOUNT:
-        raise ChaosRefusedError(f"{fault.name} takes no --amount")
+        raise UsageError(f"{fault.name} takes no --amount")
     if args.seconds is not None and fault.do not in _ENDS and fault.number != STOP:
-        raise ChaosRefusedError(f"{fault.name} takes no --seconds, because it cannot be undone; {fault.undo}")
+        raise UsageError(f"{fault.name} takes no --seconds, because it cannot be undone; {fault.undo}")
 
 
 def check_simulated(devices: list[Mapping[str, Any]]) -> None:
-    """Raises ChaosRefusedError unless there is at least one accelerator and all accelerators are simulated."""
+    """Raises UsageError unless there is at least one accelerator and all accelerators are simulated."""
     real = [device for device in devices if device["kind"] not in (SIM, "cpu")]
     if real or not any(device["kind"] == SIM for device in devices):
         names = ", ".join(f"{device['id']} ({device.get('name') or device['kind']})" for device in real) or "none"
-        raise ChaosRefusedError(
+        raise UsageError(
             f"chaos needs a system with simulated devices only; accelerators of this one: {names}. "
             f"Start a simulated system with INFERENCE_DEVICES=sim:2x600MiB headgate up"
         )
 
 
 def _list(session: Session) -> int:
-    if session.json:
-        rows = [{"fault": one.name, "on": one.on, "does": one.summary, "undo": one.undo} for one in FAULTS.values()]
-        session.terminal.json({"faults": rows})
+    rows = [{"fault": one.name, "on": one.on, "does": one.summary, "undo": one.undo} for one in FAULTS.values()]
+    if session.prints_json({"faults": rows}):
         return Exit.OK
     table = [[one.name, one.on, one.summary, one.undo] for one in FAULTS.values()]
     session.terminal.table(["FAULT", "ON", "WHAT HAPPENS", "UNDO"], table)
@@ -149,9 +142,7 @@ def _list(session: Session) -> int:
 
 
 def _report(session: Session, fault: Fault, done: str) -> None:
-    if session.json:
-        session.terminal.json({"fault": fault.name, "done": done, "undo": fault.undo})
-    else:
+    if not session.prints_json({"fault": fault.name, "done": done, "undo": fault.undo}):
         session.terminal.say(f"{done}; undo: {fault.undo}")
 
 
@@ -169,9 +160,7 @@ def _device(session: Session, fault: Fault) -> Done:
         before = control.tell("status")
         names = list(before) if session.args.device is None else [session.args.device]
         if unknown := set(names) - set(before):
-            raise ChaosRefusedError(
-                f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}"
-            )
+            raise UsageError(f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}")
         for name in names:
             control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
     ends = _ENDS.get(fault.do)
@@ -217,7 +206,7 @@ def _amount(fault: Fault, given: str | None, device: Mapping[str, Any]) -> dict[
                 half = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
                 return {"bytes": half if given is None else parse_bytes(given)}
     except ValueError as error:
-        raise ChaosRefusedError(f"--amount {given}: {error}") from None
+        raise UsageError(f"--amount {given}: {error}") from None
     return {}
 
 
@@ -233,17 +222,17 @@ def _worker(session: Session, fault: Fault) -> Done:
 
 
 def pick(models: list[ModelStatus], name: str | None) -> ModelStatus:
-    """The model `name`, by default the busiest one. Raises ChaosRefusedError when it has no worker."""
+    """The model `name`, by default the busiest one. Raises UsageError when it has no worker."""
     alive = [status for status in models if status.pid is not None]
     if name is None:
         if not alive:
-            raise ChaosRefusedError("no model is loaded; load one with `headgate load MODEL`")
+            raise UsageError("no model is loaded; load one with `headgate load MODEL`")
         return max(alive, key=lambda status: status.in_flight)
     found = [status for status in models if name in (status.id, *status.aliases)]
     if not found:
-        raise ChaosRefusedError(f"unknown model {name!r}; models: {', '.join(model.id for model in models)}")
+        raise UsageError(f"unknown model {name!r}; models: {', '.join(model.id for model in models)}")
     if found[0].pid is None:
-        raise ChaosRefusedError(f"{name} is not loaded (it is {found[0].state}); load it with `headgate load {name}`")
+        raise UsageError(f"{name} is not loaded (it is {found[0].state}); load it with `headgate load {name}`")
     return found[0]
 
 

@@ -1,4 +1,4 @@
-"""The interface between `headgate` and the module of a verb: Command, Session, and common argument types."""
+"""The interface between `headgate` and the module of a verb: Command, Session, UsageError, and argument types."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headgate.cli.terminal import Terminal
+from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state_directory import StateDir, config_dir
+
+
+class UsageError(HeadgateError):
+    """The arguments or the input of a verb are invalid."""
+
+    exit_code = Exit.USAGE
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,12 @@ class Session:
     def json(self) -> bool:
         """Whether `--json` is given."""
         return bool(getattr(self.args, "json", False))
+
+    def prints_json(self, answer: Any) -> bool:
+        """Prints `answer` if `--json` is given. Returns whether it is."""
+        if self.json:
+            self.terminal.json(answer)
+        return self.json
 
 
 @dataclass(frozen=True)

@@ -80,20 +80,17 @@ def check(session: Session) -> int:
             problems += (
                 problem for problem in error.problems if problem not in problems
             )  # both files report a bad token
-    if session.json:
-        terminal.json(
-            [
-                {"file": str(p.file) if p.file else None, "line": p.line, "key": p.key, "message": p.message}
-                for p in problems
-            ]
-        )
-    else:
-        for problem in problems:
-            terminal.data(str(problem))
-        if not problems:
-            for warning in _unknown_models(*loaded):
-                terminal.say(f"{directory / 'gateway.yaml'}: {warning}")
-            terminal.say(f"{directory}: no problems")
+    rows = [
+        {"file": str(p.file) if p.file else None, "line": p.line, "key": p.key, "message": p.message} for p in problems
+    ]
+    if session.prints_json(rows):
+        return Exit.USAGE if problems else Exit.OK
+    for problem in problems:
+        terminal.data(str(problem))
+    if not problems:
+        for warning in _unknown_models(*loaded):
+            terminal.say(f"{directory / 'gateway.yaml'}: {warning}")
+        terminal.say(f"{directory}: no problems")
     return Exit.USAGE if problems else Exit.OK
 
 
@@ -118,8 +115,7 @@ def show(session: Session) -> int:
         "models": {name: _without(plain(spec), "id") for name, spec in inference.models.items()},
         "gateway": plain(gateway),
     }
-    if session.json:
-        session.terminal.json(effective)
+    if session.prints_json(effective):
         return Exit.OK
     import yaml
 

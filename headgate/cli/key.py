@@ -37,8 +37,7 @@ def _new(session: Session) -> int:
     key = f"hg-{secrets.token_urlsafe(32)}"
     digest = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
     scopes = ["use", "admin"] if session.args.admin else ["use"]
-    if session.json:
-        session.terminal.json({"key": key, "entry": {"name": session.args.name, "hash": digest, "scopes": scopes}})
+    if session.prints_json({"key": key, "entry": {"name": session.args.name, "hash": digest, "scopes": scopes}}):
         return Exit.OK
     name = json.dumps(session.args.name, ensure_ascii=False)
     entry = f'{{name: {name}, hash: "{digest}", scopes: [{", ".join(scopes)}]}}'
@@ -59,8 +58,7 @@ def _show(session: Session) -> int:
             f"(`headgate up`) unless its configuration has keys"
         )
     source = f"the variable {key.variable}" if key.variable else str(key.file)
-    if session.json:
-        session.terminal.json({"key": key.value, "source": source})
+    if session.prints_json({"key": key.value, "source": source}):
         return Exit.OK
     session.terminal.data(key.value)
     session.terminal.say(f"from {source}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
 from headgate.cli.command import Command, Session, at_least_one, no_arguments
-from headgate.cli.terminal import facts
+from headgate.cli.terminal import bytes_cell, facts, seconds_cell
 from headgate.shared.errors import Exit
 from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
@@ -64,8 +65,7 @@ def list_models(session: Session) -> int:
 
 def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> int:
     terminal = session.terminal
-    if session.json:
-        terminal.json([status.to_json() for status in statuses])
+    if session.prints_json([status.to_json() for status in statuses]):
         return Exit.OK
     if running:
         headers = ["MODEL", "STATE", "DEVICE", "PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID"]
@@ -74,12 +74,12 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
                 status.id,
                 status.state.value,
                 _devices(status),
-                _bytes(status.predicted_bytes),
-                _bytes(status.actual_bytes),
+                bytes_cell(status.predicted_bytes),
+                bytes_cell(status.actual_bytes),
                 str(status.context_length),
                 f"{status.in_flight}/{status.parallel}",
                 str(status.queued),
-                _seconds(status.idle_seconds),
+                seconds_cell(status.idle_seconds),
                 str(status.pid or "-"),
             ]
             for status in statuses
@@ -93,7 +93,7 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
                 status.state.value,
                 str(status.context_length),
                 str(status.parallel),
-                _bytes(status.predicted_bytes),
+                bytes_cell(status.predicted_bytes),
                 {True: "yes", False: "no", None: "-"}[status.fits],
                 ", ".join(status.aliases) or "-",
             ]
@@ -113,8 +113,7 @@ def show(session: Session) -> int:
     api, name = addresses.inference(session), segment(session.args.model)
     answer = api.get(f"/v1/models/{name}")
     crashes = api.get(f"/models/{name}/crashes")["crashes"]
-    if session.json:
-        session.terminal.json({**answer, "crashes": crashes})
+    if session.prints_json({**answer, "crashes": crashes}):
         return Exit.OK
     status = ModelStatus.from_json(answer)
     paint = session.terminal.paint
@@ -125,21 +124,21 @@ def show(session: Session) -> int:
         ("state", paint(status.state.value, _STYLES.get(status.state, "yellow"))),
         ("worker pid", str(status.pid or "-")),
         ("device", _devices(status)),
-        ("memory", f"{_bytes(status.actual_bytes)} (predicted {_bytes(status.predicted_bytes)})"),
+        ("memory", f"{bytes_cell(status.actual_bytes)} (predicted {bytes_cell(status.predicted_bytes)})"),
         ("fits now", fits),
         ("context", f"{status.context_length} tokens per request, {status.parallel} parallel requests"),
         ("gpu layers", "all" if status.gpu_layers < 0 else str(status.gpu_layers)),
         ("capabilities", ", ".join(status.capabilities) or "-"),
         ("in flight", str(status.in_flight)),
         ("queued", str(status.queued)),
-        ("idle", _seconds(status.idle_seconds)),
+        ("idle", seconds_cell(status.idle_seconds)),
         ("loads", str(status.loads)),
     ]
     if status.reason:
         pairs.append(("reason", status.reason))
     if status.headroom_bytes:
         pairs.append(
-            ("head-room", f"{_bytes(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")
+            ("head-room", f"{bytes_cell(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")
         )
     if status.reduced:
         pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
@@ -161,45 +160,20 @@ def _last_crash(crashes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return pairs + [("output", line) for line in last["last_lines"][-CRASH_LINES:]]
 
 
-def load(session: Session) -> int:
-    """Loads a model and waits until it is ready."""
-    return _change(session, "loading", "load")
+def _change(action: str, activity: str) -> Callable[[Session], int]:
+    """A verb that posts `action` for a model and waits for its end."""
+    return functools.partial(_run_change, action, activity)
 
 
-def unload(session: Session) -> int:
-    """Unloads a model after its running requests."""
-    return _change(session, "unloading", "unload")
-
-
-def offload(session: Session) -> int:
-    """Offloads a model to host memory after its running requests."""
-    return _change(session, "offloading", "offload")
-
-
-def move(session: Session) -> int:
-    """Moves a model to another device after its running requests. Exit code 4, and no move, when it does not fit."""
-    return _change(session, f"moving to {session.args.device}:", "move", {"device": session.args.device})
-
-
-def restart(session: Session) -> int:
-    """Unloads a model after its running requests, then loads it in a new process."""
-    return _change(session, "restarting", "restart")
-
-
-def stop(session: Session) -> int:
-    """Cancels a model's requests and unloads it."""
-    return _change(session, "stopping", "unload?now=true")
-
-
-def _change(session: Session, activity: str, action: str, body: Mapping[str, Any] | None = None) -> int:
+def _run_change(action: str, activity: str, session: Session) -> int:
     session.terminal.status(f"{activity} {session.args.model} ...")
+    body = {"device": session.args.device} if action == "move" else None
     path = f"/models/{segment(session.args.model)}/{action}"
     answer = addresses.inference(session).post(path, body, seconds=LOAD_SECONDS)
-    if session.json:
-        session.terminal.json(answer)
+    if session.prints_json(answer):
         return Exit.OK
     status = ModelStatus.from_json(answer)
-    place = f" on {_devices(status)}, {_bytes(status.actual_bytes)}" if status.devices and status.actual_bytes else ""
+    place = f" on {_devices(status)}, {format_bytes(status.actual_bytes)}" if status.actual_bytes else ""
     session.terminal.say(f"{status.id}: {status.state.value}{place}")
     return Exit.OK
 
@@ -214,9 +188,7 @@ def plan(session: Session) -> int:
     session.terminal.status(f"estimating {session.args.model} ...")
     answer = addresses.inference(session).post("/memory/plan", body, seconds=120.0)
     fits = answer["result"] != "CANT_ACCOMMODATE"
-    if session.json:
-        session.terminal.json(answer)
-    else:
+    if not session.prints_json(answer):
         for line in plan_lines(session.args.model, answer):
             session.terminal.data(line)
     return Exit.OK if fits else Exit.DOES_NOT_FIT
@@ -254,23 +226,15 @@ def _devices(status: ModelStatus) -> str:
     return (", ".join(status.devices) or "-") + (" (fallback)" if status.fallback else "")
 
 
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else format_duration(value)
-
-
 COMMANDS = {
     "ps": Command(no_arguments, ps),
     "list": Command(no_arguments, list_models),
     "show": Command(_one_model, show),
-    "load": Command(_one_model, load),
-    "unload": Command(_one_model, unload),
-    "offload": Command(_one_model, offload),
-    "move": Command(_model_and_device, move),
-    "restart": Command(_one_model, restart),
-    "stop": Command(_one_model, stop),
+    "load": Command(_one_model, _change("load", "loading")),
+    "unload": Command(_one_model, _change("unload", "unloading")),
+    "offload": Command(_one_model, _change("offload", "offloading")),
+    "move": Command(_model_and_device, _change("move", "moving")),
+    "restart": Command(_one_model, _change("restart", "restarting")),
+    "stop": Command(_one_model, _change("unload?now=true", "stopping")),
     "plan": Command(_plan_arguments, plan),
 }

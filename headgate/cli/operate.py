@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
-from headgate.cli.command import Command, Session, list_or_act
+from headgate.cli.command import Command, Session, UsageError, list_or_act
+from headgate.cli.terminal import bytes_cell, seconds_cell
 from headgate.shared.errors import Exit
-from headgate.shared.units import format_bytes, format_duration
+from headgate.shared.units import format_duration
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
@@ -24,8 +24,7 @@ def devices(session: Session) -> int:
     if session.args.action == "recover":
         return _recover(session)
     answer = addresses.inference(session).get("/devices")
-    if session.json:
-        session.terminal.json(answer)
+    if session.prints_json(answer):
         return Exit.OK
     rows = []
     for device in answer["devices"]:
@@ -36,7 +35,7 @@ def devices(session: Session) -> int:
                 str(device.get("name", "-")),
                 str(device.get("state", "-")),
                 str(device.get("pressure_level", "-")),
-                *(_bytes(accounts, name) for name in ACCOUNTS),
+                *(bytes_cell(accounts.get(f"{name}_bytes", accounts.get(name))) for name in ACCOUNTS),
                 str(device.get("uuid") or "-"),
             ]
         )
@@ -50,47 +49,39 @@ def devices(session: Session) -> int:
 
 
 def _recover(session: Session) -> int:
-    if not session.args.name:
-        session.terminal.say("headgate: which one? `headgate devices` lists them")
-        return Exit.USAGE
-    api = addresses.inference(session)
-    answer = api.post(f"/devices/{segment(session.args.name)}/recover", seconds=RECOVER_SECONDS)
+    name = _named(session, "`headgate devices` lists them")
+    answer = addresses.inference(session).post(f"/devices/{name}/recover", seconds=RECOVER_SECONDS)
     device = answer["device"]
-    if session.json:
-        session.terminal.json(answer)
-    else:
+    if not session.prints_json(answer):
         session.terminal.say(f"{device['id']}: {device['state']}" + (f", {device['note']}" if device["note"] else ""))
     return Exit.OK if device["state"] in ("healthy", "suspect") else Exit.FAILURE
 
 
-def _bytes(accounts: Mapping[str, Any], name: str) -> str:
-    value = accounts.get(f"{name}_bytes", accounts.get(name))
-    return "-" if value is None else format_bytes(int(value))
+def _named(session: Session, hint: str) -> str:
+    """The name in the arguments, quoted for a path. Raises UsageError without one."""
+    if not session.args.name:
+        raise UsageError(f"which one? {hint}")
+    return segment(session.args.name)
 
 
 def breakers(session: Session) -> int:
     """Lists the breakers, or resets one."""
     api = addresses.gateway(session, admin=True)
     if session.args.action == "reset":
-        if not session.args.name:
-            session.terminal.say("headgate: which one? `headgate breakers` lists their names")
-            return Exit.USAGE
-        answer = api.post(f"/admin/breakers/{segment(session.args.name)}/reset")
-        if session.json:
-            session.terminal.json(answer)
-        else:
+        name = _named(session, "`headgate breakers` lists their names")
+        answer = api.post(f"/admin/breakers/{name}/reset")
+        if not session.prints_json(answer):
             session.terminal.say(f"{session.args.name}: closed")
         return Exit.OK
     answer = api.get("/admin/breakers")
-    if session.json:
-        session.terminal.json(answer)
+    if session.prints_json(answer):
         return Exit.OK
     rows = [
         [
             str(entry["name"]),
             str(entry["state"]),
             str(entry.get("failures", 0)),
-            _seconds(entry.get("retry_after")),
+            seconds_cell(entry.get("retry_after")),
             str(entry.get("last_failure") or "-"),
         ]
         for entry in answer["breakers"]
@@ -102,29 +93,19 @@ def breakers(session: Session) -> int:
     return Exit.OK
 
 
-def _seconds(value: Any) -> str:
-    return "-" if value is None else format_duration(float(value))
-
-
 def quarantine(session: Session) -> int:
     """Lists the requests that are suspected or refused, or clears one of them or all."""
     api = addresses.inference(session)
     if session.args.action == "clear":
-        if not session.args.name:
-            session.terminal.say(
-                f"headgate: which one? `headgate quarantine` lists their keys; `{ALL}` means every one"
-            )
-            return Exit.USAGE
-        answer = api.delete("/quarantine" if session.args.name == ALL else f"/quarantine/{segment(session.args.name)}")
-        if session.json:
-            session.terminal.json(answer)
+        name = _named(session, f"`headgate quarantine` lists their keys; `{ALL}` means every one")
+        answer = api.delete("/quarantine" if name == ALL else f"/quarantine/{name}")
+        if session.prints_json(answer):
             return Exit.OK
         for entry in answer["cleared"]:
             session.terminal.say(f"{entry['key']}: a request to {entry['model']} is allowed again")
         return Exit.OK
     answer = api.get("/quarantine")
-    if session.json:
-        session.terminal.json(answer)
+    if session.prints_json(answer):
         return Exit.OK
     headers = ["KEY", "MODEL", "STANDING", "CRASHES", "SINCE", "ENDS IN", "MESSAGE"]
     rows = [_quarantine_row(entry) for entry in answer["requests"]]

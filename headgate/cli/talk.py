@@ -11,20 +11,14 @@ from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import Answer, ApiError, from_envelope
-from headgate.cli.command import Command, Session, at_least_one, is_text, zero_or_more
-from headgate.shared.errors import Exit, HeadgateError
+from headgate.cli.command import Command, Session, UsageError, at_least_one, is_text, zero_or_more
+from headgate.shared.errors import Exit
 from inference.protocol import H_MODEL, H_POLICY, H_REASON, H_TIER, Progress, Tier
 
 SILENCE_SECONDS = 330.0
 """Longer than the gateway's longest default deadline (300 s), because its error message says more than a timeout."""
 
 INTERRUPTED = 130
-
-
-class NotTextError(HeadgateError):
-    """The prompt is not UTF-8 text."""
-
-    exit_code = Exit.USAGE
 
 
 def _talk_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +46,7 @@ def _body(session: Session, messages: list[dict[str, str]], *, stream: bool) -> 
 
 @contextlib.contextmanager
 def _post_chat(session: Session, messages: list[dict[str, str]], *, stream: bool) -> Iterator[Answer]:
-    api = addresses.gateway(session)
-    if api.token is None:
-        raise HeadgateError(
-            "no key for the gateway was found; start the gateway once with `headgate up`, or set GATEWAY_API_KEY"
-        )
+    api = addresses.gateway(session, needs_key=True)
     headers = {H_POLICY: "local-only"} if session.args.local_only else {}
     body = _body(session, messages, stream=stream)
     with api.open("POST", "/v1/chat/completions", body, SILENCE_SECONDS, headers) as answer:
@@ -125,8 +115,7 @@ def run(session: Session) -> int:
             return chat(session)
         prompt = _read_text(sys.stdin.read).strip()
     if not prompt:
-        session.terminal.say("headgate: the prompt is empty; use: headgate run MODEL PROMPT, or pipe the prompt in")
-        return Exit.USAGE
+        raise UsageError("the prompt is empty; use: headgate run MODEL PROMPT, or pipe the prompt in")
     messages = [*_opening(session), {"role": "user", "content": prompt}]
     try:
         if session.json:
@@ -142,13 +131,13 @@ def run(session: Session) -> int:
 
 
 def _read_text(read: Callable[[], str]) -> str:
-    """The result of `read` from stdin. Raises NotTextError when it is not UTF-8."""
+    """The result of `read` from stdin. Raises UsageError when it is not UTF-8."""
     try:
         text = read()
     except UnicodeDecodeError:
         text = None
     if text is None or not is_text(text):
-        raise NotTextError("stdin is not UTF-8 text")
+        raise UsageError("stdin is not UTF-8 text")
     return text
 
 

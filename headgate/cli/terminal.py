@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.log import on_one_line
+from headgate.shared.units import format_bytes, format_duration
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -171,3 +172,13 @@ def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Lines of `name   value` with aligned values."""
     width = max((len(name) for name, _ in pairs), default=0)
     return [f"{name.ljust(width)}  {value}".rstrip() for name, value in pairs]
+
+
+def bytes_cell(count: int | None) -> str:
+    """A number of bytes for a table; `-` for None."""
+    return "-" if count is None else format_bytes(count)
+
+
+def seconds_cell(seconds: float | None) -> str:
+    """A duration for a table; `-` for None."""
+    return "-" if seconds is None else format_duration(seconds)
