@@ -14,19 +14,8 @@ from inference.worker_link import Heartbeat
 
 FIRST_STEP_FACTOR = 4.0
 """Factor on the timeout of the first step, which compiles kernels and allocates memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerVitals:
-    """The state of a worker. `step_seconds` is None between steps and without a heartbeat."""
-
-    greeted: bool
-    ready: bool
-    age_seconds: float
-    silent_seconds: float
-    step_seconds: float | None = None
-    step_tokens: int = 0
-    first_step: bool = False
+TICK_SECONDS = 0.5
+_MOST_PAUSES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +42,6 @@ class HangTimeouts:
     silence_seconds: float = 10.0
     step_seconds: float = 60.0
     step_seconds_per_token: float = 1.0
-
-    def hang_reason(self, vitals: WorkerVitals) -> str | None:
-        """Why the worker hangs, or None when it does not."""
-        if not vitals.greeted:
-            late = vitals.age_seconds > self.start_seconds
-            return f"no sign of life within {vitals.age_seconds:.0f} s of its start" if late else None
-        if vitals.silent_seconds > self.silence_seconds:
-            return f"silent for {vitals.silent_seconds:.0f} s"
-        if not vitals.ready:
-            late = vitals.age_seconds > self.load_seconds
-            return f"not loaded within {vitals.age_seconds:.0f} s" if late else None
-        if vitals.step_seconds is None:
-            return None
-        allowed = self.step_seconds + self.step_seconds_per_token * vitals.step_tokens
-        if vitals.first_step:
-            allowed *= FIRST_STEP_FACTOR
-        if vitals.step_seconds > allowed:
-            return f"a step of {vitals.step_tokens} tokens takes longer than {allowed:.0f} s"
-        return None
-
-
-TICK_SECONDS = 0.5
-
-
-_MOST_PAUSES = 16
 
 
 class HangWatch:
@@ -121,17 +85,22 @@ class HangWatch:
             self._task_began += late_seconds
 
     def hang_reason(self, now: float, beat: Heartbeat | None, *, greeted: bool) -> str | None:
-        """Why the worker hangs, or None."""
-        step_seconds = beat.step_seconds if beat is not None else None
-        vitals = WorkerVitals(
-            greeted=greeted,
-            ready=self.is_ready,
-            age_seconds=now - (self._began if self._task_began is None else self._task_began),
-            silent_seconds=now - self._last_message,
-            step_seconds=None
-            if step_seconds is None
-            else without_pauses(step_seconds, self._last_message, self._pauses),
-            step_tokens=beat.step_tokens if beat else 0,
-            first_step=beat is not None and beat.prompt_tokens == 0 and beat.generated_tokens == 0,
-        )
-        return self._timeouts.hang_reason(vitals)
+        """Why the worker hangs, or None. `greeted`: whether it has sent a message since its start."""
+        limits = self._timeouts
+        age_seconds = now - (self._began if self._task_began is None else self._task_began)
+        silent_seconds = now - self._last_message
+        if not greeted:
+            late = age_seconds > limits.start_seconds
+            return f"no sign of life within {age_seconds:.0f} s of its start" if late else None
+        if silent_seconds > limits.silence_seconds:
+            return f"silent for {silent_seconds:.0f} s"
+        if not self.is_ready:
+            return f"not loaded within {age_seconds:.0f} s" if age_seconds > limits.load_seconds else None
+        if beat is None or beat.step_seconds is None:
+            return None
+        allowed = limits.step_seconds + limits.step_seconds_per_token * beat.step_tokens
+        if beat.prompt_tokens == 0 and beat.generated_tokens == 0:
+            allowed *= FIRST_STEP_FACTOR
+        if without_pauses(beat.step_seconds, self._last_message, self._pauses) > allowed:
+            return f"a step of {beat.step_tokens} tokens takes longer than {allowed:.0f} s"
+        return None

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from inference.worker_link import Heartbeat
-from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch, Pause, WorkerVitals, without_pauses
+from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch, Pause, without_pauses
 
 TIMEOUTS = HangTimeouts(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
-NEW = WorkerVitals(greeted=False, ready=False, age_seconds=4, silent_seconds=4)
-LOADING = WorkerVitals(greeted=True, ready=False, age_seconds=49, silent_seconds=2)
-READY = WorkerVitals(greeted=True, ready=True, age_seconds=999, silent_seconds=2)
-STEPPING = replace(READY, step_seconds=14.0, step_tokens=5)
+
+
+def _beat(step_seconds: float | None, *, step_tokens: int = 2, done: int = 10) -> Heartbeat:
+    return Heartbeat(step_seconds, step_tokens, 1, 0, done, done)
+
+
+def _stepping(step_seconds: float, done: int = 10) -> dict[str, Any]:
+    return {"age": 999, "silent": 2, "beat": _beat(step_seconds, step_tokens=5, done=done)}
 
 
 @pytest.mark.parametrize(
-    ("vitals", "reason"),
+    ("state", "reason"),
     [
-        (NEW, None),
-        (replace(NEW, age_seconds=6), "no sign of life within 6 s"),
-        (LOADING, None),
-        (replace(LOADING, silent_seconds=4), "silent for 4 s"),
-        (replace(LOADING, age_seconds=51), "not loaded within 51 s"),
-        (READY, None),
-        (replace(READY, silent_seconds=4), "silent for 4 s"),
-        (STEPPING, None),
-        (replace(STEPPING, step_seconds=16.0), "a step of 5 tokens takes longer than 15 s"),
-        (replace(STEPPING, step_seconds=59.0, first_step=True), None),
-        (replace(STEPPING, step_seconds=61.0, first_step=True), "longer than 60 s"),
+        ({"age": 4, "silent": 4, "greeted": False, "ready": False}, None),
+        ({"age": 6, "silent": 4, "greeted": False, "ready": False}, "no sign of life within 6 s of its start"),
+        ({"age": 49, "silent": 2, "ready": False}, None),
+        ({"age": 49, "silent": 4, "ready": False}, "silent for 4 s"),
+        ({"age": 51, "silent": 2, "ready": False}, "not loaded within 51 s"),
+        ({"age": 999, "silent": 2}, None),
+        ({"age": 999, "silent": 4}, "silent for 4 s"),
+        (_stepping(14.0), None),
+        (_stepping(16.0), "a step of 5 tokens takes longer than 15 s"),
+        (_stepping(59.0, done=0), None),
+        (_stepping(61.0, done=0), "a step of 5 tokens takes longer than 60 s"),
     ],
 )
-def test_worker_hangs_when_a_timeout_has_passed(vitals: WorkerVitals, reason: str | None) -> None:
-    found = TIMEOUTS.hang_reason(vitals)
-    assert (found is None) if reason is None else (found is not None and reason in found)
-
-
-def _beat(step_seconds: float | None) -> Heartbeat:
-    return Heartbeat(step_seconds, 2, 1, 0, 10, 10)
+def test_worker_hangs_when_a_timeout_has_passed(state: dict[str, Any], reason: str | None) -> None:
+    watch = HangWatch(TIMEOUTS, 0.0)
+    watch.note_message(state["age"] - state["silent"])
+    if state.get("ready", True):
+        watch.end_task()
+    assert watch.hang_reason(state["age"], state.get("beat"), greeted=state.get("greeted", True)) == reason
 
 
 def _ticks(watch: HangWatch, until: float, since: float = 0.0) -> None:
