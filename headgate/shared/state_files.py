@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headgate.shared.errors import HeadgateError
-
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 2**20
@@ -135,21 +133,20 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 class StateFileWriter:
-    """Writes files of one kind (`what`, for the log). A failed write is logged once and again when writing works."""
+    """Writes JSON files of one kind (`what`, for the log). Logs the first failed write, and the next that succeeds."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._fails = False
 
-    def write(self, path: Callable[[], Path], data: bytes) -> bool:
-        """Replaces the file at `path()`, which may create its directory. Returns False when that fails."""
+    def write(self, path: Path, content: Any) -> bool:
+        """Replaces the file at `path` with `content` as JSON. Creates its directory. Returns False when that fails."""
         try:
-            write_atomic(path(), data)
-        except (OSError, HeadgateError) as error:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(path, json.dumps(content).encode())
+        except OSError as error:
             if not self._fails:
-                reason = error.strerror if isinstance(error, OSError) else error
-                if isinstance(error, OSError) and error.filename:
-                    reason = f"{error.filename}: {reason}"
+                reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
                 log.warning("cannot save %s (%s); the service continues without", self._what, reason)
             self._fails = True
             return False

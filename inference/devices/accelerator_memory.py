@@ -7,7 +7,6 @@ accelerator, or after a mark fewer than before, unless the CPU is configured.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -111,8 +110,7 @@ class AcceleratorRecord:
         )
 
     def _keep(self, record: Record) -> None:
-        data = json.dumps({"version": _VERSION, **asdict(record)}).encode()
-        self._files.write(lambda: self._path, data)
+        self._files.write(self._path, {"version": _VERSION, **asdict(record)})
 
 
 def _record(data: Any) -> Record | None:

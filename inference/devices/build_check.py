@@ -130,7 +130,7 @@ class BuildCheck:
         return f"{' and '.join(records[0].differences(build))} changed" if records else "it was never checked"
 
     def _keep(self, record: dict[str, Any]) -> None:
-        self._files.write(lambda: self._path, json.dumps(record).encode())
+        self._files.write(self._path, record)
 
 
 def _sentence(build: Build | None, failure: str) -> str:

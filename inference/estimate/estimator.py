@@ -154,7 +154,7 @@ class Estimator:
         self._cache[key] = entry
         while len(self._cache) > _MOST_ENTRIES:
             self._cache.pop(next(iter(self._cache)))
-        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
+        self._files.write(self._path, {"version": _VERSION, "entries": self._cache})
 
     def _key(self, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
         parts = {

@@ -113,7 +113,7 @@ class Headrooms:
             name: {**asdict(kept.room), "model": kept.model, "device": kept.device}
             for name, kept in self._entries.items()
         }
-        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "learned": learned}).encode())
+        self._files.write(self._path, {"version": _VERSION, "learned": learned})
 
 
 def _key(spec: ModelSpec, device: Reading) -> str:

@@ -6,7 +6,6 @@ the last observations counts, because too small an overhead causes failed loads.
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -66,7 +65,7 @@ class Overheads:
             self._seen.pop(next(iter(self._seen)))
         if self.of(device) != before:
             log.info("the overhead of a worker on %s is now %d MiB", device.name, self.of(device) // MIB)
-        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "seen": self._seen}).encode())
+        self._files.write(self._path, {"version": _VERSION, "seen": self._seen})
 
 
 def key_of(device: Reading) -> str:

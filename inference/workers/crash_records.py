@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +19,7 @@ class CrashStore:
     """The last KEPT crash records per model, newest first."""
 
     def __init__(self, state: StateDir) -> None:
-        self._state = state
+        self._folder = state.root / "crashes"
         self._files = StateFileWriter("crash records")
         self._unwritten: dict[str, list[dict[str, Any]]] = {}
         """Records that could not be written, by file name."""
@@ -41,7 +40,7 @@ class CrashStore:
         records = [record, *self.of(model)][:KEPT]
         name = _file_name(model)
         self._unwritten[name] = records
-        if self._files.write(lambda: self._state.file("crashes", name), json.dumps(records).encode()):
+        if self._files.write(self._folder / name, records):
             del self._unwritten[name]
 
     def of(self, model: str) -> list[dict[str, Any]]:
@@ -49,8 +48,7 @@ class CrashStore:
         name = _file_name(model)
         if name in self._unwritten:
             return self._unwritten[name]
-        path = self._state.root / "crashes" / name
-        return load_state_file(path, _records, f"crash records of {model} are not shown") or []
+        return load_state_file(self._folder / name, _records, f"crash records of {model} are not shown") or []
 
 
 def _records(data: Any) -> list[dict[str, Any]]:

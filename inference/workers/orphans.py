@@ -9,7 +9,6 @@ if it has the token of an ended service and started after it; a pid alone is not
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -73,7 +72,7 @@ def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path =
     families = [{"token": family.token, "pid": family.pid, "began": family.start_ticks} for family in (*stay, own)][
         -MOST_FAMILIES:
     ]
-    StateFileWriter("the token of child processes").write(lambda: state.file(_FILE), json.dumps(families).encode())
+    StateFileWriter("the token of child processes").write(state.root / _FILE, families)
     return ended
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,6 @@ EXIT = WorkerExit(ExitCause.ASSERT, -6, "GGML_ASSERT(x) failed", (), was_ready=T
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
 
 
-def full() -> Path:
-    """The path of a file on a full disk."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/state")
-
-
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
     return StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
@@ -37,13 +30,15 @@ def test_failing_writes_are_logged_once_and_again_when_they_work(
 ) -> None:
     caplog.set_level(logging.INFO)
     files = StateFileWriter("estimates")
+    blocked = tmp_path / "blocked"
+    blocked.write_bytes(b"a file in place of the directory")
     for _ in range(5):
-        assert not files.write(full, b"{}")
-    assert files.write(lambda: tmp_path / "file", b"{}")
-    assert files.write(lambda: tmp_path / "file", b"[]")
-    assert (tmp_path / "file").read_bytes() == b"[]"
+        assert not files.write(blocked / "file", {})
+    assert files.write(tmp_path / "new" / "file", {})
+    assert files.write(tmp_path / "new" / "file", [])
+    assert (tmp_path / "new" / "file").read_bytes() == b"[]"
     assert [record.getMessage() for record in caplog.records] == [
-        "cannot save estimates (/state: No space left on device); the service continues without",
+        f"cannot save estimates ({blocked}: File exists); the service continues without",
         "saving estimates works again",
     ]
 
