@@ -205,37 +205,24 @@ def _under(source: str, models_dir: Path) -> Path:
     return path if path.is_absolute() else (models_dir / path).absolute()
 
 
+_DEFAULTS = {"idle_timeout": "model_idle_timeout_seconds", "min_residency": "min_residency_seconds"}
+"""Settings of models whose default has another name in InferenceSettings."""
+
+
 def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpec:
+    """`entry` with the defaults of the service where it has no value."""
+    values: dict[str, Any] = {field: getattr(entry, field) for field in ModelEntry.model_fields}
+    for field, value in values.items():
+        if value is None:
+            values[field] = getattr(settings, _DEFAULTS.get(field, field), None)
     path, _ = resolve_path(entry.path, settings.models_dir)
     assert path is not None
-
-    def pick(own: Any, default: Any) -> Any:
-        return default if own is None else own
-
-    return ModelSpec(
-        id=name,
-        path=path,
-        aliases=entry.aliases,
-        context_length=pick(entry.context_length, settings.context_length),
-        gpu_layers=pick(entry.gpu_layers, settings.gpu_layers),
-        gpu_index=pick(entry.gpu_index, settings.gpu_index),
-        parallel=pick(entry.parallel, settings.parallel),
-        kv_type=pick(entry.kv_type, settings.kv_type),
-        batch=pick(entry.batch, settings.batch),
-        ubatch=pick(entry.ubatch, settings.ubatch),
-        threads=pick(entry.threads, settings.threads),
-        flash_attention=pick(entry.flash_attention, settings.flash_attention),
-        lora=tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
-        mmproj=None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
-        idle_timeout=pick(entry.idle_timeout, settings.model_idle_timeout_seconds),
-        min_residency=pick(entry.min_residency, settings.min_residency_seconds),
-        pinned=entry.pinned,
-        dedicated=entry.dedicated,
-        warm=entry.warm,
-        oom_policy=pick(entry.oom_policy, settings.oom_policy),
-        memory_overhead=entry.memory_overhead,
-        capabilities=entry.capabilities,
-    )
+    values |= {
+        "path": path,
+        "lora": tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
+        "mmproj": None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
+    }
+    return ModelSpec(id=name, **values)
 
 
 def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from inference.devices.device import CPU, HIDDEN, Reading
 from inference.devices.device_probe import Probe
+from inference.workers.os_api import cgroup_folders
 
 _NO_LIMIT = 2**62
 
@@ -97,38 +98,26 @@ class Group:
 
 def cgroups(root: Path = Path("/")) -> Iterator[Group]:
     """The memory control groups (v2 and v1) with a limit, from this process up to the root."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in memberships:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            yield from _chain(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            yield from _chain(
-                root / "sys/fs/cgroup/memory",
-                path,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+    for base, here, is_v2 in cgroup_folders(root):
+        for folder in [here, *here.parents] if here.is_dir() else [base]:
+            with contextlib.suppress(OSError, ValueError):  # no limit at this level, or not readable
+                yield from _limits(folder, *(_V2_FILES if is_v2 else _V1_FILES))
+            if folder == base:
+                break
 
 
-def _chain(base: Path, path: str, limit_name: str, used_name: str, inactive: str) -> Iterator[Group]:
-    here = base / path.lstrip("/")
-    candidates = [here, *here.parents] if here.is_dir() else [base]
-    for directory in candidates:
-        with contextlib.suppress(OSError, ValueError):  # no limit at this level, or not readable
-            text = (directory / limit_name).read_text(encoding="ascii").strip()
-            if text != "max" and int(text) < _NO_LIMIT:
-                used = int((directory / used_name).read_text(encoding="ascii"))
-                stat = (directory / "memory.stat").read_text(encoding="ascii")
-                lines = (line.split() for line in stat.splitlines())
-                file_pages = next((int(value) for name, value in lines if name == inactive), 0)
-                yield Group(int(text), max(0, used - file_pages))
-        if directory == base:
-            return
+_V2_FILES = ("memory.max", "memory.current", "inactive_file")
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _limits(folder: Path, limit_name: str, used_name: str, inactive: str) -> Iterator[Group]:
+    """The group in `folder` if it has a limit. `inactive` is the name of inactive file pages in `memory.stat`."""
+    text = (folder / limit_name).read_text(encoding="ascii").strip()
+    if text != "max" and int(text) < _NO_LIMIT:
+        used = int((folder / used_name).read_text(encoding="ascii"))
+        lines = (line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        file_pages = next((int(value) for name, value in lines if name == inactive), 0)
+        yield Group(int(text), max(0, used - file_pages))
 
 
 def _cpu_name(root: Path) -> str:

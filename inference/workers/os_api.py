@@ -119,19 +119,24 @@ class KernelOomKills:
 
 def _files(root: Path) -> Iterator[Path]:
     """Files that may contain the counter, the group of this process first."""
+    for base, here, is_v2 in cgroup_folders(root):
+        name = "memory.events" if is_v2 else "memory.oom_control"
+        yield from (here / name, base / name)
+    yield root / "proc/vmstat"
+
+
+def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[Path, Path, bool]]:
+    """(root folder, folder of this process, whether it is v2) of each hierarchy of control groups for memory."""
     try:
         memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
-        memberships = []
+        return
     for line in memberships:
         number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            base = root / "sys/fs/cgroup"
-            yield from (base / path.lstrip("/") / "memory.events", base / "memory.events")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            yield from (base / path.lstrip("/") / "memory.oom_control", base / "memory.oom_control")
-    yield root / "proc/vmstat"
+        is_v2 = number == "0" and not controllers
+        if is_v2 or "memory" in controllers.split(","):
+            base = root / ("sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/memory")
+            yield base, base / path.lstrip("/"), is_v2
 
 
 def _count(path: Path) -> int | None:

@@ -71,7 +71,7 @@ class Server:
 
     async def end(self) -> None:
         """Kills and reaps the server; its memory is free when this returns."""
-        await _kill(self.process)
+        await kill_and_reap(self.process)
 
 
 class Servers:
@@ -141,14 +141,15 @@ class Servers:
                 line = await process.stdout.readline()
             return Server(process, int(line))
         except (TimeoutError, ValueError):
-            await _kill(process)
+            await kill_and_reap(process)
             raise NoServerError("ggml's RPC server did not start") from None
         except BaseException:
-            await _kill(process)
+            await kill_and_reap(process)
             raise
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+async def kill_and_reap(process: asyncio.subprocess.Process) -> None:
+    """Kills a process, whose children end with it, and returns when it has ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             process.kill()

@@ -7,7 +7,6 @@ empty, with the same identity and another endpoint, like GPUs after a reset of t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import sys
@@ -24,6 +23,7 @@ from inference.devices.device import HIDDEN, Reading
 from inference.devices.device_probe import Probe
 from inference.devices.reopen_policy import Reopening
 from inference.devices.signs import Sign
+from inference.devices.simgpu.backing import kill_and_reap
 from inference.devices.simgpu.control import SOCKET_NAME, SimulatorError, send_command
 from inference.devices.simgpu.rpc_server import package
 from inference.workers.child_environment import child_environment
@@ -114,7 +114,7 @@ class SimProbe(Probe):
             watch.cancel()
         process, self._process = self._process, None
         if process is not None:
-            await _kill(process)
+            await kill_and_reap(process)
         self.socket_path.unlink(missing_ok=True)
         if self._own is not None:
             self._own.cleanup()
@@ -140,7 +140,7 @@ class SimProbe(Probe):
             if self._process is not process:
                 raise OSError("it was closed")
         except BaseException as error:
-            await _kill(process)
+            await kill_and_reap(process)
             if isinstance(error, TimeoutError | OSError | ValueError):
                 raise HeadgateError(
                     f"the simulated devices did not start ({str(error) or 'no answer in time'})"
@@ -183,14 +183,6 @@ class SimProbe(Probe):
         if any(reading.sign is not sign for reading in self._readings):
             log.error("all simulated devices are lost: %s", why)
         self._readings = tuple(replace(reading, sign=sign, note=why) for reading in self._readings)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile; its servers end with it
-        process.kill()
-    await asyncio.shield(process.wait())
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def _reading(device: Mapping[str, Any]) -> Reading:
