@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,29 @@ _MOST_TRIES = 3
 """Attempts to measure a model whose files change during the measurement."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A model on one device, or on several with `counts` layers each."""
+
+    spec: ModelSpec
+    devices: tuple[Reading, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def accelerators(self) -> list[Reading]:
+        """The devices without the CPU."""
+        return [device for device in self.devices if device.id != CPU]
+
+    def settings(self) -> dict[str, Any]:
+        """What determines the size, besides files and devices."""
+        return {
+            "parameters": asdict(parameters_of(self.spec, self.devices[0])),
+            "capabilities": self.spec.capabilities,
+            "mmproj": self.spec.mmproj,
+            "counts": self.counts,
+        }
+
+
 class Estimator:
     """Estimates for models on devices. The cache survives restarts."""
 
@@ -59,16 +82,17 @@ class Estimator:
 
         Raises ModelFailed with the file and its problem. Cancelling a call does not stop the shared measurement.
         """
+        subject = _Subject(spec, devices, tuple(counts))
         for _ in range(_MOST_TRIES):
             files = spec.files
             if missing := next((path for path, seen in files if seen == NO_FILE), None):
                 raise ModelFailed(f"the model {spec.id!r} has no file {missing} ({_why_missing(missing)})")
-            key = self._key(files, spec, devices, counts)
-            if (remembered := self._remembered(key, spec, devices, counts)) is not None:
+            key = self._key(files, subject)
+            if (remembered := self._remembered(key, subject)) is not None:
                 return remembered
-            entry = await asyncio.shield(self._measuring(key, files, spec, devices, counts))
+            entry = await asyncio.shield(self._measuring(key, files, subject))
             if spec.files == files:
-                found = self._estimate(entry, spec, devices, counts)
+                found = self._estimate(entry, subject)
                 where = ", ".join(device.id for device in devices)
                 log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
                 return found
@@ -88,13 +112,11 @@ class Estimator:
             with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # the result is not needed any more
                 await task
 
-    def _measuring(
-        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
-    ) -> asyncio.Task[dict[str, Any]]:
+    def _measuring(self, key: str, files: Fingerprint, subject: _Subject) -> asyncio.Task[dict[str, Any]]:
         """The shared measurement for `key`."""
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.create_task(self._measure(key, files, spec, devices, counts))
+            task = self._running[key] = asyncio.create_task(self._measure(key, files, subject))
             task.add_done_callback(lambda done: self._forget(key, done))
         return task
 
@@ -103,19 +125,11 @@ class Estimator:
         if not done.cancelled():
             done.exception()  # marks it as retrieved
 
-    async def _measure(
-        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
-    ) -> dict[str, Any]:
-        accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants_of(_accelerators(devices)))]
-        job = {
-            "path": str(spec.path),
-            "parameters": asdict(parameters_of(spec, devices[0])),
-            "capabilities": spec.capabilities,
-            "mmproj": spec.mmproj,
-            "accelerators": accelerators,
-            "counts": list(counts),
-        }
-        environment = environment_of(devices) if accelerators else HIDDEN
+    async def _measure(self, key: str, files: Fingerprint, subject: _Subject) -> dict[str, Any]:
+        spec, grants = subject.spec, grants_of(subject.accelerators)
+        accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants)]
+        job = {"path": str(spec.path), "accelerators": accelerators, **subject.settings()}
+        environment = environment_of(subject.devices) if accelerators else HIDDEN
         try:
             answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
         except HelperError as error:
@@ -134,18 +148,16 @@ class Estimator:
             self._remember(key, entry)
         return entry
 
-    def _remembered(
-        self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
-    ) -> Estimate | None:
+    def _remembered(self, key: str, subject: _Subject) -> Estimate | None:
         """The cached estimate, or None. A damaged entry is removed."""
         if key not in self._cache:
             return None
         try:
-            found = self._estimate(self._cache[key], spec, devices, counts)
+            found = self._estimate(self._cache[key], subject)
             if any(not isinstance(count, int) or count < 0 for count in found.need.values()):
                 raise ValueError("invalid number of bytes")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            log.warning("a cached estimate of %s is damaged (%r); measuring again", spec.id, error)
+            log.warning("a cached estimate of %s is damaged (%r); measuring again", subject.spec.id, error)
             del self._cache[key]
             return None
         return found
@@ -156,23 +168,18 @@ class Estimator:
             self._cache.pop(next(iter(self._cache)))
         self._files.write(self._path, {"version": _VERSION, "entries": self._cache})
 
-    def _key(self, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
+    def _key(self, files: Fingerprint, subject: _Subject) -> str:
         parts = {
             "files": files,
-            "parameters": asdict(parameters_of(spec, devices[0])),
-            "capabilities": spec.capabilities,
-            "mmproj": spec.mmproj,
-            "devices": [[device.kind, device.name] for device in _accelerators(devices)],
-            "counts": list(counts),
+            "devices": [[device.kind, device.name] for device in subject.accelerators],
             "library": self._library,
+            **subject.settings(),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _estimate(
-        self, entry: Mapping[str, Any], spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
-    ) -> Estimate:
+    def _estimate(self, entry: Mapping[str, Any], subject: _Subject) -> Estimate:
         """A cached entry, which has no device names, applied to these devices."""
-        here = _accelerators(devices)
+        spec, devices, here = subject.spec, subject.devices, subject.accelerators
         names = {str(at): device.id for at, device in enumerate(here)} | {CPU: CPU}
         overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
         if spec.memory_overhead is not None:
@@ -191,14 +198,10 @@ class Estimator:
             int(entry["facts"]["context_trained"]),
             tuple(entry["capabilities"]),
             tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
-            {device.id: count for device, count in zip(here, counts, strict=True)} if counts else {},
+            {device.id: count for device, count in zip(here, subject.counts, strict=True)} if subject.counts else {},
             architecture=str(entry["facts"].get("architecture", "")),
             quantization=str(entry["facts"].get("quantization", "")),
         )
-
-
-def _accelerators(devices: Sequence[Reading]) -> list[Reading]:
-    return [device for device in devices if device.id != CPU]
 
 
 def _why_missing(path: str) -> str:
