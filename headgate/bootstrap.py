@@ -23,13 +23,12 @@ import json
 import mmap
 import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -58,6 +57,9 @@ PROOF_SECONDS = 120.0
 """Timeout of the check of a build, which takes about a second on an idle machine."""
 REPORT_SECONDS = 20.0
 """Interval of progress lines when stderr is not a terminal."""
+_TICK_SECONDS = 0.5
+_TAIL_BYTES = 2**14
+"""The part of a log that is searched for the progress."""
 
 _BACKEND = re.compile(
     r"-DGGML_(RPC|CUDA|HIP|VULKAN|SYCL|MUSA|CANN|OPENCL|OPENVINO)(?::\w+)?=(?:ON|1|TRUE|YES)\b", re.IGNORECASE
@@ -156,13 +158,13 @@ def _holds(library: Path, backend: str) -> bool:
         return content.find(symbol) >= 0
 
 
-def progress(line: str) -> float | None:
-    """The completed share (0.0 to 1.0) in a line of output of Ninja or Make, or None."""
-    if (match := _STEP.search(line)) is None:
+def progress(text: str) -> float | None:
+    """The completed share (0.0 to 1.0) in the output of Ninja or Make, or None."""
+    steps = list(_STEP.finditer(text))
+    if not steps:
         return None
-    if match[3]:
-        return int(match[3]) / 100
-    return int(match[1]) / max(int(match[2]), 1)
+    done, of, percent = steps[-1].groups()
+    return int(percent) / 100 if percent else int(done) / max(int(of), 1)
 
 
 @dataclass(frozen=True)
@@ -266,31 +268,26 @@ class Progress:
         self._start = time.monotonic()
         self._last = self._start
         self._live = sys.stderr.isatty()
-        self._share: float | None = None
 
-    @property
-    def elapsed(self) -> str:
-        """Minutes and seconds since the start."""
-        seconds = int(time.monotonic() - self._start)
-        return f"{seconds // 60}:{seconds % 60:02d}"
-
-    def read(self, line: str) -> None:
-        """Updates the progress from a line of output."""
-        if (share := progress(line)) is not None:
-            self._share = share
-
-    def show(self) -> None:
-        """Shows the progress if the interval has passed. Called also while the step prints nothing."""
+    def show(self, log: Path) -> None:
+        """Shows the share at the end of `log` if the interval has passed."""
         now = time.monotonic()
-        if now - self._last < (0.2 if self._live else REPORT_SECONDS):
+        if now - self._last < (0 if self._live else REPORT_SECONDS):
             return
         self._last = now
-        percent = "" if self._share is None else f"{self._share:.0%}, "
-        self._write(f"{percent}{self.elapsed} so far", end="" if self._live else "\n")
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            share = progress(file.read().decode("utf-8", "replace"))
+        percent = "" if share is None else f"{share:.0%}, "
+        self._write(f"{percent}{self._elapsed()} so far", end="" if self._live else "\n")
 
     def end(self, how: str) -> None:
         """Shows the result in place of the progress."""
-        self._write(f"{how} ({self.elapsed})", end="\n")
+        self._write(f"{how} ({self._elapsed()})", end="\n")
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self._start)
+        return f"{seconds // 60}:{seconds % 60:02d}"
 
     def _write(self, text: str, end: str) -> None:
         line = f"  {self._what}: {text}"
@@ -300,19 +297,18 @@ class Progress:
 def run_logged(what: str, argv: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
     """Runs a command with its output in `log` and its progress on stderr. Raises SetupError with the end of the log."""
     step = Progress(what)
-    with log.open("a", encoding="utf-8") as out:
-        out.write(f"$ {' '.join(argv)}\n")
+    with log.open("ab") as out:
+        out.write(f"$ {' '.join(argv)}\n".encode())
+        out.flush()
         with subprocess.Popen(
-            argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         ) as process:
             try:
-                for line in _lines(process, step.show):
-                    out.write(line)
-                    step.read(line)
+                while (status := _status_within(process, _TICK_SECONDS)) is None:
+                    step.show(log)
             except BaseException:
                 process.terminate()
                 raise
-        status = process.returncode
     if status != 0:
         step.end("failed")
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
@@ -320,24 +316,11 @@ def run_logged(what: str, argv: Sequence[str], log: Path, environ: Mapping[str, 
     step.end("done")
 
 
-def _lines(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> Iterator[str]:
-    """The output of the process line by line. Calls `on_tick` at least every second."""
-    assert process.stdout is not None
-    rest = b""
-    with selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            on_tick()
-            if not ready.select(1.0):
-                continue
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                yield line.decode("utf-8", "replace") + "\n"
-            if not chunk:
-                if rest:
-                    yield rest.decode("utf-8", "replace") + "\n"
-                return
+def _status_within(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 class Setup:

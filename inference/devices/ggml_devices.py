@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,9 @@ class GgmlProbe(Probe):
         except HelperError as error:
             log.warning("cannot list accelerators; continuing without: %s", error)
             return
-        indices: dict[str, int] = {}
-        readings: list[Reading] = []
-        for item in found:
-            backend = item["backend"]
-            index = indices.get(backend, 0)
-            indices[backend] = index + 1
-            id = f"gpu-{len(readings)}"
-            self._pci[id] = item["pci"] or ""
-            readings.append(_reading(id, item, self._pin(backend, index, None, None)))
-        self._readings = tuple(readings)
-        await self._identify()
+        self._pci = {f"gpu-{number}": item["pci"] or "" for number, item in enumerate(found)}
+        self._readings = tuple(_reading(id, item) for id, item in zip(self._pci, found, strict=True))
+        self._readings = tuple(self._identified(await self._cards(), [item["backend"] for item in found]))
 
     async def refresh(self) -> None:
         """Measures again. A device that cannot be read keeps its figures, with the reason in `note`."""
@@ -118,25 +111,18 @@ class GgmlProbe(Probe):
         await self._nvml.close()
 
     # --- identity --------------------------------------------------------------------------------------------------
-    async def _identify(self) -> None:
-        """Adds the UUIDs of NVIDIA and AMD devices and pins by them."""
-        cards = await self._cards()
-        indices: dict[str, int] = {}
-        identified: list[Reading] = []
-        for reading in self._readings:
-            index = indices.get(reading.kind, 0)
-            indices[reading.kind] = index + 1
+    def _identified(self, cards: Mapping[str, Card], backends: Sequence[str]) -> Iterator[Reading]:
+        """The readings with the environments that pin their devices, by UUID for NVIDIA and AMD."""
+        indices: Counter[str] = Counter()
+        for reading, backend in zip(self._readings, backends, strict=True):
             card, chip = cards.get(self._address(reading)), self._chip(reading)
+            environment = self._pin(backend, indices[backend], card.uuid if card else None, chip)
+            indices[backend] += 1
+            pinned = replace(reading, environment=environment)
             if card is not None:
-                environment = self._pin("CUDA", index, card.uuid, None)
-                identified.append(_with_card(replace(reading, environment=environment), card))
-            elif chip is not None:
-                backend = next(name for name in _VARIABLES if name.lower() == reading.kind)
-                environment = self._pin(backend, index, None, chip)
-                identified.append(replace(reading, environment=environment, uuid=chip.uuid))
+                yield _with_card(pinned, card)
             else:
-                identified.append(reading)
-        self._readings = tuple(identified)
+                yield pinned if chip is None else replace(pinned, uuid=chip.uuid)
 
     def _pin(self, backend: str, index: int, uuid: str | None, chip: AmdFigures | None) -> dict[str, str]:
         """The environment that makes only the `index`-th device of the backend visible.
@@ -200,7 +186,7 @@ async def _probe() -> list[dict[str, Any]]:
     return list(answer["devices"])
 
 
-def _reading(id: str, item: Mapping[str, Any], environment: Mapping[str, str]) -> Reading:
+def _reading(id: str, item: Mapping[str, Any]) -> Reading:
     backend = item["backend"]
     return Reading(
         id=id,
@@ -210,7 +196,6 @@ def _reading(id: str, item: Mapping[str, Any], environment: Mapping[str, str]) -
         free_bytes=item["free_bytes"],
         used_bytes=item["total_bytes"] - item["free_bytes"],
         ggml_name=_FIRST_NAME.get(backend, item["ggml_name"]),
-        environment=environment,
         unified=item["type"] == "igpu" or backend in _UNIFIED,
     )
 

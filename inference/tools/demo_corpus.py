@@ -44,15 +44,6 @@ class Dialogue:
     listed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Reworded:
-    """A held-out rewording (`ask`) of a listed question (`question`), with that question's answer."""
-
-    question: str
-    ask: str
-    answer: str
-
-
 def _read(name: str) -> list[dict[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with (CORPUS_DIR / name).open(encoding="utf-8") as file:
@@ -109,12 +100,10 @@ def dialogues() -> tuple[Dialogue, ...]:
 
 
 @cache
-def reworded_questions() -> tuple[Reworded, ...]:
+def reworded_questions() -> tuple[Question, ...]:
     """Fifty held-out rewordings of the listed questions."""
     known = _answers()
-    return tuple(
-        Reworded(entry["question"], entry["ask"], known[entry["question"]]) for entry in _read("reworded.yaml")
-    )
+    return tuple(Question(entry["ask"], known[entry["question"]]) for entry in _read("reworded.yaml"))
 
 
 def listed_questions() -> tuple[Question, ...]:

@@ -214,9 +214,13 @@ class WorkerProcess:
                 self._stop_timer = self._stop_timer or self._loop.call_later(STOP_SECONDS, self.kill)
             return
         self._watch.note_message(self._loop.time())
-        *lines, self._inbox = (self._inbox + data).split(b"\n")
+        self._receive(data)
         if len(self._inbox) > _MOST_LINE_BYTES:
             self.kill("it sent a message that is too long")
+
+    def _receive(self, data: bytes) -> None:
+        """Handles the complete messages in the bytes so far."""
+        *lines, self._inbox = (self._inbox + data).split(b"\n")
         for line in lines:
             try:
                 self._take(decode(line))
@@ -262,10 +266,12 @@ class WorkerProcess:
         if not data:
             self._loop.remove_reader(self._errors)
             return
+        self._keep_lines(data)
+
+    def _keep_lines(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-4096:]
-        for line in lines:
-            self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
+        self._lines.extend(line[-1000:].decode("utf-8", "replace").rstrip() for line in lines)
 
     # --- hang detection and exit -----------------------------------------------------------------------------------
     def _tick(self) -> None:
@@ -322,16 +328,12 @@ class WorkerProcess:
         """Reads the remaining messages and output, which often contain the reason of the exit."""
         with contextlib.suppress(OSError):  # nothing left, or closed
             while data := self._link.recv(65536):
-                *lines, self._inbox = (self._inbox + data).split(b"\n")
-                for line in lines:
-                    with contextlib.suppress(ValueError):  # an incomplete message
-                        self._take(decode(line))
+                self._receive(data)
         with contextlib.suppress(OSError):
             while data := os.read(self._errors, 65536):
-                self._partial += data
-        for line in self._partial.split(b"\n"):
-            if line:
-                self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
+                self._keep_lines(data)
+        if self._partial:
+            self._keep_lines(b"\n")
 
     def _exit(self, status: int) -> WorkerExit:
         evidence = ExitEvidence(
