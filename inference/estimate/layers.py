@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -107,25 +107,19 @@ class Layers:
         now = replace(was, **settings)  # type: ignore[arg-type]
         cells = now.context_length * now.parallel / (was.context_length * was.parallel)
         ratio = cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
+
+        @cache
+        def shrunken(size: Sizes) -> Sizes:
+            kv = min(size.kv_bytes, math.ceil(size.kv_bytes * ratio * SURE)) if size.grows else size.kv_bytes
+            return Sizes(size.weights_bytes, kv, size.grows)
+
         less = int(self.mask_bytes * (1 - now.context_length / was.context_length) / SURE)
         return replace(
             self,
             parameters=now,
-            sizes=tuple(map(_Shrunken(ratio).__getitem__, self.sizes)),
+            sizes=tuple(map(shrunken, self.sizes)),
             compute_bytes=self.compute_bytes - less,
         )
-
-
-class _Shrunken(dict[Sizes, Sizes]):
-    """Layers with `ratio` times their cells, each kind of layer computed once."""
-
-    def __init__(self, ratio: float) -> None:
-        super().__init__()
-        self._ratio = ratio
-
-    def __missing__(self, size: Sizes) -> Sizes:
-        kv = min(size.kv_bytes, math.ceil(size.kv_bytes * self._ratio * SURE)) if size.grows else size.kv_bytes
-        return self.setdefault(size, Sizes(size.weights_bytes, kv, size.grows))
 
 
 def layers_of(
