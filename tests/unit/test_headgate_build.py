@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate import build, machine
+from headgate import build
 from headgate.build import Compiler, Cpu, chooses_instructions, ladder
 
 AVX512 = build._AVX512
@@ -195,14 +195,14 @@ def test_only_gcc_before_13_breaks_amx() -> None:
 def test_this_cpu_is_read_from_a_file(tmp_path: Path) -> None:
     given = tmp_path / "cpuinfo"
     given.write_text(CPUINFO)
-    assert machine.this_cpu(given).has_amx
-    assert machine.this_cpu(tmp_path / "gone").features == ()
-    assert machine.this_cpu().model
+    assert build.this_cpu(given).has_amx
+    assert build.this_cpu(tmp_path / "gone").features == ()
+    assert build.this_cpu().model
 
 
 def test_version_of_the_compiler_of_this_machine(tmp_path: Path) -> None:
-    assert machine.compiler_at("c++").version
-    assert machine.compiler_at(str(tmp_path / "gone")) == Compiler()
+    assert build.compiler_at("c++").version
+    assert build.compiler_at(str(tmp_path / "gone")) == Compiler()
 
 
 def test_builds_differ_by_cpu_libraries_and_folder(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_builds_differ_by_cpu_libraries_and_folder(tmp_path: Path) -> None:
         (tmp_path / place / "lib").mkdir(parents=True)
         (tmp_path / place / "lib" / "libllama.so.0").write_bytes(b"1")
         (tmp_path / place / "notes.txt").write_bytes(b"1")
-    one = machine.Build.at(tmp_path / "one", HASWELL)
-    assert one.differences(machine.Build.at(tmp_path / "one", HASWELL)) == []
-    assert one.differences(machine.Build.at(tmp_path / "one", GRAVITON)) == ["the CPU"]
+    one = build.Build.at(tmp_path / "one", HASWELL)
+    assert one.differences(build.Build.at(tmp_path / "one", HASWELL)) == []
+    assert one.differences(build.Build.at(tmp_path / "one", GRAVITON)) == ["the CPU"]
     (tmp_path / "one" / "notes.txt").write_bytes(b"22")
-    assert one == machine.Build.at(tmp_path / "one", HASWELL)
+    assert one == build.Build.at(tmp_path / "one", HASWELL)
     (tmp_path / "one" / "lib" / "libllama.so.0").write_bytes(b"22")
-    assert one.differences(machine.Build.at(tmp_path / "one", HASWELL)) == ["llama.cpp"]
-    assert "the folder of llama.cpp" in one.differences(machine.Build.at(tmp_path / "two", HASWELL))
+    assert one.differences(build.Build.at(tmp_path / "one", HASWELL)) == ["llama.cpp"]
+    assert "the folder of llama.cpp" in one.differences(build.Build.at(tmp_path / "two", HASWELL))
