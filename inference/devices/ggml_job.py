@@ -6,6 +6,7 @@ llama-cpp-python binds no function of ggml, so this module declares them for the
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,7 @@ def try_device(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant
 
-    lib = _started(lambda line: sys.stderr.write(f"{line}\n"))
+    lib = _started(functools.partial(print, file=sys.stderr))
     if job["kind"] == "cpu":
         return check_product(lib, lib.ggml_backend_dev_by_name(b"CPU"))
     grant = DeviceGrant(job["id"], job["kind"], ggml_name=job["ggml_name"], rpc_endpoint=job["rpc_endpoint"])
@@ -143,7 +144,7 @@ def try_device(job: Mapping[str, Any]) -> dict[str, Any]:
     return check_product(lib, device)
 
 
-def _started(echo: Callable[[str], object]) -> ctypes.CDLL:
+def _started(echo: Callable[[str], None]) -> ctypes.CDLL:
     """ggml, after llama.cpp was initialized; `echo` gets its warnings and errors."""
     from inference.worker import llama
     from inference.worker.llama import ggml_library
