@@ -17,7 +17,7 @@ from inference.worker.backend import BatchRow, Decode
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.outbox import Delivery, Outbox
+from inference.worker.engine.output_tickets import Delivery, Outbox
 from inference.worker.steps import Limits
 from tests.rigs.engine_rig import Mailbox
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler

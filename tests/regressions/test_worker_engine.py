@@ -23,8 +23,7 @@ from inference.worker.engine.embedder import Embedder, Vector
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES, EngineThread
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.outbox import Delivery
-from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
+from inference.worker.engine.output_tickets import Delivery, OutputDispatcher, Ticket
 from inference.worker.engine.prefill_pacing import SLOWEST, STEP_SECONDS, Pace
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, EngineCounters
 from inference.worker.prompt.prompts import Prompts
@@ -168,25 +167,6 @@ def _raising(backend: FakeBackend) -> Any:
     return instead
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-async def test_exit_of_the_engine_thread_fails_all_requests_and_is_reported(error: BaseException) -> None:
-    """Later requests fail too."""
-
-    def sample() -> int:
-        raise error
-
-    backend = FakeBackend()
-    backend.gate = threading.Semaphore(0)
-    async with EngineBench(PanickySamplers(sample=sample), backend) as bench:
-        tickets = [bench.ask(sampling=Sampling(seed=1)), bench.ask(), bench.ask()]
-        backend.gate.release(1000)
-        assert {await end_of(ticket) for ticket in tickets} == {Code.MODEL_FAILED}
-        assert [await end_of(bench.ask()) for _ in range(10)] == [Code.MODEL_FAILED] * 10
-        assert bench.engine.counters.step_started is None
-        assert len(bench.fatal) == 1
-        assert type(error).__name__ in bench.fatal[0]
-
-
 async def test_undelivered_output_is_delivered_when_the_engine_ends() -> None:
     async with EngineBench() as bench:
         bench.delivery.breaks = 1
@@ -249,14 +229,13 @@ class PanickyPooling:
 
     panics: int = 0
     short: bool = False
-    raises: type[BaseException] = Panic
     n_slots: int = 2
     pool_tokens: int = 10
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         if self.panics:
             self.panics -= 1
-            raise self.raises
+            raise Panic
         return Decode.OK, [] if self.short else [np.ones(2, np.float32) for _ in rows]
 
 
@@ -313,9 +292,9 @@ async def test_embedder_that_cannot_deliver_fails_every_input(late: bool) -> Non
     assert len(fatal) == 1
 
 
-async def test_exit_while_pooling_ends_the_embedder() -> None:
+async def test_repeated_panics_while_pooling_end_the_embedder() -> None:
     fatal: list[str] = []
-    embedder, _post = _embedder(PanickyPooling(panics=FATAL_FAILURES, raises=SystemExit), fatal)
+    embedder, _post = _embedder(PanickyPooling(panics=FATAL_FAILURES), fatal)
     embedder.start()
     assert await _vectors(embedder, 5) == [False] * 5
     assert embedder.counters.step_started is None

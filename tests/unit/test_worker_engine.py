@@ -15,14 +15,12 @@ from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
 from inference.worker.answers.structured_answer import Reading
-from inference.worker.api.body_intake import ArrivingRequests
 from inference.worker.backend import Constraint, Decode, Mask, TokenSampler
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
 from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
-from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import ConstraintError, WorkerError
@@ -231,43 +229,6 @@ async def test_counters_contain_used_cells_periodically(bench: Bench) -> None:
     assert engine.counters.cells_used == 2
     engine._iterate()
     assert (engine.counters.cells_used, engine.counters.cells_retained) == (0, 4)
-
-
-async def test_concurrent_requests_start_in_one_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one waits for a request whose body is being read."""
-    monkeypatch.setattr("inference.worker.engine.engine.GATHER_SECONDS", 10.0)
-    coming = [1]
-    bench.engine.expect(lambda: coming[0])
-    first = bench.ask(b"one")
-    await asyncio.sleep(0.002)
-    coming[0] = 0
-    second = bench.ask(b"two")
-    for ticket in (first, second):
-        assert await bench.outcome(ticket) == [("abcdefgh", "stop", None)]
-    assert len(bench.backend.batches[0]) == 2
-
-
-async def test_wait_for_expected_requests_is_bounded(bench: Bench) -> None:
-    bench.engine.expect(lambda: 1)
-    assert await asyncio.wait_for(bench.outcome(bench.ask()), 5) == [("abcdefgh", "stop", None)]
-
-
-async def test_short_step_does_not_wait_for_expected_requests(bench: Bench) -> None:
-    calls = []
-    bench.engine.expect(lambda: calls.append(1) or 1)
-    bench.engine._pace = Pace(LIMITS.batch, 1000)
-    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
-    assert calls == []
-
-
-def test_request_is_expected_until_it_is_submitted_or_fails() -> None:
-    coming = ArrivingRequests()
-    with coming.one() as arrived, coming.one():
-        assert coming.count == 2
-        arrived()
-        arrived()
-        assert coming.count == 1
-    assert coming.count == 0
 
 
 @dataclass

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.settings import DeadlineSettings
 from inference.protocol import FULL_FOR, RETRY_AFTER, Priority
 from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.engine.engine_work import QueueEstimate
 from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,
     DEBT_SECONDS,
@@ -23,7 +24,6 @@ from inference.worker.engine.prefill_pacing import (
     TOKEN_SECONDS,
     Pace,
 )
-from inference.worker.engine.queue_estimate import QueueEstimate
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 from inference.worker.kv.saved_sequences import Retained, chosen, differing

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -19,29 +18,6 @@ TURN_SECONDS = 30.0
 """Time for the large bodies before this one to be decoded."""
 
 T = TypeVar("T")
-
-
-class ArrivingRequests:
-    """Counts requests between their arrival and the engine. Changed on the event loop, read by any thread."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[Callable[[], None]]:
-        """Counts one request until the given function is called."""
-        self.count += 1
-        is_counted = True
-
-        def arrived() -> None:
-            nonlocal is_counted
-            self.count -= is_counted
-            is_counted = False
-
-        try:
-            yield arrived
-        finally:
-            arrived()
 
 
 class Intake:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headgate.shared.asgi import Receive, Scope, Send, error_frame
@@ -27,7 +28,7 @@ from inference.protocol import (
 from inference.worker.answers.answer_shape import Shape
 from inference.worker.answers.generation import Output
 from inference.worker.api import generation_body, response_writer
-from inference.worker.api.body_intake import ArrivingRequests, Intake
+from inference.worker.api.body_intake import Intake
 from inference.worker.api.pooled_api import Vectors
 from inference.worker.api.rerank_api import Reranker
 from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
@@ -87,9 +88,6 @@ class App:
         self._vision = vision
         self._intake = Intake(executor)
         self._prepare_sampling = prepare_sampling
-        self._arriving = ArrivingRequests()
-        if engine is not None:
-            engine.expect(lambda: self._arriving.count)
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
@@ -97,8 +95,8 @@ class App:
             IdleTask(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
         )
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completion),
+            "/v1/chat/completions": ("POST", partial(self._generate, generation_body.chat)),
+            "/v1/completions": ("POST", partial(self._generate, generation_body.completion)),
             "/v1/embeddings": ("POST", vectors.embeddings),
             "/v1/rerank": ("POST", vectors.rerank),
             "/tokenize": ("POST", self._tokenize),
@@ -158,18 +156,7 @@ class App:
     async def _livez(self, exchange: Exchange) -> None:
         await exchange.json(200, {"status": "draining" if self.draining else "ok"})
 
-    async def _chat(self, exchange: Exchange) -> None:
-        with self._arriving.one() as arrived:
-            await self._generate(exchange, generation_body.chat, arrived)
-
-    async def _completion(self, exchange: Exchange) -> None:
-        with self._arriving.one() as arrived:
-            await self._generate(exchange, generation_body.completion, arrived)
-
-    async def _generate(
-        self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest], arrived: Callable[[], None]
-    ) -> None:
-        """`arrived` is called right before the engine gets the request."""
+    async def _generate(self, read: Callable[[Any, Facts], GenerateRequest], exchange: Exchange) -> None:
         arrival = time.monotonic()
 
         def decode(body: Any) -> tuple[GenerateRequest, Prepared | None]:
@@ -184,7 +171,7 @@ class App:
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
         if prepared is not None:
-            await self._run(exchange, request, prepared, ticket, arrival, arrived)
+            await self._run(exchange, request, prepared, ticket, arrival)
             return
         vision = self._vision
         assert vision is not None, "requests with images are refused without a projector"
@@ -201,7 +188,7 @@ class App:
             prepared = await vision.off_loop(read_images, exchange.header(H_TENANT))
             request = _without_inputs(request)
             release_files()
-            await self._run(exchange, request, prepared, ticket, arrival, arrived)
+            await self._run(exchange, request, prepared, ticket, arrival)
 
     async def _run(
         self,
@@ -210,7 +197,6 @@ class App:
         prepared: Prepared,
         ticket: Ticket[Output],
         arrival: float,
-        arrived: Callable[[], None],
     ) -> None:
         deadline = exchange.deadline(arrival)
         constraint = await self._compiled(prepared.shape, ticket, deadline)
@@ -240,7 +226,6 @@ class App:
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images
-        arrived()
         engine.submit(work, ticket)
         try:
             if request.stream:

@@ -237,8 +237,6 @@ class Compiler:
         began = self._clock()
         try:
             self._add_tables(trie)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException:  # panics of Rust are not an Exception
             log.exception("the tables of the vocabulary could not be built")
         else:

@@ -112,7 +112,5 @@ def guarded(call: Callable[..., T], *arguments: object) -> T:
     """Calls llguidance. Its panics are BaseExceptions, which would end the thread; here they fail the request."""
     try:
         return call(*arguments)
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:
         raise ConstraintError(_TOO_COMPLEX.format(f"{error!s:.300}")) from None

@@ -155,8 +155,6 @@ class Embedder:
             status, pooled = self._backend.pool(rows)
             failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
             vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"

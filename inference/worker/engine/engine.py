@@ -2,7 +2,7 @@
 
 `Scheduler` decides what runs next, `Generation` decides where a text ends. An error in one request ends that request.
 An error in a step ends the requests of the step. Any other error ends all requests. Handlers catch BaseException,
-because panics of Rust libraries are not Exceptions; KeyboardInterrupt and SystemExit are raised again.
+because panics of Rust libraries are not Exceptions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from inference.worker.answers.prompt_scoring import Scoring
 from inference.worker.answers.structured_answer import DividedGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.engine.engine_thread import EngineThread
-from inference.worker.engine.engine_work import Work
-from inference.worker.engine.outbox import Delivery, Outbox
-from inference.worker.engine.output_tickets import Ticket
+from inference.worker.engine.engine_work import QueueEstimate, Work
+from inference.worker.engine.output_tickets import Delivery, Outbox, Ticket
 from inference.worker.engine.prefill_pacing import Pace
-from inference.worker.engine.queue_estimate import QueueEstimate
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.saved_sequences import Retained
@@ -37,11 +35,6 @@ from inference.worker.worker_errors import WorkerError
 log = logging.getLogger("headgate.worker.engine")
 
 PROGRESS_SECONDS = 0.5
-
-GATHER_SECONDS, GATHER_FROM_SECONDS = 0.01, 0.05
-"""How long an idle engine waits for requests that are still being parsed, and from which duration of the present
-prompts on (`Pace.duration`) it waits. Requests that arrive together then start in one step: a step with one prompt
-costs nearly as much as a step with several and delays all others. A short step ends before the others are parsed."""
 
 UNREAD_OUTPUTS = 2**14
 """Limit of unread outputs of one request, about 4 MiB. A joined output counts once; each alternative of a token counts
@@ -96,7 +89,6 @@ class Engine:
         self._control_commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
         self._next_seconds = math.inf
-        self._expected: Callable[[], int] = lambda: 0
         self._unread_since: dict[Ticket[Output], float] = {}
         self._progress_reported_at = -math.inf
         self._queue_estimate = QueueEstimate(limits)
@@ -112,10 +104,6 @@ class Engine:
         arrival = self._clock()
         ticket.on_room = lambda: self._post(ticket, lambda: self._resume(ticket))
         self._post(ticket, lambda: self._take(work, ticket, arrival))
-
-    def expect(self, count: Callable[[], int]) -> None:
-        """Sets the function that returns the number of requests about to be submitted; it must be thread-safe."""
-        self._expected = count
 
     def abort(self, ticket: Ticket[Output]) -> None:
         """Ends a request before the next step, without an output. A request that has already ended is ignored."""
@@ -150,8 +138,6 @@ class Engine:
     # --- the thread --------------------------------------------------------------------------------------------------
     def _iterate(self) -> bool:
         self._run_commands()
-        if self._scheduler.has_work and not self._scheduler.active:
-            self._wait_for_expected()
         self._publish()
         if self._scheduler.has_work:
             self._guarded_step()
@@ -170,15 +156,6 @@ class Engine:
             self._scheduler.abort(job)
         self.counters.active = self.counters.queued = 0
 
-    def _wait_for_expected(self) -> None:
-        """Waits shortly for expected requests before the first step of an idle engine."""
-        if self._pace.duration(self._scheduler.waiting_tokens) < GATHER_FROM_SECONDS:
-            return
-        until = self._clock() + GATHER_SECONDS
-        while self._expected() and (left := until - self._clock()) > 0:
-            self._runner.pause(left)
-            self._run_commands()
-
     def _run_commands(self) -> None:
         while self._control_commands:
             self._control_commands.popleft()()
@@ -186,8 +163,6 @@ class Engine:
             ticket, command = self._commands.popleft()
             try:
                 command()
-            except (KeyboardInterrupt, SystemExit):
-                raise
             except BaseException as error:
                 self._fail_request(ticket, _reason(error, "the engine could not accept the request"))
 
@@ -195,8 +170,6 @@ class Engine:
         self._refuse(ticket, reason)
         try:
             self._drop(ticket)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException:
             log.exception("a request could not be removed")
             self._runner.give_up(reason.message)
@@ -204,8 +177,6 @@ class Engine:
     def _guarded_step(self) -> None:
         try:
             self._step()
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             # Nothing below is expected to raise; if it does, only the requests of this step end.
             log.exception("the step failed")
@@ -267,8 +238,6 @@ class Engine:
                 self._score(running, row, index)
             if row.sample:
                 self._sample(running, row.job, index)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             reason = _reason(error, "sampling failed")
             self._scheduler.abort(row.job)
@@ -415,16 +384,12 @@ class Engine:
             self._unread_since.pop(running.ticket, None)
         try:
             running.generation.sampler.close()
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException:
             log.exception("a sampler could not be freed")
 
     def _publish(self) -> None:
         try:
             self._note_progress()
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             log.exception("progress could not be reported")
             self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")

@@ -55,11 +55,6 @@ class EngineThread:
         """Requests an iteration. Thread-safe."""
         self._wake.set()
 
-    def pause(self, seconds: float) -> None:
-        """Waits for `wake`, at most `seconds`. Call it on the engine thread only."""
-        self._wake.wait(seconds)
-        self._wake.clear()
-
     def stop(self, reason: WorkerError, seconds: float) -> bool:
         """Ends the thread with `reason` after the running iteration; returns whether it ended within `seconds`.
 

@@ -1,15 +1,17 @@
-"""A generation request as the engine takes it, and its jobs for the scheduler."""
+"""A generation request as the engine takes it, its jobs for the scheduler, and the error for a full queue."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headgate.shared.parameters import Sampling
-from inference.protocol import Priority
+from inference.protocol import FULL_FOR, Code, Priority
 from inference.worker.answers.structured_answer import Reading
 from inference.worker.backend import Constraint
-from inference.worker.steps import Job
+from inference.worker.steps import Job, Limits
+from inference.worker.worker_errors import WorkerError
 from inference.worker.worker_requests import NO_PREFIX, AnswerPrefix
 
 
@@ -59,3 +61,41 @@ class Work:
             Job(id, self.prompts[prompt], *common, group, self.score_prompt, ids[0])
             for id, prompt, group in zip(ids, prompts, groups, strict=True)
         ]
+
+
+_OLD, _NEW = 0.8, 0.2
+"""Weights of the old average and of the new value."""
+
+
+class QueueEstimate:
+    """The time for which a sequence holds its slot, a moving average in seconds, and `retry_after` from it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._seconds: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        """A sequence ended `seconds` after its first step."""
+        self._seconds = seconds if self._seconds is None else _OLD * self._seconds + _NEW * seconds
+
+    def queue_full(self, requested: int, room: int) -> WorkerError:
+        """The error for `requested` sequences where the queue has `room` for fewer.
+
+        `retry_after` is None until a sequence has ended.
+        """
+        slots, queue = self._limits.slots, self._limits.queue
+        if requested > queue + slots:
+            return WorkerError(
+                Code.QUEUE_FULL,
+                f"the request needs {requested} sequences; this model accepts at most {slots} running and "
+                f"{queue} queued ones",
+            )
+        wait = None
+        if self._seconds is not None:
+            wait = max(1.0, math.ceil(self._seconds * (requested - room) / slots))
+        return WorkerError(
+            Code.QUEUE_FULL,
+            f"the request needs {requested} sequences; the queue of this model (size {queue}) has room for {room}",
+            retry_after=wait,
+            details=None if room else {FULL_FOR: [*Priority]},
+        )

@@ -82,10 +82,6 @@ class Pace:
         worth = LONGEST_SECONDS if just_begun else min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
         return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
 
-    def duration(self, tokens: int) -> float:
-        """Estimated time that `tokens` of prompts count; a lower bound of their duration."""
-        return tokens * STEP_SECONDS / max(1, self.tokens)
-
     def budget(self, seconds: float) -> int:
         """The number of prompt tokens of a step whose prompts may take `seconds`."""
         return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))

@@ -118,11 +118,6 @@ class Scheduler:
         return self.limits.slots + self.limits.queue - len(self._runs)
 
     @property
-    def waiting_tokens(self) -> int:
-        """Tokens of jobs without a slot, including tokens that a slot already holds."""
-        return sum([len(run.tokens) for run in self._waiting])
-
-    @property
     def cells_used(self) -> int:
         """KV cells in use, including retained prefixes."""
         return self._slots.used
