@@ -254,7 +254,7 @@ def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
 def _compiled(
     model: llama.Model, source: str | None, with_tools: ChatTemplate | None = None
 ) -> tuple[ChatTemplate | None, str]:
-    if not source:
+    if not source or source.isspace():
         return None, ""
     bos, eos = model.text_of(model.bos), model.text_of(model.eos)
     try:

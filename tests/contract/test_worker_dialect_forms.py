@@ -15,9 +15,8 @@ from inference.worker.dialects import Dialect
 from inference.worker.dialects.answer_parts import CallBegin, Tool, ToolChoice
 from inference.worker.dialects.families.deepseek import DeepSeek
 from inference.worker.dialects.families.dsml import Dsml
-from inference.worker.dialects.families.generic import Generic
 from inference.worker.dialects.families.harmony import Harmony
-from inference.worker.dialects.families.hermes import Hermes
+from inference.worker.dialects.families.hermes import Generic, Hermes
 from inference.worker.dialects.families.llama3 import Llama3
 from inference.worker.dialects.families.mistral import Mistral
 from inference.worker.dialects.families.qwenxml import QwenXml

@@ -263,8 +263,9 @@ def test_quantized_cache_needs_flash_attention(tmp_path: Path) -> None:
         assert "flash_attention" in rig.expect(worker_link.Failed).message
 
 
-def test_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
-    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(template=None), devices=(CPU,))) as rig:
+@pytest.mark.parametrize("template", [None, " \n"])
+def test_model_without_a_template_has_no_chat(tmp_path: Path, template: str | None) -> None:
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(template=template), devices=(CPU,))) as rig:
         assert rig.ready().capabilities == ("completions",)
         status, response = rig.post(CHAT, LONG)
         error = response["error"]

@@ -24,12 +24,10 @@ from inference.worker.dialects.answer_parts import (
 )
 from inference.worker.dialects.families.deepseek import DeepSeek
 from inference.worker.dialects.families.dsml import Dsml
-from inference.worker.dialects.families.generic import Generic
 from inference.worker.dialects.families.harmony import Harmony
-from inference.worker.dialects.families.hermes import Hermes
+from inference.worker.dialects.families.hermes import Generic, Hermes
 from inference.worker.dialects.families.llama3 import Llama3
 from inference.worker.dialects.families.mistral import Mistral
-from inference.worker.dialects.families.plain import Plain
 from inference.worker.dialects.families.qwenxml import QwenXml
 from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
 from inference.worker.dialects.forms import Sequence as Then
@@ -65,7 +63,6 @@ FAMILIES: dict[str, tuple[Dialect, str]] = {
     "qwen-xml": (QwenXml(), "assistant\n"),
     "qwen-xml, thought begun": (QwenXml(TAGS), "assistant\n<think>\n"),
     "generic": (Generic(), "assistant: "),
-    "plain": (Plain(), ""),
 }
 TAGGED = {"qwen-xml", "deepseek-dsml"}
 """Dialects whose arguments are not written as JSON."""
@@ -219,7 +216,7 @@ def called(parts: Sequence[Part]) -> list[str]:
     return [part.text for part in parts if isinstance(part, CallArguments)]
 
 
-FORCING = [name for name, (dialect, _) in FAMILIES.items() if dialect.name not in {"plain", *TAGGED}]
+FORCING = [name for name, (dialect, _) in FAMILIES.items() if dialect.name not in TAGGED]
 FREE = [name for name in FORCING if not name.startswith("llama3")]
 
 

@@ -14,15 +14,12 @@ import pytest
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.conversation import merge_into_results
-from inference.worker.dialects.dialect import Family
 from inference.worker.dialects.families.deepseek import DeepSeek
 from inference.worker.dialects.families.dsml import Dsml
-from inference.worker.dialects.families.generic import Generic
 from inference.worker.dialects.families.harmony import Harmony
-from inference.worker.dialects.families.hermes import Hermes
+from inference.worker.dialects.families.hermes import Generic, Hermes
 from inference.worker.dialects.families.llama3 import Llama3
 from inference.worker.dialects.families.mistral import Mistral
-from inference.worker.dialects.families.plain import Plain
 from inference.worker.dialects.families.qwenxml import QwenXml
 from inference.worker.dialects.forms import AnyText, Json, Literal, Marker, OneOf, Regex
 from inference.worker.dialects.forms import Sequence as Then
@@ -65,7 +62,6 @@ DIALECTS: dict[str, tuple[Dialect, str]] = {
     "qwen-xml thinking": (QwenXml(TAGS), "<|im_start|>assistant\n"),
     "harmony": (Harmony(), "<|start|>assistant"),
     "generic": (Generic(), "assistant: "),
-    "plain": (Plain(), ""),
 }
 
 
@@ -157,8 +153,6 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("", "plain"),
-        (" \n", "plain"),
         (TURNS, "generic"),
         (HERMES, "hermes"),
         (HERMES.replace('"', '\\"'), "hermes"),
@@ -180,7 +174,7 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
 def test_families_are_detected_by_their_markers(template: str, name: str) -> None:
     dialect = detect(template, ())
     assert dialect.name == name
-    assert dialect.writes_tools == (name not in ("generic", "plain"))
+    assert dialect.writes_tools == (name != "generic")
 
 
 @pytest.mark.parametrize(
@@ -463,10 +457,6 @@ def test_generic_detects_whether_a_template_accepts_a_system_message(template: s
     assert prepared(detect(template, ()), tools=TOOLS)[0]["role"] == role
 
 
-def test_plain_does_not_change_messages() -> None:
-    assert prepared(Plain(), *conversation(), tools=TOOLS) == conversation()
-
-
 def test_prepared_messages_can_be_rendered() -> None:
     source = (
         '{% if tools %}{{ tools | tojson }}"name": <tool_call>\n{% endif %}'
@@ -492,13 +482,11 @@ def test_no_form_where_no_call_is_allowed(name: str) -> None:
     assert dialect.form(TOOLS, NONE, opened=opened) is None
     assert dialect.form((), REQUIRED, opened=opened) is None
     assert dialect.form(TOOLS, ToolChoice("named", "other"), opened=opened) is None
-    assert Family().form(TOOLS, REQUIRED, opened="") is None
 
 
 def test_families_without_a_start_of_calls_have_no_form_for_optional_calls() -> None:
     assert Llama3().form(TOOLS, AUTO, opened="") is None
     assert Llama3().form(TOOLS, REQUIRED, opened="") is not None
-    assert Plain().form(TOOLS, REQUIRED, opened="") is None
 
 
 def test_arguments_follow_the_schema_of_the_tool() -> None:

@@ -12,8 +12,8 @@ from inference.worker.answers.structured_answer import DividedGeneration, Readin
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.families.deepseek import DeepSeek
-from inference.worker.dialects.families.generic import Generic
 from inference.worker.dialects.families.harmony import Harmony
+from inference.worker.dialects.families.hermes import Generic
 from inference.worker.dialects.families.llama3 import Llama3
 from inference.worker.dialects.families.mistral import Mistral
 from inference.worker.worker_requests import GenerateRequest

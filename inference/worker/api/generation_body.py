@@ -20,7 +20,7 @@ from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
 from inference.worker.api.generation_fields import form_of, sampling_of, stops_of, tools_of
 from inference.worker.api.typed_body import refuse_extra, typed
-from inference.worker.dialects.effort import LEVELS, effort_variables
+from inference.worker.dialects.thinking import EFFORT_LEVELS, effort_variables
 from inference.worker.prompt.message_images import ImageParts
 from inference.worker.prompt.template_messages import messages_of
 from inference.worker.worker_errors import BadRequestError
@@ -206,8 +206,8 @@ def variables(given: ChatBody | TokenizeBody, facts: Facts) -> Mapping[str, Any]
     """The chat template's variables that the request sets; raises BadRequestError for a reserved one."""
     found: dict[str, Any] = {}
     if (effort := given.reasoning_effort) is not None:
-        if effort not in LEVELS:
-            raise BadRequestError(f"reasoning_effort must be one of {', '.join(LEVELS)}", "reasoning_effort")
+        if effort not in EFFORT_LEVELS:
+            raise BadRequestError(f"reasoning_effort must be one of {', '.join(EFFORT_LEVELS)}", "reasoning_effort")
         found |= effort_variables(effort, facts.family)
     if given.enable_thinking is not None:
         found["enable_thinking"] = given.enable_thinking

@@ -13,8 +13,6 @@ from collections.abc import Collection
 
 from inference.worker.dialects.dialect import Dialect
 from inference.worker.dialects.families import deepseek, dsml, harmony, hermes, llama3, mistral, qwenxml
-from inference.worker.dialects.families.generic import Generic
-from inference.worker.dialects.families.plain import Plain
 from inference.worker.dialects.thinking import Thinking, thinking_of
 
 __all__ = ["Dialect", "detect"]
@@ -29,12 +27,9 @@ def detect(template: str, control_texts: Collection[str], *, presents: bool = Tr
     """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: the rendered
     prompt contains the tools, which only rendering shows.
 
-    A template with an unknown notation of calls, without one, or without the tools is `generic`. An empty template is
-    `plain`. Harmony and DeepSeek explain tools in a message where their templates do not present them, because their
-    models have tokens for calls.
+    A template with an unknown notation of calls, without one, or without the tools is `generic`. Harmony and DeepSeek
+    explain tools in a message where their templates do not present them, because their models have tokens for calls.
     """
-    if not template.strip():
-        return Plain()
     thinking = thinking_of(template, control_texts)
     text = _UNFILTERED.search(template) is not None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
@@ -46,7 +41,7 @@ def detect(template: str, control_texts: Collection[str], *, presents: bool = Tr
     if known is not None:
         return known
     system = re.search(r"""['"]system['"]""", template) and "ystem role not supported" not in template
-    return Generic(thinking, system=bool(system))
+    return hermes.Generic(thinking, system=bool(system))
 
 
 def _calling_family(template: str, thinking: Thinking | None, *, text: bool) -> Dialect | None:

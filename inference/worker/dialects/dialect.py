@@ -1,4 +1,4 @@
-"""The protocol of dialects, and the parts that most families of chat templates share."""
+"""The base of dialects, and the parts that most families of chat templates share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import abc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Tool, ToolChoice
 from inference.worker.dialects.conversation import described, explained, normal
 from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, Repeat
+from inference.worker.dialects.reading import CallReader
 from inference.worker.dialects.thinking import MIDST, Thinking
 
 
@@ -25,67 +26,20 @@ class AnswerOpening:
     opened: str
 
 
-class Dialect(Protocol):
-    """How one family of chat templates writes tools, calls and reasoning."""
+class Dialect(abc.ABC):
+    """How one family of chat templates writes tools, calls and reasoning.
 
-    @property
-    def name(self) -> str:
-        """hermes, qwen-xml, llama3, mistral, deepseek, deepseek-dsml, harmony, generic or plain."""
-        ...
-
-    @property
-    def writes_tools(self) -> bool:
-        """Whether the template itself presents tools."""
-        ...
-
-    @property
-    def reasons(self) -> bool:
-        """Whether answers have parts even without tools; otherwise they need no parser."""
-        ...
-
-    @property
-    def shows(self) -> frozenset[str]:
-        """Texts of control tokens that the parser needs."""
-        ...
-
-    @property
-    def ends(self) -> frozenset[str]:
-        """Texts of control tokens that end an answer, besides the model's own."""
-        ...
-
-    def prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """Messages in the form that the template needs, and further template variables."""
-        ...
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer to a prompt that ends in `opened`. Without tools no text is a call."""
-        ...
-
-    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """The form of an answer with these tools; None where any text is allowed."""
-        ...
-
-    def wrap(self, form: Form, *, opened: str) -> Form:
-        """A constrained answer in the family's notation: reasoning and headers around `form`."""
-        ...
-
-    def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
-        """The assistant's message after a prompt that ends in `opened`, so that the answer continues it."""
-        ...
-
-
-class Family:
-    """The common part of dialects. `text_arguments`: the template writes arguments of earlier calls as text."""
+    `text_arguments`: the template writes arguments of earlier calls as text.
+    """
 
     name = ""
+    """hermes, qwen-xml, llama3, mistral, deepseek, deepseek-dsml, harmony or generic."""
     writes_tools = True
+    """Whether the template itself presents tools."""
     ends: frozenset[str] = frozenset()
+    """Texts of control tokens that end an answer, besides the model's own."""
     markers: frozenset[str] = frozenset()
     """Texts of control tokens in calls."""
-    opening: str | None = None
-    """The text that begins every call, also after other text; None where no text marks calls reliably."""
 
     def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False) -> None:
         self.thinking = thinking
@@ -93,7 +47,7 @@ class Family:
 
     @property
     def reasons(self) -> bool:
-        """Whether answers have parts even without tools."""
+        """Whether answers have parts even without tools; otherwise they need no parser."""
         return self.thinking is not None
 
     @property
@@ -104,19 +58,29 @@ class Family:
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """The messages, their calls in one shape, and the tools unless none may be called."""
+        """Messages in the form that the template needs, and further template variables.
+
+        Calls get one shape, and the tools are presented unless none may be called.
+        """
         return [*normal(messages, text_arguments=self.text_arguments)], presented(tools, choice)
 
+    @abc.abstractmethod
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer to a prompt that ends in `opened`. Without tools no text is a call."""
+
+    @abc.abstractmethod
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """No form."""
-        return None
+        """The form of an answer with these tools; None where any text is allowed."""
 
     def wrap(self, form: Form, *, opened: str) -> Form:
-        """Reasoning first, if the family has reasoning."""
+        """A constrained answer in the family's notation: `form` after reasoning, if the family has reasoning."""
         return form if self.thinking is None else self.thinking.first(form, opened)
 
     def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
-        """Reasoning is written between its markers; families without reasoning drop it."""
+        """The assistant's message after a prompt that ends in `opened`, so that the answer continues it.
+
+        Reasoning is written between its markers; families without reasoning drop it.
+        """
         thought, content = message.get("reasoning_content") or "", message.get("content") or ""
         thinking = self.thinking
         place = "after" if thinking is None else thinking.place(opened)
@@ -131,8 +95,17 @@ class Family:
         return AnswerOpening((*begin, *end), thinking.end + MIDST)
 
 
-class CallingFamily(Family, abc.ABC):
+class CallingDialect(Dialect):
     """A family with calls one after the other in the text. Subclasses define their notation."""
+
+    reader: type[CallReader]
+    """The parser of answers."""
+    opening: str | None = None
+    """The text that begins every call, also after other text; None where no text marks calls reliably."""
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer to a prompt that ends in `opened`. Without tools no text is a call."""
+        return self.reader(self.thinking, opened, tools)
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """Only calls if they are required; otherwise text, and calls from the first marker on."""

@@ -13,8 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from typing import Any, TypeVar
 
-from inference.worker.dialects.answer_parts import Content, Part, Reasoning
-from inference.worker.dialects.output import SPACE, Kind, Output
+from inference.worker.dialects.answer_parts import SPACE, Content, Kind, Part, PartCollector, Reasoning, Tool
 from inference.worker.dialects.thinking import MIDST, Thinking
 
 _INSIDE = re.compile(r'["\\]')
@@ -104,8 +103,8 @@ class Reader(ABC):
     """An AnswerParser whose grammar is `answer`."""
 
     def __init__(self, holds: Collection[Kind]) -> None:
-        """`holds` as for Output."""
-        self.out = Output(holds)
+        """`holds` as for PartCollector."""
+        self.out = PartCollector(holds)
         self._text = ""
         self._at = 0
         self._ended = False
@@ -419,17 +418,17 @@ def _written(value: Any) -> str:
 class CallReader(Reader):
     """A parser of optional reasoning, then text, with calls if there are tools."""
 
-    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
+    def __init__(self, thinking: Thinking | None, opened: str, tools: Sequence[Tool]) -> None:
         """`opened` is the end of the prompt, which may contain the beginning of the answer."""
-        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
+        super().__init__((Reasoning, Content) if tools else (Reasoning,))
         self._thinking = thinking
         self._opened = opened
-        self._has_tools = has_tools
+        self._tools = {tool.name: tool for tool in tools}
 
     def answer(self) -> Steps[None]:
         """The whole answer."""
         yield from self.thought(self._thinking, self._opened)
-        if self._has_tools:
+        if self._tools:
             yield from self.called()
         yield from self.rest()
 

@@ -1,10 +1,10 @@
-"""The markers of a family's reasoning, and the place of an answer relative to them."""
+"""The markers of a family's reasoning, the place of an answer relative to them, and the requested effort."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from inference.worker.dialects.forms import AnyText, Form, Marker, Regex, Repeat, Sequence
 
@@ -55,3 +55,19 @@ def thinking_of(template: str, control_texts: Collection[str]) -> Thinking | Non
         if thinking.end in template or thinking.end in control_texts:
             return thinking
     return None
+
+
+EFFORT_LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Lowest first."""
+
+_NEAREST: Mapping[str, Mapping[str, str]] = {
+    "harmony": {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"},
+}
+"""The nearest known level for other levels: gpt-oss always reasons, at three levels."""
+
+
+def effort_variables(level: str, family: str) -> dict[str, Any]:
+    """The template variables of `family` for one of EFFORT_LEVELS: the level, and whether thinking is on."""
+    known = _NEAREST.get(family, {}).get(level, level)
+    thinks = known != "none"
+    return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": known} if thinks else {})}

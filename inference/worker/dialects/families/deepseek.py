@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import CallingFamily, arguments_of, one_of, presented, with_explanation
+from inference.worker.dialects.dialect import CallingDialect, arguments_of, one_of, presented, with_explanation
 from inference.worker.dialects.forms import Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -69,12 +69,13 @@ class DeepSeekParser(CallReader):
         yield from self.space()
 
 
-class DeepSeek(CallingFamily):
+class DeepSeek(CallingDialect):
     """The dialect. `fenced`: the template writes calls like V3 and R1. `presents`: it presents tools; most of these
     templates leave that to the system message.
     """
 
     name = "deepseek"
+    reader = DeepSeekParser
     markers = frozenset({CALLS, CALLS_END, CALL, CALL_END, SEPARATOR})
     opening: str | None = CALLS
 
@@ -101,10 +102,6 @@ class DeepSeek(CallingFamily):
         if self._presents:
             return [*found], presented(tools, choice)
         return with_explanation(found, tools, choice, self._about()), {}
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer."""
-        return DeepSeekParser(self.thinking, opened, has_tools=bool(tools))
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """All calls between one pair of markers."""

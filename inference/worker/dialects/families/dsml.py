@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool
-from inference.worker.dialects.dialect import CallingFamily, one_of
+from inference.worker.dialects.answer_parts import Content, Tool
+from inference.worker.dialects.dialect import CallingDialect, one_of
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import Markers, Steps
 from inference.worker.dialects.tagged import KEY, TaggedReader, arguments_form, json_form, kind_of, text_form
@@ -69,20 +69,17 @@ class DsmlParser(TaggedReader):
         return value
 
 
-class Dsml(CallingFamily):
+class Dsml(CallingDialect):
     """The dialect; `block` is the name of the tag around all calls."""
 
     name = "deepseek-dsml"
+    reader = DsmlParser
     markers = frozenset({TOKEN})
 
     def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False, block: str = NEW) -> None:
         super().__init__(thinking, text_arguments=text_arguments)
         self._block = block
         self.opening = f"<{TOKEN}{block}>"
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer."""
-        return DsmlParser(self.thinking, opened, has_tools=bool(tools))
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """All calls in one block, the arguments of each in the order of the tool's schema."""

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import AnswerParser, Content, Kind, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.conversation import joined, normal, one_at_a_time
 from inference.worker.dialects.dialect import (
     AnswerOpening,
-    Family,
+    Dialect,
     arguments_of,
     one_of,
     presented,
@@ -18,7 +18,6 @@ from inference.worker.dialects.dialect import (
     with_explanation,
 )
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Repeat
-from inference.worker.dialects.output import Kind
 from inference.worker.dialects.reading import Markers, NoCallError, Reader, Steps
 
 START = "<|start|>"
@@ -149,7 +148,7 @@ class HarmonyParser(Reader):
         yield from self.space()
 
 
-class Harmony(Family):
+class Harmony(Dialect):
     """The dialect. A call ends the answer, so a forced answer has at most one call. `presents`: the template presents
     tools.
     """

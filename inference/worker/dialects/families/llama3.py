@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal, one_at_a_time
-from inference.worker.dialects.dialect import CallingFamily, led, object_call, one_of, presented, wanted
+from inference.worker.dialects.dialect import CallingDialect, led, object_call, one_of, presented, wanted
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import MIDST, Thinking
@@ -26,14 +26,9 @@ class Llama3Parser(CallReader):
     given tool. After <|python_tag|> an object with any name is a call; code after it is content, including the tag.
     """
 
-    def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
-        super().__init__(thinking, opened, has_tools=bool(names))
-        self._names = names
-        self._starts = _starts(thinking, opened)
-
     def called(self) -> Steps[None]:
         """Bare JSON at the beginning, then text and marked calls."""
-        if self._starts:
+        if _starts(self._thinking, self._opened):
             yield from self.attempt(self._bare())
         while (yield from self.until(_TAG, Content)):
             yield from self.attempt(self.calls(), TAG)
@@ -41,7 +36,7 @@ class Llama3Parser(CallReader):
     def _bare(self) -> Steps[None]:
         yield from self.space()
         if (yield from self.peek()) == "{":
-            yield from self.calls(self._names)
+            yield from self.calls(self._tools)
         else:
             self.give_back()
 
@@ -52,10 +47,11 @@ def _starts(thinking: Thinking | None, opened: str) -> bool:
     return thinks or opened.rstrip().endswith(_BEGINNINGS)
 
 
-class Llama3(CallingFamily):
+class Llama3(CallingDialect):
     """The dialect. Its templates write one call per turn, so a forced answer has one call."""
 
     name = "llama3"
+    reader = Llama3Parser
     markers = frozenset({TAG})
     ends = frozenset({"<|eom_id|>", "<|eot_id|>"})
 
@@ -64,10 +60,6 @@ class Llama3(CallingFamily):
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """One call per message."""
         return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], presented(tools, choice)
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer."""
-        return Llama3Parser(self.thinking, opened, {tool.name for tool in tools})
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """If no call is required, an object may be text; with a strict tool, an object at the beginning or after the

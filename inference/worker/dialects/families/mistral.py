@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
 from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import CallingFamily, arguments_of, object_call, one_of, presented
+from inference.worker.dialects.dialect import CallingDialect, arguments_of, object_call, one_of, presented
 from inference.worker.dialects.forms import Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -47,10 +47,11 @@ class MistralParser(CallReader):
         yield from self.arguments(name, id)
 
 
-class Mistral(CallingFamily):
+class Mistral(CallingDialect):
     """The dialect. `lists`: the template writes calls as a JSON list. `ids`: it writes [CALL_ID]."""
 
     name = "mistral"
+    reader = MistralParser
     markers = frozenset({CALLS, ID, ARGUMENTS})
     opening: str | None = CALLS
 
@@ -73,10 +74,6 @@ class Mistral(CallingFamily):
                 message["tool_call_id"] = short_id(message["tool_call_id"])
             found.append(message)
         return found, presented(tools, choice)
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer."""
-        return MistralParser(self.thinking, opened, has_tools=bool(tools))
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One marker and a list, or a marker before every call."""

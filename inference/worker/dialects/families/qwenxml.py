@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool
-from inference.worker.dialects.dialect import CallingFamily, one_of
+from inference.worker.dialects.answer_parts import Content, Tool
+from inference.worker.dialects.dialect import CallingDialect, one_of
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import Markers, NoCallError, Steps
 from inference.worker.dialects.tagged import (
@@ -20,7 +20,6 @@ from inference.worker.dialects.tagged import (
     text_form,
     types_of,
 )
-from inference.worker.dialects.thinking import Thinking
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -37,10 +36,6 @@ class QwenXmlParser(TaggedReader):
     """Reasoning, then text and calls. Between <tool_call> and </tool_call> any name is a call; without <tool_call>,
     which these models often omit, only the name of a given tool. The closing markers may be missing.
     """
-
-    def __init__(self, thinking: Thinking | None, opened: str, tools: Mapping[str, Tool]) -> None:
-        super().__init__(thinking, opened, has_tools=bool(tools))
-        self._tools = tools
 
     def called(self) -> Steps[None]:
         """Text and calls."""
@@ -71,16 +66,13 @@ class QwenXmlParser(TaggedReader):
             yield from self.space()
 
 
-class QwenXml(CallingFamily):
+class QwenXml(CallingDialect):
     """The dialect."""
 
     name = "qwen-xml"
+    reader = QwenXmlParser
     markers = frozenset({BEGIN, END})
     opening: str | None = BEGIN
-
-    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """A parser of one answer."""
-        return QwenXmlParser(self.thinking, opened, {tool.name: tool for tool in tools})
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """Each call between its own markers, its arguments in the order of the tool's schema."""
