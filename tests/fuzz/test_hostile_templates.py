@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.prompt.rendering import TemplateProcess
-from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.templates import ChatTemplate, TemplateProcess
 from inference.worker.worker_errors import BadRequestError
 from tests.rigs.damaged_gguf import TEMPLATES
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.worker.prompt.rendering import TemplateProcess
-from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.templates import ChatTemplate, TemplateProcess
 
 _process = TemplateProcess()
 

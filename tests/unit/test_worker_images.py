@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inference.protocol import Code
 from inference.worker.api import generation_body
 from inference.worker.prompt.image_tokens import size_of, undivided
-from inference.worker.prompt.message_images import MAX_IMAGES
+from inference.worker.prompt.template_messages import MAX_IMAGES
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 from tests.rigs import tiny_projector

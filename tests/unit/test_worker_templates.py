@@ -9,8 +9,7 @@ import pytest
 
 from inference.worker.api import generation_body
 from inference.worker.prompt.prompts import Prompts
-from inference.worker.prompt.rendering import TemplateProcess
-from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.templates import ChatTemplate, TemplateProcess
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 from tests.rigs.chat_templates import chat_template

@@ -21,8 +21,7 @@ from inference.protocol import Code
 from inference.worker.api.generation_fields import form_of, sampling_of, stops_of, tools_of
 from inference.worker.api.typed_body import refuse_extra, typed
 from inference.worker.dialects.thinking import EFFORT_LEVELS, effort_variables
-from inference.worker.prompt.message_images import ImageParts
-from inference.worker.prompt.template_messages import messages_of
+from inference.worker.prompt.template_messages import ImageParts, messages_of
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import AnswerSoFar, EmbeddingRequest, Facts, GenerateRequest, Prompt
 

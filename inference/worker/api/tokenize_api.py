@@ -14,9 +14,8 @@ from inference.protocol import Code
 from inference.worker.api import generation_body
 from inference.worker.api.generation_fields import tools_of
 from inference.worker.api.typed_body import typed
-from inference.worker.prompt.message_images import ImageParts
 from inference.worker.prompt.prompts import Prompts
-from inference.worker.prompt.template_messages import messages_of
+from inference.worker.prompt.template_messages import ImageParts, messages_of
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 

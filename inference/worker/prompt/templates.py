@@ -10,10 +10,14 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
+from inference.worker import bounded_child
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.conversation import (
@@ -23,13 +27,69 @@ from inference.worker.dialects.conversation import (
     merge_into_results,
     needs_arranging,
 )
-from inference.worker.prompt.rendering import OverLimitsError, RefusedError, Rendering, TemplateProcess
 from inference.worker.worker_errors import BadRequestError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_PROBLEM_CHARS = 1000
 _PROBE = "hgprobe"
 """A word that is searched for in rendered prompts."""
+
+RENDER_SECONDS = 5.0
+"""Computing time for one prompt."""
+MEMORY_BYTES = 1 << 30
+"""Address space of the child: 40 MB for the interpreter, 64 MiB for the stack, the rest for the template."""
+
+
+class RefusedError(Exception):
+    """The template refused its input, failed or reached a limit; the message says which."""
+
+
+class OverLimitsError(RefusedError):
+    """The template reached the limits of the child."""
+
+
+class TemplateProcess:
+    """The child process that renders one model's templates. Thread-safe; it renders one prompt at a time.
+
+    A chat template is code from a model file. It can take seconds or gigabytes within one operation of Python, which
+    only the end of a process stops.
+    """
+
+    def __init__(self, render_seconds: float = RENDER_SECONDS) -> None:
+        self._render_seconds = render_seconds
+        orders = orjson.dumps([render_seconds, MEMORY_BYTES]).decode()
+        self._child = bounded_child.BoundedChild("inference.worker.prompt.template_sandbox", orders)
+        self._lock = threading.Lock()
+
+    def compile(self, source: str) -> None:
+        """Raises ValueError with a sentence when the template does not compile."""
+        try:
+            kind, problem = self._run(source, None)
+        except RefusedError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from None
+        if kind == "invalid":
+            raise ValueError(problem)
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        """The prompt for variables that are JSON; raises RefusedError."""
+        kind, text = self._run(source, variables)
+        if kind != "text":
+            raise RefusedError(text)
+        return text
+
+    def _run(self, source: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
+        """The kind of the result ("text", "refused" or "invalid") and its text; without variables it only compiles."""
+        try:
+            with self._lock:
+                answer = self._child.call(orjson.dumps([source, variables]))
+        except bounded_child.OverLimitsError:
+            raise OverLimitsError(
+                f"it took longer than {self._render_seconds:g} s or more than {MEMORY_BYTES >> 20} MiB of memory"
+            ) from None
+        except (OSError, orjson.JSONEncodeError) as error:
+            raise RefusedError(f"it cannot be rendered now ({type(error).__name__})") from None
+        kind, text = orjson.loads(answer)
+        return kind, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +155,7 @@ class ChatTemplate:
         if process is None:
             process = TemplateProcess() if with_tools is None else with_tools.process
         self.process: TemplateProcess = process
-        self._rendering = Rendering(source, process)
+        process.compile(source)
         self._over_limits = ""
         self._source = source
         self._control_texts = control_texts
@@ -193,7 +253,7 @@ class ChatTemplate:
         for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
             message = _in_parts(_user_message(_PROBE)) if wants.parts else _user_message(_PROBE)
             try:
-                if _PROBE in self._rendering.text(self._variables([message], {}, wants, generate=True)):
+                if _PROBE in self.process.render(self._source, self._variables([message], {}, wants, generate=True)):
                     return wants
             except OverLimitsError as error:
                 self._over_limits = str(error)
@@ -221,7 +281,7 @@ class ChatTemplate:
         try:
             if self._over_limits:
                 raise OverLimitsError(self._over_limits)
-            return self._rendering.text(variables)
+            return self.process.render(self._source, variables)
         except RefusedError as error:
             problem = str(error).replace(self._splitter.marker, "")[:MAX_PROBLEM_CHARS]
             raise BadRequestError(f"the model's chat template refused these messages: {problem}", "messages") from None
