@@ -99,15 +99,73 @@ class ImageTile:
 
 
 class Vocabulary(Protocol):
-    """The tokens of a model."""
+    """The tokens of a model. `Model` of the package `llama` has all of this; a fake has what its tests need."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens."""
+        ...
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a generation."""
         ...
 
+    @property
+    def bos(self) -> int | None:
+        """Beginning of a text (BOS, CLS)."""
+        ...
+
+    @property
+    def eos(self) -> int | None:
+        """End of a text."""
+        ...
+
+    @property
+    def sep(self) -> int | None:
+        """Separator of two texts."""
+        ...
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a text begins with BOS."""
+        ...
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a text ends with EOS."""
+        ...
+
+    @property
+    def adds_sep(self) -> bool:
+        """Whether SEP stands between two texts."""
+        ...
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a text is divided into words before they become tokens, each for itself."""
+        ...
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most bytes one token can stand for, None when unknown."""
+        ...
+
+    @property
+    def fill_tokens(self) -> tuple[int, int, int] | None:
+        """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
+        ...
+
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of a token."""
+        """Bytes of a token; those of a control token are empty unless `special`."""
+        ...
+
+    def text_of(self, token: int | None) -> str:
+        """Text of a special token, empty for None."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text."""
         ...
 
 

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -17,6 +17,7 @@ from headgate.shared.bodies.body_decoder import decode
 from headgate.shared.bodies.openai_bodies import RerankRequest
 from inference.protocol import Code, context_overflow
 from inference.worker.api.typed_body import typed
+from inference.worker.backend import Vocabulary
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 
@@ -27,54 +28,6 @@ tokens. This number takes 8 MiB, and tokenizing takes one to two seconds.
 """
 _read = partial(decode, type_=RerankRequest, path="")
 _PLACE = re.compile(r"(\{query\}|\{document\})")
-
-
-class PairTokenizer(Protocol):
-    """The part of a vocabulary that pairs of texts need."""
-
-    @property
-    def bos(self) -> int | None:
-        """Beginning of a text (CLS)."""
-        ...
-
-    @property
-    def eos(self) -> int | None:
-        """End of a text."""
-        ...
-
-    @property
-    def sep(self) -> int | None:
-        """Separator of two texts."""
-        ...
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether a text begins with BOS."""
-        ...
-
-    @property
-    def adds_eos(self) -> bool:
-        """Whether a text ends with EOS."""
-        ...
-
-    @property
-    def adds_sep(self) -> bool:
-        """Whether SEP stands between two texts."""
-        ...
-
-    @property
-    def has_words(self) -> bool:
-        """Whether a text is divided into words before they become tokens, each for itself."""
-        ...
-
-    @property
-    def longest_piece(self) -> int | None:
-        """Most bytes one token can stand for, None when unknown."""
-        ...
-
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +47,7 @@ class Reranker:
     """
 
     def __init__(
-        self, tokenizer: PairTokenizer, facts: Facts, template: str | None, split: Callable[[str], list[str]]
+        self, tokenizer: Vocabulary, facts: Facts, template: str | None, split: Callable[[str], list[str]]
     ) -> None:
         """`template` holds {query} and {document}; `split` cuts a text into pieces without texts of control tokens."""
         self._tokenizer = tokenizer

@@ -6,6 +6,6 @@ imported with the first constraint.
 """
 
 from inference.worker.constraints.compile_queue import FormQueue
-from inference.worker.constraints.compiler import Compiler, Tokens
+from inference.worker.constraints.compiler import Compiler
 
-__all__ = ["Compiler", "FormQueue", "Tokens"]
+__all__ = ["Compiler", "FormQueue"]

@@ -12,11 +12,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from inference.protocol import Code
 from inference.worker import malloc_trim
-from inference.worker.backend import Constraint, Mask
+from inference.worker.backend import Constraint, Mask, Vocabulary
 from inference.worker.bounded_child import OverLimitsError
 from inference.worker.constraints import grammar
 from inference.worker.constraints.grammar_trial import Trial
@@ -59,24 +59,6 @@ _LIMITS: dict[str, Any] = {
 about 15 ms (20 items or 14 fuel per microsecond), or 1.1 s for a very ambiguous grammar. Measured."""
 
 
-class Tokens(Protocol):
-    """The part of a vocabulary that constraints need; the worker's Model has it."""
-
-    @property
-    def n_vocab(self) -> int:
-        """Number of tokens."""
-        ...
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a generation."""
-        ...
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of a token; those of a control token are empty unless `special`."""
-        ...
-
-
 class Compiler:
     """Compiles for one worker, one form at a time. Thread-safe.
 
@@ -86,7 +68,7 @@ class Compiler:
 
     def __init__(
         self,
-        vocabulary: Tokens,
+        vocabulary: Vocabulary,
         *,
         kept: int = KEPT,
         kept_bytes: int = KEPT_BYTES,
@@ -271,7 +253,7 @@ class _Compiled:
 class _Trie:
     """llguidance's view of a vocabulary. Its tables make masks inside strings fast and take most of its memory."""
 
-    def __init__(self, vocabulary: Tokens, *, with_tables: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, with_tables: bool) -> None:
         import llguidance
 
         if not vocabulary.end_tokens:

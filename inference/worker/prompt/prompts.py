@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from inference.protocol import Code, context_overflow
 from inference.worker.answers.answer_shape import Shape, Shaping
+from inference.worker.backend import Vocabulary
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Marker
 from inference.worker.prompt.templates import ChatTemplate
@@ -41,38 +42,6 @@ _NAMES: Mapping[str, tuple[str, str]] = {
 use their own names."""
 
 
-class Tokenizer(Protocol):
-    """The part of a model that prompts need."""
-
-    @property
-    def bos(self) -> int | None:
-        """Beginning-of-sequence token."""
-        ...
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether prompts begin with BOS."""
-        ...
-
-    @property
-    def longest_piece(self) -> int | None:
-        """Most bytes one token can stand for, None when unknown."""
-        ...
-
-    @property
-    def fill_tokens(self) -> tuple[int, int, int] | None:
-        """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
-        ...
-
-    def text_of(self, token: int | None) -> str:
-        """Text of a special token."""
-        ...
-
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request in tokens: its prompts, the maximum number of tokens of each answer, and the answers' shape.
@@ -93,7 +62,7 @@ class Prompts:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         template: ChatTemplate | None,
         facts: Facts,
         read_image: Callable[[bytes, str], Image] | None = None,
