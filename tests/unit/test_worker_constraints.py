@@ -14,9 +14,8 @@ import pytest
 
 from inference.worker.backend import Mask
 from inference.worker.constraints import Compiler
-from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled
+from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled, reason
 from inference.worker.constraints.masks import Guide, Scratch
-from inference.worker.constraints.reasons import reason
 from inference.worker.dialects.forms import (
     AnyText,
     Form,

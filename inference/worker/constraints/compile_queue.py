@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from inference.protocol import Code
 from inference.worker.backend import Constraint
+from inference.worker.constraints.compiler import Compiler
 from inference.worker.dialects.forms import Form
 from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
 
@@ -27,22 +27,6 @@ FORM_SECONDS = 30.0
 """Time for a form and for those before it to be compiled."""
 HELP_SECONDS = 2.0
 """The same for a form that only helps the model: answers without it are valid."""
-
-
-class ConstraintCompiler(Protocol):
-    """The part of `Compiler` that the queue needs."""
-
-    def key(self, form: Form, param: str) -> bytes:
-        """A key that equal forms share; raises BadRequestError."""
-        ...
-
-    def known(self, key: bytes) -> Constraint | None:
-        """The cached constraint of a form, if there is one. Does not wait."""
-        ...
-
-    def compile(self, form: Form, param: str) -> Constraint:
-        """Compiles a form, which may take seconds; raises BadRequestError or WorkerError."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +44,7 @@ class FormQueue:
 
     def __init__(
         self,
-        compiler: ConstraintCompiler,
+        compiler: Compiler,
         lookups: Executor,
         compiling: Executor | None = None,
         *,

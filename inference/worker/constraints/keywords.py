@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any, Protocol
 
-from inference.worker.constraints import bounds, patterns
+from inference.worker.constraints import patterns
 from inference.worker.constraints.closing import OPEN, Description, Scope, delegates
 from inference.worker.constraints.disjoint import apart
 from inference.worker.constraints.schema_limits import (
@@ -25,20 +26,6 @@ from inference.worker.constraints.schema_limits import (
 TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 _COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"])
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
-_OUT_OF_REACH = frozenset(
-    [
-        "not",
-        "if",
-        "contains",
-        "uniqueItems",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "propertyNames",
-        "divisibleBy",
-        "disallow",
-    ]
-)
-"""Keywords that narrow a value in ways that masks cannot enforce."""
 _UNCLEAR = frozenset(["$dynamicRef", "$recursiveRef", "extends"])
 """Keywords that define the shape and are not supported."""
 _MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
@@ -50,18 +37,17 @@ _MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "not": lambda value, node: value is False,
     "contains": lambda value, node: node.get("minContains") == 0 and "maxContains" not in node,
 }
-_IN_PLACE = _UNCLEAR | {
-    "$ref",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "contains",
-    "dependentSchemas",
-    "dependencies",
-}
+"""When a keyword that cannot be enforced has no effect."""
+_OUT_OF_REACH = frozenset([*_MEANINGLESS, "divisibleBy", "disallow"])
+"""Keywords that narrow a value in ways that masks cannot enforce."""
+_IN_PLACE = _UNCLEAR | frozenset(
+    ["$ref", "allOf", "anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies"]
+)
 """Keywords beside which the unevaluated ones depend on the value."""
+_DIGITS = 15
+"""Decimal numbers with this many digits are below 2^53 without their point: llguidance reads them exactly."""
+_PLACES = 22
+"""Most decimal places that llguidance reads exactly."""
 
 
 class Document(Protocol):
@@ -284,7 +270,7 @@ class Node:
         elif self._is_whole() and value == int(value):
             self._out[key] = int(value)
         else:
-            name, near = bounds.inside(key, value)
+            name, near = _inside(key, value)
             narrower = max if plain == "minimum" else min
             self._out[name] = narrower(near, self._out.get(name, near))
 
@@ -415,4 +401,36 @@ def _is_exact(value: Any) -> bool:
         return all(_is_exact(item) for item in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
-    return abs(value) <= EXACT and bounds.is_exact(value)
+    return abs(value) <= EXACT and _is_read(Decimal(repr(value)))
+
+
+def _inside(key: str, value: float) -> tuple[str, float]:
+    """A keyword and a value that llguidance enforces exactly and that allow only numbers which `key` and `value` allow.
+
+    They also forbid numbers that differ from the bound only in the 15th digit or the 22nd decimal place. If an
+    exclusive bound is a whole number and the other bound has the same whole part, llguidance would accept the bound
+    that is nearer to 0.
+    """
+    is_lower = key in ("minimum", "exclusiveMinimum")
+    plain = "minimum" if is_lower else "maximum"
+    found = Decimal(repr(value))
+    if found == found.to_integral_value():
+        whole = int(found)
+        if key == plain or (whole < 0 if is_lower else whole > 0):
+            return key, whole
+        step = min(Decimal(1), Decimal(1).scaleb(found.adjusted() + 1 - _DIGITS if whole else -_PLACES))
+        step = Decimal(2) if abs(whole) == EXACT else step
+        near = found + (step if is_lower else -step)
+        return plain, int(near) if step >= 1 else float(near)
+    if _is_read(found):
+        return key, value
+    unit = Decimal(1).scaleb(max(found.adjusted() + 1 - _DIGITS, -_PLACES))
+    return plain, float(found.quantize(unit, ROUND_CEILING if is_lower else ROUND_FLOOR))
+
+
+def _is_read(found: Decimal) -> bool:
+    """Whether llguidance reads a decimal exactly, and not as an adjacent number. Whole numbers are up to 2^53."""
+    if found == found.to_integral_value():
+        return True
+    places = -int(found.as_tuple().exponent)
+    return places <= _PLACES and abs(int(found.scaleb(places))) <= EXACT
