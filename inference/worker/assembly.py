@@ -13,7 +13,7 @@ from headgate.shared.parameters import Sampling
 from inference.worker.api.rerank_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
-from inference.worker.constraints import Compiler
+from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.cores.core_sparing_context import CoreSparingBackend
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
@@ -117,8 +117,7 @@ def app_of(
         embedder,
         readers.executor,
         reranker=_reranker(loaded),
-        compiler=None if engine is None else readers.compiler,
-        compiling=readers.compiling,
+        forms=None if engine is None else FormQueue(readers.compiler, readers.executor, readers.compiling),
         vision=vision,
         prepare_sampling=prepare_sampling,
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from inference import demo
-from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -35,17 +34,3 @@ def test_idle_worker_uses_little_memory_beside_its_model(tmp_path: Path) -> None
             assert status == 200, response
         taken = pss_mb(rig.process.pid) - reserved
         assert taken < MOST_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"
-
-
-def test_tables_of_a_large_vocabulary_are_built_with_the_first_constraint(tmp_path: Path) -> None:
-    """Without constraints it keeps only a part of what llguidance needs for its 70,000 tokens."""
-    path = tiny_gguf.generative(extra_words=9_000)
-    with WorkerRig(tmp_path, grant_for(path)) as rig:
-        rig.ready()
-        wait_until("the vocabulary is read", lambda: "tables=False" in rig.log)
-        fields = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
-        for more in ({}, {"response_format": {"type": "json_object"}}):
-            assert rig.post("/v1/chat/completions", {**fields, **more})[0] == 200
-            assert "tables=True" not in rig.log
-        wait_until("the tables are made", lambda: "tables=True" in rig.log)
-        assert rig.post("/v1/chat/completions", {**fields, "response_format": {"type": "json_object"}})[0] == 200

@@ -14,7 +14,7 @@ import pytest
 
 from inference.worker.backend import Mask
 from inference.worker.constraints import Compiler
-from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled, reason
+from inference.worker.constraints.compiler import MOST_AHEAD, _Compiled, reason
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.dialects.forms import (
     AnyText,
@@ -459,98 +459,12 @@ def test_very_large_vocabulary_is_read_with_the_first_constraint() -> None:
     vocabulary = Counted()
     vocabulary.n_vocab = MOST_AHEAD + 1
     compiler = Compiler(vocabulary)
-    assert not compiler.read_vocabulary()
+    compiler.read_vocabulary()
     assert vocabulary.reads == 0
     vocabulary.n_vocab = PieceVocabulary().n_vocab
     vocabulary.end_tokens = frozenset()
     compiler.read_vocabulary()
     assert vocabulary.reads == 0
-
-
-def test_tables_of_a_large_vocabulary_are_built_when_idle_after_the_first_constraint() -> None:
-    """An idle worker without constraints does not need their memory."""
-    vocabulary = Counted()
-    compiler = Compiler(vocabulary, most_with_tables=vocabulary.n_vocab - 1)
-    assert compiler.read_vocabulary()
-    assert compiler.read_vocabulary()
-    assert vocabulary.reads == 1
-    form = Json({"type": "string"})
-    early = compiler.compile(form, "f")
-    mask = early.start()
-    assert vocabulary.follow(mask, '"ab')
-    assert not compiler.read_vocabulary()
-    assert not compiler.read_vocabulary()
-    assert vocabulary.reads == 1
-    assert compiler.known(compiler.key(form, "f")) is None
-    late = compiler.compile(form, "f")
-    assert late is not early
-    assert late is compiler.compile(form, "f")
-    assert vocabulary.follow(mask, 'abc"') and vocabulary.may_end(mask)
-
-
-def test_tables_of_a_large_vocabulary_are_built_after_a_minute_without_idle_time() -> None:
-    now = [0.0]
-    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
-    assert compiler.read_vocabulary()
-    form = Json({"type": "string"})
-    early = compiler.compile(form, "f")
-    now[0] = TABLES_SECONDS
-    compiler.compile(Literal("a"), "f")
-    assert compiler.known(compiler.key(form, "f")) is early
-    now[0] += 1
-    assert compiler.known(compiler.key(form, "f")) is None
-    late = compiler.compile(form, "f")
-    assert late is not early
-    assert compiler.known(compiler.key(form, "f")) is late
-    assert not compiler.read_vocabulary()
-
-
-def test_masks_are_the_same_without_the_tables() -> None:
-    vocabulary = PieceVocabulary()
-    bare = Compiler(vocabulary, most_with_tables=0)
-    bare.read_vocabulary()
-    for schema, answer in (
-        ({"type": "string", "maxLength": 12}, '"ab éabc"'),
-        ({"type": "array", "items": {"type": "number"}}, "[12,0.5]"),
-        (POINT, '{"x":12}'),
-    ):
-        with_tables, without = (one.compile(Json(schema), "f").start() for one in (COMPILER, bare))
-        for token in vocabulary.tokens(answer):
-            assert vocabulary.allowed(with_tables) == vocabulary.allowed(without)
-            with_tables.accept(token)
-            without.accept(token)
-        assert vocabulary.may_end(without)
-
-
-def test_vocabulary_read_by_the_first_constraint_has_its_tables_at_once() -> None:
-    now = [0.0]
-    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
-    found = compiler.compile(Literal("a"), "f")
-    now[0] = 2 * TABLES_SECONDS
-    assert compiler.known(compiler.key(Literal("a"), "f")) is found
-    assert not compiler.read_vocabulary()
-    assert compiler.known(compiler.key(Literal("a"), "f")) is found
-
-
-def test_failed_tables_are_retried_without_failing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
-    compiler.read_vocabulary()
-    early = compiler.compile(Literal("a"), "f")
-    tries = []
-
-    class Panic(BaseException):
-        pass
-
-    def add_tables(_trie: object) -> None:
-        tries.append(now[0])
-        raise Panic
-
-    monkeypatch.setattr("inference.worker.constraints.compiler._Trie.add_tables", add_tables)
-    for seconds in (61, 100, 122):
-        now[0] = seconds
-        assert compiler.compile(Literal("a"), "f") is early
-    assert tries == [61, 122]
 
 
 def test_vocabulary_without_an_end_token_is_rejected() -> None:

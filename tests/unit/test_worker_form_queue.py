@@ -37,9 +37,10 @@ class FakeCompiler:
         self.threads: set[str] = set()
         self.kept: dict[bytes, Constraint] = {}
         self.lookups = 0
+        self.reads = 0
 
     def read_vocabulary(self) -> None:
-        self.begun.set()
+        self.reads += 1
 
     def key(self, form: Form, param: str) -> bytes:
         return repr(form).encode()
@@ -305,6 +306,19 @@ async def test_form_of_a_disconnected_client_is_not_compiled(rig: Rig, compiler:
     assert compiler.compiled == [A]
 
 
+async def test_vocabulary_is_read_once_without_a_request(
+    rig: Rig, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.worker.constraints.compile_queue.IDLE_SECONDS", 0.0)
+    for reads in (0, 1, 1):
+        rig.queue.idle()
+        if not reads:
+            rig.queue.busy()
+        await asyncio.sleep(0.001)
+        await rig.settled()
+        assert compiler.reads == reads
+
+
 async def test_form_that_cannot_be_enforced_is_an_unsupported_parameter(rig: Rig) -> None:
     with pytest.raises(BadRequestError) as caught:
         await rig.request(BAD)
@@ -316,7 +330,7 @@ async def test_app_requests_the_form_with_deadline_and_client_of_the_request(rig
     """Requests without a form and models that do not generate have none."""
     nothing: Any = None
     ticket: Ticket[Any] = Ticket(asyncio.get_running_loop())
-    app = App(nothing, nothing, nothing, None, None, rig.looking, compiler=compiler, compiling=rig.compiling)
+    app = App(nothing, nothing, nothing, None, None, rig.looking, forms=FormQueue(compiler, rig.looking, rig.compiling))
     assert await app._compiled(Shape(), ticket, None) is None
     assert await app._compiled(Shape(form=A, param="f"), ticket, None) is not None
     with pytest.raises(WorkerError) as caught:

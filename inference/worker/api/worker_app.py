@@ -35,11 +35,10 @@ from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
 from inference.worker.api.tokenize_api import Counting
 from inference.worker.api.worker_exchange import MAX_STREAM_INTERVAL_SECONDS, Exchange
 from inference.worker.backend import Constraint
-from inference.worker.constraints import Compiler, FormQueue
+from inference.worker.constraints import FormQueue
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
-from inference.worker.engine.idle_work import IdleTask
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.prompt.prompts import Prepared, Prompts
 from inference.worker.prompt.vision import Vision
@@ -57,9 +56,9 @@ _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks, `compiler` compiles required forms of answers on the executor
-    `compiling`, `vision` reads images. `prepare_sampling` does the slow part of creating a sampler before the request
-    reaches the engine, on neither the event loop nor the engine's thread.
+    writes for an embedder whose model ranks, `forms` compiles required forms of answers, `vision` reads images.
+    `prepare_sampling` does the slow part of creating a sampler before the request reaches the engine, on neither the
+    event loop nor the engine's thread.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class App:
         executor: Executor,
         *,
         reranker: Reranker | None = None,
-        compiler: Compiler | None = None,
-        compiling: Executor | None = None,
+        forms: FormQueue | None = None,
         vision: Vision | None = None,
         prepare_sampling: Callable[[Sampling], None] = lambda _sampling: None,
     ) -> None:
@@ -90,10 +88,7 @@ class App:
         self._prepare_sampling = prepare_sampling
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
-        self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
-        self._idle_task = (
-            IdleTask(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
-        )
+        self._forms = forms
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, generation_body.chat)),
             "/v1/completions": ("POST", partial(self._generate, generation_body.completion)),
@@ -111,8 +106,8 @@ class App:
     def rest(self) -> None:
         """Marks the worker as idle."""
         self._idle.set()
-        if self._idle_task is not None and not self.draining:
-            self._idle_task.idle()
+        if self._forms is not None and not self.draining:
+            self._forms.idle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI exchange."""
@@ -121,8 +116,8 @@ class App:
         exchange = Exchange(scope, receive, send)
         self.in_flight += 1
         self._idle.clear()
-        if self._idle_task is not None:
-            self._idle_task.busy()
+        if self._forms is not None:
+            self._forms.busy()
         try:
             await self._answer(exchange)
         except GoneError:

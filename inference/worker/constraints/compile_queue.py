@@ -1,7 +1,8 @@
 """Queues the compilation of forms.
 
 Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Requests
-for the same form share one compilation, which goes on while one of them waits.
+for the same form share one compilation, which goes on while one of them waits. While the worker is idle, the vocabulary
+is read in advance.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from inference.protocol import Code
@@ -27,6 +28,8 @@ FORM_SECONDS = 30.0
 """Time for a form and for those before it to be compiled."""
 HELP_SECONDS = 2.0
 """The same for a form that only helps the model: answers without it are valid."""
+IDLE_SECONDS = 1.0
+"""A client with consecutive requests sends its next request within this time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +49,7 @@ class FormQueue:
         self,
         compiler: Compiler,
         lookups: Executor,
-        compiling: Executor | None = None,
+        compiling: Executor,
         *,
         most: int = MAX_WAITING,
         seconds: float = FORM_SECONDS,
@@ -61,7 +64,25 @@ class FormQueue:
         self._clock = clock
         self._jobs: dict[tuple[str, bytes], _Job] = {}
         self._lookups = lookups
-        self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="forms")
+        self._compiling = compiling
+        self._reads_ahead = True
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    def busy(self) -> None:
+        """A request is running."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def idle(self) -> None:
+        """No request is running: the vocabulary is read once, after IDLE_SECONDS without a request."""
+        if self._reads_ahead:
+            self.busy()
+            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        self._reads_ahead, self._idle_timer = False, None
+        self._compiling.submit(self._compiler.read_vocabulary)
 
     async def constraint(
         self, form: Form, param: str, *, promised: bool, deadline: float | None, gone: Callable[[], bool]
