@@ -19,7 +19,7 @@ from headgate.shared.parameters import Sampling
 from inference import worker_link
 from inference.worker import llama
 from inference.worker.llama.llama_log import LogTail
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Row
 
 PROMPT_TOKENS = 40

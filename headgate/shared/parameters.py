@@ -2,7 +2,7 @@
 
 Each field of `Sampling` declares one sampling parameter; `REQUEST_PARAMETERS` declares the others. The gateway and the
 worker validate with these declarations, and `docs/api.md` reproduces them (`tests/unit/test_gateway_documented.py`
-compares them). A new sampling parameter is a field of `Sampling` and its use in `inference.worker.sampling.sampling`.
+compares them). A new sampling parameter is a field of `Sampling` and its use in `inference.worker.sampling`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
 from inference.worker.prompt.vision import Vision
-from inference.worker.sampling.constrained_sampler import ConstrainedSampler
-from inference.worker.sampling.sampling import ChainSampler, dry_of
+from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Limits
 from inference.worker_link import Grant
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from inference.protocol import ExitCause
-from inference.worker import llama, malloc_trim
+from inference.worker import llama, malloc_trim, sampling
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.prompt.templates import ChatTemplate
-from inference.worker.sampling import sampling
 from inference.worker.worker_errors import LoadError
 from inference.worker.worker_requests import Facts
 from inference.worker_link import Grant, Ready

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.answers.generation import StopFilter
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for

@@ -12,8 +12,7 @@ from inference.demo import bundled_path
 from inference.worker import llama
 from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Form, Json, Marker, OneOf, Regex, Repeat, Sequence
-from inference.worker.sampling.constrained_sampler import ConstrainedSampler
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler, ConstrainedSampler
 from inference.worker.steps import Row
 from tests.rigs.engine_rig import EngineRig, engine_rig
 

@@ -21,8 +21,7 @@ from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Form, Json, Regex
 from inference.worker.llama import Sampler
 from inference.worker.llama.dry import MOST_PROTOTYPES, Dry, DryPrototypes
-from inference.worker.sampling.constrained_sampler import ConstrainedSampler
-from inference.worker.sampling.sampling import ChainSampler, dry_of
+from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Row
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig

@@ -21,7 +21,7 @@ from inference.worker.backend import Decode
 from inference.worker.llama import MOST_CANDIDATES, Sampler
 from inference.worker.llama import sampler as samplers
 from inference.worker.llama.binding import lib
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Row
 from tests.rigs.engine_rig import EngineRig, engine_rig
 

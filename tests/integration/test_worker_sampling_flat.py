@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate.shared.parameters import Sampling
 from inference.worker.llama import Sampler
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Row
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.answers.generation import Detokenizer, Generation
-from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.answers.generation import Detokenizer, Generation, StopFilter
 
 ALPHABET = "abé漢😀"
 

@@ -20,7 +20,7 @@ from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import TokenLogprob
 from inference.worker.api import logprob_writer
 from inference.worker.llama.llama_log import MOST_LINE_CHARS, LogTail
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.processes import wait_until

@@ -18,7 +18,7 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.loading import Loaded, load
-from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Limits
 from tests.rigs.worker_rig import grant_for
 

@@ -28,7 +28,7 @@ from inference.worker.dialects.forms import (
     Repeat,
     Sequence,
 )
-from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.sampling import ConstrainedSampler
 from inference.worker.worker_errors import BadRequestError, ConstraintError
 from tests.rigs.vocabularies import PieceVocabulary
 
@@ -428,7 +428,7 @@ def test_stack_size_of_other_threads_is_not_changed() -> None:
 
 def test_llguidance_is_imported_with_the_first_constraint() -> None:
     code = (
-        "import sys, inference.worker.constraints, inference.worker.sampling.constrained_sampler as c\n"
+        "import sys, inference.worker.constraints, inference.worker.sampling as c\n"
         "inference.worker.constraints.Compiler(None)\n"
         "assert not any(name.startswith('llguidance') for name in sys.modules)"
     )

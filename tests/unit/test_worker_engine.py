@@ -21,7 +21,7 @@ from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
-from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.sampling import ConstrainedSampler
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import ConstraintError, WorkerError
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop

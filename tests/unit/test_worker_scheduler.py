@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.settings import DeadlineSettings
 from inference.protocol import FULL_FOR, RETRY_AFTER, Priority
-from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.answers.generation import StopFilter
 from inference.worker.engine.engine_work import QueueEstimate
 from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,

@@ -1,15 +1,17 @@
-"""Follows one answer from token to token: text, stop strings, length, log probabilities."""
+"""Follows one answer from token to token: text, stop strings, length, log probabilities also of its prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from encodings.utf_8 import IncrementalDecoder
 from typing import NamedTuple
 
-from inference.worker.answers.stop_strings import StopFilter
+import numpy as np
+
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.dialects.answer_parts import Part, joined
+from inference.worker.sampling import Distribution
 from inference.worker.worker_errors import WorkerError
 from inference.worker.worker_requests import AnswerPrefix
 
@@ -29,6 +31,51 @@ class Detokenizer:
     def flush(self) -> str:
         """The rest at the end: empty, or U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", True)
+
+
+class StopFilter:
+    """Cuts text before the first stop string that is completed, however the text is divided into pieces.
+
+    Of several that are completed by the same character the longest counts, so that nothing of it is shown.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string cannot be empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found."""
+
+    def push(self, text: str) -> str:
+        """The text that can be shown now. After a match it is always empty."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _end, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """The text that was held back, at an end without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` without being all of it."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +200,45 @@ class Generation:
         ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
         self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
         return tuple(ready)
+
+
+class Scoring:
+    """The log probabilities of one prompt, on the engine's thread.
+
+    What is computed twice (after a preemption) is scored once. Pieces are those of `special=True`, and offsets count
+    characters of the text that they join to.
+    """
+
+    def __init__(self, prompt: Sequence[int], vocabulary: Vocabulary, alternatives: int) -> None:
+        self._prompt = prompt
+        self._vocabulary = vocabulary
+        self._alternatives = alternatives
+        self._detokenizer = Detokenizer()
+        self._decoded = 0
+        self._scored = 0
+
+    def add(self, start: int, count: int, logits_at: Callable[[int], np.ndarray]) -> tuple[TokenLogprob, ...]:
+        """The scores from `count` computed tokens from position `start` on. The logits of a token score the next one.
+
+        `logits_at(n)` are the logits at the n-th of them. The first token of the prompt has no log probability.
+        """
+        found = []
+        if self._scored == 0:
+            found.append(self._entry(self._prompt[0], None))
+            self._scored = 1
+        for position in range(start, min(start + count, len(self._prompt) - 1)):
+            if position + 1 == self._scored:
+                found.append(self._entry(self._prompt[position + 1], Distribution.of(logits_at(position - start))))
+                self._scored += 1
+        return tuple(found)
+
+    def _entry(self, token: int, drawn: Distribution | None) -> TokenLogprob:
+        vocabulary = self._vocabulary
+        piece = vocabulary.piece(token, special=True)
+        offset = self._decoded
+        self._decoded += len(self._detokenizer.push(piece))
+        if drawn is None:
+            return TokenLogprob(piece, None, (), offset)
+        best = drawn.top(self._alternatives)
+        top = tuple((vocabulary.piece(other, special=True), value) for other, value in best)
+        return TokenLogprob(piece, drawn.logprob(token), top, offset)

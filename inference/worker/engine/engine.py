@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code, Progress
-from inference.worker.answers.generation import Generation, Output
-from inference.worker.answers.prompt_scoring import Scoring
+from inference.worker.answers.generation import Generation, Output, Scoring
 from inference.worker.answers.structured_answer import DividedGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.engine.engine_thread import EngineThread
@@ -28,7 +27,7 @@ from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.saved_sequences import Retained
-from inference.worker.sampling.sampling import Distribution
+from inference.worker.sampling import Distribution
 from inference.worker.steps import Limits, Phase, Remove, Row
 from inference.worker.worker_errors import WorkerError
 

@@ -19,7 +19,7 @@ from inference.worker.worker_errors import LoadError
 CHUNK_BYTES = 32 * 2**20
 _LATER = (
     "api.worker_app", "assembly", "constraints", "engine.embedder", "engine.engine",
-    "engine.vision_context", "loading", "prompt.prompts", "sampling.constrained_sampler", "worker_model",
+    "engine.vision_context", "loading", "prompt.prompts", "sampling", "worker_model",
 )  # fmt: skip
 """Modules of the worker that a load needs. They map the libraries of llama.cpp and open no device."""
 _LIBRARIES = ("headgate.shared.wire", "encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")

@@ -1,4 +1,4 @@
-"""Builds llama.cpp sampler chains from sampling parameters, and log probabilities from logits."""
+"""Draws tokens with llama.cpp sampler chains, within constraints, and computes log probabilities from logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headgate.shared.parameters import Sampling
+from inference.worker.backend import Backend, Mask, TokenSampler
 from inference.worker.llama import MOST_CANDIDATES, Context, Dry, Model, Sampler
 
 _RANDOM_SEED = 0xFFFFFFFF
@@ -264,6 +265,33 @@ class ChainSampler:
         for name in ("_chain", "_penalties"):
             if name in self.__dict__:
                 getattr(self, name).close()
+
+
+class ConstrainedSampler:
+    """Masks the logits, draws with another sampler and advances the mask. ConstraintError ends this request only."""
+
+    def __init__(self, inner: TokenSampler, backend: Backend, mask: Mask) -> None:
+        """`inner` draws from the logits of `backend`; `mask` is this answer's own."""
+        self._inner = inner
+        self._backend = backend
+        self._mask = mask
+
+    def sample(self, index: int) -> int:
+        """Draws and accepts the token after batch index `index`; raises ConstraintError."""
+        self._mask.apply(self._backend.logits(index))
+        token = self._inner.sample(index)
+        self._mask.accept(token)
+        return token
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer that were drawn elsewhere; raises ConstraintError."""
+        self._inner.accept(tokens)
+        for token in tokens:
+            self._mask.accept(token)
+
+    def close(self) -> None:
+        """Frees the inner sampler."""
+        self._inner.close()
 
 
 class Distribution:
