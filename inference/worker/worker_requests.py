@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headgate.shared.bodies.openai_bodies import AnswerSoFar
 from headgate.shared.parameters import Sampling
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Form
@@ -29,18 +30,6 @@ class Facts:
     """The secret text that marks the place of an image in a message. Empty for models without images."""
     family: str = ""
     """Name of the chat template's dialect; empty without a template."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerSoFar:
-    """The beginning of an interrupted answer, which the new answer continues."""
-
-    content: str
-    reasoning: str = ""
-
-    def message(self) -> dict[str, str]:
-        """The same as a message of the assistant."""
-        return {"role": "assistant", "content": self.content, "reasoning_content": self.reasoning}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +87,3 @@ class GenerateRequest:
     def score_prompt(self) -> bool:
         """Whether log probabilities of the echoed prompt are requested."""
         return self.echo and self.logprobs is not None
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
-    """Validated inputs for embeddings. `dimensions` is the length of the vectors, None for the model's own."""
-
-    inputs: tuple[Prompt, ...]
-    as_base64: bool = False
-    dimensions: int | None = None

@@ -14,7 +14,7 @@ from headgate.shared.parameters import Sampling
 from inference import demo
 from inference.worker import llama
 from inference.worker.answers.generation import Detokenizer
-from inference.worker.api.logprob_writer import Logprobs
+from inference.worker.api.response_writer import Logprobs
 from inference.worker.llama.binding import lib
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig, start

@@ -55,7 +55,7 @@ def refused(endpoint: str, **body: Any) -> BadRequestError:
     prompts = Prompts(Letters(), chat_template("{{ messages[0].content }}"), facts)
     with pytest.raises(BadRequestError) as caught:
         if endpoint == "embedding":
-            prompts.embed(generation_body.embedding(body, facts))
+            prompts.embed(generation_body.embedding(body, facts)[1])
         else:
             prompts.generate(getattr(generation_body, endpoint)(body, facts))
     return caught.value

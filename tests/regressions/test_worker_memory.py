@@ -18,7 +18,7 @@ import pytest
 
 from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import TokenLogprob
-from inference.worker.api import logprob_writer
+from inference.worker.api import response_writer
 from inference.worker.llama.llama_log import MOST_LINE_CHARS, LogTail
 from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
@@ -108,7 +108,7 @@ def test_resumed_answers_allocate_no_token_history_before_their_turn() -> None:
 
 def test_log_probabilities_of_a_whole_answer_are_held_as_json() -> None:
     """`size_bytes` is the memory that they take."""
-    held = logprob_writer.Logprobs("chat")
+    held = response_writer.Logprobs("chat")
     item = TokenLogprob(b"a", -0.5, ((b"a", -0.5), (b"\xff", float("-inf"))) * 10, 0)
     for _ in range(1000):
         held.add([item])

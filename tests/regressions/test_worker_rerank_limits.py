@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference.worker.api.rerank_api import MAX_DOCUMENTS, MAX_TOKENS, Reranker
+from inference.worker.api.pooled_api import MAX_DOCUMENTS, MAX_TOKENS, Reranker
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 

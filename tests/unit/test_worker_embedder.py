@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.protocol import Code, Priority
-from inference.worker.api.rerank_api import MAX_DOCUMENTS, Reranker
+from inference.worker.api.pooled_api import MAX_DOCUMENTS, Reranker
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.engine.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket

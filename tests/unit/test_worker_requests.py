@@ -12,7 +12,7 @@ from headgate.shared.bodies.openai_bodies import decode_tokenize
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.api import generation_body
-from inference.worker.api.typed_body import typed
+from inference.worker.api.body_intake import typed
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
 

@@ -13,8 +13,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from inference.worker.answers.answer_shape import new_call_id
 from inference.worker.answers.generation import Output, TokenLogprob
 from inference.worker.api import response_writer
-from inference.worker.api.logprob_writer import Logprobs
-from inference.worker.api.response_writer import Answer, Stream, Usage
+from inference.worker.api.response_writer import Answer, Logprobs, Stream, Usage
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 CALLS = [

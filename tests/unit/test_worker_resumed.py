@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.bodies.openai_bodies import AnswerSoFar
 from headgate.shared.parameters import Sampling
 from inference.api.reruns import key_of
 from inference.worker.answers.generation import Generation, Output
@@ -17,7 +18,7 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import BadRequestError, WorkerError
-from inference.worker.worker_requests import AnswerPrefix, AnswerSoFar, Facts
+from inference.worker.worker_requests import AnswerPrefix, Facts
 from tests.rigs.fake_backend import END, ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 
@@ -127,10 +128,10 @@ def test_answer_so_far_is_decoded() -> None:
     """Options of complete answers are rejected."""
     so_far = {"content": "Hel", "reasoning_content": "hm"}
     request = generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS)
-    assert request.answer_so_far == AnswerSoFar("Hel", "hm")
-    assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).answer_so_far == AnswerSoFar("")
+    assert request.answer_so_far == AnswerSoFar(content="Hel", reasoning_content="hm")
+    assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).answer_so_far == AnswerSoFar()
     completion = {"prompt": "a", "answer_so_far": {"content": "b"}}
-    assert generation_body.completion(completion, FACTS).answer_so_far == AnswerSoFar("b")
+    assert generation_body.completion(completion, FACTS).answer_so_far == AnswerSoFar(content="b")
     assert generation_body.completion({"prompt": "a"}, FACTS).answer_so_far is None
     tool = {"type": "function", "function": {"name": "f"}}
     tooled = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))

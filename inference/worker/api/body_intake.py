@@ -1,16 +1,22 @@
-"""Reads and decodes bodies off the event loop, large ones one after the other."""
+"""Reads and decodes bodies off the event loop, large ones one after the other, into types of the local hop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import orjson
+
+from headgate.shared.bodies.body_decoder import Extensible, InvalidBodyError
 from inference.protocol import Code
 from inference.worker import malloc_trim
-from inference.worker.api.worker_exchange import Exchange, parse
-from inference.worker.worker_errors import GoneError, WorkerError
+from inference.worker.api.worker_exchange import Exchange
+from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
+from inference.worker.worker_requests import Facts
 
 BIG_BODY_BYTES = 2**18
 """Larger bodies are decoded one at a time, because decoding takes many times their size."""
@@ -66,3 +72,45 @@ class Intake:
             return decode(body)
 
         return await self.off_loop(work)
+
+
+def parse(raw: bytes) -> Any:
+    """The JSON value of a body; raises BadRequestError, with `param` where a number is NaN or infinite."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        problem = str(error)
+    try:
+        # Python's JSON writer produces NaN and Infinity; the error names the parameter that holds one.
+        lenient = json.loads(raw)
+    except (ValueError, RecursionError):
+        lenient = None
+    if isinstance(lenient, dict):
+        for name, value in lenient.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadRequestError(f"{name[:80]} must be a finite number", name[:80])
+    raise BadRequestError(f"the body is not valid JSON: {problem}", code=Code.INVALID_JSON)
+
+
+def typed(body: Any, decode: Callable[[Mapping[str, Any]], T], facts: Facts) -> T:
+    """`body`, parsed JSON, as `decode` returns it; raises BadRequestError.
+
+    A worker has one model, so that the body need not name it.
+    """
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    try:
+        return decode({"model": facts.model_id, **body})
+    except InvalidBodyError as error:
+        raise BadRequestError(error.message.replace("`", ""), error.param, code=Code(error.code)) from None
+
+
+def refuse_extra(holder: Extensible | None, at: str) -> None:
+    """Raises BadRequestError for a field of the object `at` that is not declared."""
+    for name in (holder and holder.extra) or ():
+        unknown_field(name, at)
+
+
+def unknown_field(name: str, at: str) -> NoReturn:
+    """Raises BadRequestError for a field of the object `at`."""
+    raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from headgate.shared.bodies.openai_bodies import (
+    AnswerSoFar,
     ChatBody,
     CompletionRequest,
+    EmbeddingRequest,
     StreamOptions,
     TokenizeBody,
     decode_chat,
@@ -18,12 +20,12 @@ from headgate.shared.bodies.openai_bodies import (
 )
 from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
+from inference.worker.api.body_intake import refuse_extra, typed
 from inference.worker.api.generation_fields import form_of, sampling_of, stops_of, tools_of
-from inference.worker.api.typed_body import refuse_extra, typed
 from inference.worker.dialects.thinking import EFFORT_LEVELS, effort_variables
 from inference.worker.prompt.template_messages import ImageParts, messages_of
 from inference.worker.worker_errors import BadRequestError
-from inference.worker.worker_requests import AnswerSoFar, EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.worker_requests import Facts, GenerateRequest, Prompt
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
@@ -161,14 +163,14 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
     )
 
 
-def embedding(body: Any, facts: Facts) -> EmbeddingRequest:
-    """The request in a /v1/embeddings body; raises BadRequestError with `param`."""
+def embedding(body: Any, facts: Facts) -> tuple[EmbeddingRequest, tuple[Prompt, ...]]:
+    """The request in a /v1/embeddings body and its inputs; raises BadRequestError with `param`."""
     given = typed(body, _read_embedding, facts)
     need_capability(facts, "embeddings")
     inputs = prompts_of(given.input, "input", facts, MAX_INPUTS)
     if given.dimensions is not None and given.dimensions > facts.n_embd:
         raise BadRequestError(f"dimensions must be from 1 to {facts.n_embd}", "dimensions")
-    return EmbeddingRequest(inputs, given.encoding_format == "base64", given.dimensions)
+    return given, inputs
 
 
 def need_capability(facts: Facts, name: str) -> None:
@@ -280,13 +282,13 @@ def _answer_so_far(given: ChatBody | CompletionRequest, form_param: str) -> Answ
         return None
     if form_param or given.n not in (None, 1):
         raise _not_together(SO_FAR, form_param or "n")
-    return AnswerSoFar(so_far.content, so_far.reasoning_content or "")
+    return so_far
 
 
 def _check_resumed(given: CompletionRequest, prompts: Sequence[Prompt], so_far: AnswerSoFar) -> None:
     """A completion that is continued is one text after one prompt."""
-    if len(prompts) > 1 or so_far.reasoning:
-        raise _not_together(SO_FAR, "reasoning_content" if so_far.reasoning else "several prompts")
+    if len(prompts) > 1 or so_far.reasoning_content:
+        raise _not_together(SO_FAR, "reasoning_content" if so_far.reasoning_content else "several prompts")
     for name in ("logprobs", "echo", "suffix"):
         if getattr(given, name) not in (None, False, ""):
             raise _not_together(SO_FAR, name)

@@ -20,7 +20,7 @@ from headgate.shared.bodies.openai_bodies import (
 )
 from headgate.shared.parameters import SAMPLING_PARAMETERS, Sampling
 from inference.protocol import Code
-from inference.worker.api.typed_body import refuse_extra, unknown_field
+from inference.worker.api.body_intake import refuse_extra, unknown_field
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Form, Grammar, Json, Literal, OneOf, Regex
 from inference.worker.worker_errors import BadRequestError

@@ -12,8 +12,8 @@ from headgate.shared.bodies.body_decoder import decode
 from headgate.shared.bodies.openai_bodies import DetokenizeBody, Message, Prompt, TokenizeBody, decode_tokenize
 from inference.protocol import Code
 from inference.worker.api import generation_body
+from inference.worker.api.body_intake import typed
 from inference.worker.api.generation_fields import tools_of
-from inference.worker.api.typed_body import typed
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.prompt.template_messages import ImageParts, messages_of
 from inference.worker.worker_errors import BadRequestError

@@ -29,8 +29,7 @@ from inference.worker.answers.answer_shape import Shape
 from inference.worker.answers.generation import Output
 from inference.worker.api import generation_body, response_writer
 from inference.worker.api.body_intake import Intake
-from inference.worker.api.pooled_api import Vectors
-from inference.worker.api.rerank_api import Reranker
+from inference.worker.api.pooled_api import Reranker, Vectors
 from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
 from inference.worker.api.tokenize_api import Counting
 from inference.worker.api.worker_exchange import MAX_STREAM_INTERVAL_SECONDS, Exchange

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable
-from typing import Any
-
-import orjson
 
 from headgate.shared import wire
 from headgate.shared.asgi import (
@@ -36,24 +32,6 @@ BODY_SECONDS = 30.0
 """Time for a body to arrive."""
 MAX_STREAM_INTERVAL_SECONDS = 1.0
 """Upper bound of the requested interval: a stream that is silent for longer looks hung."""
-
-
-def parse(raw: bytes) -> Any:
-    """The JSON value of a body; raises BadRequestError, with `param` where a number is NaN or infinite."""
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        problem = str(error)
-    try:
-        # Python's JSON writer produces NaN and Infinity; the error names the parameter that holds one.
-        lenient = json.loads(raw)
-    except (ValueError, RecursionError):
-        lenient = None
-    if isinstance(lenient, dict):
-        for name, value in lenient.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadRequestError(f"{name[:80]} must be a finite number", name[:80])
-    raise BadRequestError(f"the body is not valid JSON: {problem}", code=Code.INVALID_JSON)
 
 
 class Exchange(Response):

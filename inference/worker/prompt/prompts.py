@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headgate.shared.bodies.openai_bodies import AnswerSoFar
 from inference.protocol import Code, context_overflow
 from inference.worker.answers.answer_shape import Shape, Shaping
 from inference.worker.backend import Vocabulary
@@ -19,8 +20,6 @@ from inference.worker.worker_requests import (
     NO_PREFIX,
     NO_TOOLS,
     AnswerPrefix,
-    AnswerSoFar,
-    EmbeddingRequest,
     Facts,
     GenerateRequest,
     Prompt,
@@ -183,7 +182,8 @@ class Prompts:
             raise BadRequestError("the rendered prompt ends in an image; add text after it", "messages")
         if so_far is None:
             return tokens, opened, images, []
-        opened, begun = _opened(template, so_far.message(), opened)
+        message = {"content": so_far.content, "reasoning_content": so_far.reasoning_content}
+        opened, begun = _opened(template, message, opened)
         before = pieces[-1].rpartition(self._facts.image_marker)[2] if files else pieces[-1]
         return tokens, opened, images, self._tokens_after(before, begun)
 
@@ -194,13 +194,13 @@ class Prompts:
             )
         return self._read_image(files[index], "messages")
 
-    def embed(self, request: EmbeddingRequest) -> list[list[int]]:
+    def embed(self, texts: Sequence[Prompt]) -> list[list[int]]:
         """Tokens of every input, with the special tokens (CLS, SEP, EOS) that the model needs around a text."""
-        for item in request.inputs:
+        for item in texts:
             self._check_size(len(item) if isinstance(item, str) else 0, "input")
         inputs = [
             list(item) if isinstance(item, tuple) else self._tokenizer.tokenize(item, add_special=True)
-            for item in request.inputs
+            for item in texts
         ]
         for index, tokens in enumerate(inputs):
             param = "input" if len(inputs) == 1 else f"input[{index}]"
@@ -253,7 +253,7 @@ class Prompts:
 
     def _answer_prefix(self, so_far: AnswerSoFar, tokens: int) -> AnswerPrefix:
         """`so_far`, which has this number of tokens; the mark that ends reasoning counts as reasoning."""
-        content = len(self._tokenizer.tokenize(so_far.content)) if so_far.reasoning else tokens
+        content = len(self._tokenizer.tokenize(so_far.content)) if so_far.reasoning_content else tokens
         return AnswerPrefix(tokens, max(0, tokens - content), so_far.content)
 
     def _generated(self, prompt: Prompt, text: str) -> list[int]:
