@@ -14,7 +14,7 @@ from inference.worker.api.pooled_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler, FormQueue
-from inference.worker.cores.core_sparing_context import CoreSparingBackend
+from inference.worker.engine.core_sparing_context import CoreSparingBackend
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher

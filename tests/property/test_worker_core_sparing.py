@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.cores.core_sparing import (
+from inference.worker.engine.core_sparing import (
     FIRST_PAUSE,
     IDLE,
     LONGEST_PAUSE,

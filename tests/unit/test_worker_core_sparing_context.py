@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.cores.core_sparing_context import DIVIDED_FROM, CoreSparingBackend
-from inference.worker.cpu_cores import GAP_SECONDS, LEAST_SECONDS, IdleCores, LostCores, idle_seconds, waited_seconds
+from inference.worker.engine.core_sparing_context import (
+    DIVIDED_FROM,
+    GAP_SECONDS,
+    LEAST_SECONDS,
+    CoreSparingBackend,
+    IdleCores,
+    LostCores,
+    idle_seconds,
+    waited_seconds,
+)
 from inference.worker.steps import Row
 from tests.rigs.fake_backend import FakeBackend
 

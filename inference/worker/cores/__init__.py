@@ -1,1 +1,0 @@
-"""CPU threads of a worker: how many compute a step."""
