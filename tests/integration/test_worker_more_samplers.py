@@ -20,7 +20,7 @@ from inference.worker import llama
 from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Form, Json, Regex
 from inference.worker.llama import Sampler
-from inference.worker.llama.dry import MOST_PROTOTYPES, Dry, DryPrototypes
+from inference.worker.llama.llama_model import MOST_PROTOTYPES, Dry, DryPrototypes
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Row
 from tests.rigs import tiny_spm
@@ -288,6 +288,6 @@ def test_dry_settings_are_cached_with_a_limit(rig: EngineRig) -> None:
     for dry in [*wanted, *wanted]:
         prototypes.prepare(dry)
         Sampler().add_part(prototypes.sampler(dry)).close()
-    assert len(prototypes._prototypes) == MOST_PROTOTYPES
+    assert prototypes._prototype.cache_info().currsize == MOST_PROTOTYPES
     Sampler().add_part(prototypes.sampler(wanted[0])).close()
     prototypes.close()

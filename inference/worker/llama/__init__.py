@@ -4,8 +4,7 @@ It uses the low-level functions of llama-cpp-python only, because its `Llama` cl
 """
 
 from inference.worker.llama.context import Context
-from inference.worker.llama.dry import Dry
-from inference.worker.llama.llama_model import Model
+from inference.worker.llama.llama_model import Dry, Model
 from inference.worker.llama.llama_process import on_abort, start
 from inference.worker.llama.params import (
     KV_TYPES,

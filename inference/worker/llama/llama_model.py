@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from inference.protocol import ExitCause
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
-from inference.worker.llama.dry import DryPrototypes
 from inference.worker.llama.llama_process import without_gil_release
-from inference.worker.llama.text_cuts import Cutter
 from inference.worker.worker_errors import LoadError
 
 _ATTRIBUTE_UNKNOWN = 1 << 0
@@ -24,6 +24,7 @@ _PART_CHARS = 2**14
 """Minimum length of the parts in which a text is tokenized; it is cut before control tokens."""
 MOST_PIECES = 2**13
 """Size of the cache of token bytes, at 100 bytes per token; a miss costs a microsecond."""
+MOST_PROTOTYPES = 32
 _EXACT_VOCABULARIES = (1, 2)
 """SentencePiece and byte-level BPE: each byte of a text belongs to exactly one token."""
 
@@ -31,6 +32,91 @@ _to_piece = without_gil_release("llama_token_to_piece")
 _vocab_attr = without_gil_release("llama_vocab_get_attr")
 _text = without_gil_release("llama_vocab_get_text")
 _is_eog = without_gil_release("llama_vocab_is_eog")
+
+
+class Cutter:
+    """Cuts a long text without changing its tokens.
+
+    llama.cpp first divides a text at the texts of special tokens and tokenizes the parts separately, so a cut before
+    such a text does not change the result. The time for this division grows with the square of the number of special
+    tokens in the text.
+    """
+
+    def __init__(self, cuttable: Iterable[str], atoms: Iterable[str], size: int) -> None:
+        """Cuts before the texts in `cuttable`, into parts of at least `size` characters.
+
+        `atoms` are all texts at which llama.cpp divides, including `cuttable`.
+        """
+        longest_first = sorted((text for text in cuttable if text), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._atoms = frozenset(atoms)
+        self._lengths = sorted({len(text) for text in self._atoms})
+        self._size = size
+
+    def parts(self, text: str) -> list[str]:
+        """The parts of `text`, which joined are equal to it."""
+        found: list[str] = []
+        start, search_from = 0, self._size
+        while self._pattern is not None and (match := self._pattern.search(text, search_from)) is not None:
+            at = match.start()
+            if self._is_inside_another(text, at, start):
+                search_from = at + 1
+                continue
+            found.append(text[start:at])
+            start, search_from = at, at + self._size
+        return [*found, text[start:]]
+
+    def _is_inside_another(self, text: str, at: int, start: int) -> bool:
+        """Whether an atom starts before `at` and ends after it; llama.cpp might divide at that atom."""
+        return any(
+            text[begin : begin + length] in self._atoms
+            for length in self._lengths
+            for begin in range(max(start, at - length + 1), at)
+        )
+
+
+class Dry(NamedTuple):
+    """Validated settings of the DRY penalty; `last_n` is at least 1."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    last_n: int
+    breakers: tuple[str, ...]
+
+
+class _DryPrototype:
+    """A DRY sampler of llama.cpp without history, freed with this object."""
+
+    def __init__(self, vocab: Any, dry: Dry) -> None:
+        breakers = [text.encode("utf-8", "replace") for text in dry.breakers]
+        texts = (ctypes.c_char_p * len(breakers))(*breakers)
+        self.handle = lib.llama_sampler_init_dry(vocab, *dry[:4], texts, len(breakers))
+        weakref.finalize(self, lib.llama_sampler_free, self.handle).atexit = False
+
+
+class DryPrototypes:
+    """DRY samplers of one vocabulary: created once per setting and copied for each answer. Thread-safe.
+
+    To create one, llama.cpp compares each sequence breaker with all tokens of the vocabulary: about 4 ms per breaker
+    with 128,000 tokens. A copy takes microseconds.
+    """
+
+    def __init__(self, vocab: Any) -> None:
+        self._prototype = functools.lru_cache(MOST_PROTOTYPES)(functools.partial(_DryPrototype, vocab))
+
+    def prepare(self, dry: Dry) -> None:
+        """Creates the prototype for `sampler` unless it exists. Slow: not for the event loop or the engine thread."""
+        self._prototype(dry)
+
+    def sampler(self, dry: Dry) -> Any:
+        """A new DRY sampler without history, owned by the caller; slow if `prepare` was not called before."""
+        prototype = self._prototype(dry)
+        return lib.llama_sampler_clone(prototype.handle)
+
+    def close(self) -> None:
+        """Frees the prototypes."""
+        self._prototype.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
