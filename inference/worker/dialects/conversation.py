@@ -219,7 +219,7 @@ def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[st
         yield run
 
 
-def explained(messages: Sequence[dict[str, Any]], about: str, *, system: bool = True) -> list[dict[str, Any]]:
+def explained(messages: Sequence[Message], about: str, *, system: bool = True) -> list[Message]:
     """The messages, with an explanation after the system message's text or before the first text of the user."""
     found = list(messages)
     role = "system" if system else "user"

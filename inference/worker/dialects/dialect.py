@@ -41,9 +41,13 @@ class Dialect(abc.ABC):
     markers: frozenset[str] = frozenset()
     """Texts of control tokens in calls."""
 
-    def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False) -> None:
+    def __init__(
+        self, thinking: Thinking | None = None, *, text_arguments: bool = False, about: str | None = None
+    ) -> None:
+        """`about` explains tools in a message, in place of {tools}, for a template that does not present them."""
         self.thinking = thinking
-        self.text_arguments = text_arguments
+        self._text_arguments = text_arguments
+        self._about = about
 
     @property
     def reasons(self) -> bool:
@@ -60,9 +64,19 @@ class Dialect(abc.ABC):
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """Messages in the form that the template needs, and further template variables.
 
-        Calls get one shape, and the tools are presented unless none may be called.
+        The tools are presented or explained unless none may be called.
         """
-        return [*normal(messages, text_arguments=self.text_arguments)], presented(tools, choice)
+        turns = self.turns(normal(messages, text_arguments=self._text_arguments))
+        if not tools or choice.mode == "none":
+            return [*turns], {}
+        if self._about is None:
+            return [*turns], {"tools": described(tools)}
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
+        return [*explained(turns, self._about.replace("{tools}", lines))], {}
+
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Messages whose calls have one shape, in the form that the template needs."""
+        return messages
 
     @abc.abstractmethod
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
@@ -121,21 +135,6 @@ class CallingDialect(Dialect):
     @abc.abstractmethod
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One to `most` calls of these tools."""
-
-
-def presented(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
-    """The variables of a template that presents tools; none where none may be called."""
-    return {"tools": described(tools)} if tools and choice.mode != "none" else {}
-
-
-def with_explanation(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], choice: ToolChoice, about: str
-) -> list[Mapping[str, Any]]:
-    """The messages with the explanation `about`, in which {tools} is replaced, for a template without tools."""
-    if not tools or choice.mode == "none":
-        return [*messages]
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
-    return [*explained(messages, about.replace("{tools}", lines))]
 
 
 def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
-from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import CallingDialect, arguments_of, one_of, presented, with_explanation
+from inference.worker.dialects.answer_parts import Content, Tool
+from inference.worker.dialects.dialect import CallingDialect, arguments_of, one_of
 from inference.worker.dialects.forms import Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -87,21 +86,16 @@ class DeepSeek(CallingDialect):
         fenced: bool = False,
         presents: bool = True,
     ) -> None:
-        super().__init__(thinking, text_arguments=text_arguments)
+        about = None if presents else _about(fenced=fenced)
+        super().__init__(thinking, text_arguments=text_arguments, about=about)
         self._fenced = fenced
-        self._presents = presents
 
-    def prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Removes empty content beside calls, for which these templates would write an empty turn."""
-        found = [
+        return [
             {**message, "content": message.get("content") or None} if "tool_calls" in message else message
-            for message in normal(messages, text_arguments=self.text_arguments)
+            for message in messages
         ]
-        if self._presents:
-            return [*found], presented(tools, choice)
-        return with_explanation(found, tools, choice, self._about()), {}
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """All calls between one pair of markers."""
@@ -109,15 +103,14 @@ class DeepSeek(CallingDialect):
         between = Literal("\n") if self._fenced else None
         return forms.Sequence((Marker(CALLS), Repeat(one, 1, most, between), Marker(CALLS_END)))
 
-    def _about(self) -> str:
-        body = (
-            f"function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}" if self._fenced else f"NAME{SEPARATOR}ARGUMENTS"
-        )
-        call = f"{CALLS}{CALL}{body}{CALL_END}{CALLS_END}"
-        return _ABOUT.format(tools="{tools}", call=call, begin=CALL, end=CALL_END)
-
     def _body(self, tool: Tool) -> tuple[Form, ...]:
         if not self._fenced:
             return Literal(tool.name), Marker(SEPARATOR), arguments_of(tool)
         before = Literal(f"{tool.name}\n{FENCE}json\n")
         return Literal("function"), Marker(SEPARATOR), before, arguments_of(tool), Literal(f"\n{FENCE}")
+
+
+def _about(*, fenced: bool) -> str:
+    body = f"function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}" if fenced else f"NAME{SEPARATOR}ARGUMENTS"
+    call = f"{CALLS}{CALL}{body}{CALL_END}{CALLS_END}"
+    return _ABOUT.format(tools="{tools}", call=call, begin=CALL, end=CALL_END)

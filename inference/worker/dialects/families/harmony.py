@@ -7,15 +7,13 @@ from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import AnswerParser, Content, Kind, Reasoning, Tool, ToolChoice
-from inference.worker.dialects.conversation import joined, normal, one_at_a_time
+from inference.worker.dialects.conversation import joined, one_at_a_time
 from inference.worker.dialects.dialect import (
     AnswerOpening,
     Dialect,
     arguments_of,
     one_of,
-    presented,
     wanted,
-    with_explanation,
 )
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import Markers, NoCallError, Reader, Steps
@@ -158,31 +156,25 @@ class Harmony(Dialect):
     ends = frozenset({CALL, RETURN})
 
     def __init__(self, *, text_arguments: bool = False, presents: bool = True) -> None:
-        super().__init__(text_arguments=text_arguments)
-        self._presents = presents
+        super().__init__(text_arguments=text_arguments, about=None if presents else _ABOUT)
 
     @property
     def reasons(self) -> bool:
         """Every answer has channels."""
         return True
 
-    def prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """One call per message, and reasoning as `thinking`.
 
         Beside a call the template accepts either thinking or content, and writes both as analysis.
         """
-        found: list[dict[str, Any]] = []
-        for message in one_at_a_time(normal(messages, text_arguments=self.text_arguments)):
+        found = one_at_a_time(messages)
+        for message in found:
             if thought := message.pop("reasoning_content", None):
                 message["thinking"] = thought
                 if "tool_calls" in message and (content := message.pop("content", None)):
                     message["thinking"] = joined(thought, content)
-            found.append(message)
-        if self._presents:
-            return [*found], presented(tools, choice)
-        return with_explanation(found, tools, choice, _ABOUT), {}
+        return found
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
-from inference.worker.dialects.conversation import as_text, described, explained, joined, normal, runs
+from inference.worker.dialects.conversation import as_text, explained, joined, runs
 from inference.worker.dialects.dialect import CallingDialect, object_call, one_of, quoted
 from inference.worker.dialects.forms import Form, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
@@ -75,16 +75,25 @@ class Generic(Hermes):
     writes_tools = False
 
     def __init__(self, thinking: Thinking | None = None, *, system: bool = True) -> None:
-        super().__init__(thinking)
+        super().__init__(thinking, text_arguments=True)
         self._system = system
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """The messages, with an explanation of the tools."""
+        turns, variables = super().prepare(messages, tools, choice)
+        if not variables:
+            return turns, {}
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in variables["tools"])
+        about = _ABOUT.format(tools=lines, begin=BEGIN, end=END)
+        return [*explained(turns, about, system=self._system)], {}
+
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Messages in which calls and results are plain text of assistant and user."""
         found: list[dict[str, Any]] = []
         answered = False
-        for run in runs(normal(messages, text_arguments=True), "tool"):
+        for run in runs(messages, "tool"):
             message = run[0]
             if message["role"] == "tool":
                 message = {"role": "user", "content": "\n".join(_result(result["content"]) for result in run)}
@@ -96,11 +105,7 @@ class Generic(Hermes):
             else:
                 found.append(message)
             answered = run[0]["role"] == "tool"
-        if tools and choice.mode != "none":
-            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in described(tools))
-            about = _ABOUT.format(tools=lines, begin=BEGIN, end=END)
-            found = explained(found, about, system=self._system)
-        return [*found], {}
+        return found
 
 
 def _written(function: Mapping[str, Any]) -> str:

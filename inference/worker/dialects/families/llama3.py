@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
 from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
-from inference.worker.dialects.conversation import normal, one_at_a_time
-from inference.worker.dialects.dialect import CallingDialect, led, object_call, one_of, presented, wanted
+from inference.worker.dialects.conversation import one_at_a_time
+from inference.worker.dialects.dialect import CallingDialect, led, object_call, one_of, wanted
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import MIDST, Thinking
@@ -55,11 +55,9 @@ class Llama3(CallingDialect):
     markers = frozenset({TAG})
     ends = frozenset({"<|eom_id|>", "<|eot_id|>"})
 
-    def prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """One call per message."""
-        return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], presented(tools, choice)
+        return one_at_a_time(messages)
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """If no call is required, an object may be text; with a strict tool, an object at the beginning or after the

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inference.worker.dialects import forms
-from inference.worker.dialects.answer_parts import Content, Tool, ToolChoice
-from inference.worker.dialects.conversation import normal
-from inference.worker.dialects.dialect import CallingDialect, arguments_of, object_call, one_of, presented
+from inference.worker.dialects.answer_parts import Content, Tool
+from inference.worker.dialects.dialect import CallingDialect, arguments_of, object_call, one_of
 from inference.worker.dialects.forms import Form, Literal, Marker, Regex, Repeat
 from inference.worker.dialects.reading import CallReader, Markers, Steps
 from inference.worker.dialects.thinking import Thinking
@@ -62,18 +61,14 @@ class Mistral(CallingDialect):
         self._lists = lists
         self._ids = ids
 
-    def prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Ids of nine letters or digits, which these templates require."""
-        found: list[Mapping[str, Any]] = []
-        for message in normal(messages, text_arguments=self.text_arguments):
+        for message in messages:
             if "tool_calls" in message:
                 message["tool_calls"] = [{**call, "id": short_id(call["id"])} for call in message["tool_calls"]]
             if "tool_call_id" in message:
                 message["tool_call_id"] = short_id(message["tool_call_id"])
-            found.append(message)
-        return found, presented(tools, choice)
+        return messages
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One marker and a list, or a marker before every call."""
