@@ -76,7 +76,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = llama.Model(grant.path, llama.model_params(grant, vocab_only=True))
         template = loading.template_of(model)[0]
-        capabilities = loading.capabilities_of(grant, model, None, template)
+        capabilities = loading.capabilities_of(grant, None, template)
     except LoadError as error:
         return {"error": error.message}
     marker = "<image>" if "vision" in capabilities else ""

@@ -147,7 +147,7 @@ def _exact(
     try:
         params = llama.model_params(grant, no_alloc=True)
         model, context, pooling = loading.open_context(grant, params)
-        capabilities = loading.capabilities_of(grant, model, pooling, loading.template_of(model)[0])
+        capabilities = loading.capabilities_of(grant, pooling, loading.template_of(model)[0])
     except LoadError as error:
         message = "; ".join(line.strip() for line in errors[-2:])
         raise _UnusableError(message or str(error)) from error

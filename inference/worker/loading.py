@@ -23,7 +23,6 @@ from inference.worker.worker_requests import Facts
 from inference.worker_link import Grant, Ready
 
 MAX_CELLS = 2**31
-MAX_PARALLEL = 256
 GENERATIVE = ("chat", "completions")
 
 
@@ -53,7 +52,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         context.apply_lora(grant.lora)
         projector = _projector(grant, model, params)
     except LoadError as error:
-        raise _explained(error, grant, tail) from None
+        raise _explained(error, tail) from None
     # The warm-up runs on a thread that ends: OpenMP keeps a team of threads for each thread that has computed. With
     # more threads than cores all of them sleep at each barrier, and a small model takes twice as long per token.
     with ThreadPoolExecutor(1, thread_name_prefix="warm-up") as alone:
@@ -62,7 +61,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
             model.tokenize(" ")  # llama.cpp aborts on a wrong vocabulary: here, and not in a request
         template, problem = template_of(model)  # reads the vocabulary during the warm-up
         step.result()
-    capabilities = capabilities_of(grant, model, pooling, template)
+    capabilities = capabilities_of(grant, pooling, template)
     context_length = _context_length(grant, model, context)
     facts = Facts(
         model_id=grant.model_id,
@@ -139,7 +138,7 @@ def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
         context = _context(grant, loaded.model, _pooling(loaded.model, grant), on_gpu=False)
         context.inherit(loaded.context)
     except LoadError as error:
-        raise _explained(error, grant, tail) from None
+        raise _explained(error, tail) from None
     ready = replace(loaded.ready, load_seconds=time.monotonic() - started, buffers=tail.buffers({}))
     return replace(loaded, context=context, ready=ready)
 
@@ -151,21 +150,15 @@ def _context_length(grant: Grant, model: llama.Model, context: llama.Context) ->
 
 
 def _check(grant: Grant) -> None:
-    if grant.kv_type not in llama.KV_TYPES:
-        raise LoadError(ExitCause.STARTUP, f"kv_type {grant.kv_type!r} is not one of {', '.join(llama.KV_TYPES)}")
-    if grant.kv_type not in ("f16", "f32") and not grant.flash_attention:
-        raise LoadError(ExitCause.STARTUP, f"kv_type {grant.kv_type} needs flash_attention: true")
-    if not 0 < grant.context_length * grant.parallel < MAX_CELLS:
+    """Raises LoadError for sizes on which llama.cpp would assert, and for missing files."""
+    if grant.context_length * grant.parallel >= MAX_CELLS:
         raise LoadError(
             ExitCause.STARTUP,
             f"context_length {grant.context_length} x parallel {grant.parallel} is too large; the product "
             f"must be less than {MAX_CELLS}",
         )
-    if not 0 < grant.parallel <= min(grant.batch, MAX_PARALLEL):
-        raise LoadError(
-            ExitCause.STARTUP,
-            f"parallel {grant.parallel} must be from 1 to {MAX_PARALLEL} and at most batch ({grant.batch})",
-        )
+    if grant.parallel > grant.batch:
+        raise LoadError(ExitCause.STARTUP, f"parallel {grant.parallel} must be at most batch ({grant.batch})")
     for path in (grant.path, *grant.lora, *([grant.mmproj] if grant.mmproj else [])):
         if not Path(path).is_file():
             what = " (mmproj)" if path == grant.mmproj else ""
@@ -262,9 +255,7 @@ def _compiled(
         return None, str(error)
 
 
-def capabilities_of(
-    grant: Grant, model: llama.Model, pooling: int | None, template: ChatTemplate | None
-) -> tuple[str, ...]:
+def capabilities_of(grant: Grant, pooling: int | None, template: ChatTemplate | None) -> tuple[str, ...]:
     """The capabilities of the model that the grant allows; raises LoadError if the grant needs a missing one."""
     if grant.mmproj is not None and (pooling is not None or template is None):
         raise LoadError(
@@ -290,7 +281,7 @@ def capabilities_of(
     return tuple(name for name in can if name in grant.capabilities)
 
 
-def _explained(error: LoadError, grant: Grant, tail: LogTail) -> LoadError:
+def _explained(error: LoadError, tail: LogTail) -> LoadError:
     """Adds log lines of llama.cpp; the cause becomes STARTUP if they do not mention memory."""
     log_lines = tail.complaints()
     is_memory = not log_lines or any(word in log_lines for word in _MEMORY_WORDS)

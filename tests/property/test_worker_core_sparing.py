@@ -55,7 +55,7 @@ def test_no_trial_begins_without_a_lost_core_or_slower_steps(
         assert sparing.spared == 0
     for _ in range(WINDOW):
         sparing.observe(rows, costs[0] * WORSE * 1.1, lost=lost)
-    assert sparing.is_trying
+    assert sparing.before
 
 
 def test_one_trial_is_due_per_pause() -> None:
@@ -90,7 +90,7 @@ def test_suddenly_slower_steps_start_a_trial(costs: tuple[float, float], quiet: 
     sparing = CoreSparing()
     driven(sparing, (0.001, 0.002), quiet)
     driven(sparing, (0.001, 0.002), TRIAL + 1)  # ends a running trial
-    if sparing.spared or sparing.is_trying or sparing.usual is None:
+    if sparing.spared or sparing.before or sparing.usual is None:
         return
     spared = driven(sparing, (0.02, 0.002), 2 * WINDOW + TRIAL + 1)
     assert spared[-1] == 1
@@ -112,24 +112,24 @@ def test_an_idle_spared_core_is_taken_back_at_once(rows: int, others: int, doubl
 def test_an_idle_core_does_not_end_a_trial() -> None:
     sparing = CoreSparing()
     driven(sparing, (0.01, 0.01), FIRST_PAUSE + SETTLING + 1)
-    assert (sparing.spared, sparing.is_trying) == (1, True)
+    assert (sparing.spared, bool(sparing.before)) == (1, True)
     sparing.observe(1, 0.01, 1.0)
-    assert sparing.is_trying
+    assert sparing.before
 
 
 def test_slower_steps_start_a_trial_despite_one_quick_step() -> None:
     sparing = CoreSparing(rows=1, usual=0.01, until_trial=WINDOW)
     for seconds in (*[0.02] * (WINDOW - 1), 0.012):
         sparing.observe(1, seconds, lost=0.0)
-    assert (sparing.is_trying, sparing.usual) == (True, 0.01)
+    assert (bool(sparing.before), sparing.usual) == (True, 0.01)
 
 
 def test_another_batch_size_ends_a_trial_without_a_result() -> None:
     sparing = CoreSparing()
     driven(sparing, (0.01, 0.01), FIRST_PAUSE + SETTLING + 1)
-    assert (sparing.spared, sparing.is_trying) == (1, True)
+    assert (sparing.spared, bool(sparing.before)) == (1, True)
     sparing.observe(2, 0.01)
-    assert (sparing.spared, sparing.is_trying, sparing.rows) == (0, False, 2)
+    assert (sparing.spared, sparing.before, sparing.rows) == (0, (), 2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-5, 1.0)), max_size=400))
@@ -137,9 +137,9 @@ def test_only_steps_of_the_same_size_are_compared(steps: list[tuple[int, float]]
     """At most one core is spared, and a trial ends without a change when the batch size changes."""
     sparing = CoreSparing()
     for rows, seconds in steps:
-        spared, ends_trial = sparing.spared, sparing.is_trying and rows != sparing.rows
+        spared, ends_trial = sparing.spared, bool(sparing.before) and rows != sparing.rows
         sparing.observe(rows, seconds)
         assert sparing.spared in (0, 1)
         if ends_trial:
-            assert not sparing.is_trying
+            assert not sparing.before
             assert sparing.spared == 1 - spared

@@ -56,11 +56,6 @@ class CoreSparing:
     until_trial: int = FIRST_PAUSE
 
     @property
-    def is_trying(self) -> bool:
-        """Whether the next step belongs to a trial."""
-        return bool(self.before)
-
-    @property
     def is_due(self) -> bool:
         """Whether a trial may begin with the next step, because it is time for one."""
         return self.until_trial <= 1 and not self.spared and not self.before

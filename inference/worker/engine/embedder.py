@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from inference.protocol import Code, Priority
-from inference.worker.backend import OK, BatchRow, Decode
+from inference.worker.backend import OK
 from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.pooling_schedule import Input, PoolQueue
 from inference.worker.engine_stats import EngineCounters
+from inference.worker.llama.context import Context
 from inference.worker.steps import Row
 from inference.worker.worker_errors import WorkerError
 
@@ -39,17 +39,6 @@ class Vector:
     error: WorkerError | None = None
 
 
-class PoolingBackend(Protocol):
-    """A pooling context: a batch has at most `n_slots` inputs with at most `pool_tokens` tokens in total."""
-
-    n_slots: int
-    pool_tokens: int
-
-    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
-        """One vector per row."""
-        ...
-
-
 _Input = Input[Ticket[Vector]]
 
 
@@ -58,7 +47,7 @@ class Embedder:
 
     def __init__(
         self,
-        backend: PoolingBackend,
+        backend: Context,
         queue: int,
         deliver: Callable[[list[tuple[Ticket[Vector], Vector]]], None],
         on_fatal: Callable[[str], None],
@@ -66,7 +55,7 @@ class Embedder:
         *,
         scales: bool = True,
     ) -> None:
-        """`scales`: scale vectors to length 1."""
+        """`backend` pools; `scales`: scale vectors to length 1."""
         self.counters = EngineCounters(clock)
         self._scales = scales
         self._backend = backend

@@ -10,19 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from inference.worker.backend import OK, Backend, BatchRow, Decode, ImageTile
-
-
-class ImageBackend(Backend, Protocol):
-    """A context that also decodes embeddings."""
-
-    def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
-        """Computes the embeddings `rows` of one image at `positions` (int32, sections by tokens), without logits."""
-        ...
+from inference.worker.backend import OK, BatchRow, Decode, ImageTile
+from inference.worker.llama.context import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class _ImageOffset:
 class VisionBackend:
     """A `Backend` that wraps another one. `tile_of` returns the image that begins with a token."""
 
-    def __init__(self, backend: ImageBackend, slots: int, tile_of: Callable[[int], ImageTile]) -> None:
+    def __init__(self, backend: Context, slots: int, tile_of: Callable[[int], ImageTile]) -> None:
         self.can_trim = backend.can_trim
         self._backend = backend
         self._tile_of = tile_of

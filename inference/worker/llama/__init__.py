@@ -7,7 +7,6 @@ from inference.worker.llama.context import Context
 from inference.worker.llama.llama_model import Dry, Model
 from inference.worker.llama.llama_process import on_abort, start
 from inference.worker.llama.params import (
-    KV_TYPES,
     POOLING_LAST,
     POOLING_MEAN,
     POOLING_NONE,
@@ -19,7 +18,6 @@ from inference.worker.llama.projector import Projector
 from inference.worker.llama.sampler import MOST_CANDIDATES, Sampler
 
 __all__ = [
-    "KV_TYPES",
     "MOST_CANDIDATES",
     "POOLING_LAST",
     "POOLING_MEAN",

@@ -13,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from inference.protocol import Code
 from inference.worker.backend import ImageTile
 from inference.worker.engine_stats import EngineCounters
+from inference.worker.llama.projector import Projector
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
 MAX_REQUEST_BYTES = 2**25
@@ -38,20 +39,6 @@ _LAST_NUMBER = 2**31 - 2**20
 T = TypeVar("T")
 
 
-class ImageProjector(Protocol):
-    """A projector."""
-
-    width: int
-
-    def read(self, data: bytes) -> list[Sequence[int] | ImageTile]:
-        """The text tokens and tiles of an image file; raises ValueError."""
-        ...
-
-    def encode(self, tile: ImageTile) -> None:
-        """Computes a tile's embeddings; raises RuntimeError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Image:
     """An image file as tokens of a prompt, and the tiles of its negative tokens."""
@@ -68,7 +55,7 @@ class Vision:
 
     def __init__(
         self,
-        projector: ImageProjector,
+        projector: Projector,
         most: int,
         turns: int,
         *,
