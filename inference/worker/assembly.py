@@ -18,7 +18,7 @@ from inference.worker.engine.core_sparing_context import CoreSparingBackend
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
-from inference.worker.engine.vision_context import VisionBackend, tile_finder
+from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
@@ -93,7 +93,7 @@ def engines_of(
 def _backend(context: Context, grant: Grant, vision: Vision | None) -> Backend:
     backend: Backend = context
     if vision is not None:
-        backend = VisionBackend(context, context.n_slots, tile_finder(vision.tiles))
+        backend = VisionBackend(context, context.n_slots, vision.tiles)
     if grant.on_cpu:
         backend = CoreSparingBackend(backend, context.spare)
     return backend

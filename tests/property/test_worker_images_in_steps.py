@@ -93,7 +93,7 @@ def test_all_jobs_end_and_no_image_is_divided(requests: list[tuple[list[int], in
         for number, size in enumerate(sizes)
     }
     context = StrictContext()
-    backend = VisionBackend(context, LIMITS.slots, pictures.__getitem__)  # KeyError: an image was divided
+    backend = VisionBackend(context, LIMITS.slots, pictures)  # KeyError: an image was divided
     scheduler = Scheduler(LIMITS)
     left = {}
     for id, (prompt, length) in enumerate(requests):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference.worker.backend import BatchRow, Decode, ImageTile
-from inference.worker.engine.vision_context import VisionBackend, tile_finder
+from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.steps import Row
 
 
@@ -81,7 +81,7 @@ def context() -> FakeContext:
 
 @pytest.fixture
 def backend(context: FakeContext) -> VisionBackend:
-    return VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
+    return VisionBackend(context, 4, {-1: FLAT, -10: FOLDED})
 
 
 def row(slot: int, start: int, tokens: list[int], sample: bool = True) -> Row:
@@ -140,7 +140,7 @@ def test_step_with_images_only_has_no_logits(context: FakeContext, backend: Visi
 def test_no_room_in_the_middle_restores_the_memory(good: int) -> None:
     """For each batch of the step that may fail; the step can be repeated."""
     context = FakeContext()
-    backend = VisionBackend(context, 4, tile_finder({-1: FLAT, -10: FOLDED}))
+    backend = VisionBackend(context, 4, {-1: FLAT, -10: FOLDED})
     backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])
     before = list(context.held[0])
     step = [row(0, 6, [7]), row(1, 0, [7, *FOLDED_TOKENS, 8, *FLAT_TOKENS, 9])]
@@ -153,7 +153,7 @@ def test_no_room_in_the_middle_restores_the_memory(good: int) -> None:
 
 def test_no_room_that_cannot_be_undone_is_a_failed_step() -> None:
     context = FakeContext(can_trim=False)
-    backend = VisionBackend(context, 2, tile_finder({-1: FLAT}))
+    backend = VisionBackend(context, 2, {-1: FLAT})
     backend.decode([row(0, 0, [5])])
     context.fates = deque([Decode.OK, Decode.NO_ROOM])
     assert backend.decode([row(0, 1, [6]), row(1, 0, [7, *FLAT_TOKENS, 8])]) == (Decode.COMPUTE_FAILED, [])

@@ -8,7 +8,7 @@ other modules count cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +38,12 @@ class _ImageOffset:
 
 
 class VisionBackend:
-    """A `Backend` that wraps another one. `tile_of` returns the image that begins with a token."""
+    """A `Backend` that wraps another one. `tiles` are the images by their first token."""
 
-    def __init__(self, backend: Context, slots: int, tile_of: Callable[[int], ImageTile]) -> None:
+    def __init__(self, backend: Context, slots: int, tiles: Mapping[int, ImageTile]) -> None:
         self.can_trim = backend.can_trim
         self._backend = backend
-        self._tile_of = tile_of
+        self._tiles = tiles
         self._image_offsets: list[tuple[_ImageOffset, ...]] = [()] * slots
 
     def remove(self, slot: int, start: int = 0) -> bool:
@@ -130,22 +130,12 @@ class VisionBackend:
                 continue
             if at > begin:
                 parts.append(_Part(row.slot, row.start + begin, tokens[begin:at]))
-            tile = self._tile_of(tokens[at])
+            tile = self._tiles.get(tokens[at])
+            if tile is None:
+                raise KeyError("an image of this step was released before it was computed")
             end = at + tile.n_tokens
             parts.append(_Part(row.slot, row.start + at, tokens[at:end], tile=tile))
             at = begin = end
         if begin < len(tokens):
             parts.append(_Part(row.slot, row.start + begin, tokens[begin:], row.sample, row.every))
         return parts
-
-
-def tile_finder(tiles: Mapping[int, ImageTile]) -> Callable[[int], ImageTile]:
-    """Returns a function that finds an image by its first token; it raises KeyError for an unknown one."""
-
-    def find(token: int) -> ImageTile:
-        tile = tiles.get(token)
-        if tile is None:
-            raise KeyError("an image of this step was released before it was computed")
-        return tile
-
-    return find
