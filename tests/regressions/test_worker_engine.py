@@ -144,29 +144,6 @@ async def test_panic_of_a_sampler_fails_one_request(where: str) -> None:
     assert bench.fatal == []
 
 
-async def test_panic_in_a_step_fails_the_requests_in_it() -> None:
-    backend = FakeBackend()
-    backend.fates.append(Panic("decode"))  # type: ignore[arg-type]
-    backend.decode = _raising(backend)  # type: ignore[method-assign]
-    async with EngineBench(backend=backend) as bench:
-        assert await end_of(bench.ask()) is Code.MODEL_FAILED
-        assert bench.engine.counters.step_started is None
-        assert await end_of(bench.ask()) == "stop"
-    assert bench.fatal == []
-
-
-def _raising(backend: FakeBackend) -> Any:
-    """`decode` that raises the next fate if it is an exception."""
-    decode = backend.decode
-
-    def instead(rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
-        if backend.fates and isinstance(backend.fates[0], BaseException):
-            raise backend.fates.popleft()
-        return decode(rows)
-
-    return instead
-
-
 async def test_undelivered_output_is_delivered_when_the_engine_ends() -> None:
     async with EngineBench() as bench:
         bench.delivery.breaks = 1

@@ -34,7 +34,7 @@ class FakeBackend:
     say: bytes = b"abcdefgh"
     can_trim: bool = True
     slots: int = 8
-    fates: deque[Decode | Exception] = field(default_factory=deque)
+    fates: deque[Decode | BaseException] = field(default_factory=deque)
     gate: threading.Semaphore | None = None
     held: list[list[int]] = field(default_factory=list)
     batches: list[list[tuple[int, int, int]]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class FakeBackend:
         if self.gate is not None and not self.gate.acquire(timeout=20):
             raise AssertionError("the step was not released")
         fate = self.fates.popleft() if self.fates else Decode.OK
-        if isinstance(fate, Exception):
+        if isinstance(fate, BaseException):
             raise fate
         if fate is not Decode.OK:
             return fate, []

@@ -108,8 +108,9 @@ async def test_failed_step_ends_its_requests_and_the_engine_continues(bench: Ben
     assert bench.fatal == []
 
 
-async def test_exception_in_a_step_is_a_failed_step(bench: Bench) -> None:
-    bench.backend.fates = deque([RuntimeError("surprise")])
+@pytest.mark.parametrize("error", [RuntimeError("surprise"), BaseException("a panic of a Rust library")])
+async def test_exception_in_a_step_is_a_failed_step(bench: Bench, error: BaseException) -> None:
+    bench.backend.fates = deque([error])
     [(_, _, code)] = await bench.outcome(bench.ask())
     assert code is Code.MODEL_FAILED
     assert bench.engine.counters.step_started is None, "an ended step must not look like a hang"
