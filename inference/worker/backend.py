@@ -142,11 +142,6 @@ class Vocabulary(Protocol):
         ...
 
     @property
-    def has_words(self) -> bool:
-        """Whether a text is divided into words before they become tokens, each for itself."""
-        ...
-
-    @property
     def longest_piece(self) -> int | None:
         """Most bytes one token can stand for, None when unknown."""
         ...

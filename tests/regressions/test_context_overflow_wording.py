@@ -40,7 +40,6 @@ class Letters:
     adds_bos = False
     longest_piece = 10
     fill_tokens = None
-    has_words = False
 
     def text_of(self, token: int | None) -> str:
         return ""

@@ -20,11 +20,7 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.prompt.vision import (
-    HELD_BYTES,
-    KEPT_BYTES,
     MAX_FILES_BYTES,
-    MAX_REQUEST_BYTES,
-    MAX_TURNS,
     Vision,
 )
 from inference.worker.steps import Limits
@@ -194,7 +190,3 @@ async def test_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) ->
 async def _wait(vision: Vision, size: int) -> None:
     async with vision.turn(None, size):
         raise AssertionError("the only turn is taken")
-
-
-def test_reserved_bytes_are_the_sum_of_the_limits() -> None:
-    assert HELD_BYTES == MAX_TURNS * MAX_REQUEST_BYTES + KEPT_BYTES + MAX_FILES_BYTES

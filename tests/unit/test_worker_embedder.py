@@ -327,7 +327,6 @@ class Letters:
     adds_eos: bool = True
     adds_sep: bool = True
     longest_piece: int | None = None
-    has_words: bool = False
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         assert not add_special

@@ -262,16 +262,6 @@ def test_invalid_embedding_is_a_400_with_its_param(body: dict[str, Any], param: 
     assert caught.value.param == param
 
 
-def test_request_for_a_missing_capability_is_rejected() -> None:
-    for decode, body, facts in (
-        (generation_body.chat, {"messages": HELLO}, EMBEDS),
-        (generation_body.embedding, {"input": "a"}, FACTS),
-    ):
-        with pytest.raises(BadRequestError) as caught:
-            decode(body, facts)
-        assert caught.value.param == "model"
-
-
 HELLO_BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 

@@ -167,7 +167,7 @@ class Reranker:
             self._check_size(document, f"documents[{index}]", f"documents[{index}] with the query")
         if (least := len(documents) * len(self._tokenizer.tokenize(query))) > MAX_TOKENS:
             raise _too_many(f"at least {least}", len(documents))
-        build = self._pair(query) if self._template is None else self._rendered(query, documents)
+        build = self._pair(query) if self._template is None else partial(self._rendered, self._template, query)
         inputs: list[Sequence[int]] = []
         total = 0
         for index, document in enumerate(documents):
@@ -191,40 +191,13 @@ class Reranker:
         tail = eos or sep
         return lambda document: head + tokenizer.tokenize(document) + tail
 
-    def _rendered(self, query: str, documents: Sequence[str]) -> Callable[[str], list[int]]:
-        """Tokenizes the common beginning once where a word of the vocabulary ends there in any case: before the white
-        space in front of a document. The first document is used to check this.
-        """
-        assert self._template is not None
-        at = self._template.index("{document}") if "{document}" in self._template else len(self._template)
-        *before, last = self._filled(self._template[:at], query, "")
-        after = self._template[at:]
-
-        def whole(document: str) -> list[int]:
-            first, *rest = self._filled(after, query, document)
-            return self._tokens([*before, last + first, *rest])
-
-        end = len(last.rstrip())
-        if end == len(last) or len(documents) == 1 or not self._tokenizer.has_words:
-            return whole
-        head = self._tokens([*before, last[:end]])
-
-        def divided(document: str) -> list[int]:
-            first, *rest = self._filled(after, query, document)
-            return head + self._tokens([last[end:] + first, *rest])
-
-        return divided if divided(documents[0]) == whole(documents[0]) else whole
-
-    def _filled(self, template: Sequence[str], query: str, document: str) -> list[str]:
-        """The pieces of a part of the template. Pieces of texts contain no control token, also at their borders."""
+    def _rendered(self, template: Sequence[str], query: str, document: str) -> list[int]:
+        """Pieces of texts contain no control token, also at their borders."""
         texts = {"{query}": query, "{document}": document}
         pieces = [""]
         for part in template:
             first, *rest = self._split(texts[part]) if part in texts else [part]
             pieces = [*pieces[:-1], pieces[-1] + first, *rest]
-        return pieces
-
-    def _tokens(self, pieces: Sequence[str]) -> list[int]:
         return [token for piece in pieces for token in self._tokenizer.tokenize(piece, parse_special=True)]
 
     def _check_size(self, text: str, param: str, what: str) -> None:

@@ -311,11 +311,6 @@ class Model:
         return token if token >= 0 else None
 
     @property
-    def has_words(self) -> bool:
-        """Whether the tokenizer divides a text into words first (BPE and WordPiece)."""
-        return lib.llama_vocab_type(self.vocab) in (lib.LLAMA_VOCAB_TYPE_BPE, lib.LLAMA_VOCAB_TYPE_WPM)
-
-    @property
     def adds_eos(self) -> bool:
         """Whether the tokenizer adds EOS to a text."""
         return bool(lib.llama_vocab_get_add_eos(self.vocab)) and self.eos is not None
