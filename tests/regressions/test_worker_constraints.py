@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.worker.constraints import Compiler
-from inference.worker.constraints.schema import lower
+from inference.worker.constraints.keywords import lower
 from inference.worker.constraints.schema_limits import MAX_HOPS, SchemaError
 from inference.worker.dialects.forms import Form, Grammar, Json, Regex
 from inference.worker.worker_errors import BadRequestError, ConstraintError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inference.worker.constraints import patterns
-from inference.worker.constraints.schema import lower
+from inference.worker.constraints.keywords import lower
 from inference.worker.constraints.schema_limits import MAX_DEPTH, MAX_PATTERNS, MAX_PROPERTIES, Allowance, SchemaError
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.worker.constraints import instances, patterns, schema
+from inference.worker.constraints import instances, keywords, patterns
 from inference.worker.constraints.schema_limits import Allowance, SchemaError
 from inference.worker.dialects.forms import (
     AnyText,
@@ -258,7 +258,7 @@ def _lowered(
     value: Mapping[str, Any] | bool, allowance: Allowance, *, strict: bool, closed: bool = False
 ) -> dict[str, Any]:
     try:
-        lowered = schema.lower(value, strict=strict, allowance=allowance, closed=closed)
+        lowered = keywords.lower(value, strict=strict, allowance=allowance, closed=closed)
     except SchemaError as error:
         raise GrammarError(f"the schema cannot be enforced: {error}") from None
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}

@@ -1,7 +1,8 @@
-"""Lowers the keywords of one schema object.
+"""Lowers a JSON schema to the part of draft 2020-12 that masks enforce.
 
-A keyword that cannot be enforced is refused under `strict`, with its name and place. Otherwise it is left to the model
-if the answer keeps its shape without it.
+Lowering resolves references, older drafts and keywords that equal simpler ones. Keywords that cannot be enforced are
+refused under `strict`, with their name and place; otherwise they are left to the model if the answer keeps its shape
+without them. A schema whose shape is unknown (a reference without a target) is refused in both cases.
 """
 
 from __future__ import annotations
@@ -9,19 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from typing import Any, Protocol
+from typing import Any
 
 from inference.worker.constraints import patterns
-from inference.worker.constraints.closing import OPEN, Description, Scope, delegates
+from inference.worker.constraints.closing import OPEN, Scope, delegates
 from inference.worker.constraints.disjoint import apart
-from inference.worker.constraints.schema_limits import (
-    EXACT,
-    MAX_COUNT,
-    MAX_PROPERTIES,
-    Allowance,
-    Multiples,
-    SchemaError,
-)
+from inference.worker.constraints.schema import Document
+from inference.worker.constraints.schema_limits import EXACT, MAX_COUNT, MAX_PROPERTIES, Allowance, SchemaError
 
 TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 _COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"])
@@ -50,49 +45,22 @@ _PLACES = 22
 """Most decimal places that llguidance reads exactly."""
 
 
-class Document(Protocol):
-    """The schema that an object is part of."""
+def lower(
+    schema: Mapping[str, Any] | bool, *, strict: bool, allowance: Allowance | None = None, closed: bool = False
+) -> dict[str, Any]:
+    """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError.
 
-    @property
-    def strict(self) -> bool:
-        """Whether keywords that cannot be enforced are refused."""
-        ...
+    `allowance`: the remaining cost limits of the form of this schema; without it the schema is a form of its own.
+    `closed`: objects that declare properties have no others unless the schema states `additionalProperties`.
+    """
+    document = Document(schema, _lowered, strict=strict, allowance=allowance or Allowance(), closed=closed)
+    return document.lowered()
 
-    @property
-    def has_tuples_in_items(self) -> bool:
-        """Whether the dialect may write the items of a tuple as a list in `items`."""
-        ...
 
-    @property
-    def allowance(self) -> Allowance:
-        """The remaining cost limits of the form."""
-        ...
-
-    @property
-    def multiples(self) -> Multiples:
-        """All multipleOf of the document."""
-        ...
-
-    @property
-    def scope(self) -> Scope:
-        """How the only description of a value is closed."""
-        ...
-
-    def schema(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
-        """A schema inside a schema, lowered."""
-        ...
-
-    def reference(self, value: Any, at: str, base: str, scope: Scope) -> str:
-        """The `$ref` under which the target, closed as `scope` says, will be found."""
-        ...
-
-    def description(self, node: Mapping[str, Any], at: str, base: str) -> Description:
-        """The description of a value that begins at `node`."""
-        ...
-
-    def find(self, value: str, base: str) -> Any:
-        """The target of a reference, or None."""
-        ...
+def _lowered(
+    document: Document, node: Mapping[str, Any], at: str, base: str, depth: int, scope: Scope
+) -> dict[str, Any]:
+    return Node(document, node, at, base, depth, scope).lowered()
 
 
 class Node:
@@ -149,11 +117,11 @@ class Node:
         """A schema of another value, such as a property."""
         is_open = self._scope.open_values is None or (path[0] == "properties" and path[1] in self._scope.open_values)
         scope = OPEN if is_open else self._whole.scope
-        return self._whole.schema(node, self._path(*path), self._base, self._depth, scope)
+        return self._whole.node(node, self._path(*path), self._base, self._depth + 1, scope)
 
     def _same(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
         """One more schema of the same value."""
-        return self._whole.schema(node, self._path(*path), self._base, self._depth, self._scope)
+        return self._whole.node(node, self._path(*path), self._base, self._depth + 1, self._scope)
 
     def _list(self, key: str, value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:

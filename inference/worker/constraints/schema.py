@@ -1,19 +1,13 @@
-"""Lowers a JSON schema to the part of draft 2020-12 that masks enforce.
-
-Lowering resolves references, older drafts and keywords that equal simpler ones. Keywords that cannot be enforced are
-refused under `strict`; otherwise they are left to the model if the answer keeps its shape without them. A schema whose
-shape is unknown (a reference without a target) is refused in both cases.
-"""
+"""One JSON schema while it is lowered: its dialect, the targets of its references, and its limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from inference.worker.constraints import instances
 from inference.worker.constraints.closing import ALONE, OPEN, Description, Scope, describe
-from inference.worker.constraints.keywords import Node
 from inference.worker.constraints.schema_limits import (
     MAX_DEPTH,
     MAX_NODES,
@@ -23,20 +17,21 @@ from inference.worker.constraints.schema_limits import (
     SchemaError,
 )
 
+Lower = Callable[["Document", Mapping[str, Any], str, str, int, Scope], dict[str, Any]]
+"""(document, schema object, place, base URI, depth, scope) -> the object in keywords that masks enforce."""
 
-def lower(
-    schema: Mapping[str, Any] | bool, *, strict: bool, allowance: Allowance | None = None, closed: bool = False
-) -> dict[str, Any]:
-    """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError.
 
-    `allowance`: the remaining cost limits of the form of this schema; without it the schema is a form of its own.
-    `closed`: objects that declare properties have no others unless the schema states `additionalProperties`.
+class Document:
+    """The schema that an object is part of. `lower` lowers one object of it.
+
+    `strict`: keywords that cannot be enforced are refused. `scope`: how the only description of a value is closed.
+    `allowance`: the remaining cost limits of the form. `multiples`: all multipleOf of the document.
     """
-    return _Lowering(schema, strict, allowance or Allowance(), closed).result()
 
-
-class _Lowering:
-    def __init__(self, schema: Mapping[str, Any] | bool, strict: bool, allowance: Allowance, closed: bool) -> None:
+    def __init__(
+        self, schema: Mapping[str, Any] | bool, lower: Lower, *, strict: bool, allowance: Allowance, closed: bool
+    ) -> None:
+        self._lower = lower
         self.strict = strict
         self.scope = ALONE if closed else OPEN
         self.allowance = allowance
@@ -55,15 +50,16 @@ class _Lowering:
         self._nodes = 0
         self._closing_visits = 0
 
-    def result(self) -> dict[str, Any]:
-        root = self._node(self._schema, "", self._references.root_base, 0, self.scope)
+    def lowered(self) -> dict[str, Any]:
+        """The whole schema in keywords that masks enforce, references as `#/$defs/N`; raises SchemaError."""
+        root = self.node(self._schema, "", self._references.root_base, 0, self.scope)
         if root is False:
             raise SchemaError("", "no value satisfies false")
         lowered = root if isinstance(root, dict) else {}
         defs: dict[str, Any] = {}
         while self._waiting:
             name, node, base, at, scope = self._waiting.pop()
-            defs[name] = self._node(node, at, base, 0, scope)
+            defs[name] = self.node(node, at, base, 0, scope)
         if not defs:
             return lowered
         whole = {**lowered, "$defs": defs}
@@ -71,7 +67,8 @@ class _Lowering:
         instances.check_merges(whole, names)
         return instances.finite(whole, names)
 
-    def _node(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
+    def node(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
+        """A schema in this one, lowered."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, Mapping):
@@ -86,17 +83,13 @@ class _Lowering:
         base = self._references.base_of(node, base) if depth else base
         if self._old and "$ref" in node:
             node = {"$ref": node["$ref"]}
-        return Node(self, node, at, base, depth, scope).lowered()
+        return self._lower(self, node, at, base, depth, scope)
 
     # --- for one node ------------------------------------------------------------------------------------------------
     @property
     def has_tuples_in_items(self) -> bool:
         """Whether the dialect may write the items of a tuple as a list in `items`; one that is not named may."""
         return "2020-12" not in self._dialect
-
-    def schema(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
-        """A schema inside a schema, lowered."""
-        return self._node(node, at, base, depth + 1, scope)
 
     def reference(self, value: Any, at: str, base: str, scope: Scope) -> str:
         """The `$ref` under which the target will be found."""
