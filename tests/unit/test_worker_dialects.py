@@ -185,7 +185,6 @@ def test_families_are_detected_by_their_markers(template: str, name: str) -> Non
         (HERMES, ["</think>"], {"<tool_call>", "</tool_call>", "<think>", "</think>"}),
         ("[TOOL_CALLS][THINK][/THINK]", [], {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"}),
         (TURNS + "</think>", [], {"<tool_call>", "</tool_call>", "<think>", "</think>"}),
-        ("", [], set()),
     ],
 )
 def test_reasoning_is_detected_in_the_template_or_the_vocabulary(
