@@ -538,12 +538,16 @@ def test_parameters_that_exclude_all_allowed_tokens_end_the_request_with_a_reaso
 
 
 def test_schema_that_needs_too_much_memory_is_rejected() -> None:
-    """It is prepared in a child process; the next form is compiled."""
+    """It is prepared in a child process once; the next form is compiled."""
     compiler = Compiler(VOCABULARY)
     patterns = Json({"type": "string", "allOf": [{"pattern": f"a.{{{size}}}b"} for size in range(1, 30)]})
     with pytest.raises(BadRequestError, match="too long or too much memory"):
         compiler.compile(patterns, "f")
     compiler.compile(Json({"type": "object"}), "f")
+    compiler._trial.close()
+    with pytest.raises(BadRequestError, match="too long or too much memory") as caught:
+        compiler.compile(patterns, "g")
+    assert (caught.value.param, compiler._trial._process) == ("g", None)
 
 
 MESSAGES = [

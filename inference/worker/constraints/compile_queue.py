@@ -1,8 +1,8 @@
 """Queues the compilation of forms.
 
-Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Requests
-for the same form share one compilation, which goes on while one of them waits. While the worker is idle, the vocabulary
-is read in advance.
+Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Of several
+requests for the same form, the later ones find it in the cache. While the worker is idle, the vocabulary is read in
+advance.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from concurrent.futures import Executor
 
 from inference.protocol import Code
 from inference.worker.backend import Constraint
@@ -30,16 +30,6 @@ HELP_SECONDS = 2.0
 """The same for a form that only helps the model: answers without it are valid."""
 IDLE_SECONDS = 1.0
 """A client with consecutive requests sends its next request within this time."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A form that is compiled or waits. `waiters` are the requests in order of arrival: the future that each awaits,
-    and whether its client left. The result is the constraint, and whether all waiters may share it.
-    """
-
-    waiters: dict[asyncio.Future[Constraint], Callable[[], bool]]
-    future: Future[tuple[Constraint, bool]] = field(default_factory=Future)
 
 
 class FormQueue:
@@ -62,7 +52,8 @@ class FormQueue:
         self._seconds = seconds
         self._help_seconds = help_seconds
         self._clock = clock
-        self._jobs: dict[tuple[str, bytes], _Job] = {}
+        self._requests: Counter[bytes] = Counter()
+        """Waiting requests by the key of their form."""
         self._lookups = lookups
         self._compiling = compiling
         self._reads_ahead = True
@@ -125,71 +116,25 @@ class FormQueue:
         return key, self._compiler.known(key)
 
     async def _compiled(self, key: bytes, form: Form, param: str, gone: Callable[[], bool]) -> Constraint:
-        """The result of the job for the form, which another request may have started."""
-        waiter: asyncio.Future[Constraint] = asyncio.get_running_loop().create_future()
-        if (job := self._jobs.get((param, key))) is not None:
-            job.waiters[waiter] = gone
-        elif self.waiting >= self._most:
-            raise _full()
-        else:
-            job = self._jobs[param, key] = _Job({waiter: gone})
-            self._begin(job, key, form, param)
-        try:
-            return await waiter
-        finally:
-            job.waiters.pop(waiter, None)
-            if not job.waiters:
-                job.future.cancel()
-
-    def _begin(self, job: _Job, key: bytes, form: Form, param: str) -> None:
-        def work() -> tuple[Constraint, bool]:
-            if all(gone() for gone in list(job.waiters.values())):
+        def work() -> Constraint:
+            if gone():
                 raise GoneError
-            constraint = self._compiler.compile(form, param)
-            return constraint, self._compiler.known(key) is constraint
+            return self._compiler.compile(form, param)
 
-        def finished() -> None:
-            _deliver(job)
-            if job.waiters:
-                self._begin(job, key, form, param)
-            else:
-                del self._jobs[param, key]
-
-        def over(_future: Future[tuple[Constraint, bool]]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(finished)
-
-        loop = asyncio.get_running_loop()
-        job.future = self._compiling.submit(work)
-        job.future.add_done_callback(over)
+        if key not in self._requests and self.waiting >= self._most:
+            raise _full()
+        self._requests[key] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
+        finally:
+            self._requests[key] -= 1
+            if not self._requests[key]:
+                del self._requests[key]
 
     @property
     def waiting(self) -> int:
         """Number of forms that are compiled or wait."""
-        return len(self._jobs)
-
-
-def _deliver(job: _Job) -> None:
-    """Gives the result to all waiters, or to the first where each needs a constraint of its own.
-
-    A waiter that arrived after the job was cancelled, because all others had left, stays.
-    """
-    if job.future.cancelled():
-        return
-    error = job.future.exception()
-    for waiter, gone in list(job.waiters.items()):
-        if isinstance(error, GoneError) and not gone():
-            continue
-        del job.waiters[waiter]
-        if waiter.done():  # cancelled meanwhile
-            continue
-        if error is not None:
-            waiter.set_exception(error)
-            continue
-        constraint, is_shared = job.future.result()
-        waiter.set_result(constraint)
-        if not is_shared:
-            return
+        return len(self._requests)
 
 
 def _full() -> WorkerError:

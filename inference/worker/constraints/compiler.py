@@ -37,6 +37,8 @@ _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 """llguidance's own tables without the one for blanks, which takes a sixth of the memory and saves 1 to 2 us per mask.
 Without tables a mask inside a string takes 2 ms instead of 5 us with 128,256 tokens, and the trie 20 of 54 MB less."""
+REFUSED_SECONDS = 60.0
+"""A form that was refused is refused again without a trial for this long."""
 KEPT = 24
 KEPT_BYTES = 32 << 20
 """Estimated size of the cached constraints, without the growth of their automata."""
@@ -82,6 +84,8 @@ class Compiler:
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
         self._trial = Trial(_LIMITS, stack_bytes)
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """The last refusals of the trial, with their times: a refusal can take seconds."""
 
     def compile(self, form: Form, param: str) -> Constraint:
         """The constraint of `form`. May take seconds; call it on a thread for slow work.
@@ -97,7 +101,7 @@ class Compiler:
                 return known
             source = self._written(self._trie, form, param)
             if known is None:
-                self._try(source, param)
+                self._try(key, source, param)
             constraint = self._compiled(self._trie, source, param, shared=known is None)
             if known is None:
                 self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
@@ -144,20 +148,31 @@ class Compiler:
             raise BadRequestError("the required format contains half of a surrogate pair", param)
         return source
 
-    def _try(self, source: str, param: str) -> None:
+    def _try(self, key: bytes, source: str, param: str) -> None:
         """Compiles the grammar in the child process first; raises BadRequestError or WorkerError."""
+        tried, refusal = self._refused.get(key, (0.0, ""))
+        if not refusal or time.monotonic() - tried > REFUSED_SECONDS:
+            refusal = self._refusal(source)
+            self._refused.pop(key, None)
+            if refusal:
+                self._refused[key] = time.monotonic(), refusal
+                if len(self._refused) > KEPT:
+                    self._refused.popitem(last=False)
+        if refusal:
+            raise BadRequestError(refusal, param)
+
+    def _refusal(self, source: str) -> str:
+        """Why the grammar cannot be compiled; empty if it can. Raises WorkerError."""
         try:
             problem = self._trial.check(source)
         except OverLimitsError:
-            raise BadRequestError(
+            return (
                 "the required format takes too long or too much memory to compile; use a smaller one, or fewer and "
-                "shorter patterns",
-                param,
-            ) from None
+                "shorter patterns"
+            )
         except OSError:
             raise WorkerError(Code.MEMORY_LIMIT_EXCEEDED, "no process could be started", retry_after=1.0) from None
-        if problem:
-            raise BadRequestError(f"the required format cannot be enforced: {reason(problem)}", param)
+        return problem and f"the required format cannot be enforced: {reason(problem)}"
 
     def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
         matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
