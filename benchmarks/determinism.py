@@ -18,7 +18,7 @@ import numpy as np
 from headgate.shared.parameters import Sampling
 from inference import worker_link
 from inference.worker import llama
-from inference.worker.llama.llama_log import LogTail
+from inference.worker.llama.llama_process import LogTail
 from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Row
 

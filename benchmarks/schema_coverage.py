@@ -30,7 +30,7 @@ from inference.worker import llama
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Json
-from inference.worker.llama.llama_log import LogTail
+from inference.worker.llama.llama_process import LogTail
 from inference.worker.worker_errors import BadRequestError, ConstraintError
 
 VOCABULARY = Path(_package).parent.parent / "inference" / "demo" / "models" / "demo.gguf"

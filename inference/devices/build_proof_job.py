@@ -56,7 +56,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{"buffers": [names], "answer": text}`, or `{"error": message}`. `job` is empty."""
     os.environ.update(HIDDEN)
     from inference.worker import llama
-    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.llama.llama_process import LogTail
 
     llama.start(LogTail(lambda _line: None))
     try:

@@ -148,7 +148,7 @@ def _started(echo: Callable[[str], None]) -> ctypes.CDLL:
     """ggml, after llama.cpp was initialized; `echo` gets its warnings and errors."""
     from inference.worker import llama
     from inference.worker.llama import ggml_library
-    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.llama.llama_process import LogTail
 
     llama.start(LogTail(echo))
     return declared(ggml_library.library())

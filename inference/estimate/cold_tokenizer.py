@@ -57,7 +57,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """
     from inference.worker import llama, loading
     from inference.worker.api.worker_app import App
-    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.llama.llama_process import LogTail
     from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
     from inference.worker.worker_errors import LoadError
     from inference.worker.worker_requests import Facts

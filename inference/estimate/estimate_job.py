@@ -109,7 +109,7 @@ def _exact(
     """
     from inference.worker import llama, loading
     from inference.worker.llama import ggml_library
-    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.llama.llama_process import LogTail
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant, Grant
 

@@ -16,7 +16,7 @@ from inference.protocol import ExitCause
 from inference.worker import llama, malloc_trim, sampling
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
-from inference.worker.llama.llama_log import LogTail
+from inference.worker.llama.llama_process import LogTail
 from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import LoadError
 from inference.worker.worker_requests import Facts

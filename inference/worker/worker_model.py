@@ -13,7 +13,7 @@ from inference.worker import llama, malloc_trim
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.kv.sequence_offload import SequenceStore, key, restore, save, stamp
 from inference.worker.kv.standby import HeldFile
-from inference.worker.llama.llama_log import LogTail
+from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load, reopen
 from inference.worker_link import Grant, Offload, Offloaded
 

@@ -231,8 +231,9 @@ def test_worker_with_a_wrong_parent_ends(tmp_path: Path) -> None:
 def test_abort_in_ggml_is_written_to_stderr(tmp_path: Path) -> None:
     """An abort inside ggml writes to stderr after the log lines before it and ends the process by SIGABRT."""
     script = (
-        "import sys; from inference.worker import llama; from inference.worker.llama import ggml_library, llama_log\n"
-        "tail = llama_log.LogTail(print); llama.start(tail); tail.feed(2, 'the line before\\n')\n"
+        "import sys; from inference.worker import llama\n"
+        "from inference.worker.llama import ggml_library, llama_process\n"
+        "tail = llama_process.LogTail(print); llama.start(tail); tail.feed(2, 'the line before\\n')\n"
         "llama.on_abort(lambda text: sys.stderr.write('\\n'.join([*tail.lines, text])))\n"
         "import ctypes; ctypes.CDLL(None); ggml_library.library().ggml_abort(b'here.c', 7, b'it broke')\n"
     )

@@ -19,7 +19,7 @@ import pytest
 from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import TokenLogprob
 from inference.worker.api import response_writer
-from inference.worker.llama.llama_log import MOST_LINE_CHARS, LogTail
+from inference.worker.llama.llama_process import MOST_LINE_CHARS, LogTail
 from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig

@@ -16,7 +16,7 @@ from inference.worker.backend import Constraint
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
-from inference.worker.llama.llama_log import LogTail
+from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Limits

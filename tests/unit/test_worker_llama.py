@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from inference.demo import bundled_path
 from inference.worker import llama
-from inference.worker.llama.llama_log import KEPT_LINES, LogTail
 from inference.worker.llama.llama_model import Cutter
+from inference.worker.llama.llama_process import KEPT_LINES, LogTail
 from tests.rigs.worker_rig import grant_for
 
 CONTROLS = ["<a>", "<ab>", "<|end|>"]
