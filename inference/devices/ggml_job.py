@@ -31,7 +31,7 @@ class ComputeError(Exception):
     """The device refused to compute; the message has the status."""
 
 
-class InitParams(ctypes.Structure):
+class _InitParams(ctypes.Structure):
     """ggml_init_params."""
 
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
@@ -66,23 +66,19 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "ggml_backend_alloc_ctx_tensors": (_pointer, [_pointer, _pointer]),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_pointer, [_pointer, _pointer]),
     "ggml_backend_buffer_free": (None, [_pointer]),
-    "ggml_backend_buffer_get_base": (_pointer, [_pointer]),
-    "ggml_backend_buft_alloc_buffer": (_pointer, [_pointer, _size]),
     "ggml_backend_dev_backend_reg": (_pointer, [_pointer]),
     "ggml_backend_dev_get_props": (None, [_pointer, ctypes.POINTER(_Props)]),
     "ggml_backend_dev_init": (_pointer, [_pointer, ctypes.c_char_p]),
     "ggml_backend_dev_supports_op": (ctypes.c_bool, [_pointer, _pointer]),
     "ggml_backend_graph_compute": (ctypes.c_int, [_pointer, _pointer]),
     "ggml_backend_reg_name": (ctypes.c_char_p, [_pointer]),
-    "ggml_backend_tensor_alloc": (ctypes.c_int, [_pointer, _pointer, _pointer]),
     "ggml_backend_tensor_get": (None, [_pointer, _pointer, _size, _size]),
     "ggml_backend_tensor_set": (None, [_pointer, ctypes.c_char_p, _size, _size]),
     "ggml_build_forward_expand": (None, [_pointer, _pointer]),
     "ggml_free": (None, [_pointer]),
-    "ggml_init": (_pointer, [InitParams]),
+    "ggml_init": (_pointer, [_InitParams]),
     "ggml_mul_mat": (_pointer, [_pointer, _pointer, _pointer]),
     "ggml_new_graph": (_pointer, [_pointer]),
-    "ggml_new_tensor_1d": (_pointer, [_pointer, ctypes.c_int, ctypes.c_int64]),
     "ggml_new_tensor_2d": (_pointer, [_pointer, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
 }
 
@@ -93,11 +89,6 @@ def declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype, function.argtypes = restype, argtypes
     return lib
-
-
-def metadata_memory(lib: ctypes.CDLL) -> Any:
-    """A ggml context for the metadata of tensors, whose data is allocated elsewhere."""
-    return lib.ggml_init(InitParams(_METADATA_BYTES, None, True))
 
 
 def list_devices(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +182,7 @@ def product(
 
     kind, data, rows = weights
     long = right.shape[1]
-    held, graph_memory = metadata_memory(lib), metadata_memory(lib)
+    held, graph_memory = (lib.ggml_init(_InitParams(_METADATA_BYTES, None, True)) for _ in range(2))
     a = lib.ggml_new_tensor_2d(held, kind, long, rows)
     b = lib.ggml_new_tensor_2d(graph_memory, F32, long, len(right))
     result = lib.ggml_mul_mat(graph_memory, a, b)

@@ -52,7 +52,7 @@ async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault:
         endpoint = devices.status()["endpoint"]
         stopped: list[int] = []
         subject = subprocess.Popen(
-            [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_job", endpoint],
+            [sys.executable, "-m", "tests.rigs.sim_subject", endpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -3,38 +3,28 @@
     {"operation": "suspend" | "resume", "pid": PID, "seconds": S}    {"seconds": duration} or {"error": message}
     {"operation": "test", "seconds": S}                              the same
 
-With `"simulator": {"socket": PATH, "device": ID, "endpoint": HOST:PORT}` the test uses a simulated device. The test
-suspends a process that is not a child of the suspending one, like workers, because a system may allow the one and
-forbid the other.
+The test suspends a process that is not a child of the suspending one, like workers, because a system may allow the one
+and forbid the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headgate.shared import child_process
-from inference.devices import ggml_job
 from inference.devices.checkpoint.cuda_driver import Driver, DriverError, LockArgs
-from inference.devices.simgpu.control import Control, SimulatorError
-from inference.devices.simgpu.rpc_server import library, rpc_library
 from inference.workers.helper_client import HelperError, run_helper
 
 LOCK_SECONDS = 10.0
 """Time for running CUDA calls of the process to end. It is idle, so there are few."""
 COUNT_BYTES = 32 * 2**20
-REMOTE_BYTES = 2**18
-"""Data on a simulated device, which can be small, and which moves data in pages of 4 KiB."""
-_I8 = 24
-"""ggml's type number for bytes."""
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +33,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         if job["operation"] == "test":
-            _test(seconds, job.get("simulator"))
+            _test(seconds)
         else:
             _OPERATIONS[job["operation"]](Driver(seconds), int(job["pid"]), seconds)
     except DriverError as error:
@@ -74,16 +64,11 @@ def _expect(driver: Driver, pid: int, wanted: str) -> None:
         raise DriverError(f"the driver reports process {pid} as {state}, not {wanted}")
 
 
-def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
+def _test(seconds: float) -> None:
     """Suspends and resumes a process with data on the device, which then verifies its data."""
-    carry: Callable[[str, int, float], None] = _in_helper
-    if simulator is None:
-        Driver(seconds)
-    else:
-        carry = functools.partial(_in_simulator, simulator)
-    arguments = () if simulator is None else (simulator["endpoint"],)
+    Driver(seconds)
     subject = subprocess.Popen(
-        [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_job", *arguments],
+        [sys.executable, "-m", "inference.devices.checkpoint.checkpoint_job"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,7 +77,7 @@ def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
     try:
         _expect_line(subject, "ready", "could not be prepared")
         for operation in _OPERATIONS:
-            carry(operation, subject.pid, seconds)
+            _in_helper(operation, subject.pid, seconds)
         assert subject.stdin is not None
         subject.stdin.write("\n")
         subject.stdin.flush()
@@ -113,18 +98,6 @@ def _in_helper(operation: str, pid: int, seconds: float) -> None:
         raise DriverError(f"{operation} failed: {answer['error']}")
 
 
-def _in_simulator(simulator: Mapping[str, str], operation: str, pid: int, seconds: float) -> None:
-    """Runs the operation of the simulator and checks its count of suspended bytes."""
-    device = simulator["device"]
-    try:
-        with Control(Path(simulator["socket"]), seconds) as control:
-            status = control.tell(operation, device, pid=pid)[device]
-    except SimulatorError as error:
-        raise DriverError(f"{operation} failed: {error}") from None
-    if bool(status["suspended_bytes"]) != (operation == "suspend"):
-        raise DriverError(f"{operation} left {status['suspended_bytes']} bytes suspended on {device}")
-
-
 def _expect_line(subject: subprocess.Popen[str], wanted: str, problem: str) -> None:
     """Has no deadline: at the deadline of this helper the subject is killed with it."""
     assert subject.stdout is not None
@@ -134,14 +107,14 @@ def _expect_line(subject: subprocess.Popen[str], wanted: str, problem: str) -> N
 
 # --- the suspended process --------------------------------------------------------------------------------------------
 def main() -> int:
-    """The process that the test suspends: `python -m inference.devices.checkpoint.checkpoint_job [ENDPOINT]`.
+    """The process that the test suspends: `python -m inference.devices.checkpoint.checkpoint_job`.
 
-    It puts data on the first NVIDIA GPU, or on the simulated device at ENDPOINT, and writes `ready` to stdout. After a
-    line on stdin it writes `whole` or an error. Returns 0 when the data is unchanged.
+    It puts data on the first NVIDIA GPU and writes `ready` to stdout. After a line on stdin it writes `whole` or an
+    error. Returns 0 when the data is unchanged.
     """
     child_process.die_with_parent(os.environ)
-    pattern = os.urandom(4096) * ((REMOTE_BYTES if sys.argv[1:] else COUNT_BYTES) // 4096)
-    kept = _on_simulated(sys.argv[1], pattern) if sys.argv[1:] else _on_nvidia(pattern)
+    pattern = os.urandom(4096) * (COUNT_BYTES // 4096)
+    kept = _on_nvidia(pattern)
     try:
         next(kept)
         _print("ready")
@@ -166,25 +139,6 @@ def _on_nvidia(pattern: bytes) -> Iterator[bytes]:
     driver.call("cuMemcpyHtoD_v2", address, pattern, size, context=context)
     yield b""
     driver.call("cuMemcpyDtoH_v2", found, address, size, context=context)
-    yield found.raw
-
-
-def _on_simulated(endpoint: str, pattern: bytes) -> Iterator[bytes]:
-    """As `_on_nvidia`, with ggml's RPC client."""
-    lib = ggml_job.declared(library())
-    buffer_type = rpc_library().ggml_backend_rpc_buffer_type
-    buffer_type.restype, buffer_type.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_uint32]
-    kind = buffer_type(endpoint.encode(), 0)
-    buffer = lib.ggml_backend_buft_alloc_buffer(kind, len(pattern)) if kind else None
-    if not buffer:
-        raise DriverError(f"cannot allocate {len(pattern)} bytes on {endpoint}")
-    context = ggml_job.metadata_memory(lib)
-    tensor = lib.ggml_new_tensor_1d(context, _I8, len(pattern))
-    lib.ggml_backend_tensor_alloc(buffer, tensor, lib.ggml_backend_buffer_get_base(buffer))
-    lib.ggml_backend_tensor_set(tensor, pattern, 0, len(pattern))
-    found = ctypes.create_string_buffer(len(pattern))
-    yield b""
-    lib.ggml_backend_tensor_get(tensor, found, 0, len(pattern))
     yield found.raw
 
 
