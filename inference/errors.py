@@ -22,27 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from headgate.shared.units import format_bytes
 from inference.protocol import CODES, RETRY_AFTER, Code, error_body
 
 
-class Origin(StrEnum):
-    """The origin of an error."""
-
-    CALLER = "caller"
-    SERVICE = "service"
-    WORKER = "worker"
-    DEVICE = "device"
-
-
 class InferenceError(Exception):
-    """Base class. Clients see `code`, `status`, `param`, `details` and `retry_after` (seconds), but not `origin`."""
+    """Base class. Clients see `code`, `status`, `param`, `details` and `retry_after` (seconds)."""
 
     code: Code = Code.INTERNAL_ERROR
-    origin: Origin = Origin.SERVICE
 
     def __init__(
         self,
@@ -82,7 +71,6 @@ class InvalidRequestError(InferenceError):
     """The request is invalid; a retry does not help."""
 
     code = Code.INVALID_REQUEST
-    origin = Origin.CALLER
 
 
 class ModelNotFound(InvalidRequestError):
@@ -230,14 +218,12 @@ class ModelFailed(ModelUnavailableError):
     """The worker crashed, or the model could not be loaded. `retry_after` is the rest of the backoff."""
 
     code = Code.MODEL_FAILED
-    origin = Origin.WORKER
 
 
 class DeviceLost(ModelUnavailableError):
     """The device of the model is lost."""
 
     code = Code.DEVICE_LOST
-    origin = Origin.DEVICE
 
 
 def _mib(count: int) -> str:
