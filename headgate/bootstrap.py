@@ -204,9 +204,7 @@ def is_optimized(configured: str, prefix: str) -> bool:
     return "--enable-optimizations" in configured or prefix == "/usr"
 
 
-def installed_interpreters(
-    path: str, query: Callable[[str], Interpreter | None] = Interpreter.query
-) -> list[Interpreter]:
+def installed_interpreters(path: str) -> list[Interpreter]:
     """All usable interpreters in the folders of `path` (a value of `PATH`), each once."""
     found: dict[Path, Interpreter | None] = {}
     for folder in filter(None, path.split(os.pathsep)):
@@ -215,7 +213,7 @@ def installed_interpreters(
                 real = file.resolve()
                 key = real if _PYTHON.fullmatch(real.name) else file  # links to one launcher are different ones
                 if key not in found:
-                    found[key] = query(str(file))
+                    found[key] = Interpreter.query(str(file))
     return [interpreter for interpreter in found.values() if interpreter is not None]
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from headgate.shared.errors import HeadgateError, PortInUseError
 
+BACKLOG = 2048
 _LISTEN = "0A"
 _MOST_COMMAND_CHARS = 80
 
 
-def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A non-blocking socket that listens on `host` and `port` (0 for a free port). Children do not inherit it.
 
     Raises PortInUseError with the owner of the port, HeadgateError when the address cannot be used.
@@ -29,7 +30,7 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()

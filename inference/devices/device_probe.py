@@ -20,8 +20,8 @@ Run = Callable[..., Awaitable[dict[str, Any]]]
 """The signature of `run_helper`."""
 
 
-async def trial(reading: Reading, *, seconds: float = TRIAL_SECONDS, run: Run = run_helper) -> None:
-    """Raises HelperError when the device computes wrong results, fails, or does not answer within `seconds`.
+async def trial(reading: Reading, *, run: Run = run_helper) -> None:
+    """Raises HelperError when the device computes wrong results, fails, or does not answer within TRIAL_SECONDS.
 
     A device without memory for the trial passes, because it answers a new process.
     """
@@ -32,7 +32,7 @@ async def trial(reading: Reading, *, seconds: float = TRIAL_SECONDS, run: Run = 
         "rpc_endpoint": reading.rpc_endpoint,
     }
     try:
-        answer = await run("trial", job, seconds=seconds, environment=reading.environment)
+        answer = await run("trial", job, seconds=TRIAL_SECONDS, environment=reading.environment)
     except HelperError as error:
         if cause_of_text(error.output) not in (ExitCause.OOM_COMPUTE, ExitCause.OOM_LOAD):
             raise

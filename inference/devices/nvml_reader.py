@@ -50,13 +50,12 @@ class NvmlReader:
     def __init__(
         self,
         *,
-        first_seconds: float = FIRST_SECONDS,
         next_seconds: float = NEXT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         helper: ServingHelper | None = None,
     ) -> None:
         self._helper = helper or ServingHelper("nvml")
-        self._first_seconds, self._next_seconds, self._clock = first_seconds, next_seconds, clock
+        self._next_seconds, self._clock = next_seconds, clock
         self._reopening = Reopening()
         self._absent = False
         self._known: dict[int, Card] = {}
@@ -87,7 +86,7 @@ class NvmlReader:
             return {}
         is_fresh = not self._helper.is_running
         try:
-            answer = await self._helper.ask(seconds=self._first_seconds if is_fresh else self._next_seconds)
+            answer = await self._helper.ask(seconds=FIRST_SECONDS if is_fresh else self._next_seconds)
         except HelperError as error:
             self._fail(str(error), None, is_fresh)
             return {}

@@ -57,6 +57,7 @@ SYSTEM_PROMPTS = (
 )
 OPENINGS = ("Please tell me: ", "Can you tell me: ", "Hi! ", "I have a question. ", "Tell me, ", "So, ", "Question: ")
 CLOSINGS = (" Please.", " Thanks!", " please", " Thank you.")
+BATCH_TOKENS = 4096
 IGNORED = -100
 """Label of a token that is not trained on (the default `ignore_index` of PyTorch's cross entropy)."""
 
@@ -167,10 +168,10 @@ class Sampler:
         self._weights = [weight[question.kind] for question in self._questions]
         self._sentences = [question.answer for question in self._questions if question.kind == "plain"]
 
-    def batch(self, tokens: int = 4096) -> Batch:
-        """A batch of `tokens` tokens: rows of 512 with several chats, or sometimes longer rows with one long chat."""
+    def batch(self) -> Batch:
+        """A batch of BATCH_TOKENS tokens: rows of 512 with several chats, or sometimes longer rows with one long chat."""
         length = self._random.choices((512, 2048, 4096), (0.88, 0.05, 0.07))[0]
-        return _pack([self._row(length) for _ in range(tokens // length)], length)
+        return _pack([self._row(length) for _ in range(BATCH_TOKENS // length)], length)
 
     def _row(self, length: int) -> list[_Chat]:
         chats: list[_Chat] = []

@@ -73,9 +73,9 @@ def _statuses(line: bytes) -> dict[str, dict[str, Any]]:
 class Control:
     """A connection to the simulator; a context manager."""
 
-    def __init__(self, path: Path, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, path: Path) -> None:
         self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.settimeout(seconds)
+        self._sock.settimeout(ANSWER_SECONDS)
         try:
             self._sock.connect(str(path))
         except OSError as error:
