@@ -169,7 +169,7 @@ class Sampler:
         self._sentences = [question.answer for question in self._questions if question.kind == "plain"]
 
     def batch(self) -> Batch:
-        """A batch of BATCH_TOKENS tokens: rows of 512 with several chats, or sometimes longer rows with one long chat."""
+        """BATCH_TOKENS tokens: rows of 512 with several chats, or sometimes longer rows with one long chat."""
         length = self._random.choices((512, 2048, 4096), (0.88, 0.05, 0.07))[0]
         return _pack([self._row(length) for _ in range(BATCH_TOKENS // length)], length)
 
