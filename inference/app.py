@@ -164,7 +164,7 @@ async def serve(
     finally:
         server.should_exit = True
         stopping.cancel()
-        running.authority.quiesce()  # after a failed start, requests and event streams may be open
+        running.authority.stop_accepting()  # after a failed start, requests and event streams may be open
         running.authority.bus.close()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
@@ -196,13 +196,13 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         server.should_exit = True
         await asyncio.sleep(running.authority.state.settings.drain_seconds)
         log.warning("drain time is over: ending open streams")
-        running.authority.end()
+        running.authority.stop_workers()
 
     def on_stop(name: str) -> None:
         if running.draining:
             log.warning("%s again: ending open streams", name)
             running.authority.bus.close()
-            running.authority.end()
+            running.authority.stop_workers()
             server.should_exit = True
             return
         log.info(
@@ -218,7 +218,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
             on_stop("a restart is needed")
 
     def on_broken_build(why: str) -> None:
-        running.authority.quiesce(BrokenBuild())
+        running.authority.stop_accepting(BrokenBuild())
         on_restart(why)
 
     async def watch() -> None:

@@ -163,7 +163,7 @@ def error_body(
 
 # --- states ----------------------------------------------------------------------------------------------------------
 class ModelState(StrEnum):
-    """The lifecycle state of a model; the transitions are in `inference.authority.lifecycle.transitions`."""
+    """The lifecycle state of a model; the transitions are in `inference.authority.lifecycle`."""
 
     COLD = "cold"
     LOADING = "loading"

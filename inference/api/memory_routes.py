@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -14,9 +15,9 @@ from headgate.shared.openapi import NOT_NOW
 from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover, Refresh
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
-from inference.authority.handlers.queueing.poison_cases import listing
 from inference.authority.handlers.running.endings import MOST_RECORDS
-from inference.authority.lifecycle.departures import Action
+from inference.authority.handlers.running.request_events import cases
+from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, model_status
 from inference.authority.views.dumps import Dumps
@@ -78,7 +79,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
                 {
                     **reading.to_json(),
                     "pressure_level": str(levels[reading.id][1]),
-                    "ledger": model_status.balance_json(state.ledger.balance(reading.id)),
+                    "ledger": asdict(state.ledger.balance(reading.id)),
                 }
                 for reading in device_view.readings(state, now)
                 if reading.id in levels
@@ -167,7 +168,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
     @routes.get("/quarantine")
     async def show_quarantine() -> dict[str, Any]:
-        return {"requests": listing(authority.state, authority.now)}
+        return {"requests": cases(authority.state, authority.now)}
 
     @routes.delete("/quarantine")
     async def clear_all() -> dict[str, Any]:
@@ -182,7 +183,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
 def _clear(authority: Authority, key: str | None = None) -> list[dict[str, Any]]:
     """Removes one request from quarantine, or all; returns them. Raises InvalidRequestError for an unknown key."""
-    found = [case for case in listing(authority.state, authority.now) if key is None or case["key"] == key]
+    found = [case for case in cases(authority.state, authority.now) if key is None or case["key"] == key]
     if key is not None and not found:
         raise InvalidRequestError(
             f"no request {key[:100]!r} is in quarantine; GET /quarantine lists them", code=Code.NOT_FOUND, param="key"

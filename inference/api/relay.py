@@ -32,7 +32,6 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.relayed_request import RelayedRequest, read_request
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
-from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine import SUSPICIOUS, Crash
 from inference.authority.shell import Authority
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
@@ -180,12 +179,9 @@ class Relay:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""
         if self._is_ready(model):
             return False
-        state, prospect = self._authority.model(model).state, self._authority.prospect(model)
-        if state is ModelState.FAILED and prospect is not None:
-            raise self._authority.resting(model)
-        if state is ModelState.COLD and isinstance(prospect, Refusal) and not prospect.waits_for:
-            raise self._authority.refusal(model, prospect)
-        await out.json(200, {"headgate": {"probe": str(state)}})
+        if (error := self._authority.refusal(model)) is not None:
+            raise error
+        await out.json(200, {"headgate": {"probe": str(self._authority.model(model).state)}})
         return True
 
     # --- waiting ---------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 TABLE has the transitions; an event without a transition changes nothing. `step` adds the times: when to read again and
 how long to wait. The effects that give up the models of a device and request a restart happen once per incident.
 
-An unusable device is read again after a tenth of the time since the trouble began, within FIRST_LOOK_SECONDS and
-LAST_LOOK_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
+An unusable device is read again after a tenth of the time since the trouble began, within FIRST_READ_SECONDS and
+LAST_READ_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import MappingProxyType
 from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 
-FIRST_LOOK_SECONDS = 1.0
-LAST_LOOK_SECONDS = 10.0
+FIRST_READ_SECONDS = 1.0
+LAST_READ_SECONDS = 10.0
 DOUBT_SECONDS = 10.0
 """How long an unreadable device stays usable; then a trial decides."""
 AGAIN_SECONDS = 60.0
@@ -69,11 +69,11 @@ class Effect(StrEnum):
     """all its models leave after their running requests"""
     PROBE = "probe"
     """run a trial and report its result"""
-    LOOK = "look"
+    READ = "read"
     """read the devices again"""
     RESTART = "restart"
     """end the service, so that its supervisor restarts it"""
-    WELCOME = "welcome"
+    RELOAD = "reload"
     """the empty device is usable again"""
 
 
@@ -94,8 +94,8 @@ TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect,
         (_S.DRAINING, _E.DEAD): (_S.LOST, (_F.LOSE,)),
         (_S.QUARANTINED, _E.PROMISING): (_S.PROBING, (_F.PROBE,)),
         (_S.QUARANTINED, _E.DEAD): (_S.LOST, ()),
-        (_S.PROBING, _E.PASSED): (_S.HEALTHY, (_F.WELCOME,)),
-        (_S.PROBING, _E.COMPUTES): (_S.SUSPECT, (_F.WELCOME,)),
+        (_S.PROBING, _E.PASSED): (_S.HEALTHY, (_F.RELOAD,)),
+        (_S.PROBING, _E.COMPUTES): (_S.SUSPECT, (_F.RELOAD,)),
         (_S.PROBING, _E.FAILED): (_S.LOST, (_F.LOSE,)),
         (_S.PROBING, _E.OVERDUE): (_S.LOST, (_F.LOSE,)),
         (_S.PROBING, _E.OUT_OF_REACH): (_S.DRAINING, (_F.DRAIN, _F.RESTART)),
@@ -187,7 +187,7 @@ def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> 
             event, note = _of_trial(health, trial, failure), failure or health.note
         case _:
             if health.state in _AWAY and now >= health.due_at:
-                return replace(health, due_at=now + pause(now - health.ill_since), reading_requested=True), (_F.LOOK,)
+                return replace(health, due_at=now + pause(now - health.ill_since), reading_requested=True), (_F.READ,)
             event, note = _of_time(health, now, empty=seen.empty), health.note
     if event is None or (health.state, event) not in TABLE:
         return health, ()
@@ -196,7 +196,7 @@ def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> 
 
 def pause(ill_seconds: float) -> float:
     """Seconds until the next reading of a device that has been ill for `ill_seconds`."""
-    return min(LAST_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, ill_seconds / 10))
+    return min(LAST_READ_SECONDS, max(FIRST_READ_SECONDS, ill_seconds / 10))
 
 
 def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | None:
@@ -253,10 +253,10 @@ def _moved(
 
 
 def _is_left_to_do(health: DeviceHealth, effect: Effect) -> bool:
-    """Whether an effect is still due: a device is emptied once, and WELCOME needs an emptied device."""
+    """Whether an effect is still due: a device is emptied once, and RELOAD needs an emptied device."""
     if effect in (_F.LOSE, _F.DRAIN):
         return not health.emptied
-    return health.emptied if effect is _F.WELCOME else True
+    return health.emptied if effect is _F.RELOAD else True
 
 
 def _state_seconds(health: DeviceHealth, event: HealthEvent, now: float, drain_seconds: float) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from inference.authority.effects import Count, Effect, Log, NotifyModels
-from inference.authority.lifecycle.transitions import ModelEvent, advance
-from inference.authority.state import ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
+from inference.authority.effects import Answer, Count, Effect, Log, NotifyModels, Refuse
+from inference.authority.lifecycle import ModelEvent, advance
+from inference.authority.state import Command, ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState
 
@@ -23,7 +23,7 @@ _KEEPS = (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
 class Draft:
     """The draft of one step. `observed`: the readings are current, so models may be placed now."""
 
-    __slots__ = ("effects", "now", "observed", "retime", "settled", "state", "threads_of", "used_files")
+    __slots__ = ("checked_files", "effects", "now", "observed", "retime", "settled", "state", "threads_of")
 
     def __init__(self, state: State, now: float, *, observed: bool = False) -> None:
         self.state = state
@@ -34,8 +34,8 @@ class Draft:
         """models whose change may affect the threads of others"""
         self.settled: list[tuple[TicketRecord, InferenceError | None]] = []
         """internal tickets that were granted or have failed"""
-        self.used_files: set[str] = set()
-        """models whose files were checked for a decision of this step"""
+        self.checked_files: frozenset[str] = frozenset()
+        """models whose files were checked for this step"""
         self.retime = False
 
     # --- records -----------------------------------------------------------------------------------------------------
@@ -79,6 +79,25 @@ class Draft:
     def set_devices(self, **changes: Any) -> None:
         """Replaces fields of the devices."""
         self.set(devices=replace(self.state.devices, **changes))
+
+    def set_command(self, id: int, command: Command) -> None:
+        """Adds or replaces a command."""
+        self.set(commands={**self.state.commands, id: command})
+
+    def drop_command(self, id: int) -> None:
+        """Removes a command and its timer."""
+        self.set(commands={other: command for other, command in self.state.commands.items() if other != id})
+        self.cancel(TimerKind.COMMAND, id)
+
+    def answer(self, id: int, value: object = None) -> None:
+        """Ends a command with its result."""
+        self.drop_command(id)
+        self.emit(Answer(id, value))
+
+    def refuse(self, id: int, error: InferenceError) -> None:
+        """Ends a command with an error."""
+        self.drop_command(id)
+        self.emit(Refuse(id, error))
 
     def number(self) -> int:
         """A new unique number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from inference.authority.state import EstimateKey, LeaseRecord
 from inference.devices.device import Reading
@@ -101,7 +101,9 @@ class Refuse:
 # --- devices ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Send the newest readings at once (`Observed`)."""
+    """Send the newest readings, and read the stamps of these models' files, at once (`Observed`)."""
+
+    specs: tuple[ModelSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class RenewProbes:
 
 
 @dataclass(frozen=True, slots=True)
-class ProveSuspension:
+class CheckSuspension:
     """Test whether processes on this device can be suspended (`SuspensionTested`)."""
 
     kind: str
@@ -211,39 +213,15 @@ class FreeContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspend:
-    """Have the driver suspend a worker within `seconds` (`SuspendEnded`)."""
+class Checkpoint:
+    """Have the driver suspend or resume a worker within `seconds` (`CheckpointEnded`)."""
 
+    operation: Literal["suspend", "resume"]
     worker: str
     kind: str
     device: str
     pid: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Have the driver resume a worker within `seconds` (`ResumeEnded`)."""
-
-    worker: str
-    kind: str
-    device: str
-    pid: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Open the HTTP session of a worker."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Close the HTTP session of a worker."""
-
-    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,16 +252,8 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadFiles:
-    """Read the stamps of a model's files at once (`FilesRead`)."""
-
-    model: str
-    spec: ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LookAtFiles:
-    """Read the stamps of these models' files in the background (`FilesSeen`), because a file system may hang."""
+class CheckFiles:
+    """Read the stamps of these models' files in the background (`FilesChecked`), because a file system may hang."""
 
     specs: tuple[ModelSpec, ...]
 
@@ -325,7 +295,7 @@ class LearnGoodEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class EaseHeadrooms:
+class CheckHeadrooms:
     """Check whether learned head-room of these models has decayed (`HeadroomChanged`)."""
 
     planned: tuple[tuple[ModelSpec, Reading, int], ...]
@@ -340,9 +310,8 @@ class LearnOverhead:
 
 
 Effect = (
-    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer
-    | Refuse | Observe | ReadDevices | TryDevice | RenewProbes | ProveSuspension | Spawn | SendOrder | StopWorker
-    | KillWorker | LoseWorker | LimitWorker | ForgetPrefixes | SetThreads | FreeContext | Suspend | Resume | Connect
-    | Disconnect | MeasureWorkers | TrimWorkers | Estimate | ReadFiles | LookAtFiles | CheckBuild | LearnShortage
-    | LearnGoodEnd | EaseHeadrooms | LearnOverhead
+    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer | Refuse | Observe | ReadDevices
+    | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | LimitWorker
+    | ForgetPrefixes | SetThreads | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate
+    | CheckFiles | CheckBuild | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
 )  # fmt: skip

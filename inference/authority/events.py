@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from inference.authority.lifecycle.departures import Action
+from inference.authority.lifecycle import Action
 from inference.authority.quarantine import Crash
 from inference.authority.state import EstimateKey, Purpose
 from inference.devices.device import Reading
@@ -39,9 +39,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The newest readings of the probes; the result of `Observe`."""
+    """The newest readings of the probes, and the current stamps of models' files; the result of `Observe`."""
 
     readings: tuple[Reading, ...]
+    files: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +203,11 @@ class ContextFreed:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspendEnded:
-    """The driver suspended a worker, or failed. `of_state`: because of the current state of the device."""
+class CheckpointEnded:
+    """The driver suspended or resumed a worker, or failed. `of_state`: because of the current state of the device."""
 
     worker: str
-    problem: str | None = None
-    of_state: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeEnded:
-    """The driver resumed a worker, or failed."""
-
-    worker: str
+    operation: Literal["suspend", "resume"]
     problem: str | None = None
     of_state: bool = False
 
@@ -267,16 +260,8 @@ class Estimated:
 
 
 @dataclass(frozen=True, slots=True)
-class FilesRead:
-    """The current stamps of a model's files; the result of `ReadFiles`."""
-
-    model: str
-    files: Fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class FilesSeen:
-    """The recent stamps of the files of models; the result of `LookAtFiles`."""
+class FilesChecked:
+    """The recent stamps of the files of models; the result of `CheckFiles`."""
 
     files: Mapping[str, Fingerprint]
 
@@ -395,21 +380,20 @@ class DepartureWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiesced:
-    """The service accepts no new requests; waiting ones fail with `error`, by default ShuttingDown."""
+class Closing:
+    """The service accepts no new requests; waiting ones fail with `error`, by default ShuttingDown.
+
+    `stops_workers`: the drain time is over, and all workers end.
+    """
 
     error: InferenceError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The drain time is over: all workers end."""
+    stops_workers: bool = False
 
 
 Event = (
     DevicesFound | Tick | Observed | DevicesRead | PressureChecked | DeviceNoticed | TrialEnded | ProbesRenewed
     | SuspensionTested | Wanted | Withdrawn | Released | CrashReported | RequestAnswered | CaseCleared | Spawned
-    | SpawnFailed | Progressed | Loaded | FileHeld | ContextFreed | SuspendEnded | ResumeEnded | Exited | BuildChecked
-    | WorkersMeasured | Trimmed | Estimated | FilesRead | FilesSeen | ShortageLearned | HeadroomChanged
-    | SettingsChanged | Commanded | Abandoned | DepartureWanted | Quiesced | Ended
+    | SpawnFailed | Progressed | Loaded | FileHeld | ContextFreed | CheckpointEnded | Exited | BuildChecked
+    | WorkersMeasured | Trimmed | Estimated | FilesChecked | ShortageLearned | HeadroomChanged
+    | SettingsChanged | Commanded | Abandoned | DepartureWanted | Closing
 )  # fmt: skip

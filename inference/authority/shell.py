@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from prometheus_client import Counter
@@ -20,30 +20,27 @@ from headgate.shared.errors import Problem
 from inference.authority import effects, events
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
-from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import error_of
-from inference.authority.handlers.running.device_care import loss
-from inference.authority.handlers.running.worker_life import resting
-from inference.authority.handlers.watching.prospects import Moment
+from inference.authority.handlers.queries.plan_inputs import refusal_error
+from inference.authority.handlers.running.device_care import device_lost_error
+from inference.authority.handlers.running.worker_life import failed_error
+from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.leases import Lease, Ticket
 from inference.authority.placement.plan import Refusal
 from inference.authority.runners.background_tasks import BackgroundTasks
-from inference.authority.runners.device_runner import DeviceRunner
 from inference.authority.runners.measuring_runner import MeasuringRunner
 from inference.authority.runners.worker_runner import WorkerRunner
 from inference.authority.state import ModelRecord, State, Timing
 from inference.authority.step import step
 from inference.authority.views import model_status
-from inference.authority.views.event_bus import Bus
+from inference.authority.views.event_bus import Bus, Notifier
 from inference.authority.views.inference_metrics import Metrics
-from inference.authority.views.notifier import Notifier
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelNotFound
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.file_stamp import Fingerprint
-from inference.protocol import ModelStatus, Priority
+from inference.protocol import ModelState, ModelStatus, Priority
 from inference.settings import InferenceConfig, check_devices
 from inference.worker.cpu_cores import usable_cores
 from inference.worker_link import Ready
@@ -98,12 +95,12 @@ class Authority:
         self._commands: dict[int, asyncio.Future[Any]] = {}
         self._watchers: list[tuple[Callable[[State], bool], asyncio.Future[None]]] = []
         self._closed = False
-        self._notifier = Notifier(bus, self._clock)
+        self._notifier = Notifier(bus, self._clock, lambda: self._state)
         self._tasks = BackgroundTasks()
         self._processes = WorkerRunner(
             supervisor, inventory, self._tasks, self.dispatch, on_ready=self._on_ready, on_exit=self._on_exit
         )
-        self._performers: Mapping[type, Callable[[Any], object]] = {
+        self._performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             effects.WakeAt: self._wake_at,
             effects.Log: self._log,
             effects.Count: self._count,
@@ -114,8 +111,7 @@ class Authority:
             effects.Fail: self._fail,
             effects.Answer: self._answer,
             effects.Refuse: self._refuse,
-            **DeviceRunner(inventory, self._tasks, self.dispatch).performers,
-            **MeasuringRunner(estimator, headrooms, self.build_holds, self._tasks, self.dispatch).performers,
+            **MeasuringRunner(inventory, estimator, headrooms, self.build_holds, self.dispatch).performers,
             **self._processes.performers,
         }
         bus.snapshot = self.snapshot
@@ -151,7 +147,9 @@ class Authority:
             log.exception("the event %s could not be handled", type(event).__name__)
             return
         for effect in found:
-            self._performers[type(effect)](effect)
+            work = self._performers[type(effect)](effect)
+            if work is not None:
+                self._tasks.start(work)
 
     async def reached(self, probe: Callable[[State], bool]) -> None:
         """Returns once `probe` is true of the state. It is evaluated after each step."""
@@ -195,7 +193,7 @@ class Authority:
 
     def statuses(self) -> list[ModelStatus]:
         """All models in the order of the file."""
-        moment = Moment(self._state, self.now)
+        moment = Predictions(self._state, self.now)
         return [model_status.status(self._state, model, self.now, moment) for model in self._state.models.values()]
 
     def observe(self) -> None:
@@ -229,17 +227,17 @@ class Authority:
         """Whether llama.cpp computes on this CPU, after a worker crashed at its first step."""
         return self._build_check is None or await self._build_check.holds()
 
-    def quiesce(self, error: InferenceError | None = None) -> None:
+    def stop_accepting(self, error: InferenceError | None = None) -> None:
         """Stops accepting requests; waiting ones fail with `error`, by default ShuttingDown."""
-        self.dispatch(events.Quiesced(error))
+        self.dispatch(events.Closing(error))
 
-    def end(self) -> None:
+    def stop_workers(self) -> None:
         """Stops accepting requests and stops all workers, which ends their streams with an error frame."""
-        self.dispatch(events.Ended())
+        self.dispatch(events.Closing(stops_workers=True))
 
     async def close(self) -> None:
         """Ends every worker and helper; returns when all are reaped."""
-        self.quiesce()
+        self.stop_accepting()
         self._closed = True
         self.bus.close()
         if self._alarm is not None:
@@ -320,22 +318,19 @@ class Authority:
         return found
 
     # --- errors of requests ------------------------------------------------------------------------------------------
-    def prospect(self, model: str) -> Refusal | bool | None:
-        """True when the model could be loaded now, the refusal when not, None while unknown."""
-        return Moment(self._state, self.now).of(self.model(model))
-
-    def resting(self, model: str) -> InferenceError:
-        """The error of a request for a failed model."""
-        return resting(self.model(model), self.now)
-
-    def refusal(self, model: str, refusal: Refusal) -> InferenceError:
-        """The error of a request for a model that does not fit."""
-        found = device_view.readings(self._state, self.now)
-        return error_of(self.model(model).effective, refusal, found, self._state.settings)
+    def refusal(self, id: str) -> InferenceError | None:
+        """The error of a request that could not be served even if it waited; None if it could, or while unknown."""
+        model = self.model(id)
+        found = Predictions(self._state, self.now).of(model)
+        if model.state is ModelState.FAILED and found is not None:
+            return failed_error(model, self.now)
+        if model.state is ModelState.COLD and isinstance(found, Refusal) and not found.waits_for:
+            return refusal_error(self._state, model.effective, found, self.now)
+        return None
 
     def loss(self, model: str, devices: tuple[str, ...], what: str) -> InferenceError:
         """The error of a request whose device is lost."""
-        return loss(self._state, self.model(model), devices, what, self.now)
+        return device_lost_error(self._state, self.model(model), devices, what, self.now)
 
     # --- effects -----------------------------------------------------------------------------------------------------
     def _wake_at(self, effect: effects.WakeAt) -> None:
@@ -364,7 +359,7 @@ class Authority:
         self.bus.publish(effect.kind, dict(effect.data))
 
     def _notify_models(self, effect: effects.NotifyModels) -> None:
-        self._notifier.changed(self, effect.seconds)
+        self._notifier.changed(effect.seconds)
 
     def _record_crash(self, effect: effects.RecordCrash) -> None:
         shapes = [self._leases[id].shape() for id in effect.leases if id in self._leases]

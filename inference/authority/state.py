@@ -15,21 +15,19 @@ from enum import StrEnum
 from typing import Any
 
 from inference.authority.device_health import DeviceHealth
-from inference.authority.lifecycle.departures import Departure, Eviction
-from inference.authority.lifecycle.retry_after import Pace
-from inference.authority.lifecycle.transitions import Backoff
-from inference.authority.lifecycle.wait_queue import Waiter, WaitQueue
+from inference.authority.lifecycle import Backoff, Departure, Eviction
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement, Standing
-from inference.authority.placement.reduction import Descent
 from inference.authority.placement.repack import Shift
+from inference.authority.placement.smaller_settings import Reduction
 from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.relief import Watch
 from inference.authority.quarantine import Quarantine
 from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
 from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
+from inference.authority.wait_queue import Pace, Waiter, WaitQueue
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
@@ -106,9 +104,7 @@ class TimerKind(StrEnum):
     STOP = "stop"
     """end of the time for running requests of a leaving model"""
     OFFLOAD = "offload"
-    """a step of the way into the warm pool takes too long"""
-    SAVE = "save"
-    """a worker that saves its sequences and ends takes too long"""
+    """a worker that keeps its model, or saves its sequences and ends, takes too long"""
     ROOM_TO_KEEP = "room to keep"
     RETURN = "return"
     """memory of an ended worker is read again, or is overdue"""
@@ -214,7 +210,7 @@ class WorkerRecord:
     suspended: SuspendedDevice | None = None
     predecessor: str | None = None
     """the worker whose file this one keeps in memory"""
-    home_device: str | None = None
+    left_device: str | None = None
     """the device that its model has left"""
     held_bytes: int | None = None
     saved: Offloaded | None = None
@@ -270,7 +266,7 @@ class ModelRecord:
     last_used_at: float = 0.0
     wanted_at: float = 0.0
     """since when requests have waited for it without a gap"""
-    called_at: float = math.inf
+    eviction_began_at: float = math.inf
     """when other models first began to leave for it"""
     room_at: float = 0.0
     """when evictions for it may begin, if known"""
@@ -278,9 +274,9 @@ class ModelRecord:
     answered_at: float = 0.0
     target: str | None = None
     """the device of its next load, while it is moved"""
-    home: str | None = None
+    old_device: str | None = None
     """the device it returns to if that fails"""
-    moved_in_vain: InferenceError | None = None
+    move_error: InferenceError | None = None
     reload_seconds: float = 1.0
     restore_seconds: float | None = None
     prefill_tokens_per_second: float | None = None
@@ -291,8 +287,8 @@ class ModelRecord:
     removed: bool = False
     reduced: ModelSpec | None = None
     """smaller settings, because it did not fit (`oom_policy: reduce`)"""
-    descent: Descent = field(default_factory=Descent)
-    sheltered_until: float = 0.0
+    reduction: Reduction = field(default_factory=Reduction)
+    on_cpu_until: float = 0.0
     """it is loaded on the CPU alone until then (`oom_policy: cpu`)"""
     shortages: tuple[Shortage, ...] = ()
     """of its last load, when memory was refused that the plan had allowed"""
@@ -301,8 +297,6 @@ class ModelRecord:
     """the files that its estimates and failures belong to; None before the first look"""
     seen_files: Fingerprint = ()
     """its files as last seen"""
-    files_seen_at: float = -math.inf
-    """when that was; a decision uses each look once"""
 
     @property
     def effective(self) -> ModelSpec:
@@ -335,7 +329,6 @@ class Return:
     foreign: Mapping[str, int]
     deadline: float
     pause: float
-    look_at: float
     needs_read: int
     departure: Departure | None = None
 
@@ -350,13 +343,13 @@ class Devices:
 
     measured: tuple[Reading, ...] = ()
     health: Mapping[str, DeviceHealth] = field(default_factory=dict)
-    fed: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
+    reported_signs: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
     begun: int = 0
     done: int = 0
     wanted: int = 0
     """the number of the last requested read"""
     refreshed_at: float = -math.inf
-    homeless: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    lost_models: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """models in use that were on a lost device, by device, until they are loaded again"""
     trials: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """trials that wait for a read: its number, and the number of the trial"""
@@ -366,7 +359,7 @@ class Devices:
     """names of drivers that can suspend processes, by kind of device"""
     suspension: Mapping[str, str | None] = field(default_factory=dict)
     """why processes on a kind of device are not suspended; None where they are"""
-    proving: frozenset[str] = frozenset()
+    suspension_checks: frozenset[str] = frozenset()
     """kinds whose suspension test the start waits for"""
 
 
@@ -401,7 +394,7 @@ class Advice:
 
     peaks: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     refused: Mapping[str, float] = field(default_factory=dict)
-    turned_away: tuple[tuple[float, Priority, int], ...] = ()
+    rejections: tuple[tuple[float, Priority, int], ...] = ()
     outgrown: Mapping[str, Growth] = field(default_factory=dict)
     logged: Mapping[tuple[str, str], Alert] = field(default_factory=dict)
 
@@ -429,7 +422,7 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnHome:
+class CpuReturn:
     """A model on the CPU by fallback that may go back to an accelerator; `needs_read` is the read it waits for."""
 
     needs_read: int | None = None
@@ -469,7 +462,7 @@ class MoveCommand:
     seconds: float | None
     begun: bool = False
     ticket: int | None = None
-    returns_home: bool = False
+    returns_from_cpu: bool = False
     parent: int | None = None
     """the command that this move is part of"""
 
@@ -549,7 +542,7 @@ class State:
     measuring: frozenset[EstimateKey] = frozenset()
     reloads: tuple[str, ...] = ()
     """models that lost their device and are wanted again"""
-    foreseen: tuple[str, ...] = ()
+    to_measure: tuple[str, ...] = ()
     """models that are still to be measured before a request comes"""
     startup: tuple[str, ...] = ()
     """models that are still to be loaded at the start"""
@@ -559,7 +552,7 @@ class State:
     claims: tuple[Claim, ...] = ()
     commands: Mapping[int, Command] = field(default_factory=dict)
     learning: tuple[Learning, ...] = ()
-    going_home: Mapping[str, ReturnHome] = field(default_factory=dict)
+    cpu_returns: Mapping[str, CpuReturn] = field(default_factory=dict)
     pressure: Pressure = field(default_factory=Pressure)
     advice: Advice = field(default_factory=Advice)
     evictions: tuple[Eviction, ...] = ()
@@ -572,8 +565,8 @@ class State:
     wake_at: float = math.inf
     """the time of the last WakeAt"""
     ticks_at: float = math.inf
-    watch_at: float = 0.0
-    ease_at: float = 0.0
+    memory_check_at: float = 0.0
+    headroom_check_at: float = 0.0
     unix_offset: float = 0.0
     """Unix seconds minus seconds of the loop's clock"""
     unplanned: bool = False

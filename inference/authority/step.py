@@ -12,26 +12,25 @@ from typing import Any
 from inference.authority import events
 from inference.authority.draft import Draft
 from inference.authority.effects import Effect, Observe, StopWorker, WakeAt
-from inference.authority.handlers.operating import commands, configuration, startup_devices
-from inference.authority.handlers.placing import cpu_fallback_return, measuring, moving, reconcile, startup_loads
+from inference.authority.handlers.operating import commands, configuration, startup
+from inference.authority.handlers.placing import moving, reconcile
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queueing import poison_cases, request_events
 from inference.authority.handlers.running import (
     departure,
     device_care,
-    growth_watch,
-    learning,
-    memory_return,
-    model_files,
+    endings,
+    estimates,
     oom_ladder,
+    request_events,
     thread_shares,
     tickets,
     warm_pool,
     worker_life,
+    worker_memory,
 )
 from inference.authority.handlers.watching import advisor, governor
-from inference.authority.lifecycle.departures import Reason
-from inference.authority.state import Purpose, State, Timer, TimerKind
+from inference.authority.lifecycle import Reason
+from inference.authority.state import PlanCommand, Purpose, State, TimerKind
 from inference.protocol import ModelState
 
 MOST_ROUNDS = 50
@@ -41,11 +40,10 @@ MOST_ROUNDS = 50
 def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Effect, ...]]:
     """The state after `event`, and the effects. Late and repeated events are ignored."""
     draft = Draft(state, now, observed=isinstance(event, events.Observed))
+    if isinstance(event, _WITH_READINGS):
+        draft.state = device_view.observed(draft.state, event.readings, now)
     _HANDLERS[type(event)](draft, event)
     _settle(draft)
-    for id in draft.used_files:
-        if id in draft.state.models:
-            draft.set_model(id, files_seen_at=-math.inf)
     if draft.threads_of:
         thread_shares.changed(draft)
     if draft.retime:
@@ -66,15 +64,16 @@ def _settle(draft: Draft) -> None:
             draft.set(unplanned=False, claims=())
             draft.cancel(TimerKind.PLAN, 0)
             return
-        if not draft.observed:
-            draft.emit(Observe())
+        unchecked = _models_to_check(draft.state)
+        if not draft.observed or not unchecked <= draft.checked_files:
+            draft.emit(Observe(tuple(draft.model(id).effective for id in sorted(unchecked))))
             return
         reconcile.reconcile(draft)
         reconcile.checks(draft)
-        measuring.foresee(draft)
-        startup_loads.advance(draft)
+        startup.measure_next(draft)
+        startup.load_next(draft)
         commands.advance_planned(draft)
-        cpu_fallback_return.advance(draft)
+        moving.advance_returns(draft)
         if draft.state.pressure.check_requested:
             governor.check(draft, regular=False)
     draft.warning("the handlers still had work after %d rounds; continuing in the next step", MOST_ROUNDS)
@@ -90,13 +89,25 @@ def _follow(draft: Draft) -> None:
         elif ticket.purpose is Purpose.RELOAD:
             request_events.reload_settled(draft, ticket, error)
         else:
-            startup_loads.settled(draft, ticket, error)
+            startup.load_settled(draft, ticket, error)
     if draft.state.reloads:
-        request_events.load_again(draft)
-    departure.room_is_there(draft)
+        request_events.reload_lost(draft)
+    departure.advance(draft)
     if draft.state.commands:
         commands.advance(draft)
     device_view.begin_read(draft)
+
+
+def _models_to_check(state: State) -> set[str]:
+    """The models whose files must be checked for the decisions of this step."""
+    found = {
+        model.id
+        for model in state.models.values()
+        if model.queue.waiters and model.state in (ModelState.COLD, ModelState.WARM, ModelState.FAILED)
+    }
+    found |= {worker.model for worker in state.workers.values() if departure.may_be_kept(state, worker)}
+    found |= {command.model for command in state.commands.values() if isinstance(command, PlanCommand)}
+    return (found | {*state.to_measure[:1]}) & state.models.keys()
 
 
 def _has_work(state: State) -> bool:
@@ -104,16 +115,16 @@ def _has_work(state: State) -> bool:
     if (
         state.claims
         or state.checks
-        or state.foreseen
+        or state.to_measure
         or state.startup
         or state.commands
         or state.pressure.check_requested
     ):
         return True
-    if cpu_fallback_return.is_pending(state):
+    if moving.has_pending_return(state):
         return True
     return any(
-        model.queue.waiters or model.called_at != math.inf or model.state is ModelState.DRAINING
+        model.queue.waiters or model.eviction_began_at != math.inf or model.state is ModelState.DRAINING
         for model in state.models.values()
     )
 
@@ -123,53 +134,43 @@ def _tick(draft: Draft, event: events.Tick) -> None:
     draft.set(unix_offset=event.unix - draft.now, wake_at=math.inf)
     draft.retime = True
     late_seconds = draft.now - draft.state.ticks_at
-    if late_seconds > startup_devices.TICK_SECONDS:
-        request_events.put_off(draft, late_seconds)
-    draft.state = device_view.observed(draft.state, event.readings, draft.now)
+    if late_seconds > startup.TICK_SECONDS:
+        request_events.extend_deadlines(draft, late_seconds)
     due = sorted((at, timer) for timer, at in draft.state.timers.items() if at <= draft.now)
     for _, timer in due:
         if draft.state.timers.get(timer, math.inf) <= draft.now:
             draft.cancel(*timer)
-            _fire(draft, timer)
-
-
-def _fire(draft: Draft, timer: Timer) -> None:
-    kind, id = timer
-    if kind is TimerKind.PERIODIC:
-        _periodic(draft)
-    elif kind is TimerKind.PLAN:
-        draft.plan()
-    elif kind is TimerKind.THREADS:
-        thread_shares.calm(draft)
-    else:
-        _BY_TIMER[kind](draft, id)
+            kind, id = timer
+            _BY_TIMER[kind](draft, id)
 
 
 def _periodic(draft: Draft) -> None:
-    draft.set(ticks_at=draft.now + startup_devices.TICK_SECONDS)
-    draft.timer(TimerKind.PERIODIC, 0, draft.now + startup_devices.TICK_SECONDS)
+    draft.set(ticks_at=draft.now + startup.TICK_SECONDS)
+    draft.timer(TimerKind.PERIODIC, 0, draft.now + startup.TICK_SECONDS)
     request_events.idle_models_leave(draft)
-    growth_watch.tick(draft)
+    worker_memory.tick(draft)
     device_care.tick(draft)
     oom_ladder.tick(draft)
-    cpu_fallback_return.tick(draft)
+    moving.check_fallbacks(draft)
     governor.tick(draft)
     device_care.publish(draft)
 
 
 def _observed(draft: Draft, event: events.Observed) -> None:
-    draft.state = device_view.observed(draft.state, event.readings, draft.now)
+    for id, files in event.files.items():
+        if id in draft.state.models:
+            estimates.note_files(draft, id, files)
+    draft.checked_files = frozenset(event.files)
 
 
 def _devices_read(draft: Draft, event: events.DevicesRead) -> None:
     devices = draft.state.devices
     if devices.done < devices.begun:
         draft.set_devices(done=devices.begun, refreshed_at=draft.now)
-    draft.state = device_view.observed(draft.state, event.readings, draft.now)
-    device_care.take(draft)
+    device_care.take_readings(draft)
     device_care.read_done(draft)
-    memory_return.look(draft, problem=event.problem)
-    learning.read_done(draft, failed=event.problem is not None)
+    endings.reading_taken(draft, problem=event.problem)
+    worker_memory.overhead_read(draft, failed=event.problem is not None)
     governor.read_done(draft, event.problem)
     if event.problem is not None:
         draft.debug("the devices could not be read: %s", event.problem)
@@ -177,31 +178,19 @@ def _devices_read(draft: Draft, event: events.DevicesRead) -> None:
 
 
 def _checked(draft: Draft, event: events.PressureChecked) -> None:
-    draft.state = device_view.observed(draft.state, event.readings, draft.now)
     governor.check(draft, regular=event.regular)
     if event.regular:
         advisor.report(draft)
 
 
-def _noticed(draft: Draft, event: events.DeviceNoticed) -> None:
-    del event
-    device_view.read(draft)
-
-
-def _measured(draft: Draft, event: events.WorkersMeasured) -> None:
-    draft.state = device_view.observed(draft.state, event.readings, draft.now)
-    growth_watch.measured(draft, event.bytes)
-
-
 def _estimated(draft: Draft, event: events.Estimated) -> None:
-    error = measuring.done(draft, event)
+    error = estimates.estimated(draft, event)
     if error is None:
         return
     spec = event.key.spec
-    measuring.cannot_foresee(draft, spec, error)
-    startup_loads.cannot_measure(draft, spec, error)
+    startup.cannot_measure_ahead(draft, spec, error)
     commands.cannot_measure(draft, spec, error)
-    cpu_fallback_return.cannot_measure(draft, spec, error)
+    moving.return_is_unmeasurable(draft, spec, error)
     reconcile.cannot_measure(draft, spec)
     model = draft.state.models.get(spec.id)
     if model is not None and model.effective == spec and model.queue.waiters:
@@ -215,64 +204,57 @@ def _departure_wanted(draft: Draft, event: events.DepartureWanted) -> None:
         departure.leave(draft, event.model, Reason(event.reason), event.action)
 
 
-def _quiesced(draft: Draft, event: events.Quiesced) -> None:
-    request_events.quiesce(draft, event.error)
-    commands.quiesce(draft)
-
-
-def _ended(draft: Draft, event: events.Ended) -> None:
-    _quiesced(draft, events.Quiesced())
-    del event
-    for model in draft.state.models.values():
+def _closing(draft: Draft, event: events.Closing) -> None:
+    request_events.stop_accepting(draft, event.error)
+    commands.refuse_pending(draft)
+    for model in draft.state.models.values() if event.stops_workers else ():
         if model.worker is not None:
             draft.emit(StopWorker(model.worker))
 
 
-def _returns_due(draft: Draft, id: str | int) -> None:
-    memory_return.due(draft, str(id))
-
+_WITH_READINGS = (events.Tick, events.Observed, events.DevicesRead, events.PressureChecked, events.WorkersMeasured)
 
 _BY_TIMER: dict[TimerKind, Callable[[Draft, Any], None]] = {
+    TimerKind.PERIODIC: lambda draft, _: _periodic(draft),
+    TimerKind.PLAN: lambda draft, _: draft.plan(),
+    TimerKind.THREADS: lambda draft, _: thread_shares.give_free_threads(draft),
     TimerKind.TICKET: request_events.expired,
     TimerKind.ALONE: tickets.alone_is_over,
-    TimerKind.STOP: departure.hurry,
+    TimerKind.STOP: departure.stop_time_is_over,
     TimerKind.OFFLOAD: warm_pool.offload_is_late,
-    TimerKind.SAVE: warm_pool.save_is_late,
-    TimerKind.ROOM_TO_KEEP: departure.go_on,
-    TimerKind.RETURN: _returns_due,
+    TimerKind.ROOM_TO_KEEP: departure.room_time_is_over,
+    TimerKind.RETURN: endings.return_is_due,
     TimerKind.COMMAND: commands.overdue,
 }
 
-_HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
-    events.DevicesFound: startup_devices.devices_found,
-    events.SuspensionTested: startup_devices.suspension_tested,
+_HANDLERS: dict[type, Callable[[Draft, Any], object]] = {
+    events.DevicesFound: startup.devices_found,
+    events.SuspensionTested: startup.suspension_tested,
     events.Tick: _tick,
     events.Observed: _observed,
     events.DevicesRead: _devices_read,
-    events.DeviceNoticed: _noticed,
+    events.DeviceNoticed: lambda draft, event: device_view.read(draft),
     events.PressureChecked: _checked,
     events.TrialEnded: lambda draft, event: device_care.trial_ended(draft, event.device, event.trial, event.failure),
     events.ProbesRenewed: lambda draft, event: device_care.renewed(draft, event.command),
     events.Wanted: request_events.wanted,
     events.Withdrawn: request_events.withdrawn,
     events.Released: request_events.released,
-    events.CrashReported: poison_cases.crashed,
-    events.RequestAnswered: poison_cases.answered,
-    events.CaseCleared: poison_cases.cleared,
+    events.CrashReported: request_events.crash_reported,
+    events.RequestAnswered: request_events.request_answered,
+    events.CaseCleared: request_events.case_cleared,
     events.Spawned: worker_life.spawned,
     events.SpawnFailed: worker_life.spawn_failed,
     events.Progressed: worker_life.progressed,
     events.Loaded: worker_life.loaded,
     events.FileHeld: warm_pool.file_held,
     events.ContextFreed: warm_pool.context_freed,
-    events.SuspendEnded: warm_pool.suspend_ended,
-    events.ResumeEnded: worker_life.resumed,
+    events.CheckpointEnded: worker_life.checkpoint_ended,
     events.Exited: worker_life.exited,
-    events.WorkersMeasured: _measured,
+    events.WorkersMeasured: lambda draft, event: worker_memory.measured(draft, event.bytes),
     events.Trimmed: commands.trimmed,
     events.Estimated: _estimated,
-    events.FilesRead: departure.files_read,
-    events.FilesSeen: model_files.looked,
+    events.FilesChecked: estimates.files_checked,
     events.BuildChecked: worker_life.build_checked,
     events.ShortageLearned: worker_life.shortage_learned,
     events.HeadroomChanged: oom_ladder.headroom_changed,
@@ -280,6 +262,5 @@ _HANDLERS: dict[type, Callable[[Draft, Any], None]] = {
     events.Commanded: commands.begin,
     events.Abandoned: commands.abandoned,
     events.DepartureWanted: _departure_wanted,
-    events.Quiesced: _quiesced,
-    events.Ended: _ended,
+    events.Closing: _closing,
 }

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from inference.authority import device_health
-from inference.authority.lifecycle.transitions import TABLE, ModelEvent
+from inference.authority.lifecycle import TABLE, ModelEvent
 from inference.protocol import DeviceState, ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"

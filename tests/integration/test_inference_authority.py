@@ -82,7 +82,7 @@ async def test_shutdown_fails_all_waiting_requests(start: Start) -> None:
     authority, model = service.authority, service.authority.resolve("a")
     ticket = authority.ask(model)
     await model.becomes(ModelState.LOADING)
-    authority.end()
+    authority.stop_workers()
     with pytest.raises(ShuttingDown):
         await ticket.wait(1)
     with pytest.raises(ShuttingDown):

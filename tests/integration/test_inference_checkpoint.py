@@ -13,7 +13,7 @@ import pytest
 
 from inference.app import Service
 from inference.authority.events import SuspensionTested
-from inference.authority.lifecycle.departures import Action
+from inference.authority.lifecycle import Action
 from inference.devices.checkpoint.checkpoint_support import DriversCarrier, Trouble
 from inference.devices.device import Reading
 from inference.protocol import ModelState

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.handlers.operating.startup import TICK_SECONDS
+from inference.authority.lifecycle import Reason
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import Timing
 from tests.rigs.authority_rig import FakeAccelerator, Start, services
 

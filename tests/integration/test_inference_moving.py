@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.api.memory_routes import preload
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.lifecycle import Reason
 from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.protocol import ModelState, Priority
@@ -52,7 +52,7 @@ async def test_model_in_use_finishes_before_it_moves(start: Start) -> None:
     newcomer.close()
     assert authority.status(model).devices == (other,)
     assert [record.reason for record in authority.state.evictions] == [Reason.MOVED]
-    assert (model.target, model.home) == (None, None)
+    assert (model.target, model.old_device) == (None, None)
     pid = model.running.worker.pid
     await authority.move(model, other)
     assert model.running.worker.pid == pid, "it is there already"

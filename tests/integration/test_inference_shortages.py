@@ -14,8 +14,8 @@ import pytest
 
 from headgate.shared.state_directory import StateDir
 from inference.app import Service
-from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
-from inference.authority.handlers.running.oom_ladder import EASE_SECONDS
+from inference.authority.handlers.operating.startup import TICK_SECONDS
+from inference.authority.handlers.running.oom_ladder import HEADROOM_CHECK_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
 from inference.errors import MemoryRefused
 from inference.estimate.headroom import HALF_LIFE_SECONDS
@@ -117,7 +117,7 @@ async def test_model_with_decayed_headroom_is_measured_again(start: Start, tmp_p
     await service.authority.measure(model)
     assert reserved(service) == 170
     later[0] = HALF_LIFE_SECONDS
-    await service.clock.advance(EASE_SECONDS)
+    await service.clock.advance(HEADROOM_CHECK_SECONDS)
     await service.authority.reached(lambda: "gpu-0" in model.estimates and reserved(service) == 165)
 
 

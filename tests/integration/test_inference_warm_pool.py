@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import Timing
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import ModelState

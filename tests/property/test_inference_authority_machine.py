@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from inference.authority import events
-from inference.authority.lifecycle.departures import Action
+from inference.authority.lifecycle import Action
 from inference.authority.quarantine import Crash
 from inference.devices.signs import Sign
 from inference.protocol import ExitCause, ModelState, Priority

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from inference.authority.device_health import (
     AGAIN_SECONDS,
-    LAST_LOOK_SECONDS,
+    LAST_READ_SECONDS,
     STOP_SECONDS,
     TRIAL_SECONDS,
     DeviceHealth,
@@ -23,7 +23,7 @@ from inference.devices.signs import Sign
 from inference.protocol import DeviceState
 
 DRAIN_SECONDS = 30.0
-LONGEST_SECONDS = DRAIN_SECONDS + STOP_SECONDS + AGAIN_SECONDS + TRIAL_SECONDS + LAST_LOOK_SECONDS
+LONGEST_SECONDS = DRAIN_SECONDS + STOP_SECONDS + AGAIN_SECONDS + TRIAL_SECONDS + LAST_READ_SECONDS
 
 seen = st.one_of(
     st.builds(Read, st.sampled_from(Sign), st.sampled_from(["", "why"])),
@@ -51,7 +51,7 @@ class World:
         assert (Effect.PROBE in effects) == (self.case.trial > before.trial)
         if self.case.state is DeviceState.PROBING:
             assert before.state is DeviceState.PROBING or Effect.PROBE in effects
-        if Effect.WELCOME in effects:
+        if Effect.RELOAD in effects:
             assert self.case.usable
             assert before.emptied
         if self.case.state in (DeviceState.QUARANTINED, DeviceState.LOST):
@@ -72,7 +72,7 @@ class World:
         while self.now < end:
             self.now += 4.0
             effects = list(self.sees(Tick(True)))
-            if Effect.LOOK in effects:
+            if Effect.READ in effects:
                 effects += self.sees(Read(sign))
             if Effect.PROBE in effects:
                 self.sees(Tried(self.case.trial, failure))

@@ -178,7 +178,7 @@ def test_new_account_has_its_whole_budget() -> None:
     ledger = Ledger().open(Account("cpu", 1000, 600))
     assert (ledger.balance("cpu").room_bytes, ledger.lacks({"cpu": 600})) == (600, ())
     (lack,) = ledger.lacks({"cpu": 601})
-    assert (lack.room_bytes, lack.bound) == (600, "the share of the device that may be used")
+    assert (lack.free_bytes, lack.bound) == (600, "the share of the device that may be used")
     seen = ledger.observe("cpu", 900, 100)
     assert seen.lacks({"cpu": 101})[0].room_bytes == 100
 
@@ -190,7 +190,7 @@ def test_the_limit_counts_all_devices_together() -> None:
         ledger = ledger.open(Account(device, 1000, 1000))
     assert not ledger.lacks({"a": 500, "b": 500})
     (lack,) = ledger.lacks({"a": 600, "b": 500})
-    assert (lack.need_bytes, lack.room_bytes, lack.bound) == (1100, 1000, "the memory limit")
+    assert (lack.need_bytes, lack.free_bytes, lack.bound) == (1100, 1000, "the memory limit")
 
 
 def test_excess_beyond_a_lowered_limit() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.lifecycle.wait_queue import ORDER, QueueFullError, Waiter, WaitQueue
+from inference.authority.wait_queue import ORDER, QueueFullError, Waiter, WaitQueue
 from inference.protocol import Priority
 
 LIMITS = {Priority.HIGH: 3, Priority.NORMAL: 4, Priority.LOW: 5}
@@ -34,16 +34,6 @@ def test_order_is_by_class_then_arrival(coming: list[tuple[Priority, float]]) ->
     for index, waiter in enumerate(queue.waiters):
         assert queue.position(waiter.id) == index
     assert queue.position(-1) is None
-
-
-@given(arrivals, st.floats(0, 100))
-def test_late_requests_leave_and_the_others_keep_their_order(coming: list[tuple[Priority, float]], now: float) -> None:
-    queue, _ = filled(coming)
-    rest, late = queue.expire(now)
-    assert all(waiter.deadline_at <= now for waiter in late)
-    assert all(waiter.deadline_at > now for waiter in rest.waiters)
-    assert {*rest.waiters, *late} == set(queue.waiters)
-    assert [waiter for waiter in queue.waiters if waiter in rest.waiters] == list(rest.waiters)
 
 
 @given(arrivals, st.integers(0, 30))

@@ -109,7 +109,7 @@ def test_need_beyond_the_shared_memory_is_refused() -> None:
     ledger, _plain = ledgers()
     decision = plan(Request("new", (Option("metal", {"metal": 500, "cpu": 400}),)), ledger, [], Policy(**POLICY))
     assert isinstance(decision, Refusal)
-    assert [(lack.device, lack.need_bytes, lack.room_bytes) for lack in decision.lacks] == [("cpu", 900, 800)]
+    assert [(lack.device, lack.need_bytes, lack.free_bytes) for lack in decision.lacks] == [("cpu", 900, 800)]
 
 
 def test_limits_per_device_count_models_on_both_sides() -> None:

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.authority.lifecycle.wait_queue import Waiter
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing
 from inference.authority.placement.turns import (
@@ -28,6 +27,7 @@ from inference.authority.placement.turns import (
     decide,
     turn_ends_at,
 )
+from inference.authority.wait_queue import Waiter
 from inference.protocol import Priority
 
 RELEASE_SECONDS = 0.5

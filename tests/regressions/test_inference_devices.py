@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.lifecycle import Reason
 from inference.devices.checkpoint.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.devices.reopen_policy import MOST_SECONDS, Reopening

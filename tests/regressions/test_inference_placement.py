@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from inference import settings
+from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import (
     Held,
@@ -162,7 +163,7 @@ def test_refusal_has_the_numbers_of_the_device_that_lacks_memory() -> None:
     refusal = plan(Request("new", options), ledger, [owner], Policy(0.0))
     assert isinstance(refusal, Refusal)
     (lack,) = refusal.lacks
-    assert (lack.device, lack.need_bytes, lack.room_bytes) == ("gpu-1", 60 * MIB, 30 * MIB)
+    assert (lack.device, lack.need_bytes, lack.free_bytes) == ("gpu-1", 60 * MIB, 30 * MIB)
     assert any("dedicated to owner" in line for line in refusal.trace), "the other device has a reason too"
 
 
@@ -174,8 +175,9 @@ async def test_prospect_of_a_reducible_model_is_unknown(start: Start) -> None:
     authority = service.authority
     for name in models:
         await authority.measure(name)
-    assert authority.prospect("reducible") is None
-    assert isinstance(authority.prospect("fixed"), Refusal)
+    predictions = Predictions(authority.state, authority.now)
+    assert predictions.of(authority.model("reducible")) is None
+    assert isinstance(predictions.of(authority.model("fixed")), Refusal)
 
 
 MOST_SECONDS = 0.02 if sys.gettrace() is None else 0.1

@@ -101,7 +101,7 @@ async def test_waiting_for_a_device_trial_ends_when_the_service_stops(
         authority = service.authority
         waiting = [asyncio.create_task(authority.recover("gpu-0")) for _ in range(2)]
         await authority.reached(lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
-        authority.quiesce()
+        authority.stop_accepting()
         for task in waiting:
             with pytest.raises(ShuttingDown):
                 await task

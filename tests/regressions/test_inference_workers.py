@@ -19,7 +19,7 @@ from headgate.shared.sse import SseSplitter
 from inference import worker_link
 from inference.api.relay import Flow
 from inference.authority.events import CrashReported
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.quarantine import MOST_IN_A_ROW, Crash
 from inference.authority.state import Timing
 from inference.errors import ModelFailed

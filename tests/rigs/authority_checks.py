@@ -11,9 +11,8 @@ from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_care, tickets
-from inference.authority.handlers.running.memory_return import SLACK_BYTES
-from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.handlers.running.endings import SLACK_BYTES
+from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing
 from inference.authority.placement.turns import age_rank
@@ -41,7 +40,7 @@ _S = ModelState
 SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
-_OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.SAVE, TimerKind.ROOM_TO_KEEP)
+_OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.ROOM_TO_KEEP)
 _WAIT_ON = (ExitCause.REQUESTED, ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE, ExitCause.BROKEN_BUILD)
 _ALWAYS = (TimerKind.PERIODIC, TimerKind.PLAN, TimerKind.THREADS)
 
@@ -127,7 +126,7 @@ class CheckedWorld(World):
         holds = model.state not in (_S.COLD, _S.FAILED)
         assert (model.worker is not None) == holds, f"{model.id} is {model.state} with worker {model.worker}"
         assert (model.kept is not None) <= (model.state in (_S.WARM, _S.UNLOADING, _S.RESTORING))
-        assert (model.home is None) or model.target is not None or model.moved_in_vain is not None
+        assert (model.old_device is None) or model.target is not None or model.move_error is not None
         assert not model.removed or (model.worker is not None and not model.queue.waiters)
         assert model.uses == self.uses[model.id]
         worker = state.worker_of(model)
@@ -145,7 +144,7 @@ class CheckedWorld(World):
             assert worker.failure is not None or _nonzero(held.bytes) == reserved, "what is planned is reserved"
         elif model.state in SERVING:
             assert (held.phase, held.aside, worker.extra, worker.suspended) == (Phase.RESIDENT, False, None, None)
-            assert worker.ending or (process is not None and process.connected)
+            assert worker.ending or process is not None
             self._check_resident(worker, held.bytes)
             departure = worker.departure
             if departure is not None and departure.reason in (Reason.DEVICE, Reason.MOVED, Reason.OUTGREW):
@@ -268,9 +267,8 @@ class CheckedWorld(World):
 
     def granted(self, ticket: int, lease: LeaseRecord) -> None:
         ask, worker = self.asked[ticket], self.state.workers[lease.worker]
-        process = self.alive[lease.worker]
+        assert lease.worker in self.alive
         assert (lease.model, worker.model) == (ask.model, ask.model)
-        assert process.connected
         assert self.state.models[ask.model].worker == worker.id
         if not ask.alone:
             for other, waiting in self.asked.items():
@@ -412,11 +410,13 @@ class CheckedWorld(World):
         wanted = [model for model in state.models.values() if model.queue.waiters]
         if not wanted or state.commands or state.startup or state.checks:
             return None
+        if any(ticket.purpose is Purpose.STARTUP for ticket in state.tickets.values()):
+            return None  # loads at the start evict nothing and do not wait
         if any(model.state is _S.DRAINING for model in state.models.values()):
             return None
-        if any(model.state is not _S.COLD or self.now - model.files_seen_at > FILES_SECONDS for model in wanted):
+        if any(model.state is not _S.COLD or model.id not in event.files for model in wanted):
             return None
-        model = min(wanted, key=lambda item: (item.called_at, age_rank(item.queue.waiters)))
+        model = min(wanted, key=lambda item: (item.eviction_began_at, age_rank(item.queue.waiters)))
         if model.cleaning or model.wanted_at != self.now or model.target is not None:
             return None
         copy = state
@@ -555,10 +555,10 @@ class CheckedWorld(World):
         """The service drains and ends; then nothing may remain."""
         failed = len(self.failures)
         waited = len(self.asked)
-        self.send(events.Quiesced())
+        self.send(events.Closing())
         assert not self.asked
         assert all(isinstance(error, ShuttingDown) for _, error in self.failures[failed : failed + waited])
-        self.send(events.Ended())
+        self.send(events.Closing(stops_workers=True))
         for id in self.alive:
             assert self.alive[id].is_stopped or self.state.workers[id].leases or model_is_gone(self.state, id)
         self.settle(20)
@@ -573,17 +573,18 @@ class CheckedWorld(World):
         assert not self.commands, "every command is answered"
         left = {
             "tickets": state.tickets, "commands": state.commands, "returns": state.returns, "checks": state.checks,
-            "measuring": state.measuring, "reloads": state.reloads, "foreseen": state.foreseen, "claims": state.claims,
-            "startup": state.startup, "learning": state.learning, "trials": state.devices.trials,
-            "homeless": [name for names in state.devices.homeless.values() for name in names if name in state.models],
-            "proving": state.devices.proving,
+            "measuring": state.measuring, "reloads": state.reloads, "to_measure": state.to_measure,
+            "claims": state.claims, "startup": state.startup, "learning": state.learning,
+            "trials": state.devices.trials,
+            "lost": [name for names in state.devices.lost_models.values() for name in names if name in state.models],
+            "suspension_checks": state.devices.suspension_checks,
         }  # fmt: skip
         assert not {name: found for name, found in left.items() if found}
         assert {kind for kind, _ in state.timers} <= {*_ALWAYS}
         assert all(case.state is DeviceState.HEALTHY for case in state.devices.health.values())
         for model in state.models.values():
             assert model.state in (_S.COLD, _S.FAILED, _S.READY, _S.WARM), f"{model.id} is {model.state}"
-            assert (model.target, model.home, model.moved_in_vain, model.cleaning) == (None, None, None, False)
+            assert (model.target, model.old_device, model.move_error, model.cleaning) == (None, None, None, False)
             assert not model.removed
             worker = state.worker_of(model)
             if worker is not None and model.spec.oom_policy != "reduce":

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from inference.authority import effects, events
-from inference.authority.lifecycle.wait_queue import ORDER
 from inference.authority.quarantine import Crash
 from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State
 from inference.authority.step import step
+from inference.authority.wait_queue import ORDER
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.environment_settings import InferenceSettings
@@ -57,7 +57,6 @@ class Process:
     grown_bytes: int = 0
     """what it took of host memory beyond its buffers"""
     is_stopped: bool = False
-    connected: bool = False
     limit: int | None = None
     threads: int | None = None
 
@@ -268,8 +267,8 @@ class World:
             else:
                 self.shown = self._measured()
                 event = events.DevicesRead(self.readings())
-        elif isinstance(event, events.FilesSeen):
-            event = events.FilesSeen({spec.id: self._files_of(spec) for spec in self.config.models.values()})
+        elif isinstance(event, events.FilesChecked):
+            event = events.FilesChecked({spec.id: self._files_of(spec) for spec in self.config.models.values()})
         elif isinstance(event, events.Exited):
             if event.worker not in self.alive:
                 return
@@ -300,17 +299,17 @@ class World:
                 process.bytes = {CPU: kept + OVERHEAD_BYTES + saved.count_bytes}
                 process.limit = None
                 return True
-            case events.SuspendEnded(worker, None):
+            case events.CheckpointEnded(worker, "suspend", None):
                 if process := self.alive.get(worker):
                     process.bytes = {CPU: sum(process.bytes.values())}
                 return process is not None
-            case events.ResumeEnded(worker, None):
+            case events.CheckpointEnded(worker, "resume", None):
                 process, record = self.alive.get(worker), self.state.workers.get(worker)
                 if process is None or record is None or record.suspended is None:
                     return False
                 self._allocate(process, record.suspended.ready)
                 return True
-            case events.SuspendEnded(worker) | events.ResumeEnded(worker):
+            case events.CheckpointEnded(worker):
                 return worker in self.alive
             case _:
                 return True
@@ -436,19 +435,17 @@ class World:
         match effect:
             case effects.WakeAt(at):
                 self.wake_at = at
-            case effects.Observe():
-                self.now_due.append(events.Observed(self.readings()))
-            case effects.ReadFiles(model, spec):
-                self.now_due.append(events.FilesRead(model, self._files_of(spec)))
-            case effects.LookAtFiles():
-                self.later.append(events.FilesSeen({}))
+            case effects.Observe(specs):
+                self.now_due.append(events.Observed(self.readings(), {item.id: self._files_of(item) for item in specs}))
+            case effects.CheckFiles():
+                self.later.append(events.FilesChecked({}))
             case effects.ReadDevices():
                 self.later.append(events.DevicesRead(()))
             case effects.TryDevice(device, trial):
                 self.later.append(events.TrialEnded(device, trial, "it is wrong" if self.faults.trials else None))
             case effects.RenewProbes(id):
                 self.later.append(events.ProbesRenewed(id))
-            case effects.ProveSuspension(kind, _):
+            case effects.CheckSuspension(kind, _):
                 self.later.append(events.SuspensionTested(kind, self.faults.suspension))
             case effects.Estimate(key, devices, _):
                 self.later.append(events.Estimated(key, self._estimate(key, devices)))
@@ -467,7 +464,7 @@ class World:
             case effects.LearnGoodEnd(spec, _):
                 if self.faults.headroom:
                     self.now_due.append(events.HeadroomChanged((spec,)))
-            case effects.EaseHeadrooms(planned):
+            case effects.CheckHeadrooms(planned):
                 self.learned.clear()
                 self.now_due.append(events.HeadroomChanged(tuple(dict.fromkeys(spec for spec, _, _ in planned))))
             case effects.Grant(ticket, lease):
@@ -511,23 +508,15 @@ class World:
                 if not stays:
                     process.is_stopped = True
                     self._exits(worker, ExitCause.REQUESTED)
-            case effects.Suspend(worker):
+            case effects.Checkpoint(operation, worker):
                 assert worker in self.alive
-                self.later.append(events.SuspendEnded(worker, *self._carried()))
-            case effects.Resume(worker):
-                assert worker in self.alive
-                self.later.append(events.ResumeEnded(worker, *self._carried()))
+                self.later.append(events.CheckpointEnded(worker, operation, *self._carried()))
             case effects.StopWorker(worker):
                 self._exits(worker, ExitCause.REQUESTED)
             case effects.KillWorker(worker):
                 self._exits(worker, ExitCause.HANG if effect.hang else ExitCause.KILLED)
             case effects.LoseWorker(worker):
                 self._exits(worker, ExitCause.DEVICE_LOST)
-            case effects.Connect(worker):
-                self.alive[worker].connected = True
-            case effects.Disconnect(worker):
-                if worker in self.alive:
-                    self.alive[worker].connected = False
             case effects.LimitWorker(worker, sequences):
                 self.alive[worker].limit = sequences
             case effects.SetThreads(worker, count):

@@ -12,7 +12,7 @@ from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
 from inference.authority.leases import Lease, Ticket
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.shell import Authority
 from inference.authority.state import State, WorkerRecord

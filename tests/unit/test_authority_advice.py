@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.authority.handlers.watching import advisor
-from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
+from inference.authority.pressure.advice import REJECTIONS, SWAPS, Kind
 from inference.errors import MemoryLimitExceededError, QueueFull
 from inference.protocol import Priority
 from tests.rigs.authority_world import configuration
@@ -129,19 +129,19 @@ def test_no_setting_is_recommended_for_a_device_that_is_too_small() -> None:
 def test_queue_that_is_often_full_gets_more_places(priority: Priority) -> None:
     setting = f"queue_{priority}"
     site = Site("a", **{setting: 0})
-    for _ in range(TURNED_AWAY):
+    for _ in range(REJECTIONS):
         assert site.alerts() == {}
         assert isinstance(site.world.errors[site.world.want("a", priority=priority)], QueueFull)
-    assert site.alerts() == {Kind.QUEUE_FULL: {f"INFERENCE_{setting.upper()}": str(TURNED_AWAY)}}
+    assert site.alerts() == {Kind.QUEUE_FULL: {f"INFERENCE_{setting.upper()}": str(REJECTIONS)}}
     site.apply(site.alerts()[Kind.QUEUE_FULL])
     assert site.alerts() == {}
-    tickets = [site.world.want("a", priority=priority) for _ in range(TURNED_AWAY)]
+    tickets = [site.world.want("a", priority=priority) for _ in range(REJECTIONS)]
     assert not site.world.errors.keys() & set(tickets)
 
 
 def test_alert_is_logged_at_its_begin_and_its_end() -> None:
     site = Site("a", queue_normal=0)
-    for _ in range(TURNED_AWAY):
+    for _ in range(REJECTIONS):
         site.world.want("a")
     site.world.check_pressure(2)
     site.apply({"INFERENCE_QUEUE_NORMAL": "5"})

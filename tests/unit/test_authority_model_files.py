@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference.authority import events
-from inference.authority.handlers.watching.prospects import Moment
+from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Refusal
 from inference.protocol import ExitCause, ModelState
 from tests.rigs.step_world import begin
@@ -11,11 +11,11 @@ from tests.rigs.step_world import begin
 
 def test_model_that_did_not_fit_is_measured_again_when_its_file_changes() -> None:
     world = begin({"a": {}}, {"a": 500}, memory_limit_gb=0.25)
-    assert isinstance(Moment(world.state, world.now).of(world.model("a")), Refusal)
+    assert isinstance(Predictions(world.state, world.now).of(world.model("a")), Refusal)
     world.sizes = {"a": 100}
     world.versions["a"] += 1
     world.live(5)
-    assert Moment(world.state, world.now).of(world.model("a")) is True
+    assert Predictions(world.state, world.now).of(world.model("a")) is True
 
 
 def test_backoff_of_a_failed_model_ends_when_its_file_changes() -> None:

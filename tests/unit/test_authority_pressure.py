@@ -11,7 +11,7 @@ from inference.authority import events
 from inference.authority.handlers.queries import pressure_view
 from inference.authority.handlers.watching import advisor
 from inference.authority.handlers.watching.governor import limits
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.lifecycle import Reason
 from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Rung
 from inference.errors import MemoryLimitExceededError

@@ -164,7 +164,7 @@ def test_requests_fail_at_the_end_of_the_service() -> None:
     world = begin({"a": {}})
     ticket = world.want("a")
     world.arrive(events.Loaded)
-    world.send(events.Ended())
+    world.send(events.Closing(stops_workers=True))
     assert isinstance(world.errors[ticket], ShuttingDown)
     assert isinstance(world.errors[world.want("a")], ShuttingDown)
     world.live(2)

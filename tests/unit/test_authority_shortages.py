@@ -6,11 +6,10 @@ from typing import Any
 
 from inference.authority import events
 from inference.authority.handlers.running import oom_ladder
-from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
-from inference.authority.placement.reduction import REST_SECONDS
+from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
-from inference.errors import MemoryRefused, ModelFailed
+from inference.errors import MemoryRefused, ModelFailed, Shortage
 from inference.protocol import ExitCause, ModelState
 from tests.rigs.step_world import StepWorld
 from tests.rigs.step_world import begin as begin_world
@@ -54,7 +53,7 @@ def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context() -> None:
     assert ticket in world.grants
     assert (model.effective.ubatch, model.effective.context_length) == (128, 2048)
     assert model.backoff.failures == 0
-    assert 0 < model.descent.rest(world.now) <= REST_SECONDS
+    assert 0 < model.reduction.rest(world.now) <= REST_SECONDS
     world.finish(world.grants[ticket])
     world.command(events.Unload("a"))
     world.live(5)
@@ -72,8 +71,8 @@ def test_reduce_fails_after_all_smaller_settings_were_tried() -> None:
     assert isinstance(world.errors[ticket], MemoryRefused)
     model = world.model("a")
     assert (model.backoff.failures, model.reduced) == (1, None)
-    refusal = Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit")
-    assert not oom_ladder.may_bend(model, refusal, world.now)
+    refusal = Refusal((Shortage("gpu-0", 2, 1, "it"),), "it does not fit")
+    assert not oom_ladder.can_reduce(model, refusal, world.now)
 
 
 def test_model_that_lacked_memory_while_it_computed_is_loaded_with_a_smaller_batch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from inference.authority import events
-from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.lifecycle import Action, Departure, Reason
 from inference.protocol import ModelState, Priority
 from tests.rigs.step_world import StepWorld, begin
 

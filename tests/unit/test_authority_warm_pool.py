@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from inference.authority import events
-from inference.authority.effects import ProveSuspension
+from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import State
 from inference.authority.step import step
 from inference.authority.views.figures import offloaded
@@ -219,13 +219,13 @@ def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused
 def test_suspended_process_that_dies_gives_everything_back(moment: str) -> None:
     world = suspending()
     command = world.command(events.Offload("a"))
-    world.arrive(events.SuspendEnded)
+    world.arrive(events.CheckpointEnded)
     if moment != "offloading":
         world.live(2)
         assert command in world.answers
     if moment == "restoring":
         ticket = world.want("a")
-        world.arrive(events.ResumeEnded)
+        world.arrive(events.CheckpointEnded)
         world.withdraw(ticket)
     world.end(process(world), ExitCause.KILLED)
     world.live(60)
@@ -263,7 +263,7 @@ def test_suspended_model_whose_device_is_lost_is_loaded_on_another() -> None:
 def test_setting_decides_which_devices_are_tested_for_suspension(setting: str, kind: str, is_tested: bool) -> None:
     gpu = Reading("gpu-0", kind, "fake", 1000 * MIB, 1000 * MIB, 0)
     found = step(State(configuration({}, warm_checkpoint=setting)), DevicesFound((gpu,), {kind: "driver"}, 0.0), 1.0)
-    assert any(isinstance(effect, ProveSuspension) for effect in found[1]) == is_tested
+    assert any(isinstance(effect, CheckSuspension) for effect in found[1]) == is_tested
     assert found[0].devices.suspension == ({} if is_tested else {kind: f"INFERENCE_WARM_CHECKPOINT is {setting}"})
     assert found[0].started == (not is_tested or kind == "cuda")
 

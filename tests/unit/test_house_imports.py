@@ -103,7 +103,7 @@ def test_only_the_shell_assigns_the_state_of_the_authority() -> None:
         for item in (target.elts if isinstance(target, ast.Tuple) else [target])
         if isinstance(item, ast.Attribute) and item.attr == "_state" and AUTHORITY in path.parents
     }
-    assert found <= {"authority/shell.py", "authority/handlers/watching/prospects.py"}
+    assert found <= {"authority/shell.py", "authority/handlers/watching/predictions.py"}
 
 
 def test_no_module_is_part_of_an_import_cycle() -> None:

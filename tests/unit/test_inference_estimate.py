@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference.authority.placement.fix import smaller
+from inference.authority.placement.smaller_settings import smaller
 from inference.demo import bundled_path
 from inference.estimate import estimate_job
 from inference.estimate.estimate_job import LayerTrace

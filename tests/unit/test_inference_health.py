@@ -10,7 +10,7 @@ import pytest
 from inference.authority.device_health import (
     AGAIN_SECONDS,
     DOUBT_SECONDS,
-    LAST_LOOK_SECONDS,
+    LAST_READ_SECONDS,
     STOP_SECONDS,
     TABLE,
     TRIAL_SECONDS,
@@ -69,11 +69,11 @@ def test_lost_device_is_read_until_it_is_back_and_has_passed_a_trial(device: Dev
     assert device.case.seconds_to_verdict(device.now) == 1
     assert device.waits(0.5) == (S.LOST, [])
     assert device.case.seconds_to_verdict(device.now) == 0.5
-    assert device.waits(0.5) == (S.LOST, [Effect.LOOK])
+    assert device.waits(0.5) == (S.LOST, [Effect.READ])
     assert device.reads(Sign.DEAD, "it was cut") == (S.LOST, [])
     assert device.reads(Sign.FINE, after=0.3) == (S.PROBING, [Effect.PROBE])
     assert device.case.seconds_to_verdict(device.now) == 0
-    assert device.tried() == (S.HEALTHY, [Effect.WELCOME])
+    assert device.tried() == (S.HEALTHY, [Effect.RELOAD])
     assert device.case == DeviceHealth(trial=1)
     assert device.case.seconds_to_verdict(device.now) is None
 
@@ -85,20 +85,20 @@ def test_device_that_fails_its_trial_stays_lost(device: Device) -> None:
     assert device.tried("wrong result") == (S.LOST, [])
     assert device.case.note == "wrong result"
     assert device.reads(Sign.FINE) == (S.LOST, [])
-    assert device.waits(1) == (S.LOST, [Effect.LOOK])
+    assert device.waits(1) == (S.LOST, [Effect.READ])
     assert device.reads(Sign.FINE) == (S.PROBING, [Effect.PROBE])
     assert device.reads(Sign.DEAD, "gone again") == (S.LOST, [])
     assert device.tried() == (S.LOST, [])
 
 
 def test_pauses_grow_with_the_outage_up_to_a_limit() -> None:
-    assert [pause(seconds) for seconds in (0, 9, 20, 55, 100, 1e6)] == [1, 1, 2, 5.5, 10, LAST_LOOK_SECONDS]
+    assert [pause(seconds) for seconds in (0, 9, 20, 55, 100, 1e6)] == [1, 1, 2, 5.5, 10, LAST_READ_SECONDS]
 
 
 def test_reading_of_a_lost_device_is_repeated(device: Device) -> None:
     device.reads(Sign.DEAD)
     looks = [device.waits(0.5)[1] for _ in range(40)]
-    assert looks.count([Effect.LOOK]) == 16  # ten in the first ten seconds, then fewer
+    assert looks.count([Effect.READ]) == 16  # ten in the first ten seconds, then fewer
 
 
 def test_ill_device_is_drained_before_it_is_quarantined(device: Device) -> None:
@@ -108,7 +108,7 @@ def test_ill_device_is_drained_before_it_is_quarantined(device: Device) -> None:
     assert device.waits(5, empty=False) == (S.DRAINING, [])
     assert device.waits(1) == (S.QUARANTINED, [])
     assert device.reads(Sign.ILL, "Xid 63") == (S.QUARANTINED, [])
-    assert device.waits(1) == (S.QUARANTINED, [Effect.LOOK])
+    assert device.waits(1) == (S.QUARANTINED, [Effect.READ])
     assert device.reads(Sign.ILL, "Xid 63") == (S.QUARANTINED, [])
     assert device.reads(Sign.FINE) == (S.PROBING, [Effect.PROBE])
     assert device.reads(Sign.ILL, "again") == (S.DRAINING, [])
@@ -167,7 +167,7 @@ def test_trial_without_a_result_fails_and_its_late_result_is_ignored(device: Dev
     assert device.tried() == (S.LOST, [])
     assert device.sees(Doubted("command of an operator")) == (S.PROBING, [Effect.PROBE])
     assert device.sees(Tried(1, None)) == (S.PROBING, [])
-    assert device.tried() == (S.HEALTHY, [Effect.WELCOME])
+    assert device.tried() == (S.HEALTHY, [Effect.RELOAD])
 
 
 def test_device_out_of_reach_of_new_processes_requests_one_restart(device: Device) -> None:
@@ -175,7 +175,7 @@ def test_device_out_of_reach_of_new_processes_requests_one_restart(device: Devic
     assert device.reads(Sign.BEYOND, "Unknown Error") == (S.PROBING, [Effect.PROBE])
     assert device.tried("no CUDA-capable device") == (S.DRAINING, [Effect.DRAIN, Effect.RESTART])
     assert device.waits(DRAIN_SECONDS + STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
-    assert device.waits(LAST_LOOK_SECONDS) == (S.QUARANTINED, [Effect.LOOK])
+    assert device.waits(LAST_READ_SECONDS) == (S.QUARANTINED, [Effect.READ])
     assert device.reads(Sign.BEYOND) == (S.PROBING, [Effect.PROBE])
     assert device.tried("still none") == (S.LOST, [])
 

@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
-from inference.authority.lifecycle.retry_after import (
+from inference.authority.lifecycle import TABLE, Backoff, IllegalTransition, ModelEvent, advance
+from inference.authority.wait_queue import (
     Pace,
     expected_load_seconds,
     load_seconds_left,
     queue_seconds,
     retry_after_seconds,
 )
-from inference.authority.lifecycle.transitions import TABLE, Backoff, IllegalTransition, ModelEvent, advance
 from inference.protocol import ModelState
 from inference.tools.state_diagrams import BEGIN, DOCUMENT, END, rewritten
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from inference.authority.handlers.running.thread_shares import shares
 from inference.authority.placement.ledger import Account, Ledger, LedgerError
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Request, Standing, plan
-from inference.authority.placement.reduction import (
-    LEAST_CONTEXT,
+from inference.authority.placement.smaller_settings import (
+    LEAST_REDUCED_CONTEXT,
     LEAST_UBATCH,
     REST_SECONDS,
-    Descent,
+    Reduction,
     Step,
     next_step,
     smaller_context,
@@ -103,34 +103,38 @@ def test_cost_of_eviction(standing: Standing, seconds: float, idle: float, cost:
 
 def test_each_step_is_taken_once_in_order() -> None:
     """Cleaning, a smaller batch, a smaller context."""
-    descent = Descent()
+    reduction = Reduction()
     taken = []
     for _ in Step:
-        descent, step = next_step(descent, 10.0)
+        reduction, step = next_step(reduction, 10.0)
         taken.append(step)
     assert taken == [Step.CLEAN, Step.UBATCH, Step.CONTEXT]
-    assert next_step(descent, 20.0) == (descent, None)
+    assert next_step(reduction, 20.0) == (reduction, None)
 
 
 def test_failure_while_computing_skips_cleaning() -> None:
     """The same sizes would fail again."""
-    _, step = next_step(Descent(), 0.0, without=(Step.CLEAN,))
+    _, step = next_step(Reduction(), 0.0, without=(Step.CLEAN,))
     assert step is Step.UBATCH
 
 
 def test_each_step_restarts_the_rest() -> None:
-    descent, _ = next_step(Descent(), 5.0)
-    descent, _ = next_step(descent, 9.0)
-    assert descent.rest(10.0) == REST_SECONDS - 1
-    assert descent.rested(10.0) is descent
-    assert descent.rest(9.0 + REST_SECONDS) == 0
-    assert descent.rested(9.0 + REST_SECONDS) == Descent()
+    reduction, _ = next_step(Reduction(), 5.0)
+    reduction, _ = next_step(reduction, 9.0)
+    assert reduction.rest(10.0) == REST_SECONDS - 1
+    assert reduction.rested(10.0) is reduction
+    assert reduction.rest(9.0 + REST_SECONDS) == 0
+    assert reduction.rested(9.0 + REST_SECONDS) == Reduction()
 
 
 def test_sizes_have_a_minimum() -> None:
     """A quarter of the batch, half of the context; None below the minimum."""
     assert [smaller_ubatch(count) for count in (512, 64, LEAST_UBATCH, 1)] == [128, LEAST_UBATCH, None, None]
-    assert [smaller_context(count) for count in (4096, 300, LEAST_CONTEXT)] == [2048, LEAST_CONTEXT, None]
+    assert [smaller_context(count) for count in (4096, 300, LEAST_REDUCED_CONTEXT)] == [
+        2048,
+        LEAST_REDUCED_CONTEXT,
+        None,
+    ]
 
 
 def test_models_share_the_cores() -> None:

@@ -170,7 +170,7 @@ def test_pinned_models_stay_and_the_rejection_has_numbers() -> None:
     ledger, held = hold(machine(gpu_0=1000), "pinned", {"gpu-0": 800}, Standing.FIXED)
     decision = rejected(ask(gpu(400)), ledger, [held])
     (lack,) = decision.lacks
-    assert (lack.need_bytes, lack.room_bytes, decision.waits_for) == (400, 200, ())
+    assert (lack.need_bytes, lack.free_bytes, decision.waits_for) == (400, 200, ())
 
 
 def test_limits_on_the_number_of_models_evict() -> None:

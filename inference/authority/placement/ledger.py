@@ -23,6 +23,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
+from inference.errors import Shortage
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -79,16 +81,6 @@ class Balance:
     def ours_bytes(self) -> int:
         """Headgate's bytes in all phases."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Lack:
-    """A device that has too little room for a need."""
-
-    device: str
-    need_bytes: int
-    room_bytes: int
-    bound: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +147,7 @@ class Ledger:
             bound=bound,
         )
 
-    def lacks(self, need: Mapping[str, int], *, aside: bool = False) -> tuple[Lack, ...]:
+    def lacks(self, need: Mapping[str, int], *, aside: bool = False) -> tuple[Shortage, ...]:
         """The devices on which `need` (bytes per device) does not fit; empty when it does."""
         found = []
         need = self._booked(need)
@@ -164,10 +156,10 @@ class Ledger:
         for device, count in need.items():
             room, bound = self.room(device, aside=aside)
             if count > room:
-                found.append(Lack(device, count, room, bound))
+                found.append(Shortage(device, count, room, bound))
         if not found and spare is not None and total > spare:
             device = max(need, key=lambda name: need[name])
-            found.append(Lack(device, total, max(0, spare), "the memory limit"))
+            found.append(Shortage(device, total, max(0, spare), "the memory limit"))
         return tuple(found)
 
     def room(self, device: str, *, aside: bool = False) -> tuple[int, str]:

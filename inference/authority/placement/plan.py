@@ -15,11 +15,12 @@ from enum import StrEnum
 from typing import Any
 
 from headgate.shared.units import format_bytes
-from inference.authority.placement.fix import nearest_fix
-from inference.authority.placement.ledger import Lack, Ledger
+from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.smaller_settings import nearest_fix
 from inference.authority.placement.spread import Spread, fits, split_free, split_full
 from inference.authority.placement.stage import EVICTABLE, Held, Policy, Scene, Stage, Standing
 from inference.authority.placement.victims import cheapest, least_cost
+from inference.errors import Shortage
 from inference.estimate.layers import Layers
 
 __all__ = (
@@ -116,7 +117,7 @@ class Refusal:
     the current configuration. `fix`: the smallest change of the model's settings with which it would fit.
     """
 
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Shortage, ...]
     reason: str
     waits_for: tuple[str, ...] = ()
     fix: Mapping[str, Any] = field(default_factory=dict)

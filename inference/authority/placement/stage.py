@@ -140,7 +140,7 @@ class Stage:
             if why := self.closed(device, policy, dedicated=dedicated):
                 return why
         return "; ".join(
-            f"needs {format_bytes(lack.need_bytes)} on {lack.device} and may take {format_bytes(lack.room_bytes)} "
+            f"needs {format_bytes(lack.need_bytes)} on {lack.device} and may take {format_bytes(lack.free_bytes)} "
             f"({lack.bound})"
             for lack in self.ledger.lacks(need)
         ) or None  # fmt: skip

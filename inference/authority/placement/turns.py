@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from inference.authority.lifecycle.wait_queue import Waiter
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Held, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.authority.wait_queue import Waiter
 from inference.protocol import Priority
 
 MOST_SWAP_SECONDS = 30.0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from headgate.shared.units import format_bytes
+
 BAND = 0.02
 """A level falls only when the share is this far below its bound."""
 WOBBLE = 0.01
@@ -60,6 +62,14 @@ class Use:
     def used_bytes(self) -> int:
         """The use by all programs."""
         return self.ours_bytes + self.foreign_bytes
+
+    @property
+    def numbers(self) -> str:
+        """The use as text."""
+        return (
+            f"{format_bytes(self.used_bytes)} of {format_bytes(self.total_bytes)} are in use, "
+            f"{format_bytes(self.foreign_bytes)} of it by others"
+        )
 
     @property
     def share(self) -> float:

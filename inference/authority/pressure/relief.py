@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from headgate.shared.units import format_bytes
 from inference.authority.placement.stage import EVICTABLE, Standing
 from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, settle
 
@@ -211,7 +210,4 @@ def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
 
 
 def _full(use: Use, level: Level) -> str:
-    return (
-        f"{use.device} is at {level}: {format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
-        f"{format_bytes(use.foreign_bytes)} of it by others"
-    )
+    return f"{use.device} is at {level}: {use.numbers}"

@@ -1,55 +1,100 @@
-"""Performs the effects that measure models, look at their files and learn from loads."""
+"""Performs the effects that read and try devices, measure models, and learn from loads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from inference.authority import effects, events
-from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.authority.state import EstimateKey
+from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelFailed, Shortage
 from inference.estimate.estimator import Estimator
 from inference.estimate.headroom import extra_bytes
 from inference.estimate.headrooms import Headrooms
+from inference.workers.helper_client import HelperError
 
 log = logging.getLogger("inference.authority")
 
 
 class MeasuringRunner:
-    """Results go to `dispatch` as events."""
+    """Results go to `dispatch` as events. Performers that are coroutines run in the background."""
 
     def __init__(
         self,
+        inventory: Inventory,
         estimator: Estimator,
         headrooms: Headrooms,
         build_holds: Callable[[], Awaitable[bool]],
-        tasks: BackgroundTasks,
         dispatch: Callable[[events.Event], None],
     ) -> None:
+        self._inventory = inventory
         self._estimator = estimator
         self._headrooms = headrooms
         self._build_holds = build_holds
-        self._tasks = tasks
         self._dispatch = dispatch
-        self._looking: asyncio.Task[None] | None = None
-        self.performers: Mapping[type, Callable[[Any], object]] = {
+        self._is_looking = False
+        self.performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
+            effects.Observe: self._observe,
+            effects.ReadDevices: self._read_devices,
+            effects.TryDevice: self._try_device,
+            effects.RenewProbes: self._renew_probes,
+            effects.CheckSuspension: self._prove_suspension,
             effects.Estimate: self._estimate,
-            effects.ReadFiles: self._read_files,
-            effects.LookAtFiles: self._look_at_files,
+            effects.CheckFiles: self._look_at_files,
             effects.CheckBuild: self._check_build,
             effects.LearnShortage: self._learn_shortage,
             effects.LearnGoodEnd: self._learn_good_end,
-            effects.EaseHeadrooms: self._ease_headrooms,
+            effects.CheckHeadrooms: self._ease_headrooms,
             effects.LearnOverhead: self._learn_overhead,
         }
 
-    def _estimate(self, effect: effects.Estimate) -> None:
-        self._tasks.start(self._measure(effect))
+    # --- devices -----------------------------------------------------------------------------------------------------
+    def _observe(self, effect: effects.Observe) -> None:
+        files = {spec.id: spec.files for spec in effect.specs}
+        self._dispatch(events.Observed(self._inventory.measured(), files))
 
-    async def _measure(self, effect: effects.Estimate) -> None:
+    async def _read_devices(self, effect: effects.ReadDevices) -> None:
+        del effect
+        problem: str | None = None
+        try:
+            await self._inventory.refresh()
+        except Exception as error:  # noqa: BLE001, RUF100 - any at all: decisions are made on the last figures then
+            problem = repr(error)
+        self._dispatch(events.DevicesRead(self._inventory.measured(), problem))
+
+    async def _try_device(self, effect: effects.TryDevice) -> None:
+        failure: str | None = None
+        try:
+            await self._inventory.trial(effect.device)
+        except HelperError as error:
+            failure = str(error)
+        except Exception as error:
+            log.exception("internal error in the trial of %s", effect.device)
+            failure = f"internal error in the trial ({type(error).__name__})"
+        self._dispatch(events.TrialEnded(effect.device, effect.trial, failure))
+
+    async def _renew_probes(self, effect: effects.RenewProbes) -> None:
+        try:
+            await self._inventory.renew()
+        except Exception:
+            log.exception("the helpers of the probes could not be restarted")
+        self._dispatch(events.ProbesRenewed(effect.command))
+
+    async def _prove_suspension(self, effect: effects.CheckSuspension) -> None:
+        problem: str | None = None
+        try:
+            trouble = await self._inventory.carriers[effect.kind].test(effect.device)
+            problem = None if trouble is None else trouble.why
+        except Exception as error:
+            log.exception("internal error in the suspension test on %s", effect.device.id)
+            problem = f"internal error in its test ({type(error).__name__})"
+        self._dispatch(events.SuspensionTested(effect.kind, problem))
+
+    # --- models ------------------------------------------------------------------------------------------------------
+    async def _estimate(self, effect: effects.Estimate) -> None:
         key = effect.key
         try:
             found = await self._estimator.get(key.spec, *effect.devices, counts=key.counts)
@@ -62,21 +107,17 @@ class MeasuringRunner:
         else:
             self._dispatch(events.Estimated(key, found))
 
-    def _read_files(self, effect: effects.ReadFiles) -> None:
-        self._dispatch(events.FilesRead(effect.model, effect.spec.files))
+    async def _look_at_files(self, effect: effects.CheckFiles) -> None:
+        if self._is_looking:
+            return
+        self._is_looking = True
+        try:
+            found = await asyncio.to_thread(lambda: {spec.id: spec.files for spec in effect.specs})
+        finally:
+            self._is_looking = False
+        self._dispatch(events.FilesChecked(found))
 
-    def _look_at_files(self, effect: effects.LookAtFiles) -> None:
-        if self._looking is None or self._looking.done():
-            self._looking = self._tasks.start(self._look(effect))
-
-    async def _look(self, effect: effects.LookAtFiles) -> None:
-        found = await asyncio.to_thread(lambda: {spec.id: spec.files for spec in effect.specs})
-        self._dispatch(events.FilesSeen(found))
-
-    def _check_build(self, effect: effects.CheckBuild) -> None:
-        self._tasks.start(self._check(effect))
-
-    async def _check(self, effect: effects.CheckBuild) -> None:
+    async def _check_build(self, effect: effects.CheckBuild) -> None:
         self._dispatch(events.BuildChecked(effect.model, await self._build_holds(), effect.error))
 
     def _learn_shortage(self, effect: effects.LearnShortage) -> None:
@@ -94,7 +135,7 @@ class MeasuringRunner:
         if self._headrooms.ended_well(effect.spec, effect.devices):
             self._dispatch(events.HeadroomChanged((effect.spec,)))
 
-    def _ease_headrooms(self, effect: effects.EaseHeadrooms) -> None:
+    def _ease_headrooms(self, effect: effects.CheckHeadrooms) -> None:
         specs = [spec for spec, device, count in effect.planned if count > self._headrooms.of(spec, device).total_bytes]
         if specs:
             self._dispatch(events.HeadroomChanged(tuple(dict.fromkeys(specs))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,16 @@ WORKER_IDLE_SECONDS = 2.0
 """A connection to a worker that is idle for so long is closed; a new one over a Unix socket costs little."""
 
 
+_CALLS: Mapping[type, Callable[[WorkerProcess, Any], object]] = {
+    effects.StopWorker: lambda process, effect: process.stop(),
+    effects.KillWorker: lambda process, effect: process.kill(effect.hang),
+    effects.LoseWorker: lambda process, effect: process.lose(effect.why),
+    effects.LimitWorker: lambda process, effect: process.limit(effect.sequences),
+    effects.ForgetPrefixes: lambda process, effect: process.forget(),
+    effects.SetThreads: lambda process, effect: process.use_threads(effect.count),
+}
+
+
 class Worker:
     """A worker process, and the HTTP client of the model that it serves."""
 
@@ -32,6 +42,18 @@ class Worker:
         self.id = id
         self.process = process
         self.session: aiohttp.ClientSession | None = None
+
+    def connect(self) -> None:
+        """Opens the HTTP client, when the model is ready."""
+        self.session = self.session or aiohttp.ClientSession(
+            "http://worker",
+            connector=aiohttp.UnixConnector(
+                path=str(self.process.socket_path), limit=0, keepalive_timeout=WORKER_IDLE_SECONDS
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            auto_decompress=False,
+            raise_for_status=False,
+        )
 
 
 class WorkerRunner:
@@ -54,20 +76,12 @@ class WorkerRunner:
         self._dispatch = dispatch
         self._on_ready = on_ready
         self._on_exit = on_exit
-        self.performers: Mapping[type, Callable[[Any], object]] = {
+        self.performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             effects.Spawn: self._spawn,
             effects.SendOrder: self._send_order,
-            effects.StopWorker: self._stop_worker,
-            effects.KillWorker: self._kill_worker,
-            effects.LoseWorker: self._lose_worker,
-            effects.LimitWorker: self._limit_worker,
-            effects.ForgetPrefixes: self._forget_prefixes,
-            effects.SetThreads: self._set_threads,
+            **dict.fromkeys(_CALLS, self._call),
             effects.FreeContext: self._free_context,
-            effects.Suspend: self._suspend,
-            effects.Resume: self._resume,
-            effects.Connect: self._connect,
-            effects.Disconnect: self._disconnect,
+            effects.Checkpoint: self._checkpoint,
             effects.MeasureWorkers: self._measure_workers,
             effects.TrimWorkers: self._trim_workers,
         }
@@ -100,41 +114,25 @@ class WorkerRunner:
             self._dispatch(events.FileHeld(id, held.result().count_bytes))
 
     def _ready(self, id: str, ready: asyncio.Future[Any]) -> None:
-        if not _failed(ready):
+        if not _failed(ready) and (worker := self.workers.get(id)) is not None:
+            worker.connect()
             self._on_ready(id, ready.result())
 
     def _exited(self, worker: Worker, exit: WorkerExit) -> None:
         self._on_exit(worker.id, exit)
         self.workers.pop(worker.id, None)
+        if worker.session is not None:
+            self._tasks.start(worker.session.close(), finishes=True)
 
     def _send_order(self, effect: effects.SendOrder) -> None:
         worker = self.workers[effect.worker].process
         worker.grant(effect.order)
         worker.ready.add_done_callback(lambda ready: self._ready(effect.worker, ready))
 
-    def _stop_worker(self, effect: effects.StopWorker) -> None:
+    def _call(self, effect: Any) -> None:
+        """Calls the process of a worker, unless it has ended."""
         if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.stop()
-
-    def _kill_worker(self, effect: effects.KillWorker) -> None:
-        if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.kill(effect.hang)
-
-    def _lose_worker(self, effect: effects.LoseWorker) -> None:
-        if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.lose(effect.why)
-
-    def _limit_worker(self, effect: effects.LimitWorker) -> None:
-        if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.limit(effect.sequences)
-
-    def _forget_prefixes(self, effect: effects.ForgetPrefixes) -> None:
-        if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.forget()
-
-    def _set_threads(self, effect: effects.SetThreads) -> None:
-        if (worker := self.workers.get(effect.worker)) is not None:
-            worker.process.use_threads(effect.count)
+            _CALLS[type(effect)](worker.process, effect)
 
     def _free_context(self, effect: effects.FreeContext) -> None:
         worker = self.workers[effect.worker].process
@@ -145,47 +143,24 @@ class WorkerRunner:
         if not _failed(done):
             self._dispatch(events.ContextFreed(id, done.result()))
 
-    def _suspend(self, effect: effects.Suspend) -> None:
-        self.workers[effect.worker].process.suspend()
-        self._tasks.start(self._carry("suspend", effect))
-
-    def _resume(self, effect: effects.Resume) -> None:
-        self._tasks.start(self._carry("resume", effect))
-
-    async def _carry(self, operation: str, effect: effects.Suspend | effects.Resume) -> None:
-        carrier = self._inventory.carriers[effect.kind]
+    async def _checkpoint(self, effect: effects.Checkpoint) -> None:
+        """Suspends or resumes a process."""
+        worker, operation = self.workers.get(effect.worker), effect.operation
+        if worker is not None and operation == "suspend":
+            worker.process.suspend()
         why, of_state = None, False
         try:
-            trouble = await carrier.carry(operation, effect.device, effect.pid, effect.seconds)
+            trouble = await self._inventory.carriers[effect.kind].carry(
+                operation, effect.device, effect.pid, effect.seconds
+            )
             if trouble is not None:
                 why, of_state = trouble.why, trouble.of_state
         except Exception as error:
             log.exception("internal error in %s of pid %d", operation, effect.pid)
             why = f"internal error ({type(error).__name__})"
-        if isinstance(effect, effects.Suspend):
-            self._dispatch(events.SuspendEnded(effect.worker, why, of_state))
-            return
-        if why is None and effect.worker in self.workers:
-            self.workers[effect.worker].process.resumed()
-        self._dispatch(events.ResumeEnded(effect.worker, why, of_state))
-
-    def _connect(self, effect: effects.Connect) -> None:
-        worker = self.workers[effect.worker]
-        worker.session = aiohttp.ClientSession(
-            "http://worker",
-            connector=aiohttp.UnixConnector(
-                path=str(worker.process.socket_path), limit=0, keepalive_timeout=WORKER_IDLE_SECONDS
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
-            auto_decompress=False,
-            raise_for_status=False,
-        )
-
-    def _disconnect(self, effect: effects.Disconnect) -> None:
-        worker = self.workers.get(effect.worker)
-        if worker is not None and worker.session is not None:
-            session, worker.session = worker.session, None
-            self._tasks.start(session.close(), finishes=True)
+        if worker is not None and operation == "resume" and why is None:
+            worker.process.resumed()
+        self._dispatch(events.CheckpointEnded(effect.worker, operation, why, of_state))
 
     def _measure_workers(self, effect: effects.MeasureWorkers) -> None:
         found = {
@@ -195,10 +170,7 @@ class WorkerRunner:
         }
         self._dispatch(events.WorkersMeasured(found, self._inventory.measured()))
 
-    def _trim_workers(self, effect: effects.TrimWorkers) -> None:
-        self._tasks.start(self._trim(effect))
-
-    async def _trim(self, effect: effects.TrimWorkers) -> None:
+    async def _trim_workers(self, effect: effects.TrimWorkers) -> None:
         processes = {id: self.workers[id].process for id in effect.workers if id in self.workers}
         freed = 0
         left: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Distributes numbered events to the listeners of `/events`.
+"""Distributes numbered events to the listeners of `/events`, and publishes changes of models to them.
 
 A listener that reads too slowly loses its queue and gets a new snapshot instead.
 """
@@ -9,6 +9,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+from inference.authority.clock import Alarm, Clock
+from inference.authority.handlers.watching.predictions import Predictions
+from inference.authority.state import State
+from inference.authority.views import model_status
+from inference.protocol import ModelStatus
 
 BEAT_SECONDS = 5.0
 _MOST_WAITING = 256
@@ -64,3 +70,47 @@ class Bus:
 def _frame(number: int, kind: str, data: dict[str, Any]) -> bytes:
     body = json.dumps({"number": number, **data}, separators=(",", ":"))
     return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
+class Notifier:
+    """Publishes changes of models; changes at the same time are published together. `state` returns the current one."""
+
+    def __init__(self, bus: Bus, clock: Clock, state: Callable[[], State]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._current = state
+        self._alarm: Alarm | None = None
+        self._due_at = 0.0
+        self._closed = False
+        self._known: dict[str, ModelStatus] = {}
+        """the status of each model that listeners have"""
+
+    def close(self) -> None:
+        """Stops publishing."""
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def changed(self, seconds: float = 0.0) -> None:
+        """Publishes changes within `seconds`."""
+        due = self._clock.now() + seconds
+        if self._alarm is not None:
+            if self._due_at <= due:
+                return
+            self._alarm.cancel()
+        if not self._closed:
+            self._due_at = due
+            self._alarm = self._clock.call_at(due, self._publish)
+
+    def _publish(self) -> None:
+        self._alarm = None
+        state, now = self._current(), self._clock.now()
+        moment = Predictions(state, now)
+        for model in state.models.values():
+            status = model_status.status(state, model, now, moment)
+            if model_status.differs(status, self._known.get(model.id)):
+                self._known[model.id] = status
+                self._bus.publish("model", {"model": status.to_json()})
+        for name in [name for name in self._known if name not in state.models]:
+            del self._known[name]
+            self._bus.publish("removed", {"id": name})

@@ -12,7 +12,7 @@ from headgate.shared.units import mib
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
-from inference.authority.lifecycle.departures import Action
+from inference.authority.lifecycle import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.state import ModelRecord, State

@@ -129,7 +129,7 @@ def _models(state: State, now: float) -> Iterator[GaugeMetricFamily]:
 def cooldown_seconds(model: ModelRecord, now: float) -> float:
     """Seconds until the model is tried again after a failure, or with its configured settings after a shortage."""
     backoff = model.retry_at - now if model.state is ModelState.FAILED else 0.0
-    return max(0.0, backoff, model.descent.rest(now), model.sheltered_until - now)
+    return max(0.0, backoff, model.reduction.rest(now), model.on_cpu_until - now)
 
 
 def _workers(state: State) -> Iterator[GaugeMetricFamily]:

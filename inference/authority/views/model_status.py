@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queueing import expectations
+from inference.authority.handlers.running import expectations
 from inference.authority.handlers.running.oom_ladder import is_fallback
-from inference.authority.handlers.watching.prospects import Moment
-from inference.authority.placement.ledger import Balance
+from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.state import ModelRecord, State
 from inference.protocol import ModelState, ModelStatus
@@ -17,7 +16,7 @@ from inference.protocol import ModelState, ModelStatus
 
 def snapshot(state: State, now: float) -> dict[str, Any]:
     """The whole state, for listeners that begin or fell behind."""
-    moment = Moment(state, now)
+    moment = Predictions(state, now)
     return {
         "models": [status(state, model, now, moment).to_json() for model in state.models.values()],
         "devices": [reading.to_json() for reading in device_view.readings(state, now)],
@@ -25,13 +24,13 @@ def snapshot(state: State, now: float) -> dict[str, Any]:
     }
 
 
-def status(state: State, model: ModelRecord, now: float, moment: Moment | None = None) -> ModelStatus:
+def status(state: State, model: ModelRecord, now: float, moment: Predictions | None = None) -> ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it."""
     worker, in_flight = state.worker_of(model), state.in_flight(model)
     estimate = next(iter(state.estimates_of(model.effective).values()), None)
     is_known = worker is not None and (worker.ready is not None or model.state is ModelState.WARM)
     actual = sum(state.ledger.owned_by(model.id).values()) if is_known else None
-    fits, reason, rest = _fits(state, model, now, moment or Moment(state, now))
+    fits, reason, rest = _fits(state, model, now, moment or Predictions(state, now))
     if model.state is ModelState.FAILED:
         rest = model.retry_at - now
     return ModelStatus(
@@ -67,7 +66,9 @@ def _rounded(figure: float | None) -> float | None:
     return None if figure is None else round(figure, 3)
 
 
-def _fits(state: State, model: ModelRecord, now: float, moment: Moment) -> tuple[bool | None, str | None, float | None]:
+def _fits(
+    state: State, model: ModelRecord, now: float, moment: Predictions
+) -> tuple[bool | None, str | None, float | None]:
     """Whether the model fits, why not, and the seconds until its lost device is tried again."""
     if model.worker is not None and model.state is not ModelState.UNLOADING:
         return True, None, None
@@ -100,21 +101,6 @@ def differs(now: ModelStatus, reported: ModelStatus | None) -> bool:
     return replace(now, **_QUIET) != replace(reported, **_QUIET)  # type: ignore[arg-type]
 
 
-def balance_json(balance: Balance) -> dict[str, Any]:
-    """An account as `/memory/stats` shows it."""
-    return {
-        "capacity_bytes": balance.capacity_bytes,
-        "free_bytes": balance.free_bytes,
-        "foreign_bytes": balance.foreign_bytes,
-        "reserved_bytes": balance.reserved_bytes,
-        "resident_bytes": balance.resident_bytes,
-        "releasing_bytes": balance.releasing_bytes,
-        "shortfall_bytes": balance.shortfall_bytes,
-        "room_bytes": balance.room_bytes,
-        "bound": balance.bound,
-    }
-
-
 def decision_json(decision: Placement | Refusal, lost: str = "") -> dict[str, Any]:
     """A decision as `/memory/plan` shows it; `lost` names missing accelerators with the reason."""
     common = {"result": str(decision.result), "trace": list(decision.trace)}
@@ -133,14 +119,5 @@ def decision_json(decision: Placement | Refusal, lost: str = "") -> dict[str, An
         "reason": f"{decision.reason}; {lost}" if lost else decision.reason,
         "waits_for": list(decision.waits_for),
         "fix": dict(decision.fix) or None,
-        "short": [
-            {
-                "device": lack.device,
-                "need_bytes": lack.need_bytes,
-                "free_bytes": lack.room_bytes,
-                "short_bytes": max(0, lack.need_bytes - lack.room_bytes),
-                "bound": lack.bound,
-            }
-            for lack in decision.lacks
-        ],
+        "short": [lack.to_json() for lack in decision.lacks],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from inference.authority.draft import Draft
-from inference.authority.effects import Answer, ReadFiles, Refuse, RenewProbes, StopWorker, TrimWorkers
+from inference.authority.effects import RenewProbes, StopWorker, TrimWorkers
 from inference.authority.events import (
     Abandoned,
     Collect,
@@ -20,16 +20,15 @@ from inference.authority.events import (
     Trimmed,
     Unload,
 )
-from inference.authority.handlers.placing import decision, defragmentation, measuring, moving
+from inference.authority.handlers.placing import decision, defragmentation, moving
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, device_care, keeping, oom_ladder
-from inference.authority.handlers.running.growth_watch import reclaim, serving
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.handlers.running import departure, device_care, estimates, keeping, oom_ladder
+from inference.authority.handlers.running.worker_memory import reclaim, serving
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.plan import Placement, Refusal, Standing
 from inference.authority.state import (
     CollectCommand,
-    Command,
     DefragmentCommand,
     EvictCommand,
     ModelRecord,
@@ -80,13 +79,13 @@ def begin(draft: Draft, event: Commanded) -> None:
     elif isinstance(request, Defragment):
         defragmentation.begin(draft, id)
     elif isinstance(request, Refresh):
-        _put(draft, id, RefreshCommand(device_view.read(draft)))
+        draft.set_command(id, RefreshCommand(device_view.read(draft)))
     elif isinstance(request, Recover):
         _recover(draft, id, request)
     else:
         model = draft.state.models.get(request.model)
         if model is None:
-            draft.emit(Refuse(id, ModelNotFound(request.model, sorted(draft.state.config.models))))
+            draft.refuse(id, ModelNotFound(request.model, sorted(draft.state.config.models)))
         elif isinstance(request, Unload):
             _unload(draft, id, request, model)
         elif isinstance(request, Offload):
@@ -97,31 +96,12 @@ def begin(draft: Draft, event: Commanded) -> None:
             _plan(draft, id, request, model)
 
 
-def _put(draft: Draft, id: int, command: Command) -> None:
-    draft.set(commands={**draft.state.commands, id: command})
-
-
-def _remove(draft: Draft, id: int) -> None:
-    draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
-    draft.cancel(TimerKind.COMMAND, id)
-
-
-def _answer(draft: Draft, id: int, value: object = None) -> None:
-    _remove(draft, id)
-    draft.emit(Answer(id, value))
-
-
-def _refuse(draft: Draft, id: int, error: InferenceError) -> None:
-    _remove(draft, id)
-    draft.emit(Refuse(id, error))
-
-
 def _unload(draft: Draft, id: int, request: Unload, model: ModelRecord) -> None:
     worker = draft.worker_of(model.id)
     if worker is None:
-        draft.emit(Answer(id))
+        draft.answer(id)
         return
-    _put(draft, id, UnloadCommand(model.id, worker.id))
+    draft.set_command(id, UnloadCommand(model.id, worker.id))
     departure.leave(draft, model.id, Reason.BY_HAND)
     if request.now:
         draft.emit(StopWorker(worker.id))
@@ -131,16 +111,16 @@ def _unload(draft: Draft, id: int, request: Unload, model: ModelRecord) -> None:
 
 def _offload(draft: Draft, id: int, model: ModelRecord) -> None:
     if model.state is _S.WARM:
-        draft.emit(Answer(id))
+        draft.answer(id)
         return
     if model.state not in (_S.READY, _S.BUSY):
         why = f"the model {model.id!r} is {model.state}; only a loaded one can be offloaded"
-        draft.emit(Refuse(id, InvalidRequestError(why)))
+        draft.refuse(id, InvalidRequestError(why))
         return
     if obstacle := keeping.obstacle(draft.state, model):
-        draft.emit(Refuse(id, InvalidRequestError(f"the model {model.id!r} cannot be offloaded: {obstacle}")))
+        draft.refuse(id, InvalidRequestError(f"the model {model.id!r} cannot be offloaded: {obstacle}"))
         return
-    _put(draft, id, OffloadCommand(model.id))
+    draft.set_command(id, OffloadCommand(model.id))
     departure.leave(draft, model.id, Reason.BY_HAND, Action.OFFLOAD)
     departure.stop_in(draft, model.id, draft.state.settings.drain_seconds)
 
@@ -149,12 +129,12 @@ def _evict(draft: Draft, id: int, request: Evict, model: ModelRecord) -> None:
     if model.spec.pinned:
         why = f"the model {model.id!r} is pinned and is not evicted"
         why += f"; use POST /models/{model.id}/unload to unload it"
-        draft.emit(Refuse(id, InvalidRequestError(why, param="model")))
+        draft.refuse(id, InvalidRequestError(why, param="model"))
         return
     if model.worker is None:
-        draft.emit(Answer(id, {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0}))
+        draft.answer(id, {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0})
         return
-    _put(draft, id, EvictCommand(model.id))
+    draft.set_command(id, EvictCommand(model.id))
     drain_seconds = draft.state.settings.drain_seconds
     departure.leave(draft, model.id, Reason.BY_HAND, request.action)
     departure.stop_in(draft, model.id, drain_seconds)
@@ -167,7 +147,7 @@ def _collect(draft: Draft, id: int) -> None:
         for model in draft.state.models.values()
         if model.worker is not None and draft.state.standing(model, draft.now) in _IDLE
     ]
-    _put(draft, id, CollectCommand(frozenset(idle)))
+    draft.set_command(id, CollectCommand(frozenset(idle)))
     draft.timer(TimerKind.COMMAND, id, draft.now + draft.state.timing.return_seconds + LEAVE_SECONDS)
     for name in idle:
         departure.leave(draft, name, Reason.BY_HAND, explanation=("idle when memory was collected",))
@@ -175,18 +155,18 @@ def _collect(draft: Draft, id: int) -> None:
 
 def _recover(draft: Draft, id: int, request: Recover) -> None:
     if error := device_care.refuse_recovery(draft.state, request.device):
-        draft.emit(Refuse(id, error))
+        draft.refuse(id, error)
     elif draft.state.closing:
-        draft.emit(Refuse(id, ShuttingDown()))
+        draft.refuse(id, ShuttingDown())
     else:
-        _put(draft, id, RecoverCommand(request.device))
+        draft.set_command(id, RecoverCommand(request.device))
         draft.emit(RenewProbes(id))
 
 
 def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
     spec = replace(model.spec, **request.changes)
     anew = bool(request.changes) and spec != model.effective
-    _put(draft, id, PlanCommand(model.id, spec if anew else None))
+    draft.set_command(id, PlanCommand(model.id, spec if anew else None))
     draft.plan()
 
 
@@ -197,14 +177,14 @@ def advance(draft: Draft) -> None:
         match command:
             case UnloadCommand(_, worker):
                 if worker not in draft.state.workers:
-                    _answer(draft, id)
+                    draft.answer(id)
             case OffloadCommand(name):
                 model = draft.state.models.get(name)
                 if model is None or model.state not in (_S.DRAINING, _S.OFFLOADING):
-                    _answer(draft, id)
+                    draft.answer(id)
             case EvictCommand(_, record):
                 if record is not None:
-                    _answer(draft, id, {"evicted": True, **record.to_json()})
+                    draft.answer(id, {"evicted": True, **record.to_json()})
             case CollectCommand(awaited, _, trimming):
                 if not awaited and not trimming:
                     _trim(draft, id, command)
@@ -212,7 +192,7 @@ def advance(draft: Draft) -> None:
                 device_care.recovered(draft, id, command)
             case RefreshCommand(needed):
                 if draft.state.devices.done >= needed:
-                    _answer(draft, id)
+                    draft.answer(id)
             case _:
                 pass
 
@@ -231,7 +211,7 @@ def advance_planned(draft: Draft) -> None:
 def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
     state = draft.state
     if command.model not in state.models:
-        _refuse(draft, id, ModelNotFound(command.model, sorted(state.config.models)))
+        draft.refuse(id, ModelNotFound(command.model, sorted(state.config.models)))
         return
     requested = decision.with_request(state, command.model, command.spec)
     model = requested.models[command.model]
@@ -239,17 +219,15 @@ def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
     match found:
         case decision.NeedsEstimate(key, divides):
             if divides and not state.is_measuring(key.spec):
-                _put(draft, id, replace(command, divisions=command.divisions + 1))
-            if not measuring.request(draft, key):
-                _refuse(draft, id, measuring.gone(model))
+                draft.set_command(id, replace(command, divisions=command.divisions + 1))
+            if not estimates.request(draft, key):
+                draft.refuse(id, estimates.devices_are_missing(model))
         case decision.NeedsReading():
             device_view.read(draft)
-        case decision.NeedsFiles():
-            draft.emit(ReadFiles(model.id, model.effective))
         case decision.NeedsCheck(check, _):
             draft.set(checks={(check.spec, check.kinds): check, **state.checks})
         case _:
-            _answer(draft, id, _planned(draft, command, model, found.outcome))
+            draft.answer(id, _planned(draft, command, model, found.outcome))
 
 
 def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Placement | Refusal) -> Planned:
@@ -262,7 +240,6 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     if command.spec is None and worker is not None and (found := changed(worker.files, model.seen_files)):
         line = f"the file of {model.id} changed since it was loaded: {found}; the next load reads the new file"
         outcome = replace(outcome, trace=(line, *outcome.trace))
-    draft.used_files.add(command.model)
     known = state.estimates_of(model.effective)
     estimate = next(iter(known.values()), None)
     if isinstance(outcome, Placement):
@@ -273,7 +250,7 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
 
 def _trim(draft: Draft, id: int, command: CollectCommand) -> None:
     draft.cancel(TimerKind.COMMAND, id)
-    _put(draft, id, replace(command, trimming=True))
+    draft.set_command(id, replace(command, trimming=True))
     draft.emit(TrimWorkers(id, serving(draft.state)))
 
 
@@ -295,14 +272,14 @@ def trimmed(draft: Draft, event: Trimmed) -> None:
             "models": [record.model_name for record in command.records],
             "trimmed_mb": trimmed_mb,
         }
-        _answer(draft, event.job, answer)
+        draft.answer(event.job, answer)
 
 
 def overdue(draft: Draft, id: int) -> None:
     """The deadline of a command has passed."""
     command = draft.state.commands.get(id)
     if isinstance(command, EvictCommand):
-        _refuse(draft, id, DeadlineExceeded(f"{command.model!r} is leaving, but its memory is not free yet"))
+        draft.refuse(id, DeadlineExceeded(f"{command.model!r} is leaving, but its memory is not free yet"))
     elif isinstance(command, CollectCommand) and not command.trimming:
         _trim(draft, id, replace(command, awaited=frozenset()))
 
@@ -313,7 +290,7 @@ def abandoned(draft: Draft, event: Abandoned) -> None:
     if isinstance(command, MoveCommand):
         moving.abandon(draft, event.command, command)
     elif command is not None:
-        _remove(draft, event.command)
+        draft.drop_command(event.command)
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
@@ -325,14 +302,14 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
             model = draft.state.models.get(command.model)
             planned = command.spec or (None if model is None else model.effective)
             if planned == spec:
-                _refuse(draft, id, error)
+                draft.refuse(id, error)
 
 
 _BEGIN = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, CollectCommand)
 
 
-def quiesce(draft: Draft) -> None:
+def refuse_pending(draft: Draft) -> None:
     """The service is shutting down: pending commands fail."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, _BEGIN) or (isinstance(command, MoveCommand) and not command.begun):
-            _refuse(draft, id, ShuttingDown())
+            draft.refuse(id, ShuttingDown())

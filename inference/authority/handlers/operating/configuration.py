@@ -8,8 +8,8 @@ from inference.authority.draft import Draft
 from inference.authority.events import SettingsChanged
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, keeping, model_files, tickets
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.handlers.running import departure, estimates, keeping, tickets
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.stage import Standing
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.retention import HOST
@@ -72,7 +72,7 @@ def apply(draft: Draft, event: SettingsChanged) -> None:
         if model.state is ModelState.WARM and keeping.obstacle(draft.state, model):
             departure.leave(draft, model.id, Reason.CHANGED)
     _keep_lowered_limits(draft, before)
-    draft.set(foreseen=tuple(draft.state.models))
+    draft.set(to_measure=tuple(draft.state.models))
     draft.changed()
     draft.plan()
 
@@ -106,7 +106,7 @@ def _respecify(draft: Draft, name: str, spec: ModelSpec, changed: tuple[str, ...
         if known := draft.state.estimates_of(before):
             draft.set(estimates={**draft.state.estimates, model.effective: known})
         return
-    model_files.forget(draft, name)
+    estimates.forget(draft, name)
     draft.set_model(name, reduced=None, files=None)
     if model.worker is not None:
         departure.leave(draft, name, Reason.CHANGED)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for, residents
+from inference.authority.handlers.queries.plan_inputs import held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import keeping, oom_ladder, relocation
-from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.placement.fix import smaller
+from inference.authority.handlers.running import keeping, oom_ladder
 from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
+from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
 from inference.devices.device import CPU, Reading
@@ -41,11 +41,6 @@ class NeedsReading:
 
 
 @dataclass(frozen=True, slots=True)
-class NeedsFiles:
-    """The files of the model must be checked first."""
-
-
-@dataclass(frozen=True, slots=True)
 class NeedsCheck:
     """The suggestion of a refusal must be verified first."""
 
@@ -53,14 +48,15 @@ class NeedsCheck:
     refusal: Refusal
 
 
-Missing = NeedsEstimate | NeedsReading | NeedsFiles | NeedsCheck
+Missing = NeedsEstimate | NeedsReading | NeedsCheck
 
 
 def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:
     """The devices for a load of the model, regardless of pressure."""
-    found = device_view.readings(state, now)
-    allowed = device_view.candidates(model.effective, found, state.settings)
-    return relocation.options(model, oom_ladder.options(model, allowed, now), found)
+    target = None if model.target is None else device_view.reading(state, model.target, now)
+    if target is not None:
+        return (target,) if target.state in USABLE else ()
+    return oom_ladder.options(model, device_view.devices_of(state, model.effective, now), now)
 
 
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
@@ -78,8 +74,6 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     """
     model = state.models[id]
     spec = model.effective
-    if now - model.files_seen_at > FILES_SECONDS:
-        return NeedsFiles()
     divisions = model.divisions if divisions is None else divisions
     options = open_to(state, spec, devices_for(state, model, now), now)
     if isinstance(options, Refusal):
@@ -91,7 +85,7 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     is_old = now - state.devices.refreshed_at > FRESH_SECONDS
     if is_old and any(item.id != CPU for item in options):
         return NeedsReading()
-    request = request_for(Subject(spec, known), options, divide=divisions < MOST_DIVISIONS)
+    request = request_for(state, spec, options, divide=divisions < MOST_DIVISIONS)
     assert request is not None
     decision = _decide(state, model, request, now)
     outcome = decision.outcome
@@ -108,10 +102,26 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     return NeedsCheck(FixCheck(id, spec, key[1], outcome.fix), outcome)
 
 
+def plan_on(
+    state: State, model: ModelRecord, devices: Sequence[Reading], now: float, *, evicts: bool
+) -> Placement | Refusal | None:
+    """The plan for a move of the model to one of these devices; None while an estimate is missing.
+
+    Its own memory counts as free. Without `evicts`, no other model leaves for it.
+    """
+    request = request_for(state, model.effective, devices, divide=False)
+    if request is None:
+        return None
+    held = held_models(state, now)
+    own = {item.holding for item in held if item.model == model.id}
+    others = [item if evicts else replace(item, standing=Standing.BUSY) for item in held if item.holding not in own]
+    return plan(request, state.ledger.without(own), others, device_view.policy(state.settings, now))
+
+
 def _decide(state: State, model: ModelRecord, request: Request, now: float) -> Decision:
     ledger, held = state.ledger, held_models(state, now)
     if model.state is ModelState.WARM:
-        request, ledger = keeping.adapted(state, model, request), keeping.counted(state, model)
+        request, ledger = keeping.request_to_restore(state, model, request), keeping.ledger_to_restore(state, model)
         held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
     occupancy = Occupancy(
         ledger,
@@ -136,13 +146,12 @@ def fix_key(spec: ModelSpec, fix: Mapping[str, Any]) -> FixKey:
 def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
     """Whether the model fits with the suggested settings after all possible evictions."""
     spec = replace(check.spec, **check.fix)
-    found = device_view.readings(state, now)
-    devices = device_view.candidates(spec, found, state.settings)
+    devices = device_view.devices_of(state, spec, now)
     known = state.estimates_of(spec)
     missing = next((item.id for item in devices if item.id not in known), None)
     if missing is not None:
         return NeedsEstimate(EstimateKey(spec, (missing,)))
-    request = request_for(Subject(spec, known), devices, divide=check.divisions < 1)
+    request = request_for(state, spec, devices, divide=check.divisions < 1)
     assert request is not None
     held = held_models(state, now)
     emptied = Scene.of(state.ledger, [item for item in held if item.model != check.model]).emptied
@@ -176,7 +185,7 @@ def with_request(state: State, id: str, spec: ModelSpec | None) -> State:
         own = {item.holding for item in held_models(state, 0.0) if item.model == id}
         ledger = ledger.without(own)
     unloaded = replace(
-        model, spec=spec, reduced=None, worker=None, kept=None, state=ModelState.COLD, target=None, sheltered_until=0.0
+        model, spec=spec, reduced=None, worker=None, kept=None, state=ModelState.COLD, target=None, on_cpu_until=0.0
     )
     return replace(state, ledger=ledger, models={**state.models, id: unloaded})
 

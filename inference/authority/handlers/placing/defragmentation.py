@@ -8,11 +8,12 @@ from typing import Any
 
 from headgate.shared.units import mib
 from inference.authority.draft import Draft
-from inference.authority.effects import Answer, TrimWorkers
+from inference.authority.effects import TrimWorkers
 from inference.authority.events import Move, Trimmed
-from inference.authority.handlers.placing import measuring, moving
+from inference.authority.handlers.placing import moving
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running.growth_watch import reclaim, serving
+from inference.authority.handlers.running import estimates
+from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.placement.repack import Piece, repack
 from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, State
 from inference.devices.device import CPU
@@ -26,7 +27,7 @@ MOVE_SECONDS = 30.0
 def begin(draft: Draft, id: int) -> None:
     """Begins a defragmentation."""
     command = DefragmentCommand(_largest_room(draft.state, draft.now))
-    draft.set(commands={**draft.state.commands, id: command})
+    draft.set_command(id, command)
     draft.emit(TrimWorkers(id, serving(draft.state), fresh_first=True))
 
 
@@ -40,7 +41,7 @@ def trimmed(draft: Draft, id: int, command: DefragmentCommand, event: Trimmed) -
         reclaimed_bytes=reclaim(draft, event.bytes),
         needs_read=device_view.read(draft),
     )
-    draft.set(commands={**draft.state.commands, id: changed})
+    draft.set_command(id, changed)
 
 
 def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
@@ -59,12 +60,11 @@ def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
         command = replace(command, planned=repack(rooms, pieces))
     assert command.planned is not None
     if not command.planned:
-        draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
-        draft.emit(Answer(id, _report(draft, command)))
+        draft.answer(id, _report(draft, command))
         return
     first, *rest = command.planned
     command = replace(command, planned=tuple(rest), moving=first)
-    draft.set(commands={**draft.state.commands, id: command})
+    draft.set_command(id, command)
     moving.begin(draft, draft.number(), Move(first.model, first.target, MOVE_SECONDS), parent=id)
 
 
@@ -85,7 +85,7 @@ def _measures(draft: Draft, command: DefragmentCommand, rooms: Container[str]) -
         known = draft.state.estimates_of(model.effective)
         for item in device_view.accelerators(draft.state, draft.now):
             key = EstimateKey(model.effective, (item.id,))
-            if item.id in rooms and item.id not in known and measuring.request(draft, key):
+            if item.id in rooms and item.id not in known and estimates.request(draft, key):
                 return True
     return False
 
@@ -116,7 +116,7 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, DefragmentCommand):
             changed = replace(command, unmeasurable=command.unmeasurable | {spec.id})
-            draft.set(commands={**draft.state.commands, id: changed})
+            draft.set_command(id, changed)
 
 
 def _largest_room(state: State, now: float) -> int:

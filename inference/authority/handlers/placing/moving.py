@@ -1,6 +1,7 @@
 """Moves a model to a device, and back if that fails.
 
-The move is planned first; a refusal changes nothing.
+The move is planned first; a refusal changes nothing. A model that fell back to the CPU moves to an accelerator with
+enough free memory, while no request uses it; no other model is evicted for it.
 """
 
 from __future__ import annotations
@@ -11,27 +12,38 @@ from inference.authority.device_health import USABLE
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, Refuse
 from inference.authority.events import Move, Wanted
-from inference.authority.handlers.placing import decision, measuring
+from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for, shortages_of
-from inference.authority.handlers.queueing import request_events
-from inference.authority.handlers.running import departure, tickets
-from inference.authority.lifecycle.departures import Reason
-from inference.authority.placement.plan import Refusal, plan
-from inference.authority.placement.reduction import REST_SECONDS
-from inference.authority.state import DefragmentCommand, ModelRecord, MoveCommand, Purpose, State, TicketRecord
+from inference.authority.handlers.queries.pressure_view import open_to
+from inference.authority.handlers.running import departure, estimates, oom_ladder, request_events, tickets
+from inference.authority.lifecycle import Reason
+from inference.authority.placement.plan import Placement, Refusal, Result
+from inference.authority.placement.smaller_settings import REST_SECONDS
+from inference.authority.state import (
+    CpuReturn,
+    DefragmentCommand,
+    ModelRecord,
+    MoveCommand,
+    Purpose,
+    State,
+    TicketRecord,
+)
 from inference.devices.device import CPU, Reading
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelNotFound
 from inference.protocol import ModelState, Priority
 from inference.settings import ModelSpec
 
+FALLBACK_CHECK_SECONDS = 5.0
+"""Interval of checks for free memory on accelerators."""
 _SETTLED = (ModelState.READY, ModelState.BUSY)
 
 
-def begin(draft: Draft, id: int, request: Move, *, returns_home: bool = False, parent: int | None = None) -> None:
+def begin(draft: Draft, id: int, request: Move, *, returns_from_cpu: bool = False, parent: int | None = None) -> None:
     """Begins a move that an operator or the authority requested."""
-    command = MoveCommand(request.model, request.device, request.seconds, returns_home=returns_home, parent=parent)
-    draft.set(commands={**draft.state.commands, id: command})
+    command = MoveCommand(
+        request.model, request.device, request.seconds, returns_from_cpu=returns_from_cpu, parent=parent
+    )
+    draft.set_command(id, command)
     model = draft.state.models.get(request.model)
     if model is None or model.removed:
         _end(draft, id, command, ModelNotFound(request.model, sorted(draft.state.config.models)))
@@ -74,7 +86,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
         return
     key = decision.needs_of(draft.state, model, (command.device,))
     if key is not None:
-        measuring.request(draft, key)
+        estimates.request(draft, key)
         return
     reading = device_view.reading(draft.state, command.device, draft.now)
     assert reading is not None
@@ -82,31 +94,24 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
         _end(draft, id, command, refusal)
         return
     worker = draft.worker_of(model.id)
-    home = worker.placement.devices[0] if worker is not None and model.state in _SETTLED else None
-    draft.info("moving %s to %s (before: %s)", model.id, command.device, home or model.state)
-    draft.set_model(model.id, target=command.device, home=home, moved_in_vain=None)
+    old_device = worker.placement.devices[0] if worker is not None and model.state in _SETTLED else None
+    draft.info("moving %s to %s (before: %s)", model.id, command.device, old_device or model.state)
+    draft.set_model(model.id, target=command.device, old_device=old_device, move_error=None)
     if worker is not None:
         departure.leave(draft, model.id, Reason.MOVED, explanation=(f"to {command.device}",))
         if draft.model(model.id).worker == worker.id:
             departure.stop_in(draft, model.id, draft.state.settings.drain_seconds)
     ticket = draft.number()
-    draft.set(commands={**draft.state.commands, id: replace(command, begun=True, ticket=ticket)})
+    draft.set_command(id, replace(command, begun=True, ticket=ticket))
     request_events.wanted(draft, Wanted(ticket, model.id, Priority.HIGH, command.seconds, purpose=Purpose.MOVE))
 
 
 def _refused(state: State, model: ModelRecord, reading: Reading, now: float) -> MemoryLimitExceededError | None:
     """Why the model does not fit on the device after evictions, or None."""
-    request = request_for(Subject.of(state, model.effective), [reading], divide=False)
-    assert request is not None
-    held = held_models(state, now)
-    own = {item.holding for item in held if item.model == model.id}
-    others = [item for item in held if item.holding not in own]
-    found = plan(request, state.ledger.without(own), others, device_view.policy(state.settings, now))
+    found = decision.plan_on(state, model, [reading], now, evicts=True)
     if not isinstance(found, Refusal):
         return None
-    return MemoryLimitExceededError(
-        model.id, shortages_of(found), reason=f"on {reading.id}: {found.reason}", fix=found.fix
-    )
+    return MemoryLimitExceededError(model.id, found.lacks, reason=f"on {reading.id}: {found.reason}", fix=found.fix)
 
 
 def settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
@@ -114,7 +119,7 @@ def settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) ->
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, MoveCommand) and command.ticket == ticket.id:
             model = draft.state.models.get(command.model)
-            _end(draft, id, command, error or (model.moved_in_vain if model is not None else None))
+            _end(draft, id, command, error or (model.move_error if model is not None else None))
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
@@ -128,28 +133,27 @@ def abandon(draft: Draft, id: int, command: MoveCommand) -> None:
     """The client has disconnected: the move continues without an answer."""
     if command.ticket is not None and command.ticket in draft.state.tickets:
         tickets.unqueue(draft, command.ticket)
-    _forget_target(draft, command)
-    draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
+    _clear_target(draft, command)
+    draft.drop_command(id)
     draft.plan()
 
 
-def _forget_target(draft: Draft, command: MoveCommand) -> None:
+def _clear_target(draft: Draft, command: MoveCommand) -> None:
     if command.begun and command.model in draft.state.models:
-        draft.set_model(command.model, target=None, home=None, moved_in_vain=None)
+        draft.set_model(command.model, target=None, old_device=None, move_error=None)
 
 
 def _end(draft: Draft, id: int, command: MoveCommand, error: InferenceError | None) -> None:
-    _forget_target(draft, command)
-    draft.set(commands={other: item for other, item in draft.state.commands.items() if other != id})
+    _clear_target(draft, command)
+    draft.drop_command(id)
     draft.plan()
-    if command.returns_home:
+    if command.returns_from_cpu:
         _returned(draft, command, error)
     elif command.parent is not None:
         parent = draft.state.commands.get(command.parent)
         if isinstance(parent, DefragmentCommand) and parent.moving is not None:
             shift = replace(parent.moving, reason=None if error is None else error.message)
-            changed = replace(parent, moving=None, done=(*parent.done, shift))
-            draft.set(commands={**draft.state.commands, command.parent: changed})
+            draft.set_command(command.parent, replace(parent, moving=None, done=(*parent.done, shift)))
     else:
         draft.emit(Answer(id) if error is None else Refuse(id, error))
 
@@ -163,5 +167,83 @@ def _returned(draft: Draft, command: MoveCommand, error: InferenceError | None) 
 
 def stays_on_cpu(draft: Draft, model: str, error: InferenceError) -> None:
     """A model could not be moved back to an accelerator."""
-    draft.set_model(model, sheltered_until=draft.now + REST_SECONDS)
+    draft.set_model(model, on_cpu_until=draft.now + REST_SECONDS)
     draft.warning("%s stays on the CPU for now: %s", model, error.message)
+
+
+# --- return after a fallback to the CPU ------------------------------------------------------------------------------
+
+
+def check_fallbacks(draft: Draft) -> None:
+    """Begins a check for each idle model that fell back, at intervals."""
+    for model in draft.state.models.values():
+        known = draft.state.cpu_returns.get(model.id)
+        if not oom_ladder.is_fallback(draft.state, model):
+            if known is not None:
+                _forget_fallback(draft, model.id)
+            continue
+        known = known or CpuReturn()
+        is_due = draft.now >= max(known.look_at, model.on_cpu_until)
+        if known.needs_read is None and is_due and _is_idle(draft.state, model):
+            begun = CpuReturn(device_view.read(draft), draft.now + FALLBACK_CHECK_SECONDS)
+            draft.set(cpu_returns={**draft.state.cpu_returns, model.id: begun})
+
+
+def _is_idle(state: State, model: ModelRecord) -> bool:
+    is_free = model.state is ModelState.READY and not state.in_flight(model) and not model.queue.waiters
+    moves = any(isinstance(item, MoveCommand) and item.model == model.id for item in state.commands.values())
+    return is_free and model.target is None and not moves
+
+
+def has_pending_return(state: State) -> bool:
+    """Whether a check is pending."""
+    return any(
+        item.needs_read is not None and state.devices.done >= item.needs_read for item in state.cpu_returns.values()
+    )
+
+
+def advance_returns(draft: Draft) -> None:
+    """Continues the checks whose reading has come; the readings are current."""
+    for id, known in list(draft.state.cpu_returns.items()):
+        if known.needs_read is None or draft.state.devices.done < known.needs_read:
+            continue
+        model = draft.state.models.get(id)
+        if model is None or not oom_ladder.is_fallback(draft.state, model) or not _is_idle(draft.state, model):
+            _end_check(draft, id)
+            continue
+        key = decision.unmeasured(draft.state, model, draft.now)
+        if key is not None and estimates.request(draft, key):
+            continue
+        _end_check(draft, id)
+        device = _accelerator_with_room(draft.state, model, draft.now)
+        if device is not None:
+            draft.info("moving %s from the CPU back to %s, which has enough free memory again", id, device)
+            begin(draft, draft.number(), Move(id, device), returns_from_cpu=True)
+
+
+def return_is_unmeasurable(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
+    """A model cannot be measured."""
+    known = draft.state.cpu_returns.get(spec.id)
+    if known is not None and known.needs_read is not None:
+        _end_check(draft, spec.id)
+        stays_on_cpu(draft, spec.id, error)
+
+
+def _end_check(draft: Draft, id: str) -> None:
+    known = replace(draft.state.cpu_returns[id], needs_read=None)
+    draft.set(cpu_returns={**draft.state.cpu_returns, id: known})
+
+
+def _forget_fallback(draft: Draft, id: str) -> None:
+    draft.set(cpu_returns={name: item for name, item in draft.state.cpu_returns.items() if name != id})
+
+
+def _accelerator_with_room(state: State, model: ModelRecord, now: float) -> str | None:
+    """The accelerator where the model fits without evictions, or None."""
+    devices = device_view.devices_of(state, model.effective, now)
+    allowed = open_to(state, model.effective, [item for item in devices if item.id != CPU], now)
+    if isinstance(allowed, Refusal):
+        return None
+    found = decision.plan_on(state, model, allowed, now, evicts=False)
+    alone = isinstance(found, Placement) and found.result is Result.FREE and len(found.devices) == 1
+    return found.device if isinstance(found, Placement) and alone else None

@@ -11,30 +11,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from inference.authority.draft import Draft
-from inference.authority.effects import ReadFiles
-from inference.authority.handlers.placing import decision, measuring
-from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsFiles, NeedsReading
+from inference.authority.handlers.placing import decision
+from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsReading
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import error_of
+from inference.authority.handlers.queries.plan_inputs import refusal_error
 from inference.authority.handlers.running import (
     departure,
     device_care,
+    estimates,
     keeping,
     oom_ladder,
-    relocation,
     tickets,
     warm_pool,
     worker_life,
 )
-from inference.authority.handlers.running.model_files import FILES_SECONDS
 from inference.authority.handlers.watching import advisor, governor
-from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import ModelEvent
+from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing
 from inference.authority.placement.turns import Decision, age_rank
 from inference.authority.retention import Mechanism
-from inference.authority.state import FixCheck, FixKey, TimerKind
+from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
 from inference.devices.device import CPU
+from inference.errors import ModelFailed
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
@@ -45,41 +43,28 @@ ALONE_BACKOFF_SECONDS = 10.0
 FIX_SECONDS = 30.0
 """A suggestion is verified again after this time, because foreign use changes."""
 MOST_FIXES = 256
-_LOOK_AGAIN_SECONDS = 1.0
+_CHECK_AGAIN_SECONDS = 1.0
+_FITS = (Result.FREE, Result.DEPLOYED)
 _S = ModelState
 
 
 def reconcile(draft: Draft) -> None:
     """Decides for all wanted models; the readings are current."""
     draft.set(unplanned=False)
-    if draft.state.closing or not draft.state.started or _reads_files(draft):
+    if draft.state.closing or not draft.state.started:
         return
     draft.set(claims=())
     draft.cancel(TimerKind.PLAN, 0)
     for model in draft.state.models.values():
-        if not model.queue.waiters and model.called_at != math.inf:
-            draft.set_model(model.id, called_at=math.inf)
+        if not model.queue.waiters and model.eviction_began_at != math.inf:
+            draft.set_model(model.id, eviction_began_at=math.inf)
     wanted = [model for model in draft.state.models.values() if model.queue.waiters]
     all_decided = True
-    for model in sorted(wanted, key=lambda item: (item.called_at, age_rank(item.queue.waiters))):
+    for model in sorted(wanted, key=lambda item: (item.eviction_began_at, age_rank(item.queue.waiters))):
         if draft.model(model.id).queue.waiters:
             all_decided = _advance(draft, model.id) and all_decided
     if all_decided:
         _keep_unneeded(draft)
-
-
-def _reads_files(draft: Draft) -> bool:
-    """Begins checks of the files of all models that may be loaded; returns whether any is pending."""
-    old = [
-        model
-        for model in draft.state.models.values()
-        if model.queue.waiters
-        and model.state in (_S.COLD, _S.WARM, _S.FAILED)
-        and draft.now - model.files_seen_at > FILES_SECONDS
-    ]
-    for model in old:
-        draft.emit(ReadFiles(model.id, model.effective))
-    return bool(old)
 
 
 def _advance(draft: Draft, id: str) -> bool:
@@ -91,7 +76,7 @@ def _advance(draft: Draft, id: str) -> bool:
         rest = model.retry_at - draft.now
         is_tried = model.queue.waiters[0].alone
         if rest > (ALONE_BACKOFF_SECONDS if is_tried else PATIENT_BACKOFF_SECONDS):
-            tickets.fail(draft, id, worker_life.resting(model, draft.now))
+            tickets.fail(draft, id, worker_life.failed_error(model, draft.now))
             return True
         if rest > 0:
             draft.wake_in(rest)
@@ -122,31 +107,36 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     if model.cleaning:
         return None
     found = decision.consider(draft.state, id, draft.now)
-    if isinstance(found, NeedsFiles):
-        draft.emit(ReadFiles(id, model.effective))
-        return None
     if _drops_stale(draft, id):
         return None
     if isinstance(found, NeedsEstimate):
         if found.divides and not draft.state.is_estimating(model):
             draft.set_model(id, divisions=model.divisions + 1)
-        if not measuring.request(draft, found.key):
-            tickets.fail(draft, id, measuring.gone(model))
+        if not estimates.request(draft, found.key):
+            tickets.fail(draft, id, estimates.devices_are_missing(model))
         return None
     if isinstance(found, NeedsReading):
         device_view.read(draft)
         return None
-    draft.used_files.add(id)
+    if _is_loaded_at_start(draft, id) and (isinstance(found, NeedsCheck) or found.outcome.result not in _FITS):
+        tickets.fail(draft, id, ModelFailed("there is no room beside the models before it"))
+        return None
     if model.divisions:
         draft.set_model(id, divisions=0)
     if isinstance(found, NeedsCheck):
-        if not _gives_up(draft, id, found.refusal):
+        if not _drops_warm_copy(draft, id, found.refusal):
             key = (found.check.spec, found.check.kinds)
             draft.set(checks={key: found.check, **draft.state.checks})
         return None
-    if isinstance(found.outcome, Refusal) and _gives_up(draft, id, found.outcome):
+    if isinstance(found.outcome, Refusal) and _drops_warm_copy(draft, id, found.outcome):
         return None
     return found
+
+
+def _is_loaded_at_start(draft: Draft, id: str) -> bool:
+    """Whether the model is wanted only because models are loaded at the start, without evictions."""
+    waiting = (draft.state.tickets[waiter.id] for waiter in draft.model(id).queue.waiters)
+    return all(ticket.purpose is Purpose.STARTUP for ticket in waiting)
 
 
 def _drops_stale(draft: Draft, id: str) -> bool:
@@ -154,13 +144,13 @@ def _drops_stale(draft: Draft, id: str) -> bool:
     model, worker = draft.model(id), draft.worker_of(id)
     if model.state is not _S.WARM or worker is None:
         return False
-    home = keeping.home_of(model)
+    home = keeping.only_device_of(model)
     devices = decision.devices_for(draft.state, model, draft.now)
     is_stranded = home is not None and all(item.id != home for item in devices)
     is_changed = worker.files != model.seen_files
     if not is_stranded and not is_changed:
         return False
-    why = keeping.why_stranded(draft.state, model, draft.now) if is_stranded else None
+    why = keeping.why_not_restorable(draft.state, model, draft.now) if is_stranded else None
     if why is None:
         warm_pool.drop(draft, id, Departure(Reason.CHANGED))
     else:
@@ -168,7 +158,7 @@ def _drops_stale(draft: Draft, id: str) -> bool:
     return True
 
 
-def _gives_up(draft: Draft, id: str, refusal: Refusal) -> bool:
+def _drops_warm_copy(draft: Draft, id: str, refusal: Refusal) -> bool:
     """Drops the warm copy of a model that does not fit, because its memory may make room for the load."""
     model = draft.model(id)
     if model.state is not _S.WARM or refusal.waits_for:
@@ -185,16 +175,16 @@ def _place(draft: Draft, id: str, placement: Placement) -> None:
     draft.info("plan for %s: %s (%s)", id, placement.result, "; ".join(placement.trace))
     if placement.result is Result.FULL:
         draft.count("placements", Result.FULL.lower(), "eviction")
-        draft.set_model(id, called_at=min(draft.model(id).called_at, draft.now))
+        draft.set_model(id, eviction_began_at=min(draft.model(id).eviction_began_at, draft.now))
         _make_room(draft, id, placement)
         return
     draft.count("placements", placement.result.lower(), "fits")
-    draft.set_model(id, called_at=math.inf)
+    draft.set_model(id, eviction_began_at=math.inf)
     if draft.model(id).state is _S.WARM:
         warm_pool.restore(draft, id, placement)
     else:
         worker_life.begin(draft, id, placement)
-    governor.booked(draft)
+    governor.accept_use(draft)
 
 
 def _make_room(draft: Draft, id: str, placement: Placement) -> None:
@@ -215,7 +205,7 @@ def _make_room(draft: Draft, id: str, placement: Placement) -> None:
 def _refuse(draft: Draft, id: str, found: Decision) -> bool:
     refusal = found.outcome
     assert isinstance(refusal, Refusal)
-    governor.refused(draft)
+    governor.request_check(draft)
     if refusal.waits_for:
         _wait(draft, id, refusal, found)
         return True
@@ -224,13 +214,12 @@ def _refuse(draft: Draft, id: str, found: Decision) -> bool:
     model = draft.model(id)
     trace = refusal.trace or (refusal.reason,)
     draft.info("plan for %s: %s (%s)", id, refusal.result, "; ".join(trace))
-    readings = device_view.readings(draft.state, draft.now)
-    error = error_of(model.effective, refusal, readings, draft.state.settings)
-    if relocation.turn_back(draft, id, error):
+    error = refusal_error(draft.state, model.effective, refusal, draft.now)
+    if worker_life.return_from_move(draft, id, error):
         return False
     if oom_ladder.refused(draft, id, refusal):
         return False
-    advisor.refused(draft, id)
+    advisor.note_refusal(draft, id)
     reason = "memory" if refusal.lacks else "limit"
     draft.count("placements", refusal.result.lower(), reason, amount=len(model.queue))
     tickets.fail(draft, id, error)
@@ -244,7 +233,7 @@ def _awaits_verdict(draft: Draft, id: str) -> bool:
     closed = device_view.closed_to(draft.model(id).effective, readings)
     awaits = any(device_care.is_in_doubt(draft.state, item.id, draft.now) for item in closed)
     if awaits:
-        draft.wake_in(_LOOK_AGAIN_SECONDS)
+        draft.wake_in(_CHECK_AGAIN_SECONDS)
     return awaits
 
 
@@ -252,7 +241,7 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     for name in found.give_up:
         explanation = (f"room for {id}", *refusal.trace)
         departure.leave(draft, name, Reason.MEMORY_WANTED, explanation=explanation)
-        draft.set_model(id, called_at=min(draft.model(id).called_at, draft.now))
+        draft.set_model(id, eviction_began_at=min(draft.model(id).eviction_began_at, draft.now))
     models: Mapping[str, object] = draft.state.models
     times = []
     for name in refusal.waits_for:
@@ -263,7 +252,7 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     if found.again_at is not None:
         times.append(found.again_at - draft.now)
     draft.set_model(id, room_at=max(draft.now, found.again_at or draft.now))
-    draft.wake_in(max(0.05, min(times, default=_LOOK_AGAIN_SECONDS)))
+    draft.wake_in(max(0.05, min(times, default=_CHECK_AGAIN_SECONDS)))
 
 
 def _keep_unneeded(draft: Draft) -> None:
@@ -285,7 +274,7 @@ def checks(draft: Draft) -> None:
             if isinstance(found, NeedsEstimate):
                 if found.divides and not draft.state.is_measuring(found.key.spec):
                     check = replace(check, divisions=check.divisions + 1)
-                if measuring.request(draft, found.key):
+                if estimates.request(draft, found.key):
                     draft.set(checks={**draft.state.checks, key: check})
                     break
                 check = decision.next_try(check)

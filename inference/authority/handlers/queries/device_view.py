@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from headgate.shared.units import MIB
@@ -33,6 +33,12 @@ def readings(state: State, now: float) -> tuple[Reading, ...]:
 def reading(state: State, device: str, now: float) -> Reading | None:
     """The newest reading of one device."""
     return next((item for item in readings(state, now) if item.id == device), None)
+
+
+def named(state: State, names: Iterable[str], now: float) -> list[Reading]:
+    """The newest readings of these devices, without missing ones."""
+    found = {item.id: item for item in readings(state, now)}
+    return [found[name] for name in names if name in found]
 
 
 def accelerators(state: State, now: float) -> tuple[Reading, ...]:
@@ -147,6 +153,11 @@ def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSet
         return cpu
     allowed = [item for index, item in enumerate(there) if item.state in USABLE and spec.gpu_index in (None, index)]
     return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
+
+
+def devices_of(state: State, spec: ModelSpec, now: float) -> tuple[Reading, ...]:
+    """The possible devices of `spec` now."""
+    return candidates(spec, readings(state, now), state.settings)
 
 
 def closed_to(spec: ModelSpec, found: Sequence[Reading]) -> tuple[Reading, ...]:

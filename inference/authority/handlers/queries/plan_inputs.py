@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from headgate.shared.units import format_bytes
-from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for
+from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for, readings
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
 from inference.authority.state import State, WorkerRecord
 from inference.devices.device import CPU, Reading, grants_of
-from inference.environment_settings import InferenceSettings
-from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
+from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError
 from inference.estimate.layers import layers_of
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.protocol import ModelState
@@ -27,25 +25,12 @@ TOLERANCE_BYTES = 8 * 2**20
 """Tolerance per buffer: llama.cpp's log rounds to 0.01 MiB and pads small buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model with settings and their estimates."""
-
-    spec: ModelSpec
-    estimates: Mapping[str, Estimate]
-
-    @classmethod
-    def of(cls, state: State, spec: ModelSpec) -> Subject:
-        """The settings with their estimates in `state`."""
-        return cls(spec, state.estimates_of(spec))
-
-
-def request_for(subject: Subject, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
-    """The request to the planner; None while an estimate is missing.
+def request_for(state: State, spec: ModelSpec, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
+    """The request to the planner for a model with these settings; None while an estimate is missing.
 
     Without `divide`, only measured divisions are possible.
     """
-    known, spec = subject.estimates, subject.spec
+    known = state.estimates_of(spec)
     if any(device.id not in known for device in devices):
         return None
     has_accelerator = any(device.id != CPU for device in devices)
@@ -56,22 +41,29 @@ def request_for(subject: Subject, devices: Sequence[Reading], *, divide: bool = 
     splits = [item for item in known.values() if item.counts and here.issuperset(item.counts)]
     options += [Option(next(iter(item.counts)), item.need, layers=item.counts) for item in splits]
     there = [device for device in devices if device.id != CPU]
-    spread = _spread(subject, there, splits, divide=divide) if devices else None
+    spread = _spread(spec, known, there, splits, divide=divide) if devices else None
     return Request(spec.id, tuple(options), spec.dedicated, spread)
 
 
-def _spread(subject: Subject, there: Sequence[Reading], splits: Sequence[Estimate], *, divide: bool) -> Spread | None:
+def _spread(
+    spec: ModelSpec,
+    estimates: Mapping[str, Estimate],
+    there: Sequence[Reading],
+    splits: Sequence[Estimate],
+    *,
+    divide: bool,
+) -> Spread | None:
     """The layers of the model, calibrated with the estimates on one device and with measured splits."""
     over = tuple(device.id for device in there)
     first = over[0] if over else CPU
-    measured = subject.estimates[first]
-    parameters = parameters_of(subject.spec, there[0] if over else Reading(CPU, CPU, "", 0, 0, 0))
+    measured = estimates[first]
+    parameters = parameters_of(spec, there[0] if over else Reading(CPU, CPU, "", 0, 0, 0))
     layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
     if layers is None:
         return None
     overhead = dict(measured.overhead_bytes)
     for name in over:
-        overhead[name] = subject.estimates[name].overhead_bytes.get(name, 0)
+        overhead[name] = estimates[name].overhead_bytes.get(name, 0)
     known = dict(overhead)
     for item in splits:
         modelled = layers.need(item.counts, known)
@@ -173,21 +165,15 @@ def excess(estimate: Estimate, ready: Ready) -> str | None:
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-def shortages_of(refusal: Refusal) -> list[Shortage]:
-    """The missing memory of a refusal, for the details of an error."""
-    return [Shortage(lack.device, lack.need_bytes, lack.room_bytes, lack.bound) for lack in refusal.lacks]
-
-
-def error_of(
-    spec: ModelSpec, refusal: Refusal, found: Sequence[Reading], settings: InferenceSettings
-) -> InferenceError:
+def refusal_error(state: State, spec: ModelSpec, refusal: Refusal, now: float) -> InferenceError:
     """The error for a final refusal: with numbers, or with the missing accelerator."""
+    found = readings(state, now)
     lost, seconds = lost_for(spec, found)
-    if lost and not candidates(spec, found, settings):
+    if lost and not candidates(spec, found, state.settings):
         devices = [item.id for item in closed_to(spec, found)]
         return DeviceLost(
             f"the model {spec.id!r} cannot be loaded: {lost}", retry_after=seconds, details={"devices": devices}
         )
     return MemoryLimitExceededError(
-        spec.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix, lost=lost, retry_after=seconds
+        spec.id, refusal.lacks, reason=refusal.reason, fix=refusal.fix, lost=lost, retry_after=seconds
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries import device_view
 from inference.authority.placement.plan import Refusal
 from inference.authority.pressure.levels import Bounds, Level, Use, settle
@@ -62,14 +61,6 @@ def rungs(state: State) -> Mapping[str, Rung]:
     return {device: watch.rung for device, watch in state.pressure.watches.items()}
 
 
-def numbers_of(use: Use) -> str:
-    """The use of a device as text."""
-    return (
-        f"{format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
-        f"{format_bytes(use.foreign_bytes)} of it by others"
-    )
-
-
 def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
     """Those of `devices` on which the ladder allows a load of the model, or the refusal."""
     extras = spec.mmproj is not None or bool(spec.lora)
@@ -80,5 +71,5 @@ def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: floa
     if allowed or not devices:
         return allowed
     found = levels(state, now)
-    reasons = tuple(f"{why} ({numbers_of(found[name][0])})" for name, why in refusals.items())
+    reasons = tuple(f"{why} ({found[name][0].numbers})" for name, why in refusals.items())
     return Refusal((), "; ".join(reasons), trace=reasons)

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.effects import StopWorker
-from inference.authority.events import FilesRead
-from inference.authority.handlers.running import endings, model_files, tickets, warm_pool
-from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import ModelEvent
-from inference.authority.state import TimerKind, WorkerRecord
+from inference.authority.handlers.running import endings, tickets, warm_pool
+from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
+from inference.authority.state import State, TimerKind, WorkerRecord
 from inference.protocol import ModelState
 
 _S = ModelState
@@ -54,7 +52,7 @@ def stop_in(draft: Draft, id: str, seconds: float) -> None:
             draft.timer(TimerKind.STOP, worker.id, at)
 
 
-def hurry(draft: Draft, id: str) -> None:
+def stop_time_is_over(draft: Draft, id: str) -> None:
     """The time of a leaving model for its running requests is over."""
     worker = draft.state.workers.get(id)
     if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.DRAINING:
@@ -81,43 +79,42 @@ def unload(draft: Draft, id: str) -> None:
     assert worker is not None
     departure = worker.departure
     if departure is not None and departure.action is Action.OFFLOAD and draft.model(id).state is _S.DRAINING:
-        if warm_pool.reads_files(draft, id) or warm_pool.begin(draft, id):
+        if id not in draft.checked_files:
+            draft.plan()
+            return
+        if warm_pool.begin(draft, id):
             return
         departure = replace(departure, action=Action.UNLOAD)
     endings.end(draft, id, departure)
 
 
-def files_read(draft: Draft, event: FilesRead) -> None:
-    """The current stamps of a model's files are known."""
-    if event.model not in draft.state.models:
-        return
-    model_files.seen(draft, event.model, event.files)
-    model = draft.set_model(event.model, files_seen_at=draft.now)
-    worker = draft.worker_of(event.model)
-    if worker is not None and _may_go_on(draft, worker) and not worker.room_awaited:
-        unload(draft, model.id)
-    draft.plan()
-
-
-def room_is_there(draft: Draft) -> None:
-    """Continues departures that waited for dropped models to end."""
+def advance(draft: Draft) -> None:
+    """Continues departures that waited for a check of the model's files, or for dropped models to end."""
     for worker in list(draft.state.workers.values()):
         if worker.room_awaited and not any(other in draft.state.workers for other in worker.room_awaited):
-            go_on(draft, worker.id)
+            room_time_is_over(draft, worker.id)
+        elif worker.model in draft.checked_files and may_be_kept(draft.state, worker):
+            unload(draft, worker.model)
 
 
-def go_on(draft: Draft, id: str) -> None:
+def room_time_is_over(draft: Draft, id: str) -> None:
     """The time of a departing model for room in the warm pool is over."""
     worker = draft.state.workers.get(id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, id)
     if worker is None:
         return
     worker = draft.set_worker(id, room_awaited=())
-    if _may_go_on(draft, worker):
+    if _is_drained(draft.state, worker):
         unload(draft, worker.model)
 
 
-def _may_go_on(draft: Draft, worker: WorkerRecord) -> bool:
-    if not draft.is_current(worker) or worker.leases or worker.ending:
-        return False
-    return draft.model(worker.model).state is _S.DRAINING
+def _is_drained(state: State, worker: WorkerRecord) -> bool:
+    model = state.models.get(worker.model)
+    is_current = model is not None and model.worker == worker.id and model.state is _S.DRAINING
+    return is_current and not worker.leases and not worker.ending
+
+
+def may_be_kept(state: State, worker: WorkerRecord) -> bool:
+    """Whether a drained model is to be kept, if its files did not change."""
+    is_kept = worker.departure is not None and worker.departure.action is Action.OFFLOAD
+    return is_kept and not worker.room_awaited and _is_drained(state, worker)

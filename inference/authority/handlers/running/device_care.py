@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from inference.authority.device_health import DeviceHealth, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.authority.draft import Draft
-from inference.authority.effects import Answer, LoseWorker, Publish, Refuse, TryDevice
+from inference.authority.effects import LoseWorker, Publish, TryDevice
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
-from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import ModelEvent
+from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
 from inference.devices.device import CPU
@@ -27,7 +26,7 @@ _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RES
 
 
 # --- what is seen ----------------------------------------------------------------------------------------------------
-def take(draft: Draft) -> None:
+def take_readings(draft: Draft) -> None:
     """Passes new readings to the health of their devices; a device that is not listed is missing."""
     devices = draft.state.devices
     found = {item.id: item for item in devices.measured if item.id != CPU}
@@ -35,32 +34,32 @@ def take(draft: Draft) -> None:
         reading = found.get(device)
         sign, note = (Sign.GONE, "it is missing") if reading is None else (reading.sign, reading.note)
         news = (devices.done, sign, note)
-        if draft.state.devices.fed.get(device) != news:
-            draft.set_devices(fed={**draft.state.devices.fed, device: news})
-            see(draft, device, Read(sign, note))
+        if draft.state.devices.reported_signs.get(device) != news:
+            draft.set_devices(reported_signs={**draft.state.devices.reported_signs, device: news})
+            handle(draft, device, Read(sign, note))
 
 
 def tick(draft: Draft) -> None:
     """Time has passed."""
-    take(draft)
+    take_readings(draft)
     for device in list(draft.state.devices.health):
         is_booked = any(holding.bytes.get(device) for holding in draft.state.ledger.holdings.values())
-        see(draft, device, Tick(not tenants(draft.state, device) and not is_booked))
+        handle(draft, device, Tick(not tenants(draft.state, device) and not is_booked))
 
 
 def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """A worker ended with the loss of its device or hung, so the device is tried."""
+    """A worker ended with the device_lost_error of its device or hung, so the device is tried."""
     if exit.cause not in _DOUBTFUL or worker.failure is not None:
         return
     for device in worker.placement.devices:
         if device != CPU and health_of(draft.state, device).usable:
             _remember(draft, device, worker)
-            see(draft, device, Doubted(f"{worker.model}: {exit.message}"))
+            handle(draft, device, Doubted(f"{worker.model}: {exit.message}"))
 
 
 def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> None:
     """A trial on a device has ended."""
-    see(draft, device, Tried(trial, failure))
+    handle(draft, device, Tried(trial, failure))
 
 
 def read_done(draft: Draft) -> None:
@@ -85,9 +84,9 @@ def is_in_doubt(state: State, device: str, now: float) -> bool:
     return now - health.ill_since < PATIENT_SECONDS and health.state is DeviceState.PROBING and not health.emptied
 
 
-def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
+def device_lost_error(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
     """The error for a model on these lost devices, with the time when a retry may succeed."""
-    places = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
+    places = device_view.devices_of(state, model.effective, now)
     waits = [1.0, model.backoff.delay_seconds]
     if not places:
         waits += [health_of(state, device).seconds_to_verdict(now) or 0.0 for device in devices]
@@ -99,7 +98,7 @@ def loss(state: State, model: ModelRecord, devices: Sequence[str], what: str, no
 
 
 # --- what follows ----------------------------------------------------------------------------------------------------
-def see(draft: Draft, device: str, seen: Seen) -> None:
+def handle(draft: Draft, device: str, seen: Seen) -> None:
     """Passes evidence to the state machine of a device, and performs its effects."""
     before = health_of(draft.state, device)
     health, effects = step(before, seen, draft.now, draft.state.settings.drain_seconds)
@@ -109,9 +108,9 @@ def see(draft: Draft, device: str, seen: Seen) -> None:
         _report(draft, device, before, health)
     for effect in effects:
         _carry_out(draft, device, health, effect)
-    if health.usable and device in draft.state.devices.homeless:
-        homeless = draft.state.devices.homeless
-        draft.set_devices(homeless={name: found for name, found in homeless.items() if name != device})
+    if health.usable and device in draft.state.devices.lost_models:
+        lost_models = draft.state.devices.lost_models
+        draft.set_devices(lost_models={name: found for name, found in lost_models.items() if name != device})
     if health.state is not before.state:
         draft.plan()
 
@@ -133,13 +132,13 @@ def _carry_out(draft: Draft, device: str, health: DeviceHealth, effect: Effect) 
         case Effect.PROBE if not draft.state.closing:
             trials = {**draft.state.devices.trials, device: (device_view.read(draft), health.trial)}
             draft.set_devices(trials=trials)
-        case Effect.LOOK:
+        case Effect.READ:
             device_view.read(draft)
         case Effect.RESTART:
             draft.set(restart_reason=f"new processes cannot reach {device} ({health.note})")
-        case Effect.WELCOME:
+        case Effect.RELOAD:
             draft.count("recoveries", "device")
-            for name in sorted(draft.state.devices.homeless.get(device, ())):
+            for name in sorted(draft.state.devices.lost_models.get(device, ())):
                 draft.set(reloads=(*draft.state.reloads, name))
 
 
@@ -149,7 +148,7 @@ def _lose(draft: Draft, device: str, why: str) -> None:
         _remember(draft, device, worker)
         what = f"{device} is lost ({why})"
         draft.error("%s becomes cold: %s", worker.model, what)
-        failure = loss(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
+        failure = device_lost_error(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
         worker = draft.set_worker(worker.id, failure=failure)
         draft.emit(LoseWorker(worker.id, what))
         draft.advance(worker.model, ModelEvent.FAIL)
@@ -181,15 +180,15 @@ def _remember(draft: Draft, device: str, worker: WorkerRecord) -> None:
     idle = draft.now - max(model.last_used_at, worker.ready_at)
     recent = idle < draft.state.settings.eviction_idle_threshold_seconds
     if model.spec.pinned or worker.leases or recent:
-        homeless = draft.state.devices.homeless
-        draft.set_devices(homeless={**homeless, device: homeless.get(device, frozenset()) | {model.id}})
+        lost_models = draft.state.devices.lost_models
+        draft.set_devices(lost_models={**lost_models, device: lost_models.get(device, frozenset()) | {model.id}})
         draft.set(reloads=(*draft.state.reloads, model.id))
 
 
-def at_home(draft: Draft, id: str) -> None:
+def loaded_again(draft: Draft, id: str) -> None:
     """A model that lost its device is loaded again."""
-    homeless = draft.state.devices.homeless
-    draft.set_devices(homeless={device: names - {id} for device, names in homeless.items()})
+    lost_models = draft.state.devices.lost_models
+    draft.set_devices(lost_models={device: names - {id} for device, names in lost_models.items()})
 
 
 # --- operators and listeners -----------------------------------------------------------------------------------------
@@ -206,8 +205,8 @@ def renewed(draft: Draft, id: int) -> None:
     """The helpers of the probes restart, so the device is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
-        see(draft, command.device, Doubted("an operator requested a trial"))
-        draft.set(commands={**draft.state.commands, id: RecoverCommand(command.device, renewed=True)})
+        handle(draft, command.device, Doubted("an operator requested a trial"))
+        draft.set_command(id, RecoverCommand(command.device, renewed=True))
 
 
 def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
@@ -215,11 +214,10 @@ def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
     if not command.renewed or health_of(draft.state, command.device).state is DeviceState.PROBING:
         return
     found = device_view.reading(draft.state, command.device, draft.now)
-    draft.set(commands={name: other for name, other in draft.state.commands.items() if name != id})
     if found is None:
-        draft.emit(Refuse(id, InvalidRequestError(f"the device {command.device!r} is gone", param="device")))
+        draft.refuse(id, InvalidRequestError(f"the device {command.device!r} is gone", param="device"))
     else:
-        draft.emit(Answer(id, found))
+        draft.answer(id, found)
 
 
 def publish(draft: Draft) -> None:

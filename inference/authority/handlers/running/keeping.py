@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.lifecycle.departures import Action
+from inference.authority.lifecycle import Action
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request
 from inference.authority.retention import HOST, Leaver, Mechanism, Warm, kept_of
@@ -109,22 +109,22 @@ def droppable(state: State) -> list[Warm]:
     ]
 
 
-def home_of(model: ModelRecord) -> str | None:
+def only_device_of(model: ModelRecord) -> str | None:
     """The device of a warm model that can be restored on one device only, else None."""
     kept = model.kept
     return None if kept is None or kept.mechanism is Mechanism.RESIDENT else kept.original_device
 
 
-def why_stranded(state: State, model: ModelRecord, now: float) -> str | None:
+def why_not_restorable(state: State, model: ModelRecord, now: float) -> str | None:
     """Why the only device of a warm model is not usable, or None."""
-    home = home_of(model)
+    home = only_device_of(model)
     reading = None if home is None else device_view.reading(state, home, now)
     if home is None or (reading is not None and reading.state in USABLE):
         return None
     return f"{home} is {'gone' if reading is None else reading.state}"
 
 
-def adapted(state: State, model: ModelRecord, request: Request) -> Request:
+def request_to_restore(state: State, model: ModelRecord, request: Request) -> Request:
     """The planner's request for a warm model; one with a process needs only the remaining bytes."""
     worker = state.worker_of(model)
     assert worker is not None
@@ -142,7 +142,7 @@ def adapted(state: State, model: ModelRecord, request: Request) -> Request:
     return Request(request.model, (Option(HOST, rest),), request.dedicated)
 
 
-def counted(state: State, model: ModelRecord) -> Ledger:
+def ledger_to_restore(state: State, model: ModelRecord) -> Ledger:
     """The ledger for planning the restoration of a warm model, whose kept bytes become part of the load."""
     worker = state.worker_of(model)
     if worker is None or model.kept is None or model.kept.mechanism is not Mechanism.STANDBY:

@@ -1,33 +1,39 @@
 """What `oom_policy` does when a model runs out of memory, and what is learned from it.
 
-`fail_fast` does nothing. `reduce` takes the steps of `placement.reduction` once. `cpu` loads the model on the CPU for a
-while.
+`fail_fast` does nothing. `reduce` takes the steps of `placement.smaller_settings` once. `cpu` loads the model on the
+CPU for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
-from inference.authority.effects import EaseHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
+from inference.authority.effects import CheckHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
 from inference.authority.events import HeadroomChanged, ShortageLearned, Trimmed
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import endings
-from inference.authority.handlers.running.growth_watch import reclaim, serving
-from inference.authority.handlers.running.model_files import forget_estimates
-from inference.authority.lifecycle.departures import Action, Departure, Reason
+from inference.authority.handlers.running.estimates import forget_estimates
+from inference.authority.handlers.running.worker_memory import reclaim, serving
+from inference.authority.lifecycle import Action, Departure, Reason
 from inference.authority.placement.plan import Refusal, Standing
-from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
+from inference.authority.placement.smaller_settings import (
+    REST_SECONDS,
+    Step,
+    next_step,
+    smaller_context,
+    smaller_ubatch,
+)
 from inference.authority.state import ModelRecord, State, WorkerRecord
 from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.workers.exit_cause import WorkerExit
 
-EASE_SECONDS = 60.0
+HEADROOM_CHECK_SECONDS = 60.0
 """Interval of checks for decayed head-room."""
 _OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
 
@@ -36,7 +42,7 @@ _OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
 def options(model: ModelRecord, devices: tuple[Reading, ...], now: float) -> tuple[Reading, ...]:
     """`devices`, or only the CPU while the model avoids accelerators."""
     host = tuple(device for device in devices if device.id == CPU)
-    return host if host and now < model.sheltered_until else devices
+    return host if host and now < model.on_cpu_until else devices
 
 
 def is_fallback(state: State, model: ModelRecord) -> bool:
@@ -48,12 +54,12 @@ def is_fallback(state: State, model: ModelRecord) -> bool:
     return spec.gpu_layers != 0 and not state.settings.force_cpu_mode and has_accelerators
 
 
-def may_bend(model: ModelRecord, refusal: Refusal, now: float) -> bool:
+def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
     """Whether the policy has steps left when the plan refuses the model."""
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         return False
-    descent = model.descent if model.reduced is not None else model.descent.rested(now)
-    return next_step(descent, now)[1] is not None
+    reduction = model.reduction if model.reduced is not None else model.reduction.rested(now)
+    return next_step(reduction, now)[1] is not None
 
 
 # --- refused by the plan ---------------------------------------------------------------------------------------------
@@ -61,7 +67,7 @@ def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
     """The plan refuses the model. True: a step of the policy was taken, and it is planned again."""
     model = draft.model(id)
     if not refusal.lacks or model.spec.oom_policy != "reduce":
-        unreduce(draft, id)
+        restore_sizes(draft, id)
         return False
     if draft.state.is_estimating(model):
         return True
@@ -83,7 +89,7 @@ def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     capacities = device_view.capacities(draft.state, draft.now)
     short = tuple(
         Short(device, worker.placement.need.get(device.id, 0), capacities.get(device.id, 0))
-        for device in _devices(draft, _short(worker, exit))
+        for device in device_view.named(draft.state, _short(worker, exit), draft.now)
     )
     draft.emit(LearnShortage(worker.id, draft.model(worker.model).effective, exit, short, _computing(exit)))
 
@@ -92,11 +98,11 @@ def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     """A worker ended without an out-of-memory error."""
     if exit.cause is ExitCause.REQUESTED and exit.was_ready:
         names = dict.fromkeys([*worker.placement.devices, CPU])
-        devices = tuple(_devices(draft, tuple(names)))
-        draft.emit(LearnGoodEnd(draft.model(worker.model).effective, devices))
+        devices = device_view.named(draft.state, names, draft.now)
+        draft.emit(LearnGoodEnd(draft.model(worker.model).effective, tuple(devices)))
     draft.set_model(worker.model, shortages=())
-    if not draft.model(worker.model).descent.rest(draft.now):
-        unreduce(draft, worker.model)
+    if not draft.model(worker.model).reduction.rest(draft.now):
+        restore_sizes(draft, worker.model)
 
 
 def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -> bool:
@@ -124,19 +130,14 @@ def _computing(exit: WorkerExit) -> bool:
     return exit.cause is ExitCause.OOM_COMPUTE or (exit.starved and exit.was_ready)
 
 
-def _devices(draft: Draft, names: Sequence[str]) -> list[Reading]:
-    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
-    return [found[name] for name in names if name in found]
-
-
 # --- time ------------------------------------------------------------------------------------------------------------
 def tick(draft: Draft) -> None:
     """Restores configured sizes of models after their rest period, and lets learned head-room decay."""
     for model in draft.state.models.values():
-        if model.reduced is not None and model.worker is None and not model.descent.rest(draft.now):
-            unreduce(draft, model.id)
-    if draft.now >= draft.state.ease_at:
-        draft.set(ease_at=draft.now + EASE_SECONDS)
+        if model.reduced is not None and model.worker is None and not model.reduction.rest(draft.now):
+            restore_sizes(draft, model.id)
+    if draft.now >= draft.state.headroom_check_at:
+        draft.set(headroom_check_at=draft.now + HEADROOM_CHECK_SECONDS)
         ease(draft)
 
 
@@ -152,7 +153,7 @@ def ease(draft: Draft) -> None:
         if name in found
     )
     if planned:
-        draft.emit(EaseHeadrooms(planned))
+        draft.emit(CheckHeadrooms(planned))
 
 
 def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
@@ -161,12 +162,12 @@ def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
         forget_estimates(draft, {spec})
         model = draft.state.models.get(spec.id)
         if model is not None and model.effective == spec and model.worker is None:
-            draft.set(foreseen=(*draft.state.foreseen, spec.id))
+            draft.set(to_measure=(*draft.state.to_measure, spec.id))
     draft.changed()
     draft.plan()
 
 
-def unreduce(draft: Draft, id: str) -> None:
+def restore_sizes(draft: Draft, id: str) -> None:
     """Restores the configured sizes for the next load."""
     if draft.model(id).reduced is not None:
         draft.set_model(id, reduced=None)
@@ -175,7 +176,7 @@ def unreduce(draft: Draft, id: str) -> None:
 
 # --- what the policies do --------------------------------------------------------------------------------------------
 def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
-    draft.set_model(model.id, sheltered_until=draft.now + REST_SECONDS)
+    draft.set_model(model.id, on_cpu_until=draft.now + REST_SECONDS)
     draft.warning("%s is loaded on the CPU: no memory on %s", model.id, ", ".join(worker.placement.devices))
     if model.state is not ModelState.LOADING:
         return False
@@ -186,12 +187,12 @@ def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
 def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], *, on_host: bool, cleans: bool = True) -> bool:
     """Takes the next step with an effect; False if none is left, and then restores the configured sizes."""
     model = draft.model(id)
-    descent = model.descent if model.reduced is not None else model.descent.rested(draft.now)
+    reduction = model.reduction if model.reduced is not None else model.reduction.rested(draft.now)
     while True:
-        descent, step = next_step(descent, draft.now, () if cleans else (Step.CLEAN,))
-        draft.set_model(id, descent=descent)
+        reduction, step = next_step(reduction, draft.now, () if cleans else (Step.CLEAN,))
+        draft.set_model(id, reduction=reduction)
         if step is None:
-            unreduce(draft, id)
+            restore_sizes(draft, id)
             return False
         if step is Step.CLEAN:
             draft.warning("out of memory for %s: dropping cached prefixes of all models", id)

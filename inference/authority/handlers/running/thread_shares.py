@@ -1,7 +1,7 @@
 """Distributes CPU threads among workers as models become busy and idle.
 
 Workers that get fewer threads and workers that become busy are changed at once. Others get free threads after
-CALM_SECONDS without changes, because a change between two short requests costs more than it gains.
+QUIET_SECONDS without changes, because a change between two short requests costs more than it gains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inference.authority.state import ModelRecord, State, TimerKind
 from inference.devices.device import CPU
 from inference.protocol import ModelState
 
-CALM_SECONDS = 1.0
+QUIET_SECONDS = 1.0
 _SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
@@ -28,16 +28,16 @@ def changed(draft: Draft) -> None:
     if draft.state.closing or not concerned:
         return
     for model in concerned:
-        _tell(draft, model.id, grow=False)
-    draft.timer(TimerKind.THREADS, 0, draft.now + CALM_SECONDS)
+        _distribute(draft, model.id, grow=False)
+    draft.timer(TimerKind.THREADS, 0, draft.now + QUIET_SECONDS)
 
 
-def calm(draft: Draft) -> None:
+def give_free_threads(draft: Draft) -> None:
     """Distributes free threads after a time without changes."""
-    _tell(draft, None, grow=True)
+    _distribute(draft, None, grow=True)
 
 
-def _tell(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
+def _distribute(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
     state = draft.state
     busy = {
         model.id: model.effective.threads

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.effects import Fail, Grant
-from inference.authority.lifecycle.transitions import ModelEvent
+from inference.authority.lifecycle import ModelEvent
 from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState

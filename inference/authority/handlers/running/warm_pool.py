@@ -12,24 +12,19 @@ from dataclasses import replace
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import (
-    Disconnect,
+    Checkpoint,
     FreeContext,
     KillWorker,
-    ReadFiles,
-    Resume,
     SendOrder,
     Spawn,
     StopWorker,
-    Suspend,
 )
-from inference.authority.events import ContextFreed, FileHeld, ResumeEnded, SuspendEnded
+from inference.authority.events import CheckpointEnded, ContextFreed, FileHeld
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import grant_for
 from inference.authority.handlers.running import endings, keeping
-from inference.authority.handlers.running.memory_return import give_back
-from inference.authority.handlers.running.model_files import FILES_SECONDS
-from inference.authority.lifecycle.departures import Action, Departure, Reason
-from inference.authority.lifecycle.transitions import ModelEvent
+from inference.authority.handlers.running.endings import release_when_free
+from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.placement.ledger import LedgerError
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.retention import HOST, Mechanism, displaced
@@ -69,16 +64,6 @@ def begin(draft: Draft, id: str) -> bool:
     except LedgerError as error:
         draft.info("%s is not kept warm: %s", id, error)
         return False
-    return True
-
-
-def reads_files(draft: Draft, id: str) -> bool:
-    """Begins a check of the model's files, unless they were checked for this decision."""
-    model = draft.model(id)
-    if draft.now - model.files_seen_at <= FILES_SECONDS:
-        draft.used_files.add(id)
-        return False
-    draft.emit(ReadFiles(id, model.effective))
     return True
 
 
@@ -133,7 +118,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, aside=True))
     host = device_view.reading(draft.state, HOST, draft.now)
     assert host is not None
-    keeper = WorkerRecord(
+    holder = WorkerRecord(
         id,
         model.id,
         id,
@@ -144,9 +129,9 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
         leaving.estimate,
         files=model.seen_files,
         predecessor=leaving.id,
-        home_device=leaving.device.id,
+        left_device=leaving.device.id,
     )
-    draft.set(workers={**draft.state.workers, id: keeper})
+    draft.set(workers={**draft.state.workers, id: holder})
     path = str(model.effective.path)
     draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), after=leaving.id))
     draft.set(ledger=draft.state.ledger.leave(leaving.holding))
@@ -154,17 +139,17 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     draft.advance(model.id, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(leaving.id, most, stays=False))
     draft.timer(TimerKind.OFFLOAD, id, draft.now + draft.state.timing.save(base))
-    draft.timer(TimerKind.SAVE, leaving.id, draft.now + draft.state.timing.save(most))
+    draft.timer(TimerKind.OFFLOAD, leaving.id, draft.now + draft.state.timing.save(most))
 
 
-def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
+def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
     """The process to hold a model's file could not be started: the model becomes cold when its old worker has ended."""
-    draft.warning("%s is not kept warm: %s", keeper.model, reason)
-    draft.set(ledger=draft.state.ledger.release(keeper.holding))
-    draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != keeper.id})
-    draft.cancel(TimerKind.OFFLOAD, keeper.id)
-    leaving = draft.state.workers.get(keeper.predecessor or "")
-    model = draft.model(keeper.model)
+    draft.warning("%s is not kept warm: %s", holder.model, reason)
+    draft.set(ledger=draft.state.ledger.release(holder.holding))
+    draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != holder.id})
+    draft.cancel(TimerKind.OFFLOAD, holder.id)
+    leaving = draft.state.workers.get(holder.predecessor or "")
+    model = draft.model(holder.model)
     if leaving is None:
         draft.set_model(model.id, worker=None)
         draft.advance(model.id, ModelEvent.UNLOAD)
@@ -172,6 +157,8 @@ def keeper_failed(draft: Draft, keeper: WorkerRecord, reason: str) -> None:
         return
     departure = leaving.departure or Departure(Reason.IDLE)
     draft.set_worker(leaving.id, departure=replace(departure, action=Action.UNLOAD))
+    draft.cancel(TimerKind.OFFLOAD, leaving.id)
+    draft.emit(StopWorker(leaving.id))
     draft.set_model(model.id, worker=leaving.id)
     draft.advance(model.id, ModelEvent.UNLOAD)
 
@@ -192,7 +179,6 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
         saved = {HOST: min(event.saved.count_bytes, ledger.holdings[worker.extra].bytes[HOST])}
         ledger = ledger.commit(worker.extra, saved).absorb(worker.holding, worker.extra)
     draft.set(ledger=ledger)
-    draft.emit(Disconnect(worker.id))
     departure = worker.departure
     worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None)
     freed = before - sum(ledger.holdings[worker.holding].bytes.values())
@@ -204,24 +190,24 @@ def file_held(draft: Draft, event: FileHeld) -> None:
     """A new worker has the file of its model in memory."""
     if event.worker in draft.state.workers:
         draft.set_worker(event.worker, held_bytes=event.count_bytes)
-        look_at_keeper(draft, event.worker)
+        check_holder(draft, event.worker)
 
 
-def look_at_keeper(draft: Draft, id: str) -> None:
+def check_holder(draft: Draft, id: str) -> None:
     """Marks the model as warm when the file is in memory and the old process has ended."""
-    keeper = draft.worker(id)
-    model = draft.state.models.get(keeper.model)
-    if model is None or model.worker != id or model.state is not _S.OFFLOADING or keeper.held_bytes is None:
+    holder = draft.worker(id)
+    model = draft.state.models.get(holder.model)
+    if model is None or model.worker != id or model.state is not _S.OFFLOADING or holder.held_bytes is None:
         return
-    if keeper.predecessor is None or keeper.predecessor in draft.state.workers:
+    if holder.predecessor is None or holder.predecessor in draft.state.workers:
         return
     ledger = draft.state.ledger
-    saved = keeper.saved or Offloaded(0, 0, 0)
-    most = ledger.holdings[keeper.holding].bytes[HOST]
-    actual = min(most, keeper.held_bytes + keeping.CPU_OVERHEAD_BYTES + saved.count_bytes)
-    draft.set(ledger=ledger.commit(keeper.holding, {HOST: actual}))
-    original = keeper.home_device or HOST
-    _keep(draft, keeper, Mechanism.RESIDENT, original, saved)
+    saved = holder.saved or Offloaded(0, 0, 0)
+    most = ledger.holdings[holder.holding].bytes[HOST]
+    actual = min(most, holder.held_bytes + keeping.CPU_OVERHEAD_BYTES + saved.count_bytes)
+    draft.set(ledger=ledger.commit(holder.holding, {HOST: actual}))
+    original = holder.left_device or HOST
+    _keep(draft, holder, Mechanism.RESIDENT, original, saved)
 
 
 def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
@@ -230,7 +216,7 @@ def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved
     draft.set(ledger=ledger)
     draft.cancel(TimerKind.OFFLOAD, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
-    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0, predecessor=None, home_device=None)
+    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0, predecessor=None, left_device=None)
     draft.advance(worker.model, ModelEvent.OFFLOADED)
     kept = Kept(how, device, draft.unix, size, saved.count_bytes, saved.sequences, saved.tokens)
     draft.set_model(worker.model, kept=kept)
@@ -255,10 +241,10 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
     draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
     draft.advance(worker.model, ModelEvent.OFFLOAD)
     seconds = draft.state.timing.suspend(sum(held.values()))
-    draft.emit(Suspend(worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+    draft.emit(Checkpoint("suspend", worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
 
 
-def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
+def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
     """The driver has suspended a worker, or failed."""
     worker = _under_way(draft, event.worker, _S.OFFLOADING)
     if worker is None or worker.suspended is None or worker.extra is None:
@@ -270,7 +256,6 @@ def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
     assert host is not None
     need = {HOST: sum(worker.suspended.need.values())}
     draft.set(ledger=draft.state.ledger.commit(worker.extra, need).leave(worker.holding))
-    draft.emit(Disconnect(worker.id))
     device = worker.device.id
     left = replace(worker, extra=None)
     worker = draft.set_worker(
@@ -283,14 +268,14 @@ def suspend_ended(draft: Draft, event: SuspendEnded) -> None:
         placement=Placement(Result.FREE, Allocation.FRACTIONAL, HOST, need),
         device=host,
     )
-    give_back(draft, left)
+    release_when_free(draft, left)
     assert left.suspended is not None
     cells = sum(item.bytes for item in left.suspended.ready.buffers if item.kind == "kv")
     retained = left.beat.cells_retained if left.beat else 0
     _keep(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(cells, 0, retained))
 
 
-def resume_ended(draft: Draft, event: ResumeEnded) -> WorkerRecord | None:
+def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:
     """The driver has resumed a worker; returns the ready worker, None after a failure."""
     worker = _under_way(draft, event.worker, _S.RESTORING)
     if worker is None or worker.suspended is None:
@@ -332,10 +317,9 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
     """Begins to restore a warm model at its placement; the rest is like a load."""
     model, worker = draft.model(id), draft.worker_of(id)
     assert worker is not None
-    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
-    devices = [found[name] for name in placement.devices]
+    devices = device_view.named(draft.state, placement.devices, draft.now)
     booked = f"{id}#{draft.number()}"
-    ledger = keeping.counted(draft.state, model).reserve(booked, id, placement.need)
+    ledger = keeping.ledger_to_restore(draft.state, model).reserve(booked, id, placement.need)
     if keeping.mechanism(draft.state, model) is Mechanism.STANDBY:
         extra, holding = booked, worker.holding
         held = ledger.holdings[worker.holding].bytes
@@ -362,7 +346,7 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
     if worker.suspended is not None:
         assert worker.pid is not None
         seconds = draft.state.timing.suspend(sum(worker.suspended.need.values()))
-        draft.emit(Resume(worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+        draft.emit(Checkpoint("resume", worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
         return worker
     order = replace(grant_for(model.effective, devices, placement), environment=dict(environment_of(devices)))
     draft.emit(SendOrder(worker.id, order))
@@ -371,13 +355,7 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
 def offload_is_late(draft: Draft, id: str) -> None:
-    """A step of keeping a model took too long: the process ends."""
+    """A worker that keeps its model, or saves its sequences and ends, took too long: it is killed."""
     worker = draft.state.workers.get(id)
-    if worker is not None and draft.is_current(worker) and draft.model(worker.model).state is _S.OFFLOADING:
-        draft.emit(KillWorker(id, "it did not release its model in time"))
-
-
-def save_is_late(draft: Draft, id: str) -> None:
-    """A worker that saves its sequences and ends took too long."""
-    if id in draft.state.workers:
+    if worker is not None and (not draft.is_current(worker) or draft.model(worker.model).state is _S.OFFLOADING):
         draft.emit(KillWorker(id, "it did not release its model in time"))

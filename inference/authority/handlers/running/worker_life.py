@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
-from inference.authority.effects import CheckBuild, Connect, Disconnect, KillWorker, Publish, RecordCrash, Spawn
+from inference.authority.effects import CheckBuild, KillWorker, Publish, RecordCrash, Spawn
 from inference.authority.events import (
     BuildChecked,
+    CheckpointEnded,
     Exited,
     Loaded,
     Progressed,
-    ResumeEnded,
     ShortageLearned,
     Spawned,
     SpawnFailed,
@@ -24,14 +24,13 @@ from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_care,
     endings,
-    learning,
     oom_ladder,
-    relocation,
     tickets,
     warm_pool,
+    worker_memory,
 )
-from inference.authority.handlers.running.memory_return import give_back
-from inference.authority.lifecycle.transitions import ModelEvent
+from inference.authority.handlers.running.endings import release_when_free
+from inference.authority.lifecycle import ModelEvent
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
@@ -65,8 +64,7 @@ _WAY_OUT = {
 def begin(draft: Draft, id: str, placement: Placement) -> None:
     """Reserves memory and starts a worker; from here on its exit releases the reservation."""
     model = draft.model(id)
-    found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
-    devices = [found[name] for name in placement.devices]
+    devices = device_view.named(draft.state, placement.devices, draft.now)
     holding = f"{id}#{draft.number()}"
     ledger = draft.state.ledger.reserve(holding, id, placement.need)
     worker = WorkerRecord(
@@ -79,7 +77,7 @@ def begin(draft: Draft, id: str, placement: Placement) -> None:
         model.effective,
         draft.state.estimates_of(model.effective)[placement_key(placement.devices, placement.tensor_split)],
         files=model.seen_files,
-        by_hand=model.target is not None and model.target != model.home,
+        by_hand=model.target is not None and model.target != model.old_device,
         before={item.id: Before.of(item, ledger, holding) for item in devices},
     )
     draft.set(ledger=ledger, workers={**draft.state.workers, holding: worker})
@@ -103,7 +101,7 @@ def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
     if worker is None:
         return
     if worker.predecessor is not None and draft.is_current(worker):
-        warm_pool.keeper_failed(draft, worker, event.reason)
+        warm_pool.holder_failed(draft, worker, event.reason)
         return
     draft.set(ledger=draft.state.ledger.release(worker.holding))
     is_current = draft.is_current(worker)
@@ -117,7 +115,7 @@ def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
         _drop_removed(draft, worker.model)
         return
     failed(draft, worker.model, event.reason)
-    _give_up(draft, worker.model, resting(draft.model(worker.model), draft.now))
+    _fail_load(draft, worker.model, failed_error(draft.model(worker.model), draft.now))
     _drop_removed(draft, worker.model)
 
 
@@ -146,8 +144,11 @@ def _count_tokens(draft: Draft, worker: WorkerRecord, beat: Heartbeat) -> Mappin
 
 
 # --- ready -----------------------------------------------------------------------------------------------------------
-def resumed(draft: Draft, event: ResumeEnded) -> None:
-    """The driver has resumed a worker, or could not."""
+def checkpoint_ended(draft: Draft, event: CheckpointEnded) -> None:
+    """The driver has suspended or resumed a worker, or could not."""
+    if event.operation == "suspend":
+        warm_pool.suspend_ended(draft, event)
+        return
     worker = warm_pool.resume_ended(draft, event)
     if worker is not None and worker.suspended is not None:
         ready = replace(worker.suspended.ready, restored_tokens=0)
@@ -186,7 +187,6 @@ def loaded(draft: Draft, event: Loaded) -> None:
     seconds = draft.now - worker.began_at
     predicted = sum(worker.placement.need.values())
     worker = draft.set_worker(worker.id, ready=ready, ready_at=draft.now, extra=None, progress=1.0)
-    draft.emit(Connect(worker.id))
     _note_load(draft, model, worker, seconds, actual, is_back=is_back)
     draft.set_model(model.id, capabilities=ready.capabilities, failure=None, shortages=(), last_used_at=draft.now)
     draft.count("load_seconds", model.id, "warm" if is_back else "cold", amount=seconds)
@@ -210,7 +210,7 @@ def _note_load(
     assert ready is not None
     if not is_back:
         draft.set_model(model.id, reload_seconds=seconds, loads=model.loads + 1)
-        learning.begin(draft, worker)
+        worker_memory.learn_overhead(draft, worker)
         draft.set(bytes_per_second=sum(actual.values()) / max(seconds, 1e-3))
         return
     if ready.restored_tokens:
@@ -243,7 +243,6 @@ def exited(draft: Draft, event: Exited) -> None:
         return
     device_care.worker_ended(draft, worker, event.exit)
     worker = draft.worker(worker.id)
-    draft.emit(Disconnect(worker.id))
     if not draft.is_current(worker):
         _finish(draft, worker, event.exit)
         return
@@ -282,10 +281,10 @@ def _finish(
         draft.set_model(worker.model, worker=None)
     if draft.state.ledger.holdings[worker.holding].phase is not Phase.RELEASING:
         draft.set(ledger=draft.state.ledger.leave(worker.holding))
-    _hand_over(draft, worker)
+    _pass_saved_sequences(draft, worker)
     worker = endings.release_extra(draft, worker)
     _remove(draft, worker)
-    give_back(draft, worker)
+    release_when_free(draft, worker)
     requested = exit.cause is ExitCause.REQUESTED
     if not requested:
         when = " while its model was offloaded" if not is_current and worker.failure is None else ""
@@ -297,12 +296,12 @@ def _finish(
                 draft.advance(worker.model, step)
             draft.info("%s was unloaded", worker.model)
         else:
-            _broke(draft, worker, exit, tries_again=tries_again, replaced=replaced)
+            _record_failure(draft, worker, exit, tries_again=tries_again, replaced=replaced)
         _drop_removed(draft, worker.model)
     draft.plan()
 
 
-def _broke(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again: bool, replaced: str) -> None:
+def _record_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again: bool, replaced: str) -> None:
     model = draft.model(worker.model)
     was_loading = model.state is _S.LOADING
     failure = worker.failure
@@ -313,12 +312,12 @@ def _broke(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tries_again:
     message = failure.message if failure else exit.message
     if was_loading and str(model.spec.path) not in message:
         message += f"; its file is {model.spec.path}"
-    failed(draft, model.id, message, counts=not (tries_again or replaced) and _charges(model, worker, exit))
+    failed(draft, model.id, message, counts=not (tries_again or replaced) and _counts_as_failure(model, worker, exit))
     error = failure or _load_error(draft, model.id, worker, exit) if was_loading and not tries_again else None
     if exit.cause is ExitCause.BROKEN_BUILD:
         draft.emit(CheckBuild(model.id, error))
     elif error is not None:
-        _give_up(draft, model.id, error)
+        _fail_load(draft, model.id, error)
 
 
 def build_checked(draft: Draft, event: BuildChecked) -> None:
@@ -329,10 +328,10 @@ def build_checked(draft: Draft, event: BuildChecked) -> None:
     if not event.holds:
         tickets.fail(draft, model.id, BrokenBuild())
     elif event.error is not None and model.state is _S.FAILED:  # otherwise it is already loading again
-        _give_up(draft, model.id, event.error)
+        _fail_load(draft, model.id, event.error)
 
 
-def _hand_over(draft: Draft, worker: WorkerRecord) -> None:
+def _pass_saved_sequences(draft: Draft, worker: WorkerRecord) -> None:
     """A worker that passed its model to another worker has ended: its saved sequences belong to the other."""
     for other in list(draft.state.workers.values()):
         if other.predecessor == worker.id:
@@ -344,11 +343,11 @@ def _remove(draft: Draft, worker: WorkerRecord) -> None:
     model = draft.state.models.get(worker.model)
     if model is not None and model.worker == worker.id:
         draft.set_model(worker.model, worker=None)
-    for kind in (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.SAVE, TimerKind.ROOM_TO_KEEP):
+    for kind in (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.ROOM_TO_KEEP):
         draft.cancel(kind, worker.id)
     for other in list(draft.state.workers.values()):
         if other.predecessor == worker.id:
-            warm_pool.look_at_keeper(draft, other.id)
+            warm_pool.check_holder(draft, other.id)
 
 
 def _drop_removed(draft: Draft, id: str) -> None:
@@ -357,7 +356,7 @@ def _drop_removed(draft: Draft, id: str) -> None:
         draft.drop_model(id)
 
 
-def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool:
+def _counts_as_failure(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool:
     """Whether this exit counts as a failure of the model, with a growing backoff.
 
     A crash while one request ran alone is attributed to the request.
@@ -369,18 +368,33 @@ def _charges(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool
     )
 
 
-def _give_up(draft: Draft, id: str, error: InferenceError) -> None:
+def _fail_load(draft: Draft, id: str, error: InferenceError) -> None:
     """A load failed: its requests fail, unless a moved model returns to its old device."""
-    if not relocation.turn_back(draft, id, error):
+    if not return_from_move(draft, id, error):
         tickets.fail(draft, id, error)
+
+
+def return_from_move(draft: Draft, id: str, error: InferenceError) -> bool:
+    """A load of a moved model failed: it returns to its old device, then to any device, while its requests wait.
+
+    False if it is not being moved, or was not loaded before.
+    """
+    model = draft.model(id)
+    if model.target is None or model.old_device is None:
+        return False
+    where = model.old_device if model.target != model.old_device else None
+    draft.warning("%s cannot be loaded on %s and returns to %s: %s", id, model.target, where or "any device", error)
+    draft.set_model(id, move_error=model.move_error or error, target=where, retry_at=draft.now)
+    draft.plan()
+    return True
 
 
 def _load_error(draft: Draft, id: str, worker: WorkerRecord, exit: WorkerExit) -> InferenceError:
     model = draft.model(id)
     if exit.cause is ExitCause.DEVICE_LOST:
         what = f"it could not be loaded: {exit.message}"
-        return device_care.loss(draft.state, model, worker.placement.devices, what, draft.now)
-    return resting(model, draft.now, str(exit.cause))
+        return device_care.device_lost_error(draft.state, model, worker.placement.devices, what, draft.now)
+    return failed_error(model, draft.now, str(exit.cause))
 
 
 def failed(draft: Draft, id: str, message: str, *, counts: bool = True) -> None:
@@ -392,7 +406,7 @@ def failed(draft: Draft, id: str, message: str, *, counts: bool = True) -> None:
     draft.advance(id, _E.FAIL)
 
 
-def resting(model: ModelRecord, now: float, cause: str | None = None) -> InferenceError:
+def failed_error(model: ModelRecord, now: float, cause: str | None = None) -> InferenceError:
     """The error for a request to a failed model, with the rest of its backoff."""
     rest = math.ceil(max(0.0, model.retry_at - now) * 10) / 10
     if model.shortages:

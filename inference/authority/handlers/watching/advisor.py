@@ -10,26 +10,24 @@ from typing import Any
 from headgate.shared.units import GIB, MIB
 from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for
+from inference.authority.handlers.queries.plan_inputs import held_models, request_for
 from inference.authority.handlers.queries.pressure_view import bounds_of, level, rungs, uses
-from inference.authority.handlers.watching.prospects import Moment
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.handlers.watching.predictions import Predictions
+from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan
 from inference.authority.pressure.advice import (
+    REJECTIONS_SECONDS,
     SWAP_SECONDS,
-    TURNED_AWAY_SECONDS,
     Alert,
     Change,
-    Crowd,
-    Fact,
-    Full,
-    Misfit,
-    Outgrown,
-    Swapping,
-    TurnedAway,
-    advise,
+    Kind,
     changes_of,
+    foreign_use_alert,
+    outgrown_alert,
+    pressure_alert,
+    queue_alert,
+    swapping_alert,
     swaps,
 )
 from inference.authority.pressure.levels import Level, Use
@@ -44,7 +42,7 @@ ROOM_FOR = "room for "
 
 
 # --- what happened ---------------------------------------------------------------------------------------------------
-def looked(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
+def note_foreign_use(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
     """Records foreign use of a device that is too full at a check."""
     advice = draft.state.advice
     at, peak = advice.peaks.get(use.device, (-math.inf, 0))
@@ -54,7 +52,7 @@ def looked(draft: Draft, use: Use, now: Level, shortfall_bytes: int) -> None:
         draft.set(advice=replace(advice, peaks=peaks))
 
 
-def refused(draft: Draft, model: str) -> None:
+def note_refusal(draft: Draft, model: str) -> None:
     """Records a final refusal of a load."""
     advice = draft.state.advice
     kept = {name: at for name, at in advice.refused.items() if name != model}
@@ -80,20 +78,14 @@ def alerts(state: State, now: float) -> tuple[Alert, ...]:
     """All current alerts; none without INFERENCE_ENABLE_MEMORY_ALERTS."""
     if not state.settings.enable_memory_alerts:
         return ()
-    return advise(_facts(state, now))
-
-
-def _facts(state: State, now: float) -> Iterator[Fact]:
-    yield from _devices(state, now)
-    yield from _swapping(state, now)
-    yield from _misfits(state, now)
-    yield from _outgrowths(state, now)
+    found = [*_devices(state, now), _swapping(state, now), *_misfits(state, now), *_outgrowths(state, now)]
     for priority, limit in state.settings.queue_limits.items():
-        recent = [at for at, *full in state.advice.turned_away if full == [priority, limit]]
-        yield TurnedAway(str(priority), limit, sum(now - at < TURNED_AWAY_SECONDS for at in recent))
+        recent = [at for at, *full in state.advice.rejections if full == [priority, limit]]
+        found.append(queue_alert(str(priority), limit, sum(now - at < REJECTIONS_SECONDS for at in recent)))
+    return tuple(alert for alert in found if alert is not None)
 
 
-def _outgrowths(state: State, now: float) -> Iterator[Fact]:
+def _outgrowths(state: State, now: float) -> Iterator[Alert | None]:
     """Growth of running workers, and for a while of ended ones."""
     for name, growth in state.advice.outgrown.items():
         model = state.models.get(name)
@@ -102,22 +94,21 @@ def _outgrowths(state: State, now: float) -> Iterator[Fact]:
         worker = state.worker_of(model)
         runs = worker is not None and worker.holding == growth.holding
         if runs or now - growth.at < LATELY_SECONDS:
-            yield Outgrown(name, growth.bytes, growth.overhead_bytes, model.spec.memory_overhead)
+            yield outgrown_alert(name, growth.bytes, growth.overhead_bytes, model.spec.memory_overhead)
 
 
-def _devices(state: State, now: float) -> Iterator[Fact]:
+def _devices(state: State, now: float) -> Iterator[Alert | None]:
     bounds = bounds_of(state)
     for use in uses(state, now):
         device = use.device
-        rung = rungs(state).get(device, Rung.NONE)
-        yield Full(device, level(state, use), rung, use.used_bytes, use.foreign_bytes, use.total_bytes)
+        yield pressure_alert(use, level(state, use), rungs(state).get(device, Rung.NONE))
         at, peak = state.advice.peaks.get(device, (-math.inf, 0))
         if now - at < LATELY_SECONDS:
             budget = state.ledger.accounts[device].budget_bytes
-            yield Crowd(device, peak, budget, use.total_bytes, bounds, host=device == CPU)
+            yield foreign_use_alert(device, peak, budget, use.total_bytes, bounds, host=device == CPU)
 
 
-def _swapping(state: State, now: float) -> Iterator[Fact]:
+def _swapping(state: State, now: float) -> Alert | None:
     since = now + state.unix_offset - SWAP_SECONDS
     records = [
         (record.model_name, record.explanation[0].removeprefix(ROOM_FOR))
@@ -127,17 +118,16 @@ def _swapping(state: State, now: float) -> Iterator[Fact]:
     models = state.models
     found = swaps([pair for pair in records if pair[0] in models and pair[1] in models])
     if found is None:
-        return
+        return None
     names, count = found
     residency = min(models[name].spec.min_residency for name in names)
     for pair in (names, names[::-1]):
         fix = _fix_beside(state, models[pair[0]], models[pair[1]], now)
         if fix is None:
-            return  # they can be loaded together
+            return None  # they can be loaded together
         if fix:
-            yield Swapping(pair, count, residency, fix)
-            return
-    yield Swapping(names, count, residency, {})
+            return swapping_alert(pair, count, residency, fix)
+    return swapping_alert(names, count, residency, {})
 
 
 def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: float) -> Mapping[str, Any] | None:
@@ -165,15 +155,15 @@ def _staying(state: State, without: set[str], now: float) -> tuple[Ledger, list[
 def _place(
     state: State, model: ModelRecord, ledger: Ledger, held: Sequence[Held], now: float
 ) -> Placement | Refusal | None:
-    devices = device_view.candidates(model.spec, device_view.readings(state, now), state.settings)
-    request = request_for(Subject.of(state, model.effective), devices)
+    devices = device_view.devices_of(state, model.spec, now)
+    request = request_for(state, model.effective, devices)
     if request is None:
         return None
     return plan(request, ledger, held, device_view.policy(state.settings, now))
 
 
-def _misfits(state: State, now: float) -> Iterator[Fact]:
-    moment = Moment(state, now) if state.advice.refused else None
+def _misfits(state: State, now: float) -> Iterator[Alert]:
+    moment = Predictions(state, now) if state.advice.refused else None
     for name, at in state.advice.refused.items():
         model = state.models.get(name)
         if model is None or moment is None or now - at >= LATELY_SECONDS:
@@ -181,13 +171,13 @@ def _misfits(state: State, now: float) -> Iterator[Fact]:
         refusal = moment.of(model)
         if isinstance(refusal, Refusal) and refusal.lacks and not refusal.waits_for:
             changes = changes_of(name, refusal.fix) or _allowing(state, model, refusal, now)
-            yield Misfit(name, refusal.reason, changes)
+            yield Alert(Kind.REFUSED, name, f"{name} does not fit: {refusal.reason}", changes)
 
 
 def _allowing(state: State, model: ModelRecord, refusal: Refusal, now: float) -> tuple[Change, ...]:
     """The limit of the service that would have to be raised for the model, verified with the planner."""
     ledger, held = _staying(state, {model.id}, now)
-    short = {lack.device: lack.need_bytes - lack.room_bytes for lack in refusal.lacks}
+    short = {lack.device: lack.need_bytes - lack.free_bytes for lack in refusal.lacks}
     if ledger.limit_bytes is not None:
         limit = math.ceil((ledger.limit_bytes + max(short.values())) / GIB * 10) / 10
         raised = replace(ledger, limit_bytes=int(limit * GIB))

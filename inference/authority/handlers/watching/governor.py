@@ -14,10 +14,10 @@ from inference.authority.draft import Draft
 from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.queries.pressure_view import bounds_of, levels, numbers_of, rules_of, uses
+from inference.authority.handlers.queries.pressure_view import bounds_of, levels, rules_of, uses
 from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
-from inference.authority.lifecycle.departures import Action, Reason
+from inference.authority.lifecycle import Action, Reason
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle
 from inference.authority.pressure.relief import SAYS, Leave, Limit, PressureInput, Relief, Tenant, Watch, step
 from inference.authority.state import DeviceSample, Sample, State
@@ -47,7 +47,7 @@ def tick(draft: Draft) -> None:
     if draft.now >= pressure.due_at and pressure.needs_read is None:
         needed = device_view.read(draft)
         draft.set(pressure=replace(pressure, due_at=draft.now + _interval(draft), needs_read=needed))
-    elif pressure.check_requested or any(_calls(draft.state, use) for use in uses(draft.state, draft.now)):
+    elif pressure.check_requested or any(_needs_check(draft.state, use) for use in uses(draft.state, draft.now)):
         check(draft, regular=False)
 
 
@@ -70,18 +70,18 @@ def regular_check(draft: Draft) -> None:
     draft.plan()
 
 
-def _calls(state: State, use: Use) -> bool:
+def _needs_check(state: State, use: Use) -> bool:
     gauge = state.pressure.watches.get(use.device, Watch()).gauge
     higher = settle(gauge, use, bounds_of(state)).level > gauge.level
     return higher or grew(gauge, use) or use.ours_bytes > gauge.ours_bytes
 
 
-def refused(draft: Draft) -> None:
+def request_check(draft: Draft) -> None:
     """A load was refused: schedules one check."""
     draft.set(pressure=replace(draft.state.pressure, check_requested=True))
 
 
-def booked(draft: Draft) -> None:
+def accept_use(draft: Draft) -> None:
     """Memory was reserved: the current foreign use counts as planned."""
     found = {use.device: use for use in uses(draft.state, draft.now)}
     watches = {
@@ -104,7 +104,7 @@ def check(draft: Draft, *, regular: bool) -> None:
     for use in found:
         _report(draft, use, before.get(use.device, Watch()), watches[use.device])
         short = draft.state.ledger.balance(use.device).shortfall_bytes
-        advisor.looked(draft, use, watches[use.device].gauge.level, short)
+        advisor.note_foreign_use(draft, use, watches[use.device].gauge.level, short)
     for action in actions:
         _carry_out(draft, action)
 
@@ -123,13 +123,12 @@ def _tenants(state: State, now: float) -> list[Tenant]:
 
 def _wanted(state: State, now: float) -> Collection[str]:
     """The accounts of the devices that waiting models need."""
-    found = device_view.readings(state, now)
     waiting = [
         model
         for model in state.models.values()
         if model.queue.waiters and model.state in (_S.COLD, _S.WARM) and not state.is_estimating(model)
     ]
-    devices = [item.id for model in waiting for item in device_view.candidates(model.effective, found, state.settings)]
+    devices = [item.id for model in waiting for item in device_view.devices_of(state, model.effective, now)]
     return {state.ledger.account_of(device) for device in devices}
 
 
@@ -140,7 +139,7 @@ def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
     write = draft.warning if rises or now.rung > before.rung else draft.info
     write(
         "%s is at %s (%s before): %s%s",
-        use.device, now.gauge.level, before.gauge.level, numbers_of(use),
+        use.device, now.gauge.level, before.gauge.level, use.numbers,
         "" if now.rung == before.rung else f"; {SAYS[now.rung]}",
     )  # fmt: skip
     data = {"device": use.device, "level": str(now.gauge.level), "rung": now.rung.name.lower()}

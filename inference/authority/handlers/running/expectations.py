@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from inference.authority.lifecycle.retry_after import (
+from inference.authority.state import ModelRecord, State
+from inference.authority.wait_queue import (
+    ORDER,
     expected_load_seconds,
     load_seconds_left,
     retry_after_seconds,
 )
-from inference.authority.lifecycle.retry_after import queue_seconds as queue_wait
-from inference.authority.lifecycle.wait_queue import ORDER
-from inference.authority.state import ModelRecord, State
+from inference.authority.wait_queue import queue_seconds as queue_wait
 from inference.protocol import ModelState, Priority, Progress
 
 _S = ModelState

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for one model.
+"""The queue of requests that wait for one model, and how long they will wait.
 
 The order is requests that must run alone, then `high`, `normal` and `low`, in order of arrival within a priority. The
 length is limited per priority, and every request has a deadline. Times are monotonic seconds.
@@ -6,12 +6,16 @@ length is limited per priority, and every request has a deadline. Times are mono
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from inference.protocol import Priority
 
 ORDER: tuple[Priority, ...] = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
+_NEWEST_SHARE = 0.2
+_LEAST_PROGRESS = 0.05
+"""Share of a load below which its progress does not predict its duration."""
 
 
 class QueueFullError(Exception):
@@ -68,13 +72,6 @@ class WaitQueue:
         kept = tuple(waiter for waiter in self.waiters if waiter.id != waiter_id)
         return self if len(kept) == len(self.waiters) else replace(self, waiters=kept)
 
-    def expire(self, now: float) -> tuple[WaitQueue, tuple[Waiter, ...]]:
-        """The queue without requests whose deadline has passed, and these requests."""
-        late = tuple(waiter for waiter in self.waiters if waiter.deadline_at <= now)
-        if not late:
-            return self, ()
-        return replace(self, waiters=tuple(waiter for waiter in self.waiters if waiter.deadline_at > now)), late
-
     def position(self, waiter_id: int) -> int | None:
         """The number of requests before this one; None if it does not wait."""
         return next((index for index, waiter in enumerate(self.waiters) if waiter.id == waiter_id), None)
@@ -82,3 +79,50 @@ class WaitQueue:
     def count(self, priority: Priority) -> int:
         """The number of waiting requests of this priority."""
         return sum(waiter.priority is priority for waiter in self.waiters)
+
+
+# --- expected waits --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Moving mean of the seconds between two answers while requests are in flight; None before the first."""
+
+    seconds: float | None = None
+
+    def answered(self, seconds: float) -> Pace:
+        """The pace after one more answer, `seconds` after the last one or after the first request."""
+        seconds = max(0.0, seconds)
+        if self.seconds is None:
+            return Pace(seconds)
+        return Pace(self.seconds + _NEWEST_SHARE * (seconds - self.seconds))
+
+
+def load_seconds_left(progress: float, took_seconds: float, last_seconds: float) -> float:
+    """Seconds left of a load with `progress` (0 to 1) after `took_seconds`; the last load took `last_seconds`.
+
+    An overdue load without progress is expected to take as long again as it is overdue.
+    """
+    if progress > _LEAST_PROGRESS:
+        return took_seconds * (1 - progress) / progress
+    return abs(last_seconds - took_seconds)
+
+
+def expected_load_seconds(count: int, bytes_per_second: float | None) -> float:
+    """Expected seconds of the first load of `count` bytes, at the rate of the service's last load; 1 s without one."""
+    return max(0.1, count / bytes_per_second) if bytes_per_second else 1.0
+
+
+def queue_seconds(ahead: int, places: int, pace: Pace) -> float | None:
+    """Seconds until one of `places` is free for a request with `ahead` requests before it, running ones included.
+
+    None if it has to wait and no pace was measured.
+    """
+    waits_for = ahead - places + 1
+    if waits_for <= 0:
+        return 0.0
+    return None if pace.seconds is None else waits_for * pace.seconds
+
+
+def retry_after_seconds(room: float, load: float, ahead: int = 0, pace: Pace | None = None) -> float:
+    """Whole seconds, at least 1."""
+    served = ahead * pace.seconds if pace is not None and pace.seconds is not None else 0.0
+    return float(max(1, math.ceil(max(0.0, room) + max(0.0, load) + served)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import Subject, held_models, request_for
+from inference.authority.handlers.queries.plan_inputs import held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running.oom_ladder import may_bend
+from inference.authority.handlers.running.oom_ladder import can_reduce
 from inference.authority.placement.plan import Refusal, Scene, prospect
 from inference.authority.state import ModelRecord, State
 
 
-class Moment:
+class Predictions:
     """Predictions for one state; shared inputs are computed once."""
 
     def __init__(self, state: State, now: float) -> None:
@@ -29,14 +29,14 @@ class Moment:
         state, now = self._state, self._now
         if self._scene is None:
             self._scene = Scene.of(state.ledger, held_models(state, now))
-        devices = device_view.candidates(model.effective, device_view.readings(state, now), state.settings)
+        devices = device_view.devices_of(state, model.effective, now)
         allowed = open_to(state, model.effective, devices, now)
         if isinstance(allowed, Refusal):
             return allowed
-        request = request_for(Subject.of(state, model.effective), allowed)
+        request = request_for(state, model.effective, allowed)
         if request is None:
             return None
         refusal = prospect(request, self._scene, device_view.policy(state.settings, now))
-        if refusal is not None and may_bend(model, refusal, now):
+        if refusal is not None and can_reduce(model, refusal, now):
             return None  # it may fit with smaller settings, which are measured when a request comes
         return refusal or True

@@ -1,4 +1,8 @@
-"""Workers with more host memory than reserved: the growth is booked, or the model leaves."""
+"""Memory of workers beyond the plan.
+
+Growth of host memory is booked, or the model leaves. The overhead on accelerators is learned from the first reading
+after a load.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,18 @@ from dataclasses import replace
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
-from inference.authority.effects import MeasureWorkers
-from inference.authority.handlers.running import departure, model_files
-from inference.authority.lifecycle.departures import Reason
+from inference.authority.effects import CheckFiles, LearnOverhead, MeasureWorkers
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.running import departure
+from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
-from inference.authority.state import Growth, State, WorkerRecord
+from inference.authority.state import Growth, Learning, State, WorkerRecord
 from inference.devices.device import CPU
-from inference.protocol import ModelState
+from inference.protocol import DeviceState, ModelState
 
 GROWTH_SLACK_BYTES = 64 * 2**20
+KNOWN_KINDS = frozenset({"sim"})
+"""Simulated devices hold buffers and nothing else."""
 _SERVING = (ModelState.READY, ModelState.BUSY)
 
 
@@ -30,12 +37,12 @@ def serving(state: State) -> tuple[str, ...]:
 
 
 def tick(draft: Draft) -> None:
-    """Begins a measurement of the memory of workers, at intervals."""
-    if draft.now >= draft.state.watch_at:
-        draft.set(watch_at=draft.now + draft.state.timing.watch_seconds)
+    """Begins a measurement of the memory of workers and a check of the files of all models, at intervals."""
+    if draft.now >= draft.state.memory_check_at:
+        draft.set(memory_check_at=draft.now + draft.state.timing.watch_seconds)
         if workers := serving(draft.state):
             draft.emit(MeasureWorkers(workers))
-        model_files.look(draft)
+        draft.emit(CheckFiles(tuple(model.effective for model in draft.state.models.values())))
 
 
 def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
@@ -43,7 +50,7 @@ def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
     there = {*serving(draft.state)}
     for id, seen in bytes.items():
         if id in there:
-            _look(draft, draft.worker(id), seen)
+            _check_growth(draft, draft.worker(id), seen)
 
 
 def growth_bytes(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> int:
@@ -54,12 +61,12 @@ def growth_bytes(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> 
     return seen_bytes - held if seen_bytes - held > GROWTH_SLACK_BYTES + held // 10 else 0
 
 
-def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
+def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     """Books the growth if it fits, else drains the model, so that other models do not lose memory."""
     more = growth_bytes(draft.state.ledger, worker.holding, CPU, seen)
     if not more:
         return
-    _note(draft, worker, more)
+    _note_growth(draft, worker, more)
     try:
         ledger = draft.state.ledger.grow(worker.holding, CPU, more)
     except LedgerError as error:
@@ -75,7 +82,7 @@ def _look(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     draft.warning("the worker of %s uses %s more than reserved; it is booked now", worker.model, format_bytes(more))
 
 
-def _note(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
+def _note_growth(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
     """Stores the growth for an alert."""
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
@@ -102,3 +109,33 @@ def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
         draft.set_worker(id, grown_bytes=worker.grown_bytes - back)
         total += back
     return total
+
+
+# --- overhead on accelerators ----------------------------------------------------------------------------------------
+
+
+def learn_overhead(draft: Draft, worker: WorkerRecord) -> None:
+    """A worker was loaded."""
+    devices = tuple(name for name in worker.before if name != CPU and worker.device.kind not in KNOWN_KINDS)
+    if devices:
+        waiting = Learning(worker.id, devices, device_view.read(draft))
+        draft.set(learning=(*draft.state.learning, waiting))
+
+
+def overhead_read(draft: Draft, *, failed: bool) -> None:
+    """A reading has come."""
+    due = [item for item in draft.state.learning if draft.state.devices.done >= item.needs_read]
+    if not due:
+        return
+    draft.set(learning=tuple(item for item in draft.state.learning if item not in due))
+    for item in due if not failed else ():
+        worker = draft.state.workers.get(item.worker)
+        if worker is None or worker.ready is None:
+            continue
+        for name in item.devices:
+            reading = device_view.reading(draft.state, name, draft.now)
+            buffers = sum(buffer.bytes for buffer in worker.ready.buffers if buffer.device == name)
+            if reading is not None and reading.state is DeviceState.HEALTHY:
+                seen = worker.before[name].observed(reading, draft.state.ledger, worker.holding, buffers)
+                if seen is not None:
+                    draft.emit(LearnOverhead(reading, seen))

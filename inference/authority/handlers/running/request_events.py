@@ -1,25 +1,25 @@
-"""Requests for models: queue, lease, end, and deadlines."""
+"""Requests for models: queue, lease, end, deadlines, and requests that are suspected of ending their workers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
-from inference.authority.events import Released, Wanted, Withdrawn
-from inference.authority.handlers.queueing import expectations
-from inference.authority.handlers.running import departure, device_care, keeping, tickets
-from inference.authority.lifecycle.departures import Reason
-from inference.authority.lifecycle.transitions import ModelEvent
-from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
+from inference.authority.events import CaseCleared, CrashReported, Released, RequestAnswered, Wanted, Withdrawn
+from inference.authority.handlers.running import departure, device_care, expectations, keeping, tickets
+from inference.authority.lifecycle import ModelEvent, Reason
 from inference.authority.placement.plan import Result
-from inference.authority.state import Purpose, TicketRecord, TimerKind
+from inference.authority.quarantine import Standing
+from inference.authority.state import Purpose, State, TicketRecord, TimerKind
+from inference.authority.wait_queue import QueueFullError, Waiter
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ModelNotFound, QueueFull, ShuttingDown
 from inference.protocol import FULL_FOR, ModelState, Priority
 
 _S = ModelState
 _READY = (ModelState.READY, ModelState.BUSY)
-MOST_TURNED_AWAY = 1000
+MOST_REJECTIONS = 1000
 
 
 def wanted(draft: Draft, event: Wanted) -> None:
@@ -57,8 +57,8 @@ def _queue_full(draft: Draft, event: Wanted) -> QueueFull:
     model, priority = draft.model(event.model), event.priority
     advice = draft.state.advice
     turned = (draft.now, priority, draft.state.settings.queue_limits[priority])
-    turned_away = (*advice.turned_away, turned)[-MOST_TURNED_AWAY:]
-    draft.set(advice=replace(advice, turned_away=turned_away))
+    rejections = (*advice.rejections, turned)[-MOST_REJECTIONS:]
+    draft.set(advice=replace(advice, rejections=rejections))
     return QueueFull(
         f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r} "
         f"(INFERENCE_QUEUE_{priority.upper()})",
@@ -97,7 +97,7 @@ def expired(draft: Draft, id: int) -> None:
     draft.plan()
 
 
-def put_off(draft: Draft, seconds: float) -> None:
+def extend_deadlines(draft: Draft, seconds: float) -> None:
     """Extends the deadlines of waiting requests by a pause in which the service did not run."""
     draft.warning("the service did not run for %.1f s; extending the deadlines of waiting requests", seconds)
     timers = {timer: at + seconds if timer[0] is TimerKind.TICKET else at for timer, at in draft.state.timers.items()}
@@ -150,7 +150,7 @@ def idle_models_leave(draft: Draft) -> None:
             departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, model))
 
 
-def load_again(draft: Draft) -> None:
+def reload_lost(draft: Draft) -> None:
     """Loads models in use that lost their device again, after all other requests."""
     names = draft.state.reloads
     draft.set(reloads=())
@@ -166,13 +166,70 @@ def load_again(draft: Draft) -> None:
 def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
     """A model that lost its device was loaded again, or the load failed."""
     if error is None:
-        device_care.at_home(draft, ticket.model)
+        device_care.loaded_again(draft, ticket.model)
     else:
         draft.info("%s is not loaded again: %s", ticket.model, error.message)
 
 
-def quiesce(draft: Draft, error: InferenceError | None = None) -> None:
+def stop_accepting(draft: Draft, error: InferenceError | None = None) -> None:
     """The service is shutting down: all waiting requests fail."""
     draft.set(closing=True)
     for model in draft.state.models:
         tickets.fail(draft, model, error or ShuttingDown())
+
+
+# --- quarantine ------------------------------------------------------------------------------------------------------
+def crash_reported(draft: Draft, event: CrashReported) -> None:
+    """A worker crash_reported while a request was in flight."""
+    model = draft.state.models.get(event.model)
+    if model is None:
+        return
+    quarantine = model.quarantine.crashed(event.key, event.crash, draft.now)
+    draft.set_model(model.id, quarantine=quarantine)
+    draft.warning(
+        "request %s to %s is %s: %s%s",
+        event.key, model.id, quarantine.standing(event.key, draft.now), event.crash.message,
+        " (alone)" if event.crash.alone else "",
+    )  # fmt: skip
+
+
+def request_answered(draft: Draft, event: RequestAnswered) -> None:
+    """A request was request_answered, and the worker is alive."""
+    if event.crashes:
+        draft.count("recoveries", "rerun")
+    model = draft.state.models.get(event.model)
+    if model is None:
+        return
+    quarantine = model.quarantine
+    if not quarantine.cases and not quarantine.in_a_row and not quarantine.doubted:
+        return
+    if quarantine.standing(event.key, draft.now) is not Standing.INNOCENT:
+        draft.info("request %s to %s is no longer suspected", event.key, model.id)
+    draft.set_model(model.id, quarantine=quarantine.answered(event.key))
+
+
+def case_cleared(draft: Draft, event: CaseCleared) -> None:
+    """An operator removed a request from quarantine."""
+    model = draft.state.models.get(event.model)
+    if model is not None:
+        draft.set_model(model.id, quarantine=model.quarantine.forget(event.key))
+        draft.info("an operator removed request %s to %s from quarantine", event.key, model.id)
+
+
+def cases(state: State, now: float) -> list[dict[str, Any]]:
+    """All current cases by model, oldest first; times in seconds."""
+    return [
+        {
+            "key": key,
+            "model": model.id,
+            "standing": str(case.standing),
+            "crashes": case.crashes,
+            "cause": str(case.cause),
+            "message": case.message,
+            "age_seconds": round(now - case.since, 3),
+            "seconds_left": round(case.until - now, 3),
+        }
+        for model in state.models.values()
+        for key, case in model.quarantine.cases.items()
+        if model.quarantine.standing(key, now) is not Standing.INNOCENT
+    ]

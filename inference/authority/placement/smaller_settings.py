@@ -1,8 +1,16 @@
-"""Finds smaller settings with which a model would fit."""
+"""Smaller settings for a model that lacks memory.
+
+`nearest_fix` computes a suggestion for an operator. `next_step` has the steps of `oom_policy: reduce`: clean up,
+smaller batch, smaller context. They are taken once. Then the model keeps the smaller sizes that helped, or its requests
+fail, until the rest period is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from inference.estimate.layers import Layers
@@ -10,8 +18,14 @@ from inference.estimate.layers import Layers
 CONTEXT_STEP = 256
 LEAST_CONTEXT = 512
 SMALLER_KV = ("q8_0", "q4_0")
+REST_SECONDS = 60.0
+"""Configured sizes are tried again this long after the last step."""
+LEAST_UBATCH = 32
+UBATCH_SHARE = 4
+LEAST_REDUCED_CONTEXT = 256
 
 
+# --- suggestions -----------------------------------------------------------------------------------------------------
 class Fits(Protocol):
     """Whether a model with these layers would fit; without `host`: whether its accelerator part would fit."""
 
@@ -78,3 +92,52 @@ def _most(true: Callable[[int], bool], most: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+# --- oom_policy: reduce ----------------------------------------------------------------------------------------------
+class Step(StrEnum):
+    """One step."""
+
+    CLEAN = "clean up"
+    """all models drop retained prefixes and trim their heaps"""
+    UBATCH = "smaller ubatch"
+    CONTEXT = "smaller context"
+
+
+ORDER = tuple(Step)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The number of steps of ORDER that were taken, and the end of the rest period (seconds)."""
+
+    taken: int = 0
+    rests_until: float = -math.inf
+
+    def rest(self, now: float) -> float:
+        """Seconds until configured sizes may be tried again."""
+        return max(0.0, self.rests_until - now)
+
+    def rested(self, now: float) -> Reduction:
+        """The same, or a new one after the rest period."""
+        return self if self.rest(now) else Reduction()
+
+
+def next_step(reduction: Reduction, now: float, without: Collection[Step] = ()) -> tuple[Reduction, Step | None]:
+    """The next step that is not in `without`; None after the last one, which begins the rest period."""
+    taken = reduction.taken
+    while taken < len(ORDER) and ORDER[taken] in without:
+        taken += 1
+    if taken == len(ORDER):
+        return reduction, None
+    return Reduction(taken + 1, now + REST_SECONDS), ORDER[taken]
+
+
+def smaller_ubatch(ubatch: int) -> int | None:
+    """A quarter of it, with about a quarter of the compute memory; None if it is at its minimum."""
+    return max(LEAST_UBATCH, ubatch // UBATCH_SHARE) if ubatch > LEAST_UBATCH else None
+
+
+def smaller_context(context_length: int) -> int | None:
+    """Half of it; None if it is at its minimum."""
+    return max(LEAST_REDUCED_CONTEXT, context_length // 2) if context_length > LEAST_REDUCED_CONTEXT else None

@@ -1,0 +1,124 @@
+"""The start: creates the accounts of devices, tests suspension if configured, and loads configured models.
+
+Models are loaded in order and without evictions.
+"""
+
+from __future__ import annotations
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.effects import CheckSuspension
+from inference.authority.events import DevicesFound, SuspensionTested, Wanted
+from inference.authority.handlers.placing import decision
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.running import device_care, estimates, request_events
+from inference.authority.handlers.running.keeping import TESTED
+from inference.authority.handlers.watching import governor
+from inference.authority.state import Purpose, TicketRecord, TimerKind
+from inference.errors import InferenceError
+from inference.settings import ModelSpec
+
+TICK_SECONDS = 0.5
+
+
+def devices_found(draft: Draft, event: DevicesFound) -> None:
+    """The devices of the machine were found."""
+    draft.set(unix_offset=event.unix - draft.now)
+    draft.set_devices(measured=event.readings, refreshed_at=draft.now, carriers=dict(event.carriers))
+    device_care.take_readings(draft)
+    draft.state = device_view.limited(device_view.entered(draft.state, draft.now))
+    there = device_view.accelerators(draft.state, draft.now)
+    for item in device_view.readings(draft.state, draft.now):
+        draft.info("device %s: %s, %s", item.id, item.name, format_bytes(item.total_bytes))
+    if not there:
+        draft.info("no accelerators: models run on the CPU")
+    governor.begin(draft)
+    _prove(draft)
+    if not draft.state.devices.suspension_checks:
+        _started(draft)
+
+
+def _prove(draft: Draft) -> None:
+    """Begins suspension tests: on simulated devices before any load, on others in the background."""
+    mode = draft.state.settings.warm_checkpoint
+    devices = {item.kind: item for item in reversed(device_view.accelerators(draft.state, draft.now))}
+    suspension: dict[str, str | None] = {}
+    suspension_checks: set[str] = set()
+    for kind in draft.state.devices.carriers:
+        if mode == "off" or (mode == "simulated" and kind not in TESTED):
+            suspension[kind] = f"INFERENCE_WARM_CHECKPOINT is {mode}"
+        elif kind not in devices:
+            suspension[kind] = "there is no such device"
+        else:
+            draft.emit(CheckSuspension(kind, devices[kind]))
+            if kind in TESTED:
+                suspension_checks.add(kind)
+    draft.set_devices(suspension=suspension, suspension_checks=frozenset(suspension_checks))
+
+
+def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
+    """A suspension test has ended."""
+    devices = draft.state.devices
+    carrier = devices.carriers.get(event.kind, event.kind)
+    if event.problem is None:
+        draft.info("warm models are kept by checkpoints of %s: the test succeeded", carrier)
+    else:
+        draft.warning("checkpoints of %s are not used: %s", carrier, event.problem)
+    draft.set_devices(
+        suspension={**devices.suspension, event.kind: event.problem},
+        suspension_checks=devices.suspension_checks - {event.kind},
+    )
+    if devices.suspension_checks and not draft.state.devices.suspension_checks and not draft.state.started:
+        _started(draft)
+
+
+def _started(draft: Draft) -> None:
+    """Completes the start. Requests may be waiting already, because the port opens before."""
+    startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
+    draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
+    draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
+    device_care.publish(draft)
+    draft.plan()
+
+
+# --- loads at the start ----------------------------------------------------------------------------------------------
+def load_next(draft: Draft) -> None:
+    """Requests the next model, when a worker of the one before was started."""
+    while draft.state.startup and not draft.state.closing:
+        waiting = [item.model for item in draft.state.tickets.values() if item.purpose is Purpose.STARTUP]
+        if any(name in draft.state.models and draft.model(name).worker is None for name in waiting):
+            return
+        name, *rest = draft.state.startup
+        draft.set(startup=tuple(rest))
+        if name in draft.state.models:
+            request_events.wanted(draft, Wanted(draft.number(), name, purpose=Purpose.STARTUP))
+
+
+def load_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
+    """A model is loaded, or could not be."""
+    if error is not None:
+        draft.warning("%s is not loaded at start: %s", ticket.model, error.message)
+
+
+# --- measurements before the first request ---------------------------------------------------------------------------
+def measure_next(draft: Draft) -> None:
+    """Measures models before their first request, one after the other, so that misfits are known early."""
+    while draft.state.to_measure:
+        model = draft.state.models.get(draft.state.to_measure[0])
+        if model is not None and model.id not in draft.checked_files:
+            draft.plan()
+            return
+        key = None if model is None else decision.unmeasured(draft.state, model, draft.now)
+        if key is not None and estimates.request(draft, key):
+            return
+        draft.set(to_measure=draft.state.to_measure[1:])
+
+
+def cannot_measure_ahead(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
+    """A model without waiting requests cannot be measured."""
+    if spec.id not in draft.state.to_measure:
+        return
+    draft.set(to_measure=tuple(name for name in draft.state.to_measure if name != spec.id))
+    draft.warning("%s cannot be measured: %s", spec.id, error.message)
+    draft.set_model(spec.id, failure=error.message)
+    draft.changed()

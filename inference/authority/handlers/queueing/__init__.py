@@ -1,1 +1,0 @@
-"""Arrival, deadline, end and quarantine of requests."""

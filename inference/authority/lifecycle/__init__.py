@@ -1,1 +1,0 @@
-"""Lifecycle of a model, its queue, its backoff and Retry-After."""
