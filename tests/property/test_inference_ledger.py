@@ -180,7 +180,7 @@ def test_new_account_has_its_whole_budget() -> None:
     (lack,) = ledger.lacks({"cpu": 601})
     assert (lack.free_bytes, lack.bound) == (600, "the share of the device that may be used")
     seen = ledger.observe("cpu", 900, 100)
-    assert seen.lacks({"cpu": 101})[0].room_bytes == 100
+    assert seen.lacks({"cpu": 101})[0].free_bytes == 100
 
 
 def test_the_limit_counts_all_devices_together() -> None:
