@@ -9,31 +9,26 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from inference import worker_link
+from inference.worker_link import Drain, Forget, Grant, Hold, Limit, Offload, Stop, Threads
 
 MAX_LINE_BYTES = 1 << 20
+
+Order = Drain | Stop | Offload | Limit | Forget | Threads
+"""What a worker with a model carries out."""
 
 
 class Channel:
     """The inherited socketpair. Its end of file ends this process at once."""
 
-    def __init__(
-        self,
-        handle: int,
-        on_drain: Callable[[], None],
-        on_stop: Callable[[], None],
-        on_offload: Callable[[worker_link.Offload], None],
-        on_throttle: Callable[[worker_link.Limit | worker_link.Forget | worker_link.Threads], None],
-    ) -> None:
+    def __init__(self, handle: int, on_order: Callable[[Order], None]) -> None:
         self._socket = socket.socket(fileno=handle)
         self._socket.setblocking(True)
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[worker_link.Grant | worker_link.Hold] = queue.SimpleQueue()
-        self._on_drain = on_drain
-        self._on_stop = on_stop
-        self._on_offload = on_offload
-        self._on_throttle = on_throttle
+        self._loads: queue.SimpleQueue[Grant | Hold] = queue.SimpleQueue()
+        self._on_order = on_order
 
     def start(self) -> None:
         """Starts reading."""
@@ -44,16 +39,15 @@ class Channel:
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(worker_link.encode(message))
 
-    def order(self) -> worker_link.Grant | worker_link.Hold:
+    def order(self) -> Grant | Hold:
         """Waits for the order to load or to hold, without a limit: a warm worker may wait for hours."""
-        return self._orders.get()
+        return self._loads.get()
 
-    def grant(self) -> worker_link.Grant:
+    def grant(self) -> Grant:
         """Waits for the order to load, where no other order is valid."""
-        order = self._orders.get()
-        if isinstance(order, worker_link.Hold):
+        order = self._loads.get()
+        if isinstance(order, Hold):
             self._leave("the authority sent hold to a worker that already has a model")
-        assert isinstance(order, worker_link.Grant)
         return order
 
     def _read(self) -> None:
@@ -77,20 +71,14 @@ class Channel:
 
     def _handle(self, message: worker_link.Message) -> None:
         match message:
-            case worker_link.Grant() | worker_link.Hold():
-                self._orders.put(message)
-            case worker_link.Offload():
-                self._on_offload(message)
-            case worker_link.Limit() | worker_link.Forget() | worker_link.Threads():
-                self._on_throttle(message)
-            case worker_link.Drain():
-                self._on_drain()
-            case worker_link.Stop():
-                self._on_stop()
+            case Grant() | Hold():
+                self._loads.put(message)
+            case Drain() | Stop() | Offload() | Limit() | Forget() | Threads():
+                self._on_order(message)
             case _:
                 self._leave(f"the authority sent {message.tag}, which only workers send")
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> NoReturn:
         sys.stderr.write(f"worker: {reason}\n")
         sys.stderr.flush()
         os._exit(1)

@@ -26,7 +26,7 @@ from headgate.shared import log as logs
 from headgate.shared.event_loop import new_event_loop
 from inference.protocol import ExitCause
 from inference.worker import malloc_trim
-from inference.worker.channel import Channel
+from inference.worker.channel import Channel, Order
 from inference.worker.worker_errors import LoadError, UnloadedError
 from inference.worker_link import (
     BEAT_SECONDS,
@@ -34,6 +34,7 @@ from inference.worker_link import (
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
+    Drain,
     Failed,
     Forget,
     Grant,
@@ -44,6 +45,7 @@ from inference.worker_link import (
     Limit,
     LoadProgress,
     Offload,
+    Stop,
     Threads,
 )
 
@@ -100,7 +102,7 @@ class Worker:
     def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
         """`keep_handle`: shared memory for sequences that outlive the process."""
         self._socket = socket.socket(fileno=socket_handle)
-        self._channel = Channel(link_handle, self._drain, self._stop, self._offload, self._throttle)
+        self._channel = Channel(link_handle, self._receive)
         self._keep_handle = keep_handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
@@ -197,40 +199,39 @@ class Worker:
     def _await_sigterm(self) -> None:
         while True:
             signal.sigwait({signal.SIGTERM})
-            self._drain()
+            self._end("drain")
 
-    def _drain(self) -> None:
-        self._order("drain")
-
-    def _stop(self) -> None:
-        self._order("stop")
-
-    def _offload(self, order: Offload) -> None:
-        self._offloading = order
-        self._order("offload")
-
-    def _throttle(self, order: Limit | Forget | Threads) -> None:
-        """Applies a limit. Models that pool have no sequences to limit or drop, but may have a heap to trim."""
-        if isinstance(order, Threads):
-            self._threads = order.count
-            if (loop := self._loop) is not None:
-                loop.call_soon_threadsafe(self._use_threads)
-            return
-        if isinstance(order, Limit):
-            if self._engine is not None:
-                self._engine.limit(order.sequences)
-            return
-        if self._engine is not None:
-            self._engine.forget()
-        malloc_trim.trim()
+    def _receive(self, order: Order) -> None:
+        """Carries out an order of the authority. Models that pool have no sequences to limit or drop, but may have a
+        heap to trim.
+        """
+        match order:
+            case Drain():
+                self._end("drain")
+            case Stop():
+                self._end("stop")
+            case Offload():
+                self._offloading = order
+                self._end("offload")
+            case Threads():
+                self._threads = order.count
+                if (loop := self._loop) is not None:
+                    loop.call_soon_threadsafe(self._use_threads)
+            case Limit():
+                if self._engine is not None:
+                    self._engine.limit(order.sequences)
+            case Forget():
+                if self._engine is not None:
+                    self._engine.forget()
+                malloc_trim.trim()
 
     def _use_threads(self) -> None:
         """Runs on the loop, as offloading does, so the context stays valid."""
         if self._context is not None and self._threads is not None:
             self._context.use_threads(self._threads)
 
-    def _order(self, order: str) -> None:
-        """Before the model serves, the process ends at once."""
+    def _end(self, order: str) -> None:
+        """Ends serving with drain, stop or offload. Before the model serves, the process ends at once."""
         loop = self._loop
         if loop is None:
             _exit(0)
