@@ -164,26 +164,21 @@ def form_of(given: ChatBody | CompletionRequest) -> tuple[Form | None, str]:
 
     Raises BadRequestError, also when two parameters require a form.
     """
-    required: dict[str, Form] = {}
+    required: dict[str, Form | None] = {}
     if isinstance(given, ChatBody) and given.response_format is not None:
-        _require(required, "response_format", _response_format(given.response_format))
+        required["response_format"] = _response_format(given.response_format)
     if given.json_schema is not None:
-        _require(required, "json_schema", Json(given.json_schema, closed=True))
+        required["json_schema"] = Json(given.json_schema, closed=True)
     for name, read in _FORM_READERS.items():
         if (value := getattr(given, name)) is not None:
-            _require(required, name, read(value, name))
+            required[name] = read(value, name)
     if given.structured_outputs is not None:
-        _require(required, "structured_outputs", _structured(given.structured_outputs))
-    for name, form in required.items():
-        return form, name
-    return None, ""
-
-
-def _require(required: dict[str, Form], name: str, form: Form | None) -> None:
-    if form is not None:
-        for first in required:
-            raise BadRequestError(f"{first} and {name} both set the format of the answer; send one of them", name)
-        required[name] = form
+        required["structured_outputs"] = _structured(given.structured_outputs)
+    forms = [(form, name) for name, form in required.items() if form is not None]
+    if len(forms) > 1:
+        (_, first), (_, second), *_ = forms
+        raise BadRequestError(f"{first} and {second} both set the format of the answer; send one of them", second)
+    return forms[0] if forms else (None, "")
 
 
 def _response_format(given: ResponseFormat) -> Form | None:
