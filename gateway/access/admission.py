@@ -37,24 +37,22 @@ class Admission:
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings
-        self._bounds = _bounds(settings)
-        self._state = core.QueueState()
+        self._queue = core.AdmissionQueue(_bounds(settings))
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
-        telemetry.in_flight.set_function(lambda: len(self._state.running))
-        telemetry.queue_depth.set_function(lambda: len(self._state.waiting))
+        telemetry.in_flight.set_function(lambda: len(self._queue.running))
+        telemetry.queue_depth.set_function(lambda: len(self._queue.waiting))
 
     @property
     def in_flight(self) -> int:
         """Number of running requests."""
-        return len(self._state.running)
+        return len(self._queue.running)
 
     def apply(self, settings: AdmissionSettings) -> None:
         """Applies new bounds. Running and waiting requests stay."""
         self._settings = settings
-        self._bounds = _bounds(settings)
-        self._step(core.resize(self._state, self._bounds, asyncio.get_running_loop().time()))
+        self._carry_out(self._queue.resize(_bounds(settings), asyncio.get_running_loop().time()))
 
     async def enter(self, priority: Priority, client_timeout: float | None = None) -> int:
         """Waits for a place and returns its number; raises RefusedError (429, 504) when there is none in time.
@@ -66,13 +64,12 @@ class Admission:
         timeout = self._settings.queue_timeout
         now = loop.time()
         deadline = now + (timeout if client_timeout is None else min(client_timeout, timeout))
-        outcome = core.arrive(self._state, self._bounds, number, priority, deadline, now)
-        if number in outcome[0].running:
-            self._state = outcome[0]  # a request that starts at once changes nothing for others
-            return number
+        effects = self._queue.arrive(number, priority, deadline, now)
+        if number in self._queue.running:
+            return number  # a request that starts at once changes nothing for others
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting[number] = _Waiting(turn, timeout, client_timeout)
-        self._step(outcome)
+        self._carry_out(effects)
         try:
             await turn
         except BaseException:
@@ -84,10 +81,9 @@ class Admission:
 
     def leave(self, number: int) -> None:
         """Releases a place; the next request may start."""
-        self._step(core.leave(self._state, self._bounds, number, asyncio.get_running_loop().time()))
+        self._carry_out(self._queue.leave(number, asyncio.get_running_loop().time()))
 
-    def _step(self, outcome: tuple[core.QueueState, tuple[core.Effect, ...]]) -> None:
-        self._state, effects = outcome
+    def _carry_out(self, effects: list[core.Effect]) -> None:
         for effect in effects:
             waiting = self._waiting.get(effect.number)
             if waiting is None or waiting.turn.done():
@@ -96,7 +92,7 @@ class Admission:
                 waiting.turn.set_result(None)
             else:
                 waiting.turn.set_exception(self._refusal(effect, waiting))
-        if self._timer is not None or self._state.waiting:
+        if self._timer is not None or self._queue.waiting:
             self._arm()
 
     def _refusal(self, rejected: core.Reject, waiting: _Waiting) -> RefusedError:
@@ -120,12 +116,12 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (due := core.next_deadline(self._state)) is not None:
+        if (due := self._queue.next_deadline) is not None:
             self._timer = asyncio.get_running_loop().call_at(due, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        self._step(core.expire(self._state, self._bounds, asyncio.get_running_loop().time()))
+        self._carry_out(self._queue.expire(asyncio.get_running_loop().time()))
 
 
 def _bounds(settings: AdmissionSettings) -> core.Bounds:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.access.rate_limits import UNKNOWN_SECONDS, expected_end
@@ -40,18 +39,6 @@ class Waiter:
     deadline: float
 
 
-class QueueState(NamedTuple):
-    """The running requests with their start, and the waiting ones in the order of arrival.
-
-    `turns` counts the places that waiting requests got; `mean_seconds` is the mean duration of requests, once known.
-    """
-
-    running: Mapping[int, float] = MappingProxyType({})
-    waiting: tuple[Waiter, ...] = ()
-    turns: int = 0
-    mean_seconds: float | None = None
-
-
 class RejectReason(StrEnum):
     """Why a request was rejected."""
 
@@ -77,79 +64,76 @@ class Reject:
 Effect = Admit | Reject
 
 
-def try_enter(state: QueueState, bounds: Bounds, number: int, now: float) -> QueueState | None:
-    """The state after a new request starts at once; None when it cannot."""
-    running, waiting, turns, mean_seconds = state
-    if waiting or len(running) >= bounds.in_flight:
-        return None
-    return QueueState({**running, number: now}, (), turns, mean_seconds)
+class AdmissionQueue:
+    """The running requests with their start, and the waiting ones in the order of arrival."""
 
+    def __init__(self, bounds: Bounds) -> None:
+        self.running: dict[int, float] = {}
+        self.waiting: list[Waiter] = []
+        self.mean_seconds: float | None = None
+        """The mean duration of requests, once known."""
+        self._bounds = bounds
+        self._turns = 0
+        """Number of places that waiting requests got."""
 
-def arrive(
-    state: QueueState, bounds: Bounds, number: int, priority: Priority, deadline: float, now: float
-) -> tuple[QueueState, tuple[Effect, ...]]:
-    """A request arrives: it starts, waits, or is rejected. A full queue drops a request of a lower priority for it."""
-    if (entered := try_enter(state, bounds, number, now)) is not None:
-        return entered, (Admit(number),)
-    waiter = Waiter(number, priority, deadline)
-    if len(state.waiting) < bounds.queue:
-        return state._replace(waiting=(*state.waiting, waiter)), ()
-    wait = _room_in_queue(state, now)
-    lowest = max(state.waiting, key=lambda other: (_RANK[other.priority], other.number), default=None)
-    if lowest is None or _RANK[lowest.priority] <= _RANK[priority]:
-        return state, (Reject(number, RejectReason.FULL, wait),)
-    others = tuple(other for other in state.waiting if other != lowest)
-    return state._replace(waiting=(*others, waiter)), (Reject(lowest.number, RejectReason.FULL, wait),)
+    def arrive(self, number: int, priority: Priority, deadline: float, now: float) -> list[Effect]:
+        """A request arrives: it starts, waits, or is rejected. A full queue drops a request of a lower priority."""
+        if not self.waiting and len(self.running) < self._bounds.in_flight:
+            self.running[number] = now
+            return [Admit(number)]
+        waiter = Waiter(number, priority, deadline)
+        if len(self.waiting) < self._bounds.queue:
+            self.waiting.append(waiter)
+            return []
+        wait = self._room_in_queue(now)
+        lowest = max(self.waiting, key=lambda other: (_RANK[other.priority], other.number), default=None)
+        if lowest is None or _RANK[lowest.priority] <= _RANK[priority]:
+            return [Reject(number, RejectReason.FULL, wait)]
+        self.waiting.remove(lowest)
+        self.waiting.append(waiter)
+        return [Reject(lowest.number, RejectReason.FULL, wait)]
 
+    def leave(self, number: int, now: float) -> list[Effect]:
+        """Request `number` ended or stopped waiting; the next one may start. Unknown numbers change nothing."""
+        since = self.running.pop(number, None)
+        if since is not None:
+            took, mean = now - since, self.mean_seconds
+            self.mean_seconds = took if mean is None else mean + (took - mean) / _MEAN_REQUESTS
+        else:
+            self.waiting = [waiter for waiter in self.waiting if waiter.number != number]
+        return self._fill(now)
 
-def leave(state: QueueState, bounds: Bounds, number: int, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
-    """Request `number` ended or stopped waiting; the next one may start. Unknown numbers change nothing."""
-    since = state.running.get(number)
-    if since is not None:
-        took, mean = now - since, state.mean_seconds
-        running = {**state.running}
-        del running[number]
-        state = QueueState(
-            running, state.waiting, state.turns, took if mean is None else mean + (took - mean) / _MEAN_REQUESTS
-        )
-    elif state.waiting:
-        state = state._replace(waiting=tuple(waiter for waiter in state.waiting if waiter.number != number))
-    return _fill(state, bounds, now) if state.waiting else (state, ())
+    def expire(self, now: float) -> list[Effect]:
+        """Rejects all requests whose deadline has passed."""
+        late = [waiter for waiter in self.waiting if waiter.deadline <= now]
+        self.waiting = [waiter for waiter in self.waiting if waiter.deadline > now]
+        # a retry queues behind the requests that still wait
+        behind = (len(self.waiting) + 1) * (self.mean_seconds or 0.0) / self._bounds.in_flight
+        return [Reject(waiter.number, RejectReason.LATE, max(UNKNOWN_SECONDS, behind)) for waiter in late]
 
+    def resize(self, bounds: Bounds, now: float) -> list[Effect]:
+        """Applies new bounds: waiting requests may start; none is rejected."""
+        self._bounds = bounds
+        return self._fill(now)
 
-def expire(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
-    """Rejects all requests whose deadline has passed."""
-    late = tuple(waiter for waiter in state.waiting if waiter.deadline <= now)
-    state = state._replace(waiting=tuple(waiter for waiter in state.waiting if waiter.deadline > now))
-    # a retry queues behind the requests that still wait
-    wait = max(UNKNOWN_SECONDS, (len(state.waiting) + 1) * (state.mean_seconds or 0.0) / bounds.in_flight)
-    return state, tuple(Reject(waiter.number, RejectReason.LATE, wait) for waiter in late)
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` is due next, or None."""
+        return min((waiter.deadline for waiter in self.waiting), default=None)
 
+    def _room_in_queue(self, now: float) -> float:
+        """Seconds until the full queue has room: a running request ends, or a waiting one reaches its deadline."""
+        ends = [expected_end(since, self.mean_seconds, now) for since in self.running.values()]
+        next_expiry = self.next_deadline
+        return min(ends if next_expiry is None else [*ends, max(UNKNOWN_SECONDS, next_expiry - now)])
 
-def resize(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
-    """Applies new bounds: waiting requests may start; none is rejected."""
-    return _fill(state, bounds, now)
-
-
-def next_deadline(state: QueueState) -> float | None:
-    """When `expire` is due next, or None."""
-    return min(waiter.deadline for waiter in state.waiting) if state.waiting else None
-
-
-def _room_in_queue(state: QueueState, now: float) -> float:
-    """Seconds until the full queue has room: a running request ends, or a waiting one reaches its deadline."""
-    ends = [expected_end(since, state.mean_seconds, now) for since in state.running.values()]
-    next_expiry = next_deadline(state)
-    return min(ends if next_expiry is None else [*ends, max(UNKNOWN_SECONDS, next_expiry - now)])
-
-
-def _fill(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
-    effects: list[Effect] = []
-    while state.waiting and len(state.running) < bounds.in_flight:
-        turns = state.turns + 1
-        first = min(state.waiting, key=lambda waiter: (_RANK[waiter.priority], waiter.number))
-        chosen = state.waiting[0] if turns % FAIR_TURN == 0 else first
-        waiting = tuple(waiter for waiter in state.waiting if waiter != chosen)
-        state = state._replace(running={**state.running, chosen.number: now}, waiting=waiting, turns=turns)
-        effects.append(Admit(chosen.number))
-    return state, tuple(effects)
+    def _fill(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while self.waiting and len(self.running) < self._bounds.in_flight:
+            self._turns += 1
+            first = min(self.waiting, key=lambda waiter: (_RANK[waiter.priority], waiter.number))
+            chosen = self.waiting[0] if self._turns % FAIR_TURN == 0 else first
+            self.waiting.remove(chosen)
+            self.running[chosen.number] = now
+            effects.append(Admit(chosen.number))
+        return effects

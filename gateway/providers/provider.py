@@ -43,7 +43,6 @@ class Provider(Protocol):
     """The inference service or a cloud."""
 
     name: str
-    is_local: bool
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """Why this provider cannot serve a valid `body`, by parameter; empty if it can.

@@ -13,14 +13,13 @@ class AdmissionMachine(RuleBasedStateMachine):
     @initialize(in_flight=st.integers(1, 3), queue=st.integers(0, 3))
     def start(self, in_flight: int, queue: int) -> None:
         self.bounds = core.Bounds(in_flight, queue)
-        self.queue = core.QueueState()
+        self.queue = core.AdmissionQueue(self.bounds)
         self.now = 0.0
         self.number = 0
         self.fate: dict[int, str] = {}
         self.priority: dict[int, Priority] = {}
 
-    def _take(self, outcome: tuple[core.QueueState, tuple[core.Effect, ...]]) -> None:
-        self.queue, effects = outcome
+    def _take(self, effects: list[core.Effect]) -> None:
         for effect in effects:
             assert self.fate[effect.number] == "waits", "a request is answered once"
             assert isinstance(effect, core.Admit) or effect.wait >= 1, "every rejection has a wait"
@@ -31,37 +30,37 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.number += 1
         self.fate[self.number] = "waits"
         self.priority[self.number] = priority
-        self._take(core.arrive(self.queue, self.bounds, self.number, priority, self.now + client_timeout, self.now))
+        self._take(self.queue.arrive(self.number, priority, self.now + client_timeout, self.now))
 
     @precondition(lambda self: self.queue.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.queue.running)))
         self.fate[number] = "done"
-        self._take(core.leave(self.queue, self.bounds, number, self.now))
+        self._take(self.queue.leave(number, self.now))
 
     @precondition(lambda self: self.queue.waiting)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(waiter.number for waiter in self.queue.waiting)))
         self.fate[number] = "done"
-        self._take(core.leave(self.queue, self.bounds, number, self.now))
+        self._take(self.queue.leave(number, self.now))
 
     @rule(seconds=st.floats(0.1, 3))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self._take(core.expire(self.queue, self.bounds, self.now))
-        due = core.next_deadline(self.queue)
+        self._take(self.queue.expire(self.now))
+        due = self.queue.next_deadline
         assert due is None or due > self.now
 
     @rule(in_flight=st.integers(1, 3))
     def resize(self, in_flight: int) -> None:
         self.bounds = core.Bounds(in_flight, self.bounds.queue)
-        self._take(core.resize(self.queue, self.bounds, self.now))
+        self._take(self.queue.resize(self.bounds, self.now))
 
     @rule()
     def unknown_request_leaves(self) -> None:
-        self._take(core.leave(self.queue, self.bounds, -1, self.now))
+        self._take(self.queue.leave(-1, self.now))
 
     @invariant()
     def requests_are_running_or_waiting_once(self) -> None:
@@ -77,46 +76,46 @@ class AdmissionMachine(RuleBasedStateMachine):
 TestDoors = AdmissionMachine.TestCase
 
 
-def _arrive_all(
-    queue: core.QueueState,
-    bounds: core.Bounds,
-    number: int,
-    priority: Priority,
-    deadline: float = 9.0,
-    now: float = 0.0,
-) -> tuple[core.QueueState, tuple[core.Effect, ...]]:
-    return core.arrive(queue, bounds, number, priority, deadline, now)
+def _arrive(
+    queue: core.AdmissionQueue, number: int, priority: Priority, deadline: float = 9.0, now: float = 0.0
+) -> list[core.Effect]:
+    return queue.arrive(number, priority, deadline, now)
+
+
+def _after_one_request(bounds: core.Bounds) -> core.AdmissionQueue:
+    """A queue whose only request took 20 seconds."""
+    queue = core.AdmissionQueue(bounds)
+    _arrive(queue, 1, Priority.HIGH)
+    queue.leave(1, 20.0)
+    assert queue.mean_seconds == 20.0
+    return queue
 
 
 def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
-    bounds = core.Bounds(1, 2)
-    queue, _ = _arrive_all(core.QueueState(), bounds, 1, Priority.NORMAL)
-    queue, _ = _arrive_all(queue, bounds, 2, Priority.LOW)
-    queue, _ = _arrive_all(queue, bounds, 3, Priority.NORMAL)
-    queue, effects = _arrive_all(queue, bounds, 4, Priority.HIGH)
-    assert effects == (core.Reject(2, core.RejectReason.FULL),)
-    queue, effects = _arrive_all(queue, bounds, 5, Priority.NORMAL)
-    assert effects == (core.Reject(5, core.RejectReason.FULL),)
-    queue, effects = core.leave(queue, bounds, 1, 0.0)
-    assert effects == (core.Admit(4),)
+    queue = core.AdmissionQueue(core.Bounds(1, 2))
+    for number, priority in ((1, Priority.NORMAL), (2, Priority.LOW), (3, Priority.NORMAL)):
+        _arrive(queue, number, priority)
+    assert _arrive(queue, 4, Priority.HIGH) == [core.Reject(2, core.RejectReason.FULL)]
+    assert _arrive(queue, 5, Priority.NORMAL) == [core.Reject(5, core.RejectReason.FULL)]
+    assert queue.leave(1, 0.0) == [core.Admit(4)]
 
 
 def test_request_is_rejected_without_a_queue() -> None:
-    bounds = core.Bounds(1, 0)
-    queue, _ = _arrive_all(core.QueueState(), bounds, 1, Priority.LOW)
-    assert _arrive_all(queue, bounds, 2, Priority.HIGH)[1] == (core.Reject(2, core.RejectReason.FULL),)
+    queue = core.AdmissionQueue(core.Bounds(1, 0))
+    _arrive(queue, 1, Priority.LOW)
+    assert _arrive(queue, 2, Priority.HIGH) == [core.Reject(2, core.RejectReason.FULL)]
 
 
 def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
     """Every eighth place goes to the longest waiting request, also under a stream of higher priority."""
-    bounds = core.Bounds(1, 1000)
-    queue, _ = _arrive_all(core.QueueState(), bounds, 0, Priority.HIGH)
-    queue, _ = _arrive_all(queue, bounds, 1, Priority.LOW)
+    queue = core.AdmissionQueue(core.Bounds(1, 1000))
+    _arrive(queue, 0, Priority.HIGH)
+    _arrive(queue, 1, Priority.LOW)
     running = 0
     for departures in range(1, 2 * core.FAIR_TURN):
         for more in (2 * departures, 2 * departures + 1):
-            queue, _ = _arrive_all(queue, bounds, more, Priority.HIGH)
-        queue, effects = core.leave(queue, bounds, running, float(departures))
+            _arrive(queue, more, Priority.HIGH)
+        effects = queue.leave(running, float(departures))
         assert isinstance(effects[0], core.Admit)
         running = effects[0].number
         if running == 1:
@@ -125,26 +124,19 @@ def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
 
 
 def test_full_queue_reports_the_next_end_or_expiry() -> None:
-    bounds = core.Bounds(2, 1)
-    queue = core.leave(_arrive_all(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
-    assert queue.mean_seconds == 20.0
+    queue = _after_one_request(core.Bounds(2, 1))
     for number, now in ((2, 21.0), (3, 25.0), (4, 26.0)):
-        queue, _ = _arrive_all(queue, bounds, number, Priority.NORMAL, 99.0, now)
-    assert _arrive_all(queue, bounds, 5, Priority.NORMAL, 99.0, 30.0)[1] == (
-        core.Reject(5, core.RejectReason.FULL, 11.0),
-    )
-    queue, _ = core.leave(queue, bounds, 4, 30.0)
-    queue, _ = _arrive_all(queue, bounds, 6, Priority.NORMAL, 33.0, 30.0)
-    assert _arrive_all(queue, bounds, 7, Priority.NORMAL, 99.0, 30.0)[1] == (
-        core.Reject(7, core.RejectReason.FULL, 3.0),
-    )
-    queue, _ = core.leave(queue, bounds, 3, 37.0)
+        _arrive(queue, number, Priority.NORMAL, 99.0, now)
+    assert _arrive(queue, 5, Priority.NORMAL, 99.0, 30.0) == [core.Reject(5, core.RejectReason.FULL, 11.0)]
+    queue.leave(4, 30.0)
+    _arrive(queue, 6, Priority.NORMAL, 33.0, 30.0)
+    assert _arrive(queue, 7, Priority.NORMAL, 99.0, 30.0) == [core.Reject(7, core.RejectReason.FULL, 3.0)]
+    queue.leave(3, 37.0)
     assert queue.mean_seconds == 20.0 + (12.0 - 20.0) / 16
 
 
 def test_expired_request_gets_the_wait_of_the_remaining_queue() -> None:
-    bounds = core.Bounds(2, 9)
-    queue = core.leave(_arrive_all(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
+    queue = _after_one_request(core.Bounds(2, 9))
     for number, deadline in ((2, 99.0), (3, 99.0), (4, 30.0), (5, 99.0), (6, 99.0)):
-        queue, _ = _arrive_all(queue, bounds, number, Priority.NORMAL, deadline, 21.0)
-    assert core.expire(queue, bounds, 30.0)[1] == (core.Reject(4, core.RejectReason.LATE, 30.0),)
+        _arrive(queue, number, Priority.NORMAL, deadline, 21.0)
+    assert queue.expire(30.0) == [core.Reject(4, core.RejectReason.LATE, 30.0)]

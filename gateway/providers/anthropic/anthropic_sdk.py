@@ -43,8 +43,6 @@ class AnthropicProvider:
     `http` is used as it is and closed by `aclose`.
     """
 
-    is_local = False
-
     def __init__(self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient) -> None:
         self.name = name
         self._client = AsyncAnthropic(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)

@@ -39,7 +39,6 @@ class LocalProvider:
     """The inference service at `url`; `token` is the secret both services share, None when there is none."""
 
     name = LOCAL
-    is_local = True
 
     def __init__(self, url: str, token: str | None, session: aiohttp.ClientSession) -> None:
         self._url = url.rstrip("/")

@@ -31,8 +31,6 @@ class OpenAIProvider:
     `http` is used as it is and closed by `aclose`.
     """
 
-    is_local = False
-
     def __init__(
         self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient, flavor: Flavor | None = None
     ) -> None:
