@@ -49,6 +49,21 @@ def objects(holder: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
+def count(holder: Any, name: str) -> int:
+    """The whole number `name` of the object `holder`; 0 if there is none above 0."""
+    value = holder.get(name) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def is_complete(text: str) -> bool:
+    """Whether `text` is a whole JSON value, and not the beginning of one."""
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
 def arguments(text: str) -> dict[str, Any]:
     """The arguments of a tool call; a text that is not a JSON object is wrapped under the key `arguments`."""
     if not text.strip():

@@ -29,7 +29,15 @@ from headgate.shared.bodies.body_decoder import (
     refused_types,
     with_parameters,
 )
-from headgate.shared.bodies.openai_bodies import MAX_TOOLS, ImageUrlText, InputAudio, ModelName, StopStrings
+from headgate.shared.bodies.openai_bodies import (
+    MAX_TOOLS,
+    AudioPart,
+    Function,
+    ImageUrlText,
+    ModelName,
+    RefusalPart,
+    StopStrings,
+)
 from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import Code
 
@@ -65,12 +73,6 @@ class OutputText(Extensible, kw_only=True, tag_field="type", tag="output_text"):
     text: str
 
 
-class Refusal(Extensible, kw_only=True, tag_field="type", tag="refusal"):
-    """The text of a refusal."""
-
-    refusal: str
-
-
 class InputImage(Extensible, kw_only=True, tag_field="type", tag="input_image"):
     """An image."""
 
@@ -97,13 +99,7 @@ class InputFile(Extensible, kw_only=True, tag_field="type", tag="input_file"):
     file_url: Any = None
 
 
-class InputSound(Extensible, kw_only=True, tag_field="type", tag="input_audio"):
-    """An audio input."""
-
-    input_audio: InputAudio
-
-
-ContentPart: TypeAlias = InputText | OutputText | Refusal | InputImage | InputFile | InputSound
+ContentPart: TypeAlias = InputText | OutputText | RefusalPart | InputImage | InputFile | AudioPart
 ItemContent = Annotated[str | list[ContentPart], Meta(extra=expected("a string or an array of parts"))]
 
 
@@ -181,13 +177,8 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
-class FunctionTool(Extensible, kw_only=True, tag_field="type", tag="function"):
-    """A function."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Object | None = None
-    strict: bool | None = None
+class FunctionTool(Function, kw_only=True, tag_field="type", tag="function"):
+    """A function, without the object that a chat has around it."""
 
 
 class NamespaceTool(Extensible, kw_only=True, tag_field="type", tag="namespace"):

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
-from gateway.apis.lenient_json import arguments, dumps, mapping, objects, text
+from gateway.apis.lenient_json import arguments, count, dumps, is_complete, mapping, objects, text
 from gateway.apis.messages.messages_errors import frame_error
 from gateway.apis.openai.frames import Data, Frame
 
@@ -53,15 +51,15 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
     if not isinstance(usage, Mapping):
         return dict(_NO_USAGE)
     details = usage.get("prompt_tokens_details")
-    prompt, completion = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-    read, written = _count(details, "cached_tokens"), _count(details, "cache_write_tokens")
+    prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
+    read, written = count(details, "cached_tokens"), count(details, "cache_write_tokens")
     counts: dict[str, Any] = {
         "input_tokens": max(0, prompt - read - written),
         "cache_creation_input_tokens": written,
         "cache_read_input_tokens": read,
-        "output_tokens": max(completion, _count(usage, "total_tokens") - prompt),
+        "output_tokens": max(completion, count(usage, "total_tokens") - prompt),
     }
-    if thought := _count(usage.get("completion_tokens_details"), "reasoning_tokens"):
+    if thought := count(usage.get("completion_tokens_details"), "reasoning_tokens"):
         counts["output_tokens_details"] = {"thinking_tokens": thought}
     return counts
 
@@ -70,11 +68,6 @@ def whole_usage(usage: Any) -> dict[str, Any]:
     """Anthropic's usage object, with further fields of an Anthropic tier (`cache_creation`, `service_tier`)."""
     native = mapping(usage, "native") if isinstance(usage, Mapping) else {}
     return {**native, **anthropic_usage(usage)}
-
-
-def _count(holder: Any, name: str) -> int:
-    value = holder.get(name) if isinstance(holder, Mapping) else None
-    return value if isinstance(value, int) and value > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +183,7 @@ class _Call:
     @property
     def is_complete(self) -> bool:
         """Whether the arguments are complete JSON, so that the block can end before the answer."""
-        try:
-            orjson.loads("".join(self.pieces))
-        except orjson.JSONDecodeError:
-            return False
-        return True
+        return is_complete("".join(self.pieces))
 
 
 class MessageEvents:

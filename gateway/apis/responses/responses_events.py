@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.apis.lenient_json import dumps, mapping, objects, text
+from gateway.apis.lenient_json import count, dumps, mapping, objects, text
 from gateway.apis.openai.frames import Comment, Data, Frame
 from gateway.apis.responses.responses_output import (
     COMPLETED,
@@ -332,26 +332,21 @@ def _one_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": token.get("token", ""), "bytes": token.get("bytes") or [], "logprob": token.get("logprob", 0.0)}
 
 
-def _count(counts: Any, name: str) -> int:
-    value = counts.get(name) if isinstance(counts, dict) else None
-    return value if isinstance(value, int) else 0
-
-
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The Response's usage for the usage of a chat; None without counts."""
     if usage is None:
         return None
     given, made = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    read, written = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    read, written = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
     return {
         "input_tokens": read,
         "input_tokens_details": {
-            "cached_tokens": _count(given, "cached_tokens"),
-            "cache_write_tokens": _count(given, "cache_write_tokens"),
+            "cached_tokens": count(given, "cached_tokens"),
+            "cache_write_tokens": count(given, "cache_write_tokens"),
         },
         "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": _count(made, "reasoning_tokens")},
-        "total_tokens": _count(usage, "total_tokens") or read + written,
+        "output_tokens_details": {"reasoning_tokens": count(made, "reasoning_tokens")},
+        "total_tokens": count(usage, "total_tokens") or read + written,
     }
 
 

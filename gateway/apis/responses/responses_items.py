@@ -19,12 +19,10 @@ from gateway.apis.responses_body import (
     InputFile,
     InputImage,
     InputItem,
-    InputSound,
     InputText,
     MessageItem,
     OutputText,
     ReasoningItem,
-    Refusal,
 )
 from headgate.shared.bodies.body_decoder import as_json, is_set
 from headgate.shared.bodies.openai_bodies import (
@@ -272,7 +270,7 @@ def _content(content: str | Sequence[ContentPart]) -> str | list[Part]:
 
 def _part(part: ContentPart) -> Part:
     match part:
-        case Refusal():
+        case RefusalPart():
             return RefusalPart(refusal=part.refusal)
         case InputImage():
             assert part.image_url is not None, "it was checked"
@@ -281,6 +279,6 @@ def _part(part: ContentPart) -> Part:
         case InputFile():
             name = {"filename": part.filename} if part.filename else {}
             return FilePart(file={"file_data": part.file_data, **name})
-        case InputSound():
+        case AudioPart():
             return AudioPart(input_audio=part.input_audio)
     return TextPart(text=part.text)

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from gateway.apis.lenient_json import is_complete
 from gateway.apis.responses.responses_items import seal
 
 ResponsesEvent = tuple[str, dict[str, Any]]
@@ -168,11 +167,7 @@ class Call(Item):
     @property
     def is_whole(self) -> bool:
         """Whether the arguments are complete JSON; some tiers interleave the arguments of several calls."""
-        try:
-            orjson.loads("".join(self._pieces))
-        except orjson.JSONDecodeError:
-            return False
-        return True
+        return is_complete("".join(self._pieces))
 
     def is_meant(self, key: int | None, call_id: str) -> bool:
         """Whether a piece with this index (None if missing) and id (empty if missing) belongs to this call."""
