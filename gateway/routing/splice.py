@@ -273,10 +273,7 @@ def _chunk_of(frame: Data) -> dict[str, Any] | None:
         chunk = frame.parsed()
     except ValueError:
         return None
-    if not isinstance(chunk, dict):
-        return None
-    choices = chunk.get("choices")
-    if not isinstance(choices, list):
+    if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
         return None
     for choice in choices:
         if not isinstance(choice, dict):

@@ -302,6 +302,7 @@ def test_signed_thinking_without_text_is_not_resumable(blocks: list[Any], behind
         (chunk(refusal="no"), "shape"),
         (Data(b"{oops", DeltaKind.CONTENT), "malformed"),
         (Data(b"[]", DeltaKind.CONTENT), "malformed"),
+        (Data(b'{"choices":null}', DeltaKind.CONTENT), "malformed"),
         (Data(b'{"choices":[{},{}]}', DeltaKind.CONTENT), "malformed"),
         (Data(b'{"choices":[1]}', DeltaKind.CONTENT), "malformed"),
         (chunk("x" * (MAX_CHARACTERS + 1)), "too_long"),
