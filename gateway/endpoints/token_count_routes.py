@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.apis.public_api import ApiRequest
 from gateway.endpoints.serve import Job, RequestApp, log_end
 from gateway.errors import PassedOnError, UpstreamError, UpstreamKind
@@ -20,8 +21,9 @@ from gateway.providers.provider import Call, CountsTokens
 from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes, no_answer
-from gateway.routing.chain import Candidate, Drop, Dropped, expand
+from gateway.routing.chain import Candidate, Drop, Dropped, RouteMatch, expand
 from gateway.routing.explain_record import AttemptRecord, Record
+from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.runtime import Runtime
 from gateway.telemetry.quote_redaction import without_quotes
 from inference.protocol import Code
@@ -50,7 +52,8 @@ class CountTokens(RequestApp):
     async def run(self, job: Job) -> bytes | None:
         """See `RequestApp`."""
         exchange, record = job.exchange, job.record
-        counting = _Counting(job, waited_seconds=job.note_waited())
+        request, waited = job.parsed.request, job.note_waited()
+        counting = _Counting(job.state, request, job.match, job.context, record, waited)
         began = time.monotonic()
         try:
             answered_by, count = await counting.result()
@@ -74,20 +77,28 @@ class _Counting:
     shows nothing about answers.
     """
 
-    def __init__(self, job: Job, waited_seconds: float) -> None:
-        gateway, context, record = job.state, job.context, job.record
+    def __init__(
+        self,
+        gateway: GatewayState,
+        request: InferenceRequest,
+        match: RouteMatch,
+        context: RequestContext,
+        record: Record,
+        waited: float,
+    ) -> None:
+        """The client has already waited `waited` seconds."""
         self._gateway = gateway
-        self._request = job.parsed.request
+        self._request = request
         self._context = context
         self._record = record
         self._outcomes = CandidateOutcomes(record)
         self._loop = asyncio.get_running_loop()
-        policy = gateway.policies[job.match.route]
+        policy = gateway.policies[match.route]
         limits = policy.limits._replace(client_silence=context.silence_seconds)
-        self._budget = Budget(limits, self._loop.time(), waited=waited_seconds)
-        record.chain = expand(policy.route.chain, job.match.model, gateway.view.aliases)
+        self._budget = Budget(limits, self._loop.time(), waited=waited)
+        record.chain = expand(policy.route.chain, match.model, gateway.view.aliases)
         self._filter = CandidateFilter(
-            gateway, self._request, policy, record.chain, record,
+            gateway, request, policy, record.chain, record,
             cloud_allowed=context.cloud_allowed, priority=context.priority,
         )  # fmt: skip
 
