@@ -38,6 +38,9 @@ from inference.protocol import ModelState, Priority
 from inference.settings import InferenceConfig, ModelSpec
 from inference.worker_link import Heartbeat, Offloaded, Ready
 
+SIMULATED = frozenset({"sim"})
+"""Kinds of simulated devices: they hold buffers and nothing else, and suspending their processes needs no test."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
@@ -359,8 +362,6 @@ class Devices:
     """names of drivers that can suspend processes, by kind of device"""
     suspension: Mapping[str, str | None] = field(default_factory=dict)
     """why processes on a kind of device are not suspended; None where they are"""
-    suspension_checks: frozenset[str] = frozenset()
-    """kinds whose suspension test the start waits for"""
 
 
 @dataclass(frozen=True, slots=True)

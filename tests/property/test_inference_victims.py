@@ -73,10 +73,10 @@ class Pile:
         self.gives, self.missing = gives, missing
         self.gone: tuple[int, ...] = ()
 
-    def become(self, chosen: Collection[int]) -> None:
+    def set_removed(self, chosen: Collection[int]) -> None:
         self.gone = tuple(chosen)
 
-    def enough(self) -> bool:
+    def suffices(self) -> bool:
         return enough(self.gone, self.gives, self.missing)
 
 

@@ -577,7 +577,6 @@ class CheckedWorld(World):
             "claims": state.claims, "startup": state.startup, "learning": state.learning,
             "trials": state.devices.trials,
             "lost": [name for names in state.devices.lost_models.values() for name in names if name in state.models],
-            "suspension_checks": state.devices.suspension_checks,
         }  # fmt: skip
         assert not {name: found for name, found in left.items() if found}
         assert {kind for kind, _ in state.timers} <= {*_ALWAYS}

@@ -256,16 +256,16 @@ def test_suspended_model_whose_device_is_lost_is_loaded_on_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind", "is_tested"),
-    [("simulated", "sim", True), ("simulated", "cuda", False), ("auto", "sim", True), ("auto", "cuda", True),
-     ("off", "sim", False)],
+    ("setting", "kind", "known"),
+    [("simulated", "sim", {"sim": None}), ("simulated", "cuda", {"cuda": "INFERENCE_WARM_CHECKPOINT is simulated"}),
+     ("auto", "sim", {"sim": None}), ("auto", "cuda", {}), ("off", "sim", {"sim": "INFERENCE_WARM_CHECKPOINT is off"})],
 )  # fmt: skip
-def test_setting_decides_which_devices_are_tested_for_suspension(setting: str, kind: str, is_tested: bool) -> None:
+def test_setting_decides_which_devices_are_suspended(setting: str, kind: str, known: dict[str, str | None]) -> None:
     gpu = Reading("gpu-0", kind, "fake", 1000 * MIB, 1000 * MIB, 0)
     found = step(State(configuration({}, warm_checkpoint=setting)), DevicesFound((gpu,), {kind: "driver"}, 0.0), 1.0)
-    assert any(isinstance(effect, CheckSuspension) for effect in found[1]) == is_tested
-    assert found[0].devices.suspension == ({} if is_tested else {kind: f"INFERENCE_WARM_CHECKPOINT is {setting}"})
-    assert found[0].started == (not is_tested or kind == "cuda")
+    assert any(isinstance(effect, CheckSuspension) for effect in found[1]) == (not known)
+    assert found[0].devices.suspension == known
+    assert found[0].started
 
 
 # --- limits that are lowered ----------------------------------------------------------------------------------------

@@ -150,16 +150,16 @@ def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Pl
         return Refusal((), "no device is available: every accelerator is excluded or lost")
     first = replace(request, options=tuple(option for option in request.options if not option.fallback))
     last = replace(request, options=tuple(option for option in request.options if option.fallback), spread=None)
-    look = _Look(first, scene, policy, [], choose)
+    look = _Decision(first, scene, policy, [], choose)
     decision = look.decide() if first.options else None
     if last.options and (decision is None or (isinstance(decision, Refusal) and not decision.waits_for)):
-        decision = _Look(last, scene, policy, look.trace, choose).decide()
+        decision = _Decision(last, scene, policy, look.trace, choose).decide()
     assert decision is not None
     return decision
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Decision:
     """One decision about one class of options."""
 
     request: Request

@@ -100,18 +100,18 @@ def split_full(
     """
     idle = [held for held in stage.models if held.standing in EVICTABLE and held.cost(policy.now) < below]
     costs = [held.cost(policy.now) for held in idle]
-    crowd = _Crowd(spread, stage, policy, idle, dedicated=dedicated)
+    removals = _Removals(spread, stage, policy, idle, dedicated=dedicated)
     worth = [sum(held.bytes.get(device, 0) for device in spread.over) for held in idle]
-    chosen = cheapest_where(costs, worth, crowd)
+    chosen = cheapest_where(costs, worth, removals)
     if chosen is None or sum(costs[at] for at in chosen) >= below:
         return None
-    crowd.become(chosen)
-    counts = divide(spread.layers.sums, crowd.rooms(), least=2)
+    removals.set_removed(chosen)
+    counts = divide(spread.layers.sums, removals.rooms(), least=2)
     assert counts is not None
     return counts, tuple(idle[at] for at in chosen)
 
 
-class _Crowd:
+class _Removals:
     """Checks whether the model fits without a set of idle models, incrementally from the last set."""
 
     def __init__(self, spread: Spread, stage: Stage, policy: Policy, idle: Sequence[Held], *, dedicated: bool) -> None:
@@ -129,7 +129,7 @@ class _Crowd:
         self._there = {device: len(stage.there.get(device, ())) for device in spread.over}
         self._owned = {device: sum(held.dedicated for held in stage.there.get(device, ())) for device in spread.over}
 
-    def become(self, chosen: Collection[int]) -> None:
+    def set_removed(self, chosen: Collection[int]) -> None:
         """Replaces the set of removed idle models."""
         wanted = set(chosen)
         for at in wanted - self._gone:
@@ -161,7 +161,7 @@ class _Crowd:
             if not self._owned[device] and (most is None or self._there[device] < most)
         }
 
-    def enough(self) -> bool:
+    def suffices(self) -> bool:
         """Whether the model fits without the current set."""
         if self._host_spare < 0 or (self._places is not None and self._places < 0):
             return False

@@ -46,19 +46,19 @@ def cheapest(
     return None if found is None else tuple(sorted(useful[at] for at in found))
 
 
-class Crowd(Protocol):
+class RemovalSet(Protocol):
     """A set of removed items, and whether it suffices."""
 
-    def become(self, chosen: Collection[int]) -> None:
+    def set_removed(self, chosen: Collection[int]) -> None:
         """Replaces the set of removed items."""
         ...
 
-    def enough(self) -> bool:
+    def suffices(self) -> bool:
         """Must be monotonic: a superset of a sufficient set suffices."""
         ...
 
 
-def cheapest_where(costs: Sequence[float], worth: Sequence[int], crowd: Crowd) -> tuple[int, ...] | None:
+def cheapest_where(costs: Sequence[float], worth: Sequence[int], removals: RemovalSet) -> tuple[int, ...] | None:
     """Ascending indexes of a cheap sufficient set, or None if all items together do not suffice.
 
     `worth` is a rough figure of what each item gives. The result is the cheapest set (then the smallest) for up to
@@ -66,8 +66,8 @@ def cheapest_where(costs: Sequence[float], worth: Sequence[int], crowd: Crowd) -
     """
 
     def enough(chosen: Collection[int]) -> bool:
-        crowd.become(chosen)
-        return crowd.enough()
+        removals.set_removed(chosen)
+        return removals.suffices()
 
     order = sorted(range(len(costs)), key=lambda i: (costs[i], i))
     if not enough(order):

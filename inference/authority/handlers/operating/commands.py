@@ -170,7 +170,7 @@ def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
     draft.plan()
 
 
-# --- going on --------------------------------------------------------------------------------------------------------
+# --- continuing ------------------------------------------------------------------------------------------------------
 def advance(draft: Draft) -> None:
     """Continues the commands whose conditions have changed."""
     for id, command in list(draft.state.commands.items()):
@@ -201,14 +201,14 @@ def advance_planned(draft: Draft) -> None:
     """Continues the commands that plan; the readings are current."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, PlanCommand):
-            _go_on_planning(draft, id, command)
+            _continue_plan(draft, id, command)
         elif isinstance(command, MoveCommand):
             moving.advance(draft, id, command)
         elif isinstance(command, DefragmentCommand):
             defragmentation.advance(draft, id, command)
 
 
-def _go_on_planning(draft: Draft, id: int, command: PlanCommand) -> None:
+def _continue_plan(draft: Draft, id: int, command: PlanCommand) -> None:
     state = draft.state
     if command.model not in state.models:
         draft.refuse(id, ModelNotFound(command.model, sorted(state.config.models)))

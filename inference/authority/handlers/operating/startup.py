@@ -12,9 +12,8 @@ from inference.authority.events import DevicesFound, SuspensionTested, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import device_care, estimates, request_events
-from inference.authority.handlers.running.keeping import TESTED
 from inference.authority.handlers.watching import governor
-from inference.authority.state import Purpose, TicketRecord, TimerKind
+from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError
 from inference.settings import ModelSpec
 
@@ -33,27 +32,29 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
     if not there:
         draft.info("no accelerators: models run on the CPU")
     governor.begin(draft)
-    _prove(draft)
-    if not draft.state.devices.suspension_checks:
-        _started(draft)
+    _check_suspension(draft)
+    startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
+    draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
+    draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
+    device_care.publish(draft)
+    draft.plan()  # requests may be waiting already, because the port opens before
 
 
-def _prove(draft: Draft) -> None:
-    """Begins suspension tests: on simulated devices before any load, on others in the background."""
+def _check_suspension(draft: Draft) -> None:
+    """Begins tests of suspension; the simulator needs none."""
     mode = draft.state.settings.warm_checkpoint
     devices = {item.kind: item for item in reversed(device_view.accelerators(draft.state, draft.now))}
     suspension: dict[str, str | None] = {}
-    suspension_checks: set[str] = set()
     for kind in draft.state.devices.carriers:
-        if mode == "off" or (mode == "simulated" and kind not in TESTED):
+        if mode == "off" or (mode == "simulated" and kind not in SIMULATED):
             suspension[kind] = f"INFERENCE_WARM_CHECKPOINT is {mode}"
         elif kind not in devices:
             suspension[kind] = "there is no such device"
+        elif kind in SIMULATED:
+            suspension[kind] = None if draft.state.linux else "simulated devices suspend processes on Linux only"
         else:
             draft.emit(CheckSuspension(kind, devices[kind]))
-            if kind in TESTED:
-                suspension_checks.add(kind)
-    draft.set_devices(suspension=suspension, suspension_checks=frozenset(suspension_checks))
+    draft.set_devices(suspension=suspension)
 
 
 def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
@@ -64,21 +65,7 @@ def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
         draft.info("warm models are kept by checkpoints of %s: the test succeeded", carrier)
     else:
         draft.warning("checkpoints of %s are not used: %s", carrier, event.problem)
-    draft.set_devices(
-        suspension={**devices.suspension, event.kind: event.problem},
-        suspension_checks=devices.suspension_checks - {event.kind},
-    )
-    if devices.suspension_checks and not draft.state.devices.suspension_checks and not draft.state.started:
-        _started(draft)
-
-
-def _started(draft: Draft) -> None:
-    """Completes the start. Requests may be waiting already, because the port opens before."""
-    startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
-    draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
-    draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
-    device_care.publish(draft)
-    draft.plan()
+    draft.set_devices(suspension={**devices.suspension, event.kind: event.problem})
 
 
 # --- loads at the start ----------------------------------------------------------------------------------------------

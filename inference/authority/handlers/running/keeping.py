@@ -16,8 +16,6 @@ from inference.protocol import ModelState
 
 CPU_OVERHEAD_BYTES = 64 * 2**20
 """Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
-TESTED = frozenset({"sim"})
-"""Kinds of devices that are suspended with INFERENCE_WARM_CHECKPOINT=simulated."""
 _S = ModelState
 
 
@@ -80,7 +78,11 @@ def kept_as(state: State, model: ModelRecord) -> Warm:
         size = (model.seen_files[0][1][0] if model.seen_files else 0) + CPU_OVERHEAD_BYTES
     else:
         size = rest_of(state, worker)[HOST]
-    return Warm(model.id, size, model.reload_seconds - (model.restore_seconds or 0.0), model.last_used_at)
+    return _warm(model, size)
+
+
+def _warm(model: ModelRecord, count_bytes: int) -> Warm:
+    return Warm(model.id, count_bytes, model.reload_seconds - (model.restore_seconds or 0.0), model.last_used_at)
 
 
 def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
@@ -98,12 +100,7 @@ def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
 def droppable(state: State) -> list[Warm]:
     """The models that are warm and not wanted."""
     return [
-        Warm(
-            model.id,
-            model.kept.count_bytes,
-            model.reload_seconds - (model.restore_seconds or 0.0),
-            model.last_used_at,
-        )
+        _warm(model, model.kept.count_bytes)
         for model in state.models.values()
         if model.kept is not None and model.state is _S.WARM and not model.queue.waiters
     ]
@@ -117,11 +114,11 @@ def only_device_of(model: ModelRecord) -> str | None:
 
 def why_not_restorable(state: State, model: ModelRecord, now: float) -> str | None:
     """Why the only device of a warm model is not usable, or None."""
-    home = only_device_of(model)
-    reading = None if home is None else device_view.reading(state, home, now)
-    if home is None or (reading is not None and reading.state in USABLE):
+    device = only_device_of(model)
+    reading = None if device is None else device_view.reading(state, device, now)
+    if device is None or (reading is not None and reading.state in USABLE):
         return None
-    return f"{home} is {'gone' if reading is None else reading.state}"
+    return f"{device} is {'gone' if reading is None else reading.state}"
 
 
 def request_to_restore(state: State, model: ModelRecord, request: Request) -> Request:

@@ -138,10 +138,10 @@ def tick(draft: Draft) -> None:
             restore_sizes(draft, model.id)
     if draft.now >= draft.state.headroom_check_at:
         draft.set(headroom_check_at=draft.now + HEADROOM_CHECK_SECONDS)
-        ease(draft)
+        check_headrooms(draft)
 
 
-def ease(draft: Draft) -> None:
+def check_headrooms(draft: Draft) -> None:
     """Begins a check for decayed head-room."""
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     planned = tuple(

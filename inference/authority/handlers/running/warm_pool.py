@@ -183,7 +183,7 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
     worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None)
     freed = before - sum(ledger.holdings[worker.holding].bytes.values())
     endings.record(draft, model.id, departure, freed)
-    _keep(draft, worker, Mechanism.STANDBY, HOST, event.saved)
+    _mark_warm(draft, worker, Mechanism.STANDBY, HOST, event.saved)
 
 
 def file_held(draft: Draft, event: FileHeld) -> None:
@@ -207,10 +207,10 @@ def check_holder(draft: Draft, id: str) -> None:
     actual = min(most, holder.held_bytes + keeping.CPU_OVERHEAD_BYTES + saved.count_bytes)
     draft.set(ledger=ledger.commit(holder.holding, {HOST: actual}))
     original = holder.left_device or HOST
-    _keep(draft, holder, Mechanism.RESIDENT, original, saved)
+    _mark_warm(draft, holder, Mechanism.RESIDENT, original, saved)
 
 
-def _keep(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
+def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
     """Marks a model as warm; `saved` are its sequences."""
     ledger = draft.state.ledger.put_aside(worker.holding)
     draft.set(ledger=ledger)
@@ -250,7 +250,7 @@ def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
     if worker is None or worker.suspended is None or worker.extra is None:
         return
     if event.problem is not None:
-        _give_up(draft, worker, "could not be suspended", event.problem, of_state=event.of_state)
+        _end_unknown(draft, worker, "could not be suspended", event.problem, of_state=event.of_state)
         return
     host = device_view.reading(draft.state, HOST, draft.now)
     assert host is not None
@@ -272,7 +272,7 @@ def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
     assert left.suspended is not None
     cells = sum(item.bytes for item in left.suspended.ready.buffers if item.kind == "kv")
     retained = left.beat.cells_retained if left.beat else 0
-    _keep(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(cells, 0, retained))
+    _mark_warm(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(cells, 0, retained))
 
 
 def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:
@@ -281,7 +281,7 @@ def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:
     if worker is None or worker.suspended is None:
         return None
     if event.problem is not None:
-        _give_up(draft, worker, "could not be resumed", event.problem, of_state=event.of_state)
+        _end_unknown(draft, worker, "could not be resumed", event.problem, of_state=event.of_state)
         return None
     return worker
 
@@ -293,7 +293,7 @@ def _under_way(draft: Draft, id: str, state: ModelState) -> WorkerRecord | None:
     return worker
 
 
-def _give_up(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_state: bool) -> None:
+def _end_unknown(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_state: bool) -> None:
     """Ends a process that could not be suspended or resumed, because its state is unknown; its model becomes cold."""
     then = ""
     devices = draft.state.devices

@@ -16,13 +16,11 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import departure
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
-from inference.authority.state import Growth, Learning, State, WorkerRecord
+from inference.authority.state import SIMULATED, Growth, Learning, State, WorkerRecord
 from inference.devices.device import CPU
 from inference.protocol import DeviceState, ModelState
 
 GROWTH_SLACK_BYTES = 64 * 2**20
-KNOWN_KINDS = frozenset({"sim"})
-"""Simulated devices hold buffers and nothing else."""
 _SERVING = (ModelState.READY, ModelState.BUSY)
 
 
@@ -116,7 +114,7 @@ def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
 
 def learn_overhead(draft: Draft, worker: WorkerRecord) -> None:
     """A worker was loaded."""
-    devices = tuple(name for name in worker.before if name != CPU and worker.device.kind not in KNOWN_KINDS)
+    devices = tuple(name for name in worker.before if name != CPU and worker.device.kind not in SIMULATED)
     if devices:
         waiting = Learning(worker.id, devices, device_view.read(draft))
         draft.set(learning=(*draft.state.learning, waiting))
