@@ -229,6 +229,9 @@ class WorkerRecord:
     grown_bytes: int = 0
     """host memory that was booked because it grew beyond its reservation"""
     before: Mapping[str, Before] = field(default_factory=dict)
+    """its devices before the load"""
+    overhead_read: int | None = None
+    """the read from which its overhead is learned"""
     counted: Mapping[str, int] = field(default_factory=dict)
     """tokens that were added to the metrics, by kind"""
     ending: bool = False
@@ -414,15 +417,6 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
-class Learning:
-    """A worker whose overhead is learned from the next reading."""
-
-    worker: str
-    devices: tuple[str, ...]
-    needs_read: int
-
-
-@dataclass(frozen=True, slots=True)
 class CpuReturn:
     """A model on the CPU by fallback that may go back to an accelerator; `needs_read` is the read it waits for."""
 
@@ -552,7 +546,6 @@ class State:
     """verified suggestions, and when they expire"""
     claims: tuple[Claim, ...] = ()
     commands: Mapping[int, Command] = field(default_factory=dict)
-    learning: tuple[Learning, ...] = ()
     cpu_returns: Mapping[str, CpuReturn] = field(default_factory=dict)
     pressure: Pressure = field(default_factory=Pressure)
     advice: Advice = field(default_factory=Advice)

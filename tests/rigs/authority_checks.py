@@ -574,8 +574,7 @@ class CheckedWorld(World):
         left = {
             "tickets": state.tickets, "commands": state.commands, "returns": state.returns, "checks": state.checks,
             "measuring": state.measuring, "reloads": state.reloads, "to_measure": state.to_measure,
-            "claims": state.claims, "startup": state.startup, "learning": state.learning,
-            "trials": state.devices.trials,
+            "claims": state.claims, "startup": state.startup, "trials": state.devices.trials,
             "lost": [name for names in state.devices.lost_models.values() for name in names if name in state.models],
         }  # fmt: skip
         assert not {name: found for name, found in left.items() if found}

@@ -16,7 +16,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import departure
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
-from inference.authority.state import SIMULATED, Growth, Learning, State, WorkerRecord
+from inference.authority.state import SIMULATED, Growth, State, WorkerRecord
 from inference.devices.device import CPU
 from inference.protocol import DeviceState, ModelState
 
@@ -113,27 +113,23 @@ def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
 
 
 def learn_overhead(draft: Draft, worker: WorkerRecord) -> None:
-    """A worker was loaded."""
-    devices = tuple(name for name in worker.before if name != CPU and worker.device.kind not in SIMULATED)
-    if devices:
-        waiting = Learning(worker.id, devices, device_view.read(draft))
-        draft.set(learning=(*draft.state.learning, waiting))
+    """A worker was loaded: its overhead is learned from the next reading."""
+    if worker.device.kind not in SIMULATED and any(name != CPU for name in worker.before):
+        draft.set_worker(worker.id, overhead_read=device_view.read(draft))
 
 
 def overhead_read(draft: Draft, *, failed: bool) -> None:
     """A reading has come."""
-    due = [item for item in draft.state.learning if draft.state.devices.done >= item.needs_read]
-    if not due:
-        return
-    draft.set(learning=tuple(item for item in draft.state.learning if item not in due))
-    for item in due if not failed else ():
-        worker = draft.state.workers.get(item.worker)
-        if worker is None or worker.ready is None:
+    for worker in list(draft.state.workers.values()):
+        if worker.overhead_read is None or draft.state.devices.done < worker.overhead_read:
             continue
-        for name in item.devices:
+        draft.set_worker(worker.id, overhead_read=None)
+        if failed or worker.ready is None:
+            continue
+        for name in worker.before:
             reading = device_view.reading(draft.state, name, draft.now)
             buffers = sum(buffer.bytes for buffer in worker.ready.buffers if buffer.device == name)
-            if reading is not None and reading.state is DeviceState.HEALTHY:
+            if name != CPU and reading is not None and reading.state is DeviceState.HEALTHY:
                 seen = worker.before[name].observed(reading, draft.state.ledger, worker.holding, buffers)
                 if seen is not None:
                     draft.emit(LearnOverhead(reading, seen))
