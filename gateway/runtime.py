@@ -164,7 +164,7 @@ class Runtime:
             gone = self._registry.gone(built)
             if built.local is not self._registry.local:
                 self.view.use(built.local.get_json)
-                self.counter.use(built.local.post_json)
+                self.counter = TokenCounter(built.local.post_json)
             changed_providers = _changed_providers(self.config, config)
             self.config, self.keys, self._registry = config, keys, built
             self.breakers.set_rule(_rule(config.breaker))

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import orjson
 
@@ -68,17 +68,24 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def refused_body(raw: bytes) -> Mapping[str, Any] | None:
-    """The object in a body that was refused, for its explain record; empty when it holds none.
+class RefusedBody(NamedTuple):
+    """What the explain record of a refused body needs: the model, empty if it names none, and the texts in `fields`."""
 
-    None when the body is too long to be parsed a second time.
-    """
+    model: str
+    is_stream: bool
+    fields: Mapping[str, Any]
+
+
+def refused_body(raw: bytes) -> RefusedBody | None:
+    """A body that was refused; None when it is too long to be parsed a second time."""
     if len(raw) > _EXPLAINED_BYTES:
         return None
     try:
-        return parse_json(raw)
+        fields = parse_json(raw)
     except RequestError:
-        return {}
+        fields = {}
+    model = fields.get("model")
+    return RefusedBody(model if isinstance(model, str) else "", fields.get("stream") is True, fields)
 
 
 def _not_a_number(raw: bytes) -> str | None:

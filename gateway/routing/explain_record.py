@@ -126,10 +126,8 @@ class Record:
         if body is None:
             self.error = WITHHELD
             return
-        model, stream = body.get("model"), body.get("stream")
-        self.model = model[:MAX_MODEL_CHARS] if isinstance(model, str) else ""
-        self.stream = stream is True
-        self.error = without_quotes(error.message, body)
+        self.model, self.stream = body.model[:MAX_MODEL_CHARS], body.is_stream
+        self.error = without_quotes(error.message, body.fields)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON."""

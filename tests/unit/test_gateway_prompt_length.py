@@ -134,15 +134,6 @@ async def test_errors_are_raised_and_not_cached() -> None:
     assert await counter.count("demo", decoded(BODY), 2.0) == 5
 
 
-async def test_cache_is_cleared_for_another_service() -> None:
-    service, other = Service(), Service()
-    counter = Counter(service)
-    await counter.count("demo", decoded(BODY), 2.0)
-    counter.use(other)
-    await counter.count("demo", decoded(BODY), 2.0)
-    assert (len(service.requests), len(other.requests)) == (1, 1)
-
-
 async def test_least_recently_used_count_is_dropped() -> None:
     service = Service()
     counter = Counter(service)

@@ -228,9 +228,10 @@ def test_token_ids_in_a_request_are_found() -> None:
 
 
 def test_rejected_body_is_recorded_unless_it_is_long_or_no_object() -> None:
-    assert refused_body(b'{"model": "demo", "n": 0}') == {"model": "demo", "n": 0}
+    assert refused_body(b'{"model": "demo", "n": 0}') == ("demo", False, {"model": "demo", "n": 0})
+    assert refused_body(b'{"model": 7, "stream": true}') == ("", True, {"model": 7, "stream": True})
     for raw in (b"", b"{", b"[]", b"[" * 200):
-        assert refused_body(raw) == {}
+        assert refused_body(raw) == ("", False, {})
     assert refused_body(b'{"user": "%b"}' % (b"x" * 2**20)) is None
 
 

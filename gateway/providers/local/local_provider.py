@@ -198,11 +198,6 @@ class Counter:
         self._ask = ask
         self._known: OrderedDict[bytes, int] = OrderedDict()
 
-    def use(self, ask: Ask) -> None:
-        """Switches to another service and clears the cache."""
-        self._ask = ask
-        self._known.clear()
-
     async def count(self, model: str, body: AnyRequest, seconds: float) -> int:
         """Prompt tokens of a chat or completion `body` for the local `model`; the longest of several prompts counts.
 
@@ -216,15 +211,13 @@ class Counter:
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
-        ask = self._ask
-        answer = await ask("/tokenize", question, seconds)
+        answer = await self._ask("/tokenize", question, seconds)
         count = answer.get("count") if isinstance(answer, dict) else None
         if not isinstance(count, int):
             raise UpstreamError(UpstreamKind.MALFORMED, "POST /tokenize: no count in the answer")
-        if ask is self._ask:
-            self._known[key] = count
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+        self._known[key] = count
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
         return count
 
 
