@@ -19,7 +19,7 @@ from headgate.cli.client import Api
 from headgate.cli.command import Session
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
 from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
-from headgate.shared.state_files import NotRegularError, check_regular, read_regular, write_atomic
+from headgate.shared.state_files import open_regular, read_regular, write_atomic
 
 if TYPE_CHECKING:
     from gateway.settings import GatewayConfig
@@ -84,15 +84,9 @@ class Record:
 def _opened_lock(path: Path) -> BinaryIO:
     """The lock file, created if missing. Raises HeadgateError when it cannot be opened or is not a file."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        try:
-            check_regular(os.fstat(handle).st_mode)
-        except NotRegularError:
-            os.close(handle)
-            raise
+        return os.fdopen(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
     except OSError as error:
         raise HeadgateError(f"cannot open {path} ({error.strerror or error}); {_ADVICE}") from error
-    return os.fdopen(handle, "r+b", buffering=0)
 
 
 def _already_runs(state: StateDir, other: Record | None) -> AlreadyRunningError:

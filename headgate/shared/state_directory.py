@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.errors import AlreadyRunningError, ConfigError, HeadgateError, Problem
-from headgate.shared.state_files import (
-    NotRegularError,
-    check_regular,
-    read_regular,
-    write_temporary,
-)
+from headgate.shared.state_files import NotRegularError, open_regular, read_regular, write_temporary
 
 GATEWAY_KEY = "gateway.key"
 INFERENCE_TOKEN = "inference.token"
@@ -215,16 +210,10 @@ def lock_path(environ: Mapping[str, str]) -> Path:
 
 def _open_lock(path: Path) -> int:
     """A descriptor to lock. A file of another user is opened read-only, which `flock` accepts."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except PermissionError:
-        handle = os.open(path, os.O_RDONLY | flags)
-    try:
-        check_regular(os.fstat(handle).st_mode)
-    except NotRegularError:
-        os.close(handle)
-        raise
+        handle = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     if os.fstat(handle).st_uid == os.geteuid():
         os.fchmod(handle, 0o666)  # despite the umask: other users must be able to open it to see the holder
     return handle

@@ -71,10 +71,19 @@ class NotRegularError(OSError):
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
-def check_regular(mode: int) -> None:
-    """Raises NotRegularError unless `mode` (`st_mode`) is that of a regular file."""
-    if not stat.S_ISREG(mode):
-        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(mode), 'a device')} instead of a file")
+def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
+    """A descriptor of the regular file at `path`. Does not block. Raises NotRegularError and other OSErrors."""
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise NotRegularError("a socket or a device instead of a file") from error
+        raise
+    kind = os.fstat(handle).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(handle)
+        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(kind), 'a device')} instead of a file")
+    return handle
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes | None:
@@ -83,19 +92,11 @@ def read_regular(path: Path, most_bytes: int) -> bytes | None:
     Does not block: a pipe is not read. Raises NotRegularError and other OSErrors.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        handle = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-            raise NotRegularError("a socket or a device instead of a file") from error
-        raise
-    try:
-        check_regular(os.fstat(handle).st_mode)
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            return file.read(most_bytes + 1)
-    finally:
-        os.close(handle)
+    with os.fdopen(handle, "rb") as file:
+        return file.read(most_bytes + 1)
 
 
 def write_temporary(path: Path, data: bytes) -> Path:
