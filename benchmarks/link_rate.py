@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from inference.devices.checkpoint.cuda_driver import Driver, DriverError
+from inference.devices.checkpoint_job import Driver, DriverError
 
 COUNT_BYTES = 256 * 2**20
 """Large enough that the cost of a call does not matter, and small enough for any device that runs a model."""

@@ -28,7 +28,7 @@ _RUNNERS = {
     "devices": "inference.devices.ggml_job:list_devices",
     "trial": "inference.devices.ggml_job:try_device",
     "proof": "inference.devices.build_proof_job:run",
-    "checkpoint": "inference.devices.checkpoint.checkpoint_job:run",
+    "checkpoint": "inference.devices.checkpoint_job:run",
 }
 """The function of each job with one answer. Its module is imported when the job runs."""
 JOBS = (*_RUNNERS, "nvml")

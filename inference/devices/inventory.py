@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from inference.devices.checkpoint.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
+from inference.devices.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
 from inference.devices.device import CPU, Reading
 from inference.devices.device_probe import Probe
 from inference.devices.ggml_devices import GgmlProbe

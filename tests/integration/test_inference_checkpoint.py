@@ -14,7 +14,7 @@ import pytest
 from inference.app import Service
 from inference.authority.events import SuspensionTested
 from inference.authority.lifecycle import Action
-from inference.devices.checkpoint.checkpoint_support import DriversCarrier, Trouble
+from inference.devices.checkpoint_support import DriversCarrier, Trouble
 from inference.devices.device import Reading
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.authority.lifecycle import Reason
-from inference.devices.checkpoint.checkpoint_support import Trouble
+from inference.devices.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.devices.checkpoint.checkpoint_support import SimulatorsCarrier
+from inference.devices.checkpoint_support import SimulatorsCarrier
 from inference.devices.simgpu.backing import ServerEndedError, Servers
 from inference.devices.simgpu.probe import SimProbe
 from inference.protocol import DeviceState

@@ -18,7 +18,7 @@ from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.ledger import Phase
-from inference.devices.checkpoint.checkpoint_support import Carrier
+from inference.devices.checkpoint_support import Carrier
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory

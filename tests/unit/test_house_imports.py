@@ -18,7 +18,7 @@ PACKAGES = ("gateway", "inference", "headgate")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 NATIVE = {"llama_cpp", "pynvml"}
-NATIVE_FILES = ("_job.py", "cuda_driver.py")
+NATIVE_FILES = "_job.py"
 """Compute libraries belong to workers, to the jobs of helper processes, and to tools."""
 
 

@@ -1,6 +1,6 @@
 """Suspends and resumes processes on the devices that support it.
 
-On NVIDIA GPUs a helper calls the driver (`inference.devices.checkpoint.checkpoint_job`); on simulated devices the
+On NVIDIA GPUs a helper calls the driver (`inference.devices.checkpoint_job`); on simulated devices the
 simulator does it.
 """
 

@@ -1,1 +1,0 @@
-"""Suspends processes with their device memory for the warm pool, and resumes them."""
