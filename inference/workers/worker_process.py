@@ -1,4 +1,4 @@
-"""The service's side of one worker process: messages, output, hang detection, and exit.
+"""The service's side of one worker process: start, messages, output, hang detection, and exit.
 
 A worker has ended when its pidfd is readable (on systems without pidfds: when its link ends).
 """
@@ -10,14 +10,21 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headgate.shared import child_process
+from headgate.shared.errors import HeadgateError
 from inference.protocol import ExitCause
 from inference.worker_link import (
+    KEEP_FD_ENV,
+    LINK_FD_ENV,
+    PARENT_ENV,
+    SOCKET_FD_ENV,
     Drain,
     Failed,
     Forget,
@@ -37,10 +44,10 @@ from inference.worker_link import (
     decode,
     encode,
 )
+from inference.workers.child_environment import child_environment
 from inference.workers.exit_cause import ExitEvidence, WorkerExit, classify, is_silent_abort, most_telling_line
 from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
-from inference.workers.launch import launch
-from inference.workers.os_api import KernelOomKills
+from inference.workers.os_api import KernelOomKills, exit_descriptor
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +111,9 @@ class WorkerProcess:
         self._hang: str | None = None
         self._failed: Failed | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
-        launched = launch(name, path, command, environment, keep)
-        self._process, self._link = launched.process, launched.link
-        self._errors, self._pidfd = launched.errors, launched.ended
+        self._process, self._link, self._errors = _launch(name, path, command, environment, keep)
         self.pid = self._process.pid
+        self._pidfd = exit_descriptor(self.pid)
         self._loop.add_reader(self._link.fileno(), self._on_link)
         self._loop.add_reader(self._errors, self._on_errors)
         if self._pidfd is not None:
@@ -373,3 +379,52 @@ class WorkerProcess:
         last = "" if is_external else most_telling_line(self._lines)
         name = "broken build" if cause is ExitCause.BROKEN_BUILD else cause
         return f"the worker ended with {child_process.exit_text(status)} ({name}){': ' + last[:300] if last else ''}"
+
+
+def _launch(
+    name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], keep: int | None
+) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Starts a worker for `name` that listens on the Unix socket `path` and inherits the descriptor `keep`.
+
+    Returns the process, the service's end of its link, and a descriptor of its output, both non-blocking. A failure
+    leaves no descriptor, socket or process behind. Raises HeadgateError.
+    """
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        try:
+            # Only the worker keeps the socket, so that it closes with the worker and no client waits in its backlog.
+            listener = theirs.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            link, far_link = socket.socketpair()
+            ours.enter_context(link)
+            theirs.enter_context(far_link)
+            errors, far_errors = os.pipe()
+            ours.callback(os.close, errors)
+            theirs.callback(os.close, far_errors)
+            ours.callback(path.unlink, missing_ok=True)
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(1024)
+            link.setblocking(False)
+            os.set_blocking(errors, False)
+            kept = {} if keep is None else {KEEP_FD_ENV: str(keep)}
+            process = subprocess.Popen(
+                command,
+                env=child_environment(
+                    {
+                        **environment,
+                        **kept,
+                        LINK_FD_ENV: str(far_link.fileno()),
+                        SOCKET_FD_ENV: str(listener.fileno()),
+                        PARENT_ENV: str(os.getpid()),
+                        "PYTHONUNBUFFERED": "1",
+                    }
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=far_errors,
+                stderr=far_errors,
+                pass_fds=(far_link.fileno(), listener.fileno(), *([] if keep is None else [keep])),
+                process_group=0,
+            )
+        except OSError as error:
+            raise HeadgateError(f"cannot start a worker for {name} ({error})") from error
+        ours.pop_all()
+    return process, link, errors
