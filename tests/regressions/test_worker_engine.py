@@ -34,6 +34,7 @@ from inference.worker.worker_requests import Facts
 from inference.worker_link import Heartbeat
 from tests.regressions.test_worker_intake import Bytes
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler, SamplerShop
+from tests.rigs.processes import wait_until
 
 LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
 GONE = WorkerError(Code.MODEL_LOADING, "the end")
@@ -270,10 +271,12 @@ async def test_embedder_that_cannot_deliver_fails_every_input(late: bool) -> Non
 
 
 async def test_repeated_panics_while_pooling_end_the_embedder() -> None:
+    """It is reported after the batch has its errors."""
     fatal: list[str] = []
     embedder, _post = _embedder(PanickyPooling(panics=FATAL_FAILURES), fatal)
     embedder.start()
     assert await _vectors(embedder, 5) == [False] * 5
+    await asyncio.to_thread(wait_until, "the failure is reported", lambda: bool(fatal))
     assert embedder.counters.step_started is None
     assert await asyncio.to_thread(embedder.stop, GONE)
     assert len(fatal) == 1
