@@ -24,7 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("rigs") / "nobody.pem")
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("rigs") / "unused_root.pem")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

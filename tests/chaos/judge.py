@@ -171,7 +171,7 @@ def _seen(outcome: Outcome) -> str:
     fields = {
         "end": outcome.end, "status": outcome.status, "code": outcome.code, "by": outcome.answered_by,
         "attempts": outcome.attempts, "finishes": outcome.finishes, "done": outcome.done,
-        "seconds": round(outcome.ended - outcome.began, 2), "said": outcome.detail[:300],
+        "seconds": round(outcome.ended - outcome.began, 2), "detail": outcome.detail[:300],
     }  # fmt: skip
     words = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, ""))
     return f"{outcome.id} to {outcome.route}: {words}"

@@ -126,7 +126,7 @@ async def test_reported_load_failure_keeps_its_cause(tmp_path: Path, monkeypatch
     worker = await _misbehaving(tmp_path, monkeypatch, fail="oom_load")
     exit = await asyncio.wait_for(worker.exited, 20)
     assert exit.cause is ExitCause.OOM_LOAD
-    assert "told to fail" in exit.message
+    assert "ordered to fail" in exit.message
 
 
 async def test_abort_is_classified_by_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.rigs.stack import Stack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
 
-QUESTION = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
+QUESTION = {"model": "demo", "messages": [{"role": "user", "content": "What is your name?"}], "max_tokens": 8}
 ROUTES = 'routes: {"*": {chain: ["local/*"]}}'
 WORKERS = "inference.worker"
 

@@ -23,7 +23,7 @@ MODELS = """
 models:
   demo: {path: bundled:demo, context_length: 2048, parallel: 2, min_residency: 0}
 """
-STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8
+STORY = "Once upon a time there was a little girl. She liked to play in the garden with her dog. " * 8
 BODY = chat_body(STORY, max_tokens=16)
 
 

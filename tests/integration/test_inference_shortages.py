@@ -72,7 +72,7 @@ async def test_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(st
         await service.authority.load(model, 10)
     error = refused.value
     assert (error.code, error.status, error.details["cause"]) == (Code.MEMORY_LIMIT_EXCEEDED, 503, "oom_load")
-    assert "told to fail with oom_load" in error.message
+    assert "ordered to fail with oom_load" in error.message
     assert "the next load plans 170.0 MiB" in error.message
     (short,) = error.details["devices"]
     assert (short["device"], short["need_bytes"]) == ("gpu-0", 170 * MIB)

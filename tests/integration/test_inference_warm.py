@@ -46,7 +46,7 @@ def booked(stack: Stack) -> int:
     return int(cpu["ledger"]["resident_bytes"])
 
 
-STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8
+STORY = "Once upon a time there was a little girl. She liked to play in the garden with her dog. " * 8
 
 
 def test_offloaded_model_gives_the_same_answer_with_a_cached_prompt(stack: Stack) -> None:

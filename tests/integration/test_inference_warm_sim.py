@@ -17,7 +17,7 @@ models:
   demo: {path: bundled:demo, context_length: 2048, parallel: 2, min_residency: 0}
   demo-mini: {path: bundled:demo-mini, context_length: 1024, parallel: 1, dedicated: true}
 """
-STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8
+STORY = "Once upon a time there was a little girl. She liked to play in the garden with her dog. " * 8
 
 
 @pytest.fixture

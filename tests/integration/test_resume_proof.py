@@ -20,7 +20,7 @@ def test_resumed_answer_equals_the_uninterrupted_one(tmp_path: Path) -> None:
         ]
     assert {cut.way for cut in cuts} == {"cut", "kill"}
     assert len(cuts) > 6
-    assert [cut.said for cut in cuts if not cut.same] == []
+    assert [cut.difference for cut in cuts if not cut.same] == []
 
 
 def test_resumed_answer_with_joined_tokens_equals_the_uninterrupted_one(tmp_path: Path) -> None:
@@ -28,4 +28,4 @@ def test_resumed_answer_with_joined_tokens_equals_the_uninterrupted_one(tmp_path
     with Proof(tmp_path, interval="3ms") as proof:
         cuts = [cut for way in ("cut", "kill") for cut in proof.cuts("demo", "Why is the sky blue?", way, most=2)]
     assert {cut.way for cut in cuts} == {"cut", "kill"}
-    assert [cut.said for cut in cuts if not cut.same] == []
+    assert [cut.difference for cut in cuts if not cut.same] == []

@@ -96,7 +96,7 @@ class FakeAccelerator:
 
 
 class SharedDevice(FakeAccelerator):
-    """A device of 1,000 MiB, a GPU unless told otherwise; in use are what the service holds and `foreign_mib`."""
+    """A device of 1,000 MiB, by default a GPU; in use are what the service holds and `foreign_mib`."""
 
     def __init__(self, foreign_mib: int = 0, *, id: str = "gpu-0", kind: str = "cuda") -> None:
         super().__init__()
@@ -118,13 +118,17 @@ def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
     (directory / "models.yaml").write_text(json.dumps({"models": entries}))
 
 
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {f"INFERENCE_{key}": value for key, value in environ.items()}
+
+
 def reload(service: LiveService, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
     """As an operator does it: the file of the models stays what it is; `environ` is INFERENCE_*."""
     file = directory / "x.gguf"
     before = file.stat()
     rewrite(directory, models)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    service.authority.reload(settings.load(directory, {f"INFERENCE_{key}": said for key, said in environ.items()}, {}))
+    service.authority.reload(settings.load(directory, _variables(environ), {}))
 
 
 @contextlib.asynccontextmanager
@@ -147,8 +151,8 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         """`parts` are given to Service; a service that does not begin finds no devices."""
         monkeypatch.setenv("FAKE_WORKER", json.dumps(behavior or {}))
         rewrite(directory, models)
-        said = {"INFERENCE_FORCE_CPU_MODE": "true"} if accelerator is None else {}
-        config = settings.load(directory, said | {f"INFERENCE_{key}": value for key, value in environ.items()}, {})
+        forced = {"INFERENCE_FORCE_CPU_MODE": "true"} if accelerator is None else {}
+        config = settings.load(directory, forced | _variables(environ), {})
         state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")})
         probes = probes or ([CpuProbe()] if accelerator is None else [accelerator, CpuProbe()])
         service = LiveService(

@@ -1,16 +1,15 @@
-"""A worker without llama.cpp: speaks the link, answers canned SSE, and misbehaves as FAKE_WORKER tells it to.
+"""A worker without llama.cpp: speaks the link, answers canned SSE, and fails as FAKE_WORKER describes.
 
 Hundreds of it are started in a test run, so it imports only the link and the standard library.
 
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
-`abort` (text, then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready),
-`step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready,
-until it is told to forget),
-`abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival in a body aborts it;
-`last_words`: what it writes then; `after_chunks`: so many later), `answer_seconds` (before the first token), `chunks`,
-`chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves), `offload`, `hold` and `restore`
-(`die` or `hang` then), `grant_file` (where its grant is written).
+`abort` (text, then SIGABRT while loading), `silent_after` (seconds after ready until heartbeats stop),
+`step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (extra bytes from ready until
+retained prefixes are dropped), `abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival
+in a body aborts it; `last_words`: what it writes then; `after_chunks`: after this number of chunks), `answer_seconds`
+(before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves),
+`offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ async def main() -> None:
     orders = asyncio.create_task(_obey(reader, send, how, hoard))
     await _load(send, how)
     if cause := how.get("fail") or how.get("fail_on", {}).get(grant.devices[0].id):
-        send(worker_link.Failed(cause, f"told to fail with {cause}"))
+        send(worker_link.Failed(cause, f"ordered to fail with {cause}"))
         await writer.drain()
         sys.exit(1)
     if above := [name for name, most in how.get("most", {}).items() if getattr(grant, name) > most]:

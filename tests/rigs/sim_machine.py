@@ -87,7 +87,7 @@ class SimMachine:
         """Updates NVML from the simulator; returns the status of every device."""
         return self.tell("status")
 
-    # --- who sees it -----------------------------------------------------------------------------------------------
+    # --- probes and processes --------------------------------------------------------------------------------------
     def probe(self, nvml: NvmlReader | None = None) -> GgmlProbe:
         """Finds the devices as if they were NVIDIA's; workers and trials compute on them."""
         return _Probe(self, nvml)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-CERTIFICATE = Path(__file__).with_name("mill.pem")
+CERTIFICATE = Path(__file__).with_name("server.pem")
 """The certificate and its key, which protects nothing. It is for `localhost` and `mill.example`."""
 
 

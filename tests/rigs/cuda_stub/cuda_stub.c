@@ -8,7 +8,7 @@
  *     corrupt                 a byte of what is copied from the device is wrong
  *     version NUMBER          what cuDriverGetVersion says
  *
- * Device memory is the process's own. A process that is checkpointed is stopped, so that nothing is heard of it until
+ * Device memory is the process's own. A process that is checkpointed is stopped, so it does not answer until
  * it is restored; the real driver stops only those threads that call it.
  */
 #include <signal.h>
@@ -74,7 +74,7 @@ static CUresult move(int pid, int from, int to) {
     if (!file) return UNKNOWN;
     fprintf(file, "%d\n", to);
     fclose(file);
-    return rename(fresh, path) ? UNKNOWN : OK;  // who reads it meanwhile never finds an empty file
+    return rename(fresh, path) ? UNKNOWN : OK;  // a concurrent reader never finds an empty file
 }
 
 /* --- the library ------------------------------------------------------------------------------------------------ */

@@ -6,11 +6,11 @@
  *     device UUID PCI TOTAL RESERVED FREE USED NAME...     in the order of their indices; bytes
  *     error FUNCTION CODE [UUID]                           FUNCTION may be `all`; of one device, or of the library
  *     hang FUNCTION                                        the call never returns
- *     xid SEQUENCE UUID NUMBER                             an Xid event; heard by event sets that are older than it
+ *     xid SEQUENCE UUID NUMBER                             an Xid event; received by event sets that are older than it
  *     action UUID NUMBER                                   the recovery action; not supported by devices without one
  *
- * As with the real library, a process that was told that the driver or a device is gone (9, 15, 16, 18, 999) is told so
- * until it ends, whatever the file says later.
+ * As with the real library, a process that has seen a lost driver or device (9, 15, 16, 18, 999) gets that error
+ * until it ends, whatever is in the file later.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,7 +53,7 @@ struct state {
     struct action actions[MOST_LINES];
     int device_count, fault_count, hang_count, xid_count, action_count;
 };
-struct event_set { unsigned long long heard; int registered[MOST_DEVICES]; };
+struct event_set { unsigned long long received; int registered[MOST_DEVICES]; };
 
 static int initialized;
 static int gone; /* what the whole library answers for the rest of this process */
@@ -244,7 +244,7 @@ nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set) {
     ENTER(-1);
     *set = calloc(1, sizeof **set);
     for (int i = 0; i < state.xid_count; i++)
-        if (state.xids[i].sequence > (*set)->heard) (*set)->heard = state.xids[i].sequence;
+        if (state.xids[i].sequence > (*set)->received) (*set)->received = state.xids[i].sequence;
     return OK;
 }
 
@@ -258,8 +258,8 @@ nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, event_t *event, unsigned mi
     for (long left = (long)milliseconds * 1000;; left -= POLL_MICROSECONDS) {
         ENTER(-1);
         for (int i = 0; i < state.xid_count; i++) {
-            if (state.xids[i].sequence <= set->heard) continue;
-            set->heard = state.xids[i].sequence;
+            if (state.xids[i].sequence <= set->received) continue;
+            set->received = state.xids[i].sequence;
             for (int k = 0; k < state.device_count; k++)
                 if (set->registered[k] && !strcmp(state.devices[k].uuid, state.xids[i].uuid)) {
                     *event = (event_t){handle_of(k), XID, state.xids[i].number, 0xffffffffu, 0xffffffffu};
