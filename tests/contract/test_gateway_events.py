@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,7 @@ import pytest
 from gateway.providers.local.inference_snapshot import Events, InferenceView
 from inference.authority.views.event_bus import Bus
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import Start
 
 
 class OnTheBus:

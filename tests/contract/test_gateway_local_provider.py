@@ -22,12 +22,6 @@ BODY = {"model": "requested", "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def provider(fake: FakeInference) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider(fake.url, "token", make_local_session())
     yield provider

@@ -1,16 +1,7 @@
-"""The fake inference service behind the gateway; a module may define its own `fake`."""
+"""Fixtures of the integration tests; a module may define its own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from tests.rigs.service_fixtures import cloud, fake, start
 
-import pytest
-
-from tests.rigs.fake_inference import FakeInference
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    """Requires a token and has the models `demo` and `demo-mini`."""
-    async with FakeInference("token") as fake:
-        yield fake
+__all__ = ["cloud", "fake", "start"]

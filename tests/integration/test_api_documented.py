@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from inference.app import HOT_PATHS, Service
 from inference.authority.events import CrashReported
 from inference.authority.quarantine import Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
-from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services
+from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SECTION = re.compile(r"^### `(GET|POST) (/[^`]+)`", re.MULTILINE)
@@ -65,12 +63,6 @@ def paths(value: Any, documented: set[str], at: str = "") -> set[str]:
 
 def _all(sets: Iterable[set[str]]) -> set[str]:
     return set().union(*sets)
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def _busy_service(start: Start) -> Service:

@@ -12,10 +12,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.rigs.processes import Service, children_of, command_of, free_port, http_status, is_alive, private_env
+from tests.rigs.processes import Service, children_of, command_of, free_port, is_alive, private_env
 from tests.rigs.stack import LOCAL_ROUTES, MODELS, Stack, until
-
-STORY = "Tell me a long story about a water mill."
 
 
 @pytest.fixture
@@ -23,37 +21,6 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     stack = await asyncio.to_thread(Stack(tmp_path).start)
     yield stack
     await asyncio.to_thread(stack.kill)
-
-
-async def test_sigterm_drains_open_streams_while_readiness_is_503(stack: Stack) -> None:
-    async with openai.AsyncOpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=30) as client:
-        stream = await client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": STORY}], stream=True, temperature=0
-        )
-        pieces = [await anext(aiter(stream))]
-        stack.front.signal(signal.SIGTERM)
-        await until(
-            "readiness is 503 while the port answers",
-            lambda: asyncio.to_thread(lambda: http_status(stack.front.url + "/readyz") == 503),
-        )
-        pieces += [chunk async for chunk in stream]
-    assert pieces[-1].choices[0].finish_reason == "stop"
-    assert await asyncio.to_thread(stack.front.wait, 40) == 0
-    workers = children_of(stack.inference.pid)
-    assert workers
-    assert await asyncio.to_thread(stack.inference.stop, 40) == 0
-    assert not [pid for pid in workers if is_alive(pid)]
-    assert _sockets_left(stack.root) == []
-
-
-async def test_workers_end_with_a_killed_inference_service(stack: Stack) -> None:
-    await asyncio.to_thread(
-        stack.ask, "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
-    )
-    workers = children_of(stack.inference.pid)
-    assert workers
-    stack.inference.signal(signal.SIGKILL)
-    await until("the workers are gone", lambda: not [pid for pid in workers if is_alive(pid)], seconds=5)
 
 
 def _up(tmp_path: Path) -> Service:

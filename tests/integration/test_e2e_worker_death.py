@@ -30,27 +30,6 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     await asyncio.to_thread(stack.kill)
 
 
-async def test_worker_killed_while_idle_is_restarted_for_the_next_request(stack: Stack) -> None:
-    before = stack.worker_pid("demo")
-    os.kill(before, signal.SIGKILL)
-    answer = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body("Hello!"))
-    assert answer["choices"][0]["message"]["content"]
-    await until("the exit was noticed", lambda: stack.model("demo")["pid"] != before)
-    answer = await asyncio.to_thread(stack.ask, "/v1/chat/completions", chat_body("Hello!"))
-    assert answer["model"] == "demo", "the model itself answers, not its fallback"
-    assert stack.worker_pid("demo") != before
-
-
-async def test_memory_of_a_killed_worker_is_released(stack: Stack) -> None:
-    def resident() -> int:
-        return int(stack.ask("/memory/stats", direct=True)["allocated_mb"])
-
-    loaded = resident()
-    os.kill(stack.worker_pid("demo"), signal.SIGKILL)
-    await until("the ledger shows less", lambda: resident() < loaded)
-    assert stack.model("demo")["actual_bytes"] is None
-
-
 async def _listen(client: openai.AsyncOpenAI, stop: asyncio.Event) -> tuple[list[str], float]:
     """Streams the story from demo-mini until `stop`: all texts, and the longest pause in seconds."""
     texts: list[str] = []

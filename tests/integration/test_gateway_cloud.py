@@ -22,16 +22,14 @@ providers:
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
   itself: {{kind: openai, flavor: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
   azure: {{kind: openai, flavor: openai, api_key: "${{env:CLOUD}}", base_url: {url}/openai/v1}}
-  wrong: {{kind: openai, api_key: not-the-key, base_url: {url}/v1}}
 routes:
   demo: {{chain: [local/demo, openai/gpt]}}
   a: {{chain: [local/demo, anthropic/claude]}}
   g: {{chain: [local/demo, google/gemini]}}
   az: {{chain: [local/demo, azure/gpt-4o]}}
-  misconfigured: {{chain: [wrong/gpt, openai/gpt]}}
+  home: {{chain: [local/demo, openai/gpt], cloud: never}}
   throttled: {{chain: [openai/fault-429=9, anthropic/claude]}}
   away: {{chain: [openai/fault-503=9, openai/gpt]}}
-  down: {{chain: [local/demo, openai/fault-503, anthropic/fault-529]}}
   cut: {{chain: [openai/fault-cut=2, anthropic/claude]}}
   context: {{chain: [openai/fault-context, anthropic/claude]}}
   thinks: {{chain: [local/demo, itself/gpt-5-mini, anthropic/claude]}}
@@ -39,12 +37,6 @@ routes:
   stops: {{chain: [itself/gpt-4.1, google/gemini, anthropic/claude]}}
 breaker: {{open: 60s}}
 """
-
-
-@pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
 
 
 @pytest.fixture
@@ -88,23 +80,14 @@ async def test_stream_whose_first_chunk_has_no_model_gets_the_model_that_answers
     assert (start["model"], len(start["id"]) > len("msg_")) == ("gpt-4o", True)
 
 
+@pytest.mark.parametrize(("route", "headers"), [("demo", {"x-headgate-policy": "local-only"}), ("home", {})])
 async def test_local_only_request_is_not_sent_to_a_cloud_when_local_models_are_down(
-    gateway: Gateway, cloud: FakeProvider
+    gateway: Gateway, cloud: FakeProvider, route: str, headers: dict[str, str]
 ) -> None:
-    answer = await gateway.chat(headers={"x-headgate-policy": "local-only"})
+    answer = await gateway.chat(route, headers=headers)
     assert answer.status_code == 503
     assert "policy keeps this request local" in answer.json()["error"]["message"]
     assert cloud.records == []
-
-
-async def test_invalid_provider_key_is_not_reported_as_an_invalid_client_key(
-    gateway: Gateway, caplog: pytest.LogCaptureFixture
-) -> None:
-    answer = await gateway.chat("misconfigured")
-    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
-    assert answer.headers["x-headgate-reason"] == "misconfigured"
-    assert any("check the key and the settings of provider wrong" in line.getMessage() for line in caplog.records)
-    assert "not-the-key" not in caplog.text
 
 
 async def test_throttled_cloud_is_skipped_until_its_retry_after(gateway: Gateway) -> None:
@@ -124,14 +107,6 @@ async def test_unavailable_cloud_is_skipped_until_its_retry_after(gateway: Gatew
     assert 8 < entry["retry_after"] <= 9
     assert (await gateway.chat("away")).headers["x-headgate-reason"] == "breaker_open"
     assert (await gateway.breaker("openai"))["state"] == "closed"
-
-
-async def test_503_names_each_tier_when_all_are_down(gateway: Gateway) -> None:
-    answer = await gateway.chat("down")
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], answer.headers["x-headgate-attempts"]) == (503, "no_tier_available", "3")
-    assert all(name in error["message"] for name in ("local/demo", "openai/fault-503", "anthropic/fault-529"))
-    assert int(answer.headers["retry-after"]) >= 1
 
 
 async def test_cut_cloud_stream_ends_in_an_error_and_a_whole_answer_is_repeated_elsewhere(gateway: Gateway) -> None:

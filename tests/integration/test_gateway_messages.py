@@ -85,12 +85,6 @@ async def local() -> AsyncIterator[FakeInference]:
 
 
 @pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, local: FakeInference, cloud: FakeProvider) -> AsyncIterator[Gateway]:
     config = CONFIG.format(url=cloud.url)
     async with Gateway(tmp_path, local.url, config, {"CLOUD": CLOUD_KEY}) as gateway:

@@ -30,12 +30,6 @@ CLOUDS = ("openai", "google", "anthropic")
 
 
 @pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> AsyncIterator[Gateway]:
     async with Gateway(tmp_path, fake.url, CONFIG.format(url=cloud.url, key=KEY)) as gateway:
         yield gateway

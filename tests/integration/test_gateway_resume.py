@@ -314,10 +314,6 @@ async def test_record_has_a_breaker_that_opened_during_the_answer(tmp_path: Path
 
 
 # --- clouds -----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
 
 
 @pytest.fixture

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
 from inference.app import USE_PATHS
 from tests.rigs.asgi import ask, operations
-from tests.rigs.authority_rig import Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import Start
 
 
 async def test_every_route_that_changes_something_needs_the_admin_key(start: Start) -> None:

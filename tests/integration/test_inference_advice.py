@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, Start, rewrite, services
+from tests.rigs.authority_rig import MIB, Start, rewrite
 
 LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel": 8}
 """A cache of 128 MiB."""
@@ -62,12 +61,6 @@ class Site:
 
     def state(self, name: str) -> ModelState:
         return self.service.authority.resolve(name).state
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 def real_estimator(root: Path) -> Estimator:

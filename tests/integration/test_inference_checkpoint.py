@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from inference.devices.checkpoint_support import DriversCarrier, Trouble
 from inference.devices.device import Reading
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model
 
@@ -34,12 +34,6 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaStub:
     for name, value in stub.env.items():
         monkeypatch.setenv(name, value)
     return stub
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tuple[Service, Model]:

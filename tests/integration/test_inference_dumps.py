@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
 from inference.authority.views.dumps import MOST_DUMPS, differences
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import Start
 
 
 async def test_difference_of_two_dumps_lists_changes_by_path(start: Start) -> None:

@@ -6,14 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from inference.devices.device import Reading
 from inference.protocol import DeviceState
-from tests.rigs.authority_rig import FakeAccelerator, Start, services
+from tests.rigs.authority_rig import FakeAccelerator, Start
 
 
 class ChangingDevice(FakeAccelerator):
@@ -24,12 +21,6 @@ class ChangingDevice(FakeAccelerator):
     def readings(self) -> tuple[Reading, ...]:
         """None if the device is missing."""
         return tuple(replace(reading, state=self.state) for reading in super().readings() if self.state is not None)
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def next_event(listener: AsyncIterator[bytes], kind: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 NAMES: dict[str, set[str]] = {
@@ -53,12 +53,6 @@ class LosableDevice(FakeAccelerator):
     def readings(self) -> tuple[Reading, ...]:
         (reading,) = super().readings()
         return (replace(reading, state=DeviceState.LOST) if self.lost else reading,)
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 def value(service: Service, name: str, **labels: str) -> float | None:

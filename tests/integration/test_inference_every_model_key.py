@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import ModelEntry
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start
 
 Shown = Callable[[Path, Start], Awaitable[None]]
 TABLE: dict[tuple[str, ...], Shown] = {}
@@ -39,12 +39,6 @@ def shows(*keys: str) -> Callable[[Shown], Shown]:
         return function
 
     return enter
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def load(service: Any, *names: str) -> list[tuple[str, ...]]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 
 from tests.rigs.asgi import ask, operations
-from tests.rigs.authority_rig import Start, services
+from tests.rigs.authority_rig import Start
 
 BODIES = (
     b"", b"{", b"[]", b"null", b'"x"', b"1e999", b"{}", b"\xff\xfe", b"[" * 5000, b'{"model": null}', b'{"models": []}',
@@ -18,12 +14,6 @@ BODIES = (
 )  # fmt: skip
 NAMES = ("a", "nope", "%00", "..%2f..%2fetc", "%F0%9F%92%A9", "x" * 3000)
 QUERIES = ("", "?seconds=-1", "?seconds=nan", "?now=maybe", "?minutes=1e999", "?limit=1.5", "?action=")
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def test_invalid_requests_get_the_error_envelope(start: Start) -> None:

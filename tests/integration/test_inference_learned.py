@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import pytest
 
 from headgate.shared.state_directory import StateDir
 from inference.authority.handlers.running.keeping import droppable
@@ -14,13 +11,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import load
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start
 
 
 async def test_overhead_beyond_the_buffers_is_learned_after_a_load(start: Start) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.protocol import ModelState, Priority
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
 
 
 class TwoAccelerators(FakeAccelerator):
@@ -28,12 +27,6 @@ class TwoAccelerators(FakeAccelerator):
         """Both."""
         total = 1000 * MIB
         return tuple(Reading(name, "cuda", "fake", total, total - used, used) for name, used in self.used.items())
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def test_model_in_use_finishes_before_it_moves(start: Start) -> None:

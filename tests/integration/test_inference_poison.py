@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +11,9 @@ from inference.app import Service
 from inference.authority.state import Timing
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import Start, services
+from tests.rigs.authority_rig import Start
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 def _chat(service: Service, text: str, model: str = "a", **more: Any) -> asyncio.Task[Answer]:

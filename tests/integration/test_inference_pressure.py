@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference.app import Service
-from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Rung
 from inference.devices.device import Reading
 from inference.errors import MemoryLimitExceededError
-from inference.protocol import ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start
 
 GPU = "gpu-0"
 NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
 """Only the checks that a test asks for."""
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def begin(
@@ -44,14 +34,6 @@ async def begin(
 async def load(service: Service, *names: str) -> None:
     for name in names:
         await service.authority.load(service.authority.resolve(name))
-
-
-def state(service: Service, name: str) -> ModelState:
-    return service.authority.resolve(name).state
-
-
-def level(service: Service) -> Level:
-    return service.authority.levels()[GPU][1]
 
 
 async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import Start
 
 
 async def probe(service: Any, model: str) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from headgate.shared.state_directory import StateDir
 from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimate, Estimator
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import Start, services
+from tests.rigs.authority_rig import Start
 
 LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel": 8}
 """A cache of 128 MiB."""
@@ -27,12 +26,6 @@ class Counting(Estimator):
         """As it was."""
         self.asked += 1
         return await super().get(*args, **more)
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def test_known_refusal_needs_no_estimate(start: Start, tmp_path: Path) -> None:

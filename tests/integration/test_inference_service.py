@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 from inference.protocol import Progress
 from inference.workers.orphans import FAMILY_ENV
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import Service, children_of, command_of, http_status, inference_service, is_alive, wait_until
+from tests.rigs.processes import Service, children_of, http_status, inference_service, is_alive, wait_until
 from tests.rigs.slowdisk import slow_disk_env
 
 TOKEN = "test-token"
@@ -210,45 +209,6 @@ async def test_unload_command_fails_no_request(rig: Rig) -> None:
     assert (rig.status()["queued"], rig.status()["in_flight"]) == (0, 0)
 
 
-def test_model_that_does_not_fit_is_refused_with_numbers_before_a_process_starts(tmp_path: Path) -> None:
-    rig = Rig(
-        tmp_path,
-        {"big": tiny(1, context_length=65536, parallel=64), "small": tiny(2)},
-        {"INFERENCE_MEMORY_LIMIT_GB": "0.15"},
-    ).start()
-    try:
-        for stream in (False, True):
-            status, answer, _ = rig.chat("big", stream=stream)
-            assert status == 503
-            error = answer["error"]
-            assert error["code"] == "memory_limit_exceeded"
-            assert "MiB" in error["message"]
-            (device,) = error["headgate"]["devices"]
-            assert device["need_bytes"] - device["free_bytes"] == device["short_bytes"] > 0
-            assert error["headgate"]["fix"]
-        assert not _workers(rig.service)
-        assert rig.metric('inference_placement_total{reason="memory",result="cant_accommodate"}') == 2
-        listed = rig.status("big")
-        assert listed["fits"] is False
-        assert rig.ask("/memory/plan", {"model": "big", **error["headgate"]["fix"]})[1]["result"] == "FREE"
-        assert rig.chat("small")[0] == 200
-    finally:
-        rig.service.kill()
-
-
-def test_idle_model_is_evicted_for_one_that_needs_its_memory(tmp_path: Path) -> None:
-    models = {"a": tiny(1, min_residency=0), "b": tiny(2, min_residency=0)}
-    rig = Rig(tmp_path, models, {"INFERENCE_MEMORY_LIMIT_GB": "0.1"}).start()
-    try:
-        first = rig.chat("a")[0]
-        assert rig.ask("/memory/plan", {"model": "b"})[1]["evict"] == ["a"]
-        assert (first, rig.chat("b")[0]) == (200, 200)
-        assert (rig.status("a")["state"], rig.status("b")["state"]) == ("warm", "ready")
-        assert rig.metric("inference_evictions_total") >= 1
-    finally:
-        rig.service.kill()
-
-
 async def test_thirty_two_requests_share_one_load_and_disconnects_do_not_delay_it(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 6))
@@ -274,24 +234,6 @@ async def test_thirty_two_requests_share_one_load_and_disconnects_do_not_delay_i
         rig.service.kill()
 
 
-async def test_load_finishes_when_all_clients_disconnect(tmp_path: Path) -> None:
-    size = tiny_gguf.generative(seed=1).stat().st_size
-    rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 3))
-    await asyncio.to_thread(rig.start)
-    try:
-        async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
-            tasks = [asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))) for number in range(4)]
-            await _until("the model loads", lambda: rig.status()["state"] == "loading")
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await _until("the load finishes alone", lambda: rig.status()["state"] == "ready", seconds=30)
-            assert (await _post(session, chat("a")))[0] == 200
-        assert rig.status()["queued"] == rig.status()["in_flight"] == 0
-    finally:
-        rig.service.kill()
-
-
 def test_deadline_during_a_load_is_model_loading_with_retry_after(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 5)).start()
@@ -304,32 +246,6 @@ def test_deadline_during_a_load_is_model_loading_with_retry_after(tmp_path: Path
             "headgate": {"probe": "loading"}
         }
         assert rig.chat("a")[0] == 200
-    finally:
-        rig.service.kill()
-
-
-def test_probe_loads_nothing_and_does_not_count_as_use(rig: Rig) -> None:
-    wait_until("measured", lambda: rig.status()["fits"] is True)
-    loads = rig.status()["loads"]
-    probe = {"x-headgate-probe": "1"}
-    for stream in (False, True):
-        status, answer, _ = rig.ask("/v1/chat/completions", chat("a", stream=stream), headers=probe)
-        assert (status, answer) == (200, {"headgate": {"probe": "cold"}})
-    assert rig.status()["loads"] == loads
-    rig.chat("a")
-    before = wait_until("it idles", lambda: (idle := rig.status()["idle_seconds"]) and idle > 0.3 and idle)
-    assert rig.ask("/v1/chat/completions", chat("a"), headers=probe)[1]["choices"]
-    assert rig.status()["idle_seconds"] > before
-
-
-def test_idle_model_is_unloaded_after_its_timeout_and_a_pinned_one_stays(tmp_path: Path) -> None:
-    rig = Rig(
-        tmp_path, {"a": tiny(1, idle_timeout="1s", warm=False), "b": tiny(2, idle_timeout="1s", pinned=True)}
-    ).start()
-    try:
-        assert (rig.chat("a")[0], rig.chat("b")[0]) == (200, 200)
-        wait_until("a is unloaded", lambda: rig.status("a")["state"] == "cold", seconds=5)
-        assert rig.status("b")["state"] == "ready"
     finally:
         rig.service.kill()
 
@@ -510,15 +426,6 @@ def test_token_count_is_the_same_with_a_cold_and_a_loaded_model(rig: Rig) -> Non
     assert [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions] == cold
 
 
-def test_service_maps_no_compute_library(rig: Rig) -> None:
-    rig.chat("a")
-    maps = Path(f"/proc/{rig.service.pid}/maps").read_text()
-    for library in ("libllama", "libggml", "libcuda", "libnvidia"):
-        assert library not in maps
-    (worker,) = _workers(rig.service)
-    assert "libllama" in Path(f"/proc/{worker}/maps").read_text()
-
-
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("generative", {"context_length": 256, "parallel": 4}),
     "q8_0": ("generative", {"context_length": 4096, "parallel": 2, "kv_type": "q8_0"}),
@@ -553,59 +460,6 @@ def test_estimate_equals_the_allocated_bytes(tmp_path: Path) -> None:
             assert allocated[kind] == pytest.approx(parts[part], abs=2**16), (name, kind)
 
 
-async def test_events_have_a_snapshot_numbers_and_load_progress(rig: Rig) -> None:
-    async with (
-        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
-        session.get("/events") as stream,
-    ):
-        kind, snapshot = await _event(stream)
-        assert kind == "snapshot"
-        assert {model["id"] for model in snapshot["models"]} == {"a", "b"}
-        asking = asyncio.create_task(_post(session, chat("a")))
-        numbers, states = [snapshot["number"]], []
-        async with asyncio.timeout(20):
-            while "ready" not in states:
-                kind, data = await _event(stream)
-                numbers.append(data["number"])
-                if kind == "model" and data["model"]["id"] == "a":
-                    states.append(data["model"]["headgate"]["state"])
-        assert "loading" in states
-        assert numbers == sorted(numbers)
-        await asking
-
-
-async def test_events_have_a_keep_alive_within_six_seconds(shared: Rig) -> None:
-    async with (
-        aiohttp.ClientSession(shared.service.url, headers=shared.headers) as session,
-        session.get("/events") as stream,
-        asyncio.timeout(20),
-    ):
-        while (await _event(stream))[0] != "beat":
-            continue
-
-
-def test_full_queue_is_429(tmp_path: Path) -> None:
-    size = tiny_gguf.generative(seed=1).stat().st_size
-    env = {**slow_disk_env(tmp_path, size // 3), "INFERENCE_QUEUE_NORMAL": "2"}
-    rig = Rig(tmp_path, {"a": tiny(1)}, env).start()
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(rig.chat, "a") for _ in range(2)]
-            wait_until("two wait", lambda: rig.status()["queued"] == 2)
-            status, answer, headers = rig.chat("a")
-            assert (status, answer["error"]["code"]) == (429, "queue_full")
-            assert int(headers["retry-after"]) >= 1
-            high = rig.ask("/v1/chat/completions", chat("a"), headers={"x-headgate-priority": "high"})
-            assert high[0] == 200
-            assert [future.result()[0] for future in waiting] == [200, 200]
-    finally:
-        rig.service.kill()
-
-
-def _workers(service: Service) -> list[int]:
-    return [pid for pid in children_of(service.pid) if "-m inference.worker " in command_of(pid)]
-
-
 def _ignore_errors(call: Any) -> None:
     with contextlib.suppress(OSError, ValueError):  # the service ends during the answer
         call()
@@ -618,13 +472,6 @@ async def _post(session: aiohttp.ClientSession, body: Any) -> tuple[int, bytes]:
 
 async def _until(what: str, probe: Any, seconds: float = 20.0) -> None:
     await asyncio.to_thread(wait_until, what, probe, seconds=seconds)
-
-
-async def _event(stream: aiohttp.ClientResponse) -> tuple[str, Any]:
-    kind = (await stream.content.readline()).decode().removeprefix("event: ").strip()
-    data = json.loads((await stream.content.readline()).decode().removeprefix("data: "))
-    await stream.content.readline()
-    return kind, data
 
 
 def test_pipes_instead_of_state_files_do_not_block_the_start(tmp_path: Path) -> None:

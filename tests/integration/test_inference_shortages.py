@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,9 @@ from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import KernelOomKills
 from inference.workers.worker_supervisor import Supervisor
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start, services
+from tests.rigs.authority_rig import COMMAND, MIB, FakeEstimator, SharedDevice, Start
 
 CUDA = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:503\n"
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **environ: Any) -> Service:

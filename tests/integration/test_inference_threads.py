@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from inference import worker_link
-from tests.rigs.authority_rig import Start, services
+from tests.rigs.authority_rig import Start
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.tiny_gguf import generative
 from tests.rigs.worker_rig import WorkerRig, grant_for
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def test_threads_are_divided_between_busy_models(start: Start) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import pytest
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.state import Devices, State
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
 from inference.settings import InferenceConfig
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
 
 HOST = 16 * 1024 * MIB
 
@@ -30,12 +27,6 @@ class FakeHost(FakeAccelerator):
 
     def readings(self) -> tuple[Reading, ...]:
         return (Reading("cpu", "cpu", "fake", HOST, HOST * 3 // 4, HOST // 4),)
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 def shown(*probes: FakeAccelerator) -> tuple[Reading, ...]:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,10 @@ from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import Timing
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start
 from tests.rigs.live_authority import LiveModel as Model
 
 S = ModelState
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
 
 
 async def use(service: Service, name: str) -> Model:
@@ -38,58 +31,9 @@ async def use(service: Service, name: str) -> Model:
     return model
 
 
-def on_host(service: Service) -> int:
-    return service.authority.ledger.balance("cpu").ours_bytes
-
-
 async def on_gpu(start: Start, models: dict[str, Any], behavior: dict[str, Any] | None = None, **env: Any) -> Service:
     service: Service = await start(models, behavior, accelerator=FakeAccelerator(), **env)
     return service
-
-
-async def test_offloaded_model_on_the_cpu_keeps_its_process_and_booking(start: Start) -> None:
-    """An idle model stays as a process without context, is booked for it, and is whole again when it is wanted."""
-    service = await start({"a": {"idle_timeout": 0}}, {"a": {"saved": 10 * MIB}})
-    model = await use(service, "a")
-    assert model.running is not None
-    pid = model.running.worker.pid
-    await model.becomes(S.WARM)
-    assert on_host(service) == (64 + 10) * MIB
-    (kept,) = service.authority.offloaded()
-    assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("standby", "cpu", 74 * MIB)
-    record = service.authority.state.evictions[-1]
-    assert (record.action, record.reason, record.memory_freed_mb) == (Action.OFFLOAD, Reason.IDLE, 26)
-    lease = await service.authority.ask(model).wait(10)
-    assert lease is not None
-    assert model.state is S.BUSY
-    assert model.running.worker.pid == pid
-    assert on_host(service) == 100 * MIB
-    assert service.authority.state.restorations == 1
-    assert service.authority.offloaded() == []
-    assert model.loads == 1
-
-
-async def test_offloaded_model_of_an_accelerator_is_kept_by_another_process(start: Start) -> None:
-    """Nothing is booked on the device while it is warm; the process that comes back is the one that held the file."""
-    service = await on_gpu(start, {"a": {}}, {"a": {"saved": MIB}})
-    model = await use(service, "a")
-    assert model.running is not None
-    pid = model.running.worker.pid
-    await service.authority.offload(model)
-    assert model.state is S.WARM
-    await service.authority.reached(lambda: service.authority.ledger.balance("gpu-0").ours_bytes == 0)
-    keeper = model.running.worker.pid
-    assert keeper != pid
-    assert not Path(f"/proc/{pid}").exists()
-    (kept,) = service.authority.offloaded()
-    assert (kept["mechanism"], kept["original_device"]) == ("resident", "gpu-0")
-    assert kept["bytes"] == on_host(service) == 64 * MIB + 4 + MIB
-    await use(service, "a")
-    assert model.state is S.READY
-    assert model.running.worker.pid == keeper
-    assert model.running.device.id == "gpu-0"
-    assert on_host(service) == 0
-    assert service.authority.ledger.balance("gpu-0").ours_bytes == 100 * MIB
 
 
 @pytest.mark.parametrize(
@@ -119,20 +63,6 @@ async def test_failure_during_an_offload_releases_all_bookings(start: Start, dev
     assert booked == {device: 100 * MIB}
     await service.authority.unload(model)
     await service.authority.emptied()
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu-0"])
-async def test_killed_warm_model_becomes_cold_without_bookings(start: Start, device: str) -> None:
-    """kill -9 of the process that keeps it."""
-    service = await start({"a": {}}) if device == "cpu" else await on_gpu(start, {"a": {}})
-    model = await use(service, "a")
-    await service.authority.offload(model)
-    assert model.running is not None
-    os.kill(model.running.worker.pid, signal.SIGKILL)
-    await service.authority.emptied()
-    assert service.authority.offloaded() == []
-    await use(service, "a")
-    assert model.loads == 2
 
 
 @pytest.mark.parametrize("seed", [1])

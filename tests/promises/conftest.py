@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import fake
-from tests.rigs.authority_rig import Start, services
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
+from tests.rigs.service_fixtures import fake, start
 
-__all__ = ["fake"]
+__all__ = ["fake", "start"]
 
 CONFIG = """
 routes:
@@ -27,10 +26,3 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
     """A gateway with a route with one tier, one with two, and one that resumes."""
     async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
         yield gateway
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """A function that starts inference services with fake workers."""
-    async with services(tmp_path, monkeypatch) as make:
-        yield make

@@ -76,8 +76,10 @@ async def test_retry_after_of_the_tier_is_passed_on(gateway: Gateway, fake: Fake
     assert 16 <= float((await gateway.chat("demo")).headers["retry-after"]) <= 17
 
 
-async def test_invalid_key_of_a_provider_is_not_a_401_of_the_client(tmp_path: Path, fake: FakeInference) -> None:
-    """It is an error of the configuration: the next tier answers, or the request is a 503."""
+async def test_invalid_key_of_a_provider_is_not_a_401_of_the_client(
+    tmp_path: Path, fake: FakeInference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is an error of the configuration: it is logged, and the next tier answers, or the request is a 503."""
     async with FakeProvider() as cloud:
         config = (
             f'providers:\n  wrong: {{kind: openai, api_key: not-the-key, base_url: "{cloud.url}/v1"}}\n'
@@ -87,9 +89,11 @@ async def test_invalid_key_of_a_provider_is_not_a_401_of_the_client(tmp_path: Pa
         async with Gateway(tmp_path, fake.url, config) as gateway:
             answer = await gateway.chat("next")
             assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "right/gpt")
+            assert answer.headers["x-headgate-reason"] == "misconfigured"
             refused = await gateway.chat("alone")
     assert refused.status_code == 503
-    assert "not-the-key" not in refused.text
+    assert "check the key and the settings of provider wrong" in caplog.text
+    assert "not-the-key" not in refused.text + caplog.text
 
 
 @pytest.mark.parametrize(

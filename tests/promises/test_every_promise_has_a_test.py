@@ -155,7 +155,7 @@ the Host is checked on loopback
 bodies, headers and nesting are limited
   integration/test_gateway_http.py test_body_beyond_the_limit_is_413_with_and_without_a_content_length
   integration/test_gateway_http.py test_headers_beyond_the_limit_are_refused
-  integration/test_e2e_bad_input.py test_deeply_nested_json_is_refused
+  integration/test_gateway_http.py test_invalid_input_is_a_4xx_with_the_parameter
 """
 
 LEDGER = """

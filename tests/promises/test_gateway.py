@@ -68,6 +68,7 @@ async def test_tier_skipped_by_the_fit_check_has_no_outcome(gateway: Gateway, fa
     await gateway.look()
     answer = await gateway.chat("both")
     assert answer.headers["x-headgate-model"] == "local/demo-mini"
+    assert (answer.headers["x-headgate-reason"], answer.headers["x-headgate-attempts"]) == ("cannot_fit", "1")
     assert fake.seen_for("demo") == []
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 

@@ -133,6 +133,8 @@ async def test_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gateway, 
     fake.answers["demo"] = Answer(words=())
     text = await streamed(gateway, model="both")
     assert text.endswith("data: [DONE]\n\n")
+    whole = await gateway.chat("both")
+    assert (whole.status_code, whole.json()["choices"][0]["message"]["content"]) == (200, "")
     assert fake.seen_for("demo-mini") == []
 
 

@@ -1,7 +1,7 @@
-"""The inference service behind the gateway is that of the integration tests, where a module has none of its own."""
+"""Fixtures of the regression tests; a module may define its own."""
 
 from __future__ import annotations
 
-from tests.integration.conftest import fake
+from tests.rigs.service_fixtures import cloud, fake, start
 
-__all__ = ["fake"]
+__all__ = ["cloud", "fake", "start"]

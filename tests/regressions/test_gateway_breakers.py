@@ -411,12 +411,6 @@ routes:
 
 
 @pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, cloud: FakeProvider) -> AsyncIterator[Gateway]:
     config = TOO_LARGE_CONFIG.format(key=KEY, url=cloud.openai_url)
     async with FakeInference() as fake, Gateway(tmp_path, fake.url, config) as gateway:

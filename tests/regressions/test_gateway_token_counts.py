@@ -48,12 +48,6 @@ async def fake() -> AsyncIterator[FakeInference]:
 
 
 @pytest.fixture
-async def cloud() -> AsyncIterator[FakeProvider]:
-    async with FakeProvider() as cloud:
-        yield cloud
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> AsyncIterator[Gateway]:
     config = CONFIG.format(url=cloud.url)
     async with Gateway(tmp_path, fake.url, config, {"CLOUD": CLOUD_KEY}) as gateway:

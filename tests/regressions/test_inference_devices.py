@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,7 @@ from inference.devices.checkpoint_support import Trouble
 from inference.devices.device import Reading
 from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import FakeAccelerator, Start
 
 
 class Simulated(FakeAccelerator):

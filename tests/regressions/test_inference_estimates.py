@@ -157,12 +157,6 @@ async def test_context_beyond_the_trained_length_is_a_warning(tmp_path: Path, ca
 S = ModelState
 
 
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
-
-
 def replace_file(directory: Path, content: bytes = b"GGUF, another") -> Path:
     fresh = directory / "fresh"
     fresh.write_bytes(content)

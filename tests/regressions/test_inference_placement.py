@@ -6,7 +6,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,7 @@ from inference.estimate.model_estimate import Estimate
 from inference.protocol import DeviceState
 from tests.integration.test_inference_moving import TwoAccelerators
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, rewrite, services
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    async with services(tmp_path, monkeypatch) as make:
-        yield make
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, rewrite
 
 
 async def test_dry_run_uses_settings_that_a_reload_changes_during_its_measurement(start: Start, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_model_offloaded_from_the_cpu_is_loaded_onto_its_accelerator() -> None:
     world.want("a")
     world.want("b")
     world.settle(2)
-    assert not world.asked
+    assert not world.pending
     assert not world.failures
     worker = world.state.worker_of(world.state.models["a"])
     assert worker is not None
@@ -76,4 +76,4 @@ def test_worker_whose_end_is_not_booked_gets_no_request() -> None:
     world.want("a")
     assert not world.leases
     world.settle(5)
-    assert not world.asked
+    assert not world.pending

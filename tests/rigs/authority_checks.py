@@ -9,13 +9,14 @@ from typing import Any
 from inference.authority import effects, events
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_care, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing
-from inference.authority.placement.turns import age_rank
+from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
 from inference.authority.pressure.relief import Rung
 from inference.authority.quarantine import Standing as Verdict
 from inference.authority.retention import Mechanism
@@ -33,7 +34,7 @@ from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, Shu
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant as LoadOrder
-from inference.worker_link import Hold
+from inference.worker_link import Hold, Offloaded
 from tests.rigs.authority_world import CPU, World
 
 _S = ModelState
@@ -41,6 +42,7 @@ SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
 _OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.ROOM_TO_KEEP)
+_DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _WAIT_ON = (ExitCause.REQUESTED, ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE, ExitCause.BROKEN_BUILD)
 _ALWAYS = (TimerKind.PERIODIC, TimerKind.PLAN, TimerKind.THREADS)
 
@@ -56,11 +58,12 @@ class CheckedWorld(World):
         self._check_holdings(before)
         for model in self.state.models.values():
             self._check_model(model)
+            self._check_saved(before, model)
             self.visited[model.state] += 1
         for worker in self.state.workers.values():
             self._check_worker(worker)
         self._check_processes()
-        self._check_devices(before)
+        self._check_devices(before, event)
         self._check_waiters()
         self._check_timers(event)
         self._check_departures(before)
@@ -69,7 +72,8 @@ class CheckedWorld(World):
         self._check_limits(before)
         self._check_verdicts(before, event)
         self._check_failed_load(before, event)
-        self._compare(expected)
+        for id, outcome in expected:
+            self._compare(id, outcome)
 
     def _check_ledger(self, before: State, event: events.Event) -> None:
         ledger = self.state.ledger
@@ -165,6 +169,17 @@ class CheckedWorld(World):
             assert held.phase is Phase.RELEASING
             assert worker.ending or process is None or process.is_stopped, "a model that leaves has its worker stopped"
 
+    def _check_saved(self, before: State, model: ModelRecord) -> None:
+        """A model in the warm pool has the sequences that its worker has saved, and no others."""
+        was = before.models.get(model.id)
+        if model.kept is None or model.state is not _S.WARM or was is None or was.state is not _S.OFFLOADING:
+            return
+        worker = before.workers[model.worker or ""]
+        if model.kept.mechanism is not Mechanism.CHECKPOINT:
+            saved = self.saved.get(worker.predecessor or worker.id, Offloaded(0, 0, 0))
+            found = (model.kept.saved_bytes, model.kept.sequences, model.kept.tokens)
+            assert found == (saved.count_bytes, saved.sequences, saved.tokens), f"{model.id} has what was saved"
+
     def _check_resident(self, worker: WorkerRecord, held: Any) -> None:
         """A loaded model holds what its worker reported."""
         assert worker.ready is not None
@@ -216,8 +231,10 @@ class CheckedWorld(World):
         return any(isinstance(item, events.SpawnFailed) and item.worker == worker for item in self.now_due)
 
     # --- devices -----------------------------------------------------------------------------------------------------
-    def _check_devices(self, before: State) -> None:
+    def _check_devices(self, before: State, event: events.Event) -> None:
         state = self.state
+        self._check_doubts(before, event)
+        self._check_reloads(before)
         for device, case in state.devices.health.items():
             if not case.emptied:
                 continue
@@ -236,6 +253,27 @@ class CheckedWorld(World):
         for device, (_, trial) in state.devices.trials.items():
             assert trial <= state.devices.health[device].trial
 
+    def _check_doubts(self, before: State, event: events.Event) -> None:
+        """A device is tried when a worker ended with its loss."""
+        if not isinstance(event, events.Exited) or event.exit.cause not in _DOUBTFUL:
+            return
+        worker = before.workers.get(event.worker)
+        if worker is None or worker.ending or worker.failure is not None:
+            return
+        for device in worker.placement.devices:
+            if device != CPU and device_care.health_of(before, device).usable:
+                assert device_care.health_of(self.state, device).state is DeviceState.PROBING, f"{device} is tried"
+
+    def _check_reloads(self, before: State) -> None:
+        """When a device is usable again, the models that lost it are wanted or loaded."""
+        reloading = {ticket.model for ticket in self.state.tickets.values() if ticket.purpose is Purpose.RELOAD}
+        for device, names in before.devices.homeless.items():
+            if device in self.state.devices.homeless or self.state.closing:
+                continue
+            for model in (self.state.models[name] for name in names if name in self.state.models):
+                is_back = model.removed or model.id in reloading or model.state in (_S.READY, _S.BUSY)
+                assert is_back, f"{model.id} is loaded again, because {device} is usable again"
+
     # --- requests ----------------------------------------------------------------------------------------------------
     def _check_waiters(self) -> None:
         state = self.state
@@ -250,14 +288,14 @@ class CheckedWorld(World):
         assert all(ticket.model in state.models for ticket in state.tickets.values())
         waiting = {id for id, ticket in state.tickets.items() if ticket.purpose is Purpose.CLIENT}
         unstarted = {item.ticket for item in self.now_due if isinstance(item, events.Wanted)}
-        assert waiting == self.asked.keys() - unstarted, "no waiter is lost"
+        assert waiting == self.pending.keys() - unstarted, "no waiter is lost"
         for id, ticket in state.tickets.items():
             due = state.timers[TimerKind.TICKET, id]
-            ask = self.asked.get(id)
-            begun, still = (ticket.waiter.deadline_at, self.stood_still)
-            if ask is not None:
-                begun, still = ask.arrived_at + ask.seconds, self.stood_still - ask.stood_still
-            assert begun - 1e-6 <= due <= begun + still + 1e-6, "each wait has its deadline"
+            request = self.pending.get(id)
+            pauses = self.pauses if request is None else self.pauses[request.pauses :]
+            begun = ticket.waiter.deadline_at if request is None else request.arrived_at + request.seconds
+            least = 0.0 if request is None else sum(pauses) - len(pauses) * TICK_SECONDS
+            assert begun + least - 1e-6 <= due <= begun + sum(pauses) + 1e-6, "each wait has its deadline"
         for command in state.commands.values():
             if isinstance(command, MoveCommand) and command.ticket is not None:
                 assert command.ticket in state.tickets, "a move waits for its ticket"
@@ -266,14 +304,14 @@ class CheckedWorld(World):
             assert ticket.purpose is not Purpose.MOVE or id in moves, "a move that ended waits for nothing"
 
     def granted(self, ticket: int, lease: LeaseRecord) -> None:
-        ask, worker = self.asked[ticket], self.state.workers[lease.worker]
+        request, worker = self.pending[ticket], self.state.workers[lease.worker]
         assert lease.worker in self.alive
-        assert (lease.model, worker.model) == (ask.model, ask.model)
-        assert self.state.models[ask.model].worker == worker.id
-        if not ask.alone:
-            for other, waiting in self.asked.items():
-                if waiting.model == ask.model and not waiting.alone:
-                    assert (waiting.rank, -other) >= (ask.rank, -ticket), "requests are served in their order"
+        assert (lease.model, worker.model) == (request.model, request.model)
+        assert self.state.models[request.model].worker == worker.id
+        if not request.alone:
+            for other, waiting in self.pending.items():
+                if waiting.model == request.model and not waiting.alone:
+                    assert (waiting.rank, -other) >= (request.rank, -ticket), "requests are served in their order"
 
     def _check_timers(self, event: events.Event) -> None:
         state = self.state
@@ -285,6 +323,7 @@ class CheckedWorld(World):
         for kind, id in state.timers:
             if kind in _OF_WORKER:
                 assert id in state.workers, f"{kind} of {id} is forgotten"
+                assert kind is not TimerKind.ALONE or self._runs_alone(state.workers[str(id)])
             elif kind is TimerKind.TICKET:
                 assert id in state.tickets
             elif kind is TimerKind.RETURN:
@@ -293,6 +332,13 @@ class CheckedWorld(World):
                 assert id in state.commands
             else:
                 assert (kind in _ALWAYS, id) == (True, 0)
+
+    def _runs_alone(self, worker: WorkerRecord) -> bool:
+        """Whether a request runs alone on a worker, or waits to."""
+        model = self.state.models.get(worker.model)
+        if worker.alone is not None or model is None or model.worker != worker.id or model.state not in SERVING:
+            return True
+        return bool(model.queue.waiters) and model.queue.waiters[0].alone
 
     # --- decisions ---------------------------------------------------------------------------------------------------
     def _check_departures(self, before: State) -> None:
@@ -311,7 +357,9 @@ class CheckedWorld(World):
                 assert not worker.leases
                 assert not now.queue.waiters
             if departure.reason is Reason.MEMORY_WANTED and "room for" in " ".join(departure.explanation):
-                assert self.now >= worker.ready_at + was.spec.min_residency, f"{was.id} has had its turn"
+                swap_seconds = min(MOST_SWAP_SECONDS, was.reload_seconds) if worker.leases else 0.0
+                turn_seconds = max(was.spec.min_residency, swap_seconds)
+                assert self.now >= worker.ready_at + turn_seconds, f"{was.id} has had its turn"
 
     def _check_counters(self, before: State) -> None:
         state = self.state
@@ -402,43 +450,55 @@ class CheckedWorld(World):
             assert not waiting, f"the load of {was.id} failed and its requests wait"
 
     # --- dry runs ----------------------------------------------------------------------------------------------------
-    def before_step(self, event: events.Event) -> Any:
-        """The answer of a dry run, on a copy, for the model that is decided on first in this step."""
+    def before_step(self, event: events.Event) -> list[tuple[str, Placement | Refusal]]:
+        """The answers of dry runs, on copies, for the models that are decided on first and last in this step."""
         state = self.state
         if not isinstance(event, events.Observed) or state.closing or not state.unplanned or not state.started:
-            return None
+            return []
         wanted = [model for model in state.models.values() if model.queue.waiters]
         if not wanted or state.commands or state.startup or state.checks:
-            return None
+            return []
         if any(ticket.purpose is Purpose.STARTUP for ticket in state.tickets.values()):
-            return None  # loads at the start evict nothing and do not wait
+            return []  # loads at the start evict nothing and do not wait
         if any(model.state is _S.DRAINING for model in state.models.values()):
-            return None
-        if any(model.state is not _S.COLD or model.id not in event.files for model in wanted):
-            return None
-        model = min(wanted, key=lambda item: (item.eviction_began_at, age_rank(item.queue.waiters)))
-        if model.cleaning or model.wanted_at != self.now or model.target is not None:
-            return None
-        copy = state
-        for ticket in state.tickets:
+            return []
+        placed = [model for model in wanted if model.state in (_S.COLD, _S.WARM, _S.FAILED)]
+        if any(model.id not in event.files for model in placed):
+            return []
+        wanted.sort(key=lambda model: (model.eviction_began_at, age_rank(model.queue.waiters)))
+        found = []
+        if all(model.state is _S.COLD for model in wanted):
+            found += self._dry_run(wanted[0], event, [*state.tickets])
+        if len(wanted) > 1:
+            behind = self._dry_run(wanted[-1], event, [waiter.id for waiter in wanted[-1].queue.waiters])
+            self.compared_behind_others += len(behind)
+            found += behind
+        return found
+
+    def _dry_run(
+        self, model: ModelRecord, event: events.Event, withdrawn: list[int]
+    ) -> list[tuple[str, Placement | Refusal]]:
+        """The answer for a model whose requests have just arrived, if these tickets were not there; empty for none."""
+        if model.state is not _S.COLD or model.cleaning or model.wanted_at != self.now or model.target is not None:
+            return []
+        state = copy = self.state
+        for ticket in withdrawn:
             copy, _ = step(copy, events.Withdrawn(ticket), self.now)
-        asked, _ = step(copy, events.Commanded(0, events.Plan(model.id, {})), self.now)
-        after, found = step(asked, event, self.now)
+        copy, _ = step(copy, events.Commanded(0, events.Plan(model.id, {})), self.now)
+        after, found = step(copy, event, self.now)
         answers = [effect.value for effect in found if isinstance(effect, effects.Answer)]
         if not answers or not isinstance(answers[0], Planned):
-            return None
-        assert after.ledger.holdings == state.ledger.holdings, "a dry run books nothing"
-        assert after.workers == state.workers, "a dry run tells no worker anything"
-        assert {name: item.state for name, item in after.models.items()} == {
-            name: item.state for name, item in state.models.items()
-        }
-        return model.id, answers[0].outcome
+            return []
+        if len(withdrawn) == len(state.tickets):
+            assert after.ledger.holdings == state.ledger.holdings, "a dry run books nothing"
+            assert after.workers == state.workers, "a dry run sends no order to a worker"
+            assert {name: item.state for name, item in after.models.items()} == {
+                name: item.state for name, item in state.models.items()
+            }
+        return [(model.id, answers[0].outcome)]
 
-    def _compare(self, expected: tuple[str, Any] | None) -> None:
+    def _compare(self, id: str, outcome: Placement | Refusal) -> None:
         """The decision is that of the dry run."""
-        if expected is None:
-            return
-        id, outcome = expected
         model = self.state.models[id]
         worker = self.state.worker_of(model)
         self.compared += 1
@@ -503,13 +563,16 @@ class CheckedWorld(World):
         for id, worker in state.workers.items():
             assert worker.ending or id in self.alive, f"{id} has ended"
         coming = {getattr(item, "worker", None) for item in self.later}
+        assert self.leases.keys() == self.open.keys(), "the lease of a client that has left is released"
+        for worker in state.workers.values():
+            assert not worker.room_awaited or {*worker.room_awaited} & state.workers.keys(), "a departure goes on"
         for model in state.models.values():
             worker = state.worker_of(model)
+            if model.state in (_S.COLD, _S.WARM, _S.FAILED) and model.queue.waiters and not state.closing:
+                assert self._is_decided_later(model), f"{model.id} is waited for and nothing will happen"
             if worker is None:
-                if model.queue.waiters and not state.closing:
-                    hope = (TimerKind.PLAN, 0) in state.timers or self.later or state.claims
-                    assert hope, f"{model.id} is waited for and nothing will happen"
                 continue
+            self._check_draining(model, worker)
             if worker.ending:
                 assert worker.id in coming
             elif model.state in (_S.READY, _S.BUSY) and model.queue.waiters:
@@ -535,6 +598,28 @@ class CheckedWorld(World):
             item.command for item in self.now_due if isinstance(item, events.Commanded)
         }, "a command is answered or goes on"
 
+    def _is_decided_later(self, model: ModelRecord) -> bool:
+        """Whether a timer or an event that is under way leads to another decision about a model."""
+        state = self.state
+        if (TimerKind.PLAN, 0) in state.timers or any(claim.model == model.id for claim in state.claims):
+            return True
+        return any(
+            isinstance(item, events.DevicesRead)
+            or (isinstance(item, events.Estimated) and item.key.spec.id == model.id)
+            or (isinstance(item, events.Trimmed) and item.job == model.id)
+            or (isinstance(item, events.BuildChecked) and item.model == model.id)
+            for item in self.later
+        )
+
+    def _check_draining(self, model: ModelRecord, worker: WorkerRecord) -> None:
+        """A model that drains because others need its memory stays when no request waits for them any more."""
+        departure = worker.departure
+        if model.state is not _S.DRAINING or worker.ending or departure is None or self.state.closing:
+            return
+        if departure.reason is Reason.MEMORY_WANTED:
+            others = [other for other in self.state.models.values() if other.queue.waiters and other.id != model.id]
+            assert others, f"{model.id} leaves for no other model"
+
     # --- at the end of a run -----------------------------------------------------------------------------------------
     def rest(self) -> None:
         """All faults end and all requests complete; then nothing may remain."""
@@ -542,9 +627,9 @@ class CheckedWorld(World):
         failed = len(self.failures)
         self.settle(55)
         self._check_idle()
-        for ask, error in self.failures[failed:]:
+        for request, error in self.failures[failed:]:
             if isinstance(error, DeadlineExceeded | ModelLoading):
-                assert ask.seconds < 100, f"a request for {ask.model} waits for nothing"
+                assert request.seconds < 100, f"a request for {request.model} waits for nothing"
         for name in list(self.state.models):
             self.command(events.Unload(name, now=True))
             self.settle(1)
@@ -554,9 +639,9 @@ class CheckedWorld(World):
     def shut_down(self) -> None:
         """The service drains and ends; then nothing may remain."""
         failed = len(self.failures)
-        waited = len(self.asked)
+        waited = len(self.pending)
         self.send(events.Closing())
-        assert not self.asked
+        assert not self.pending
         assert all(isinstance(error, ShuttingDown) for _, error in self.failures[failed : failed + waited])
         self.send(events.Closing(stops_workers=True))
         for id in self.alive:
@@ -569,7 +654,7 @@ class CheckedWorld(World):
         while self.later:
             self.deliver()
         state = self.state
-        assert not self.asked, "every wait has ended"
+        assert not self.pending, "every wait has ended"
         assert not self.commands, "every command is answered"
         left = {
             "tickets": state.tickets, "commands": state.commands, "returns": state.returns, "checks": state.checks,

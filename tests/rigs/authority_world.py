@@ -6,15 +6,19 @@ The runner answers late, in any order, twice, with failures, or never, when a pr
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from inference.authority import effects, events
+from inference.authority.leases import Lease, Ticket
 from inference.authority.quarantine import Crash
 from inference.authority.state import EstimateKey, LeaseRecord, ModelRecord, State
 from inference.authority.step import step
@@ -39,6 +43,9 @@ GPU_BYTES, HOST_BYTES = 1000 * MIB, 4000 * MIB
 OVERHEAD_BYTES = 10 * MIB
 KEEPER_BYTES = 64 * MIB
 LAYERS = 4
+_LOOP = asyncio.new_event_loop()
+"""For the futures of tickets; it only runs to create them."""
+atexit.register(_LOOP.close)
 
 
 def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> InferenceConfig:
@@ -62,16 +69,18 @@ class Process:
 
 
 @dataclass
-class Ask:
-    """A request that waits."""
+class PendingRequest:
+    """A request that waits. `leaves`: its client disconnects at the moment in which it gets a lease."""
 
     model: str
     priority: Priority
     alone: bool
     seconds: float
     arrived_at: float
-    stood_still: float
-    """how long the service had stood still in all when it came"""
+    pauses: int
+    """how many pauses of the service there were before it arrived"""
+    ticket: Ticket
+    leaves: bool = False
 
     @property
     def rank(self) -> int:
@@ -97,6 +106,28 @@ class Faults:
     """a model that cannot be measured"""
     linger_seconds: float = 0.0
     """how long accelerators show the memory of ended processes as used"""
+
+
+class _Issuer:
+    """What tickets and leases call. Like the shell, it turns each call into an event."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def state(self) -> State:
+        return self._world.state
+
+    def withdraw(self, ticket: Ticket) -> None:
+        self._world.pending.pop(ticket.id, None)
+        self._world.send(events.Withdrawn(ticket.id))
+
+    def release(self, lease: Lease, *, completed: bool) -> None:
+        self._world.send(events.Released(lease.record.worker, lease.record.id, completed))
+
+
+async def _new_ticket(world: World, id: int) -> Ticket:
+    return Ticket(_Issuer(world), id)
 
 
 @dataclass
@@ -125,8 +156,10 @@ class World:
         self.learned: Counter[str] = Counter()
         self.versions = dict.fromkeys(self.config.models, 1)
         self.leases: dict[int, str] = {}
-        self.asked: dict[int, Ask] = {}
-        self.failures: list[tuple[Ask, InferenceError]] = []
+        self.pending: dict[int, PendingRequest] = {}
+        self.open: dict[int, tuple[Ticket, Lease]] = {}
+        """the tickets and leases of clients that have not left"""
+        self.failures: list[tuple[PendingRequest, InferenceError]] = []
         self.commands: dict[int, tuple[events.Request, Any]] = {}
         self.answers: dict[int, Any] = {}
         self.released: set[str] = set()
@@ -135,12 +168,17 @@ class World:
         self.exits = 0
         self.numbers = itertools.count(1)
         self.reads = 0
-        self.stood_still = 0.0
+        self.pauses: list[float] = []
+        """how long each pause of the service was, in seconds"""
+        self.saved: dict[str, Offloaded] = {}
+        """the sequences that each worker has saved"""
         self.steps = 0
         self.compared = 0
+        self.compared_behind_others = 0
         self.visited: Counter[str] = Counter()
         self.visited_standby: set[str] = set()
         self.wake_at = math.inf
+        self.is_stepping = False
         self.is_broken = False
         """a check has failed: nothing that follows counts"""
         self.shown = self._measured()
@@ -194,7 +232,7 @@ class World:
 
     # --- what a checked world looks at -------------------------------------------------------------------------------
     def before_step(self, event: events.Event) -> Any:
-        """What `after_step` gets."""
+        """A step is about to be taken; the result is passed to `after_step`."""
 
     def after_step(self, before: State, event: events.Event, expected: Any) -> None:
         """A step and its effects are done."""
@@ -218,6 +256,8 @@ class World:
     def send(self, event: events.Event) -> None:
         """One event, and what follows from it at once."""
         self.now_due.append(event)
+        if self.is_stepping:
+            return
         for _ in range(2000):
             if not self.now_due:
                 self.is_broken = True
@@ -228,14 +268,16 @@ class World:
         raise AssertionError("the events do not settle")
 
     def _step(self, event: events.Event) -> None:
-        before, self.is_broken = self.state, True
+        before, self.is_broken, self.is_stepping = self.state, True, True
+        if isinstance(event, events.Released):
+            self.leases.pop(event.lease, None)
         expected = self.before_step(event)
         self.state, found = step(before, event, self.now)
         self.steps += 1
         for effect in found:
             self._perform(effect)
         self.after_step(before, event, expected)
-        self.is_broken = False
+        self.is_broken = self.is_stepping = False
 
     def tick(self, seconds: float) -> None:
         """Time passes; the service wakes up when it wants to."""
@@ -251,7 +293,8 @@ class World:
     def stand_still(self, seconds: float) -> None:
         """The service does not run for a while."""
         self.now += seconds
-        self.stood_still += seconds
+        if self.state.started:
+            self.pauses.append(seconds)
         self.wake_at = math.inf
         self.send(events.Tick(self.readings(), self.now))
 
@@ -294,6 +337,7 @@ class World:
                 process, record = self.alive.get(worker), self.state.workers.get(worker)
                 if process is None or record is None:
                     return False
+                self.saved[worker] = saved
                 ready = record.ready
                 kept = sum(item.bytes for item in ready.buffers if item.kind == "weights") if ready else 0
                 process.bytes = {CPU: kept + OVERHEAD_BYTES + saved.count_bytes}
@@ -348,32 +392,43 @@ class World:
         for lease in [lease for lease, owner in self.leases.items() if owner == worker]:
             if cause is ExitCause.ASSERT:
                 self.send(events.CrashReported(record.model, f"key-{lease % 3}", crash))
-            del self.leases[lease]
-            self.send(events.Released(worker, lease, completed=False))
+            self.release(lease, completed=False)
 
     def want(self, model: str, **more: Any) -> int:
         """A request for a model."""
         ticket = -next(self.numbers)
         seconds = min(self.config.settings.acquire_timeout_seconds, more.get("seconds") or math.inf)
-        ask = Ask(model, more.get("priority", Priority.NORMAL), more.get("alone", False), seconds, self.now,
-                  self.stood_still)  # fmt: skip
-        self.asked[ticket] = ask
+        self.pending[ticket] = PendingRequest(
+            model,
+            more.get("priority", Priority.NORMAL),
+            more.get("alone", False),
+            seconds,
+            self.now,
+            len(self.pauses),
+            _LOOP.run_until_complete(_new_ticket(self, ticket)),
+        )
         self.send(events.Wanted(ticket, model, **more))
         return ticket
 
-    def withdraw(self, ticket: int) -> None:
-        """The client of a waiting request is gone."""
-        if self.asked.pop(ticket, None) is not None:
-            self.send(events.Withdrawn(ticket))
+    def withdraw(self, id: int) -> None:
+        """The client of a waiting request disconnects."""
+        if id in self.pending:
+            self.pending[id].ticket.close()
 
-    def release(self, lease: int, *, completed: bool, twice: bool = False) -> None:
-        """A request ends."""
-        worker = self.leases[lease]
-        record = self.state.workers.get(worker)
-        if completed and record is not None:
-            self.send(events.RequestAnswered(record.model, f"key-{lease % 3}", 1))
-        del self.leases[lease]
-        for _ in range(1 + twice):
+    def release(self, lease: int, *, completed: bool, twice: bool = False, leaves: bool = False) -> None:
+        """A request ends. `leaves`: its client disconnects, without a release of the lease."""
+        ticket, held = self.open[lease]
+        worker = held.record.worker
+        if completed and worker in self.state.workers:
+            self.send(events.RequestAnswered(held.model, f"key-{lease % 3}", 1))
+        del self.open[lease]
+        if leaves:
+            ticket.close()
+        else:
+            held.release(completed=completed)
+        if twice:
+            held.release(completed=completed)
+            ticket.close()
             self.send(events.Released(worker, lease, completed))
 
     def command(self, request: events.Request) -> int:
@@ -468,14 +523,14 @@ class World:
                 self.learned.clear()
                 self.now_due.append(events.HeadroomChanged(tuple(dict.fromkeys(spec for spec, _, _ in planned))))
             case effects.Grant(ticket, lease):
-                assert ticket in self.asked, "the wait of a ticket ends once"
+                assert ticket in self.pending, "the wait of a ticket ends once"
                 self.granted(ticket, lease)
-                del self.asked[ticket]
-                self.leases[lease.id] = lease.worker
-                self.uses[lease.model] += lease.counts
+                self._grant(ticket, lease)
             case effects.Fail(ticket, error):
-                assert ticket in self.asked, "the wait of a ticket ends once"
-                self.failures.append((self.asked.pop(ticket), error))
+                assert ticket in self.pending, "the wait of a ticket ends once"
+                request = self.pending.pop(ticket)
+                request.ticket.fail(error)
+                self.failures.append((request, error))
             case effects.Answer(id, value):
                 assert id in self.commands, "a command is answered once"
                 self.answered(*self.commands.pop(id))
@@ -490,6 +545,20 @@ class World:
                 self.metrics[metric] += amount if metric in ("tokens",) else 1
             case _:
                 self._order(effect)
+
+    def _grant(self, id: int, record: LeaseRecord) -> None:
+        """As the shell does it."""
+        request = self.pending.pop(id)
+        self.leases[record.id] = record.worker
+        self.uses[record.model] += record.counts
+        process: Any = SimpleNamespace(process=None)
+        devices = self.state.workers[record.worker].placement.devices
+        lease = Lease(_Issuer(self), record, process, devices)
+        if request.leaves:
+            request.ticket.close()
+        else:
+            self.open[record.id] = (request.ticket, lease)
+        request.ticket.grant(lease)
 
     def _order(self, effect: effects.Effect) -> None:
         """Effects on worker processes. Where a process has to be there, it is."""

@@ -127,7 +127,7 @@ def test_withdrawn_request_leaves_its_queue_and_the_load_finishes() -> None:
 def test_release_of_a_lease_of_an_ended_worker_does_not_touch_its_successor() -> None:
     world = begin({"a": {}})
     old = world.leased("a")
-    worker = world.leases.pop(old)
+    worker = world.leases[old]
     world.end(worker, ExitCause.KILLED)
     world.live(5)
     world.leased("a")
@@ -156,6 +156,7 @@ def test_failed_loads_wait_longer_each_time() -> None:
         world.arrive()
         assert world.errors[ticket].retry_after == pytest.approx(2 ** (failures - 1), abs=0.1)
         assert (world.model("a").state, world.model("a").backoff.failures) == (S.FAILED, failures)
+        assert status(world).retry_after_seconds == pytest.approx(2 ** (failures - 1), abs=0.1)
         assert not world.state.ledger.holdings
         world.live(2 ** (failures - 1))
 

@@ -43,6 +43,16 @@ def test_fail_fast_keeps_the_configured_sizes() -> None:
     assert not world.state.ledger.holdings
 
 
+def test_load_that_allocates_more_than_planned_fails() -> None:
+    world = begin()
+    world.faults.allocation = 2.0
+    ticket = world.want("a")
+    world.arrive()
+    assert isinstance(world.errors[ticket], ModelFailed)
+    assert "it allocated 300.0 MiB on gpu-0 where 150.0 MiB were planned" in world.errors[ticket].message
+    assert not world.state.ledger.holdings
+
+
 def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context() -> None:
     world = begin(oom_policy="reduce", context_length=4096)
     ticket = world.want("a")

@@ -167,6 +167,28 @@ def test_warm_model_is_dropped_when_its_file_changes() -> None:
     assert (world.model("a").loads, world.state.restorations) == (2, 0)
 
 
+# --- records of departures ------------------------------------------------------------------------------------------
+def test_memory_that_does_not_become_free_is_not_recorded_as_freed() -> None:
+    world = begin({"a": {}}, gpus=GPU)
+    world.used("a")
+    world.faults.linger_seconds = 1000.0
+    world.command(events.Unload("a"))
+    world.live(60)
+    (record,) = world.state.evictions
+    assert (record.reason, record.memory_freed_mb) == (Reason.BY_HAND, 0)
+
+
+def test_load_that_is_stopped_is_recorded_once() -> None:
+    world = begin({"a": {}})
+    ticket = world.want("a")
+    world.arrive(events.Loaded)
+    world.withdraw(ticket)
+    for reason in (Reason.IDLE, Reason.BY_HAND):
+        world.send(events.DepartureWanted("a", str(reason), Action.UNLOAD))
+    world.live(2)
+    assert [record.reason for record in world.state.evictions] == [Reason.IDLE]
+
+
 # --- suspended processes --------------------------------------------------------------------------------------------
 def suspending(*, gpus: tuple[str, ...] = GPU) -> StepWorld:
     """A model that was used on an accelerator whose driver suspends processes."""
