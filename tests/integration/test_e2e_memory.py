@@ -66,25 +66,6 @@ def test_refusals_have_numbers_and_five_open_the_breaker(tmp_path: Path) -> None
         stack.kill()
 
 
-def test_fit_check_skips_the_tier_without_a_failure(tmp_path: Path) -> None:
-    stack = Stack(
-        tmp_path,
-        models=MODELS,
-        gateway=ROUTES.replace("fit_check: false", "fit_check: true"),
-        inference_env={"INFERENCE_MEMORY_LIMIT_GB": "0.1"},
-    )
-    stack.start()
-    try:
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
-        caught.value.close()
-        for _ in range(8):
-            assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo-mini"
-        assert all(entry["state"] == "closed" for entry in stack.breakers())
-    finally:
-        stack.kill()
-
-
 def _metrics(stack: Stack) -> str:
     import urllib.request
 

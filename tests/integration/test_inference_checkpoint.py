@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +163,6 @@ async def test_models_are_kept_in_host_memory_without_a_driver(
     assert service.authority.offloaded()[0]["mechanism"] == "resident"
 
 
-class Simulated(FakeAccelerator):
-    """A simulated GPU, as far as readings go."""
-
-    def readings(self) -> tuple[Reading, ...]:
-        return tuple(replace(reading, kind="sim") for reading in super().readings())
-
-
 class FakeCarrier:
     """Returns the given result; `asked` has the requested operations."""
 
@@ -201,7 +193,7 @@ async def kept_as(service: Service) -> str:
 async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Start) -> None:
     """And by default; where the test fails, models are kept as on any device, and one line says why."""
     carrier = FakeCarrier(test=Trouble("its bytes changed"))
-    service = await start({"a": {}}, accelerator=Simulated(), carriers={"sim": carrier})
+    service = await start({"a": {}}, accelerator=FakeAccelerator(kind="sim"), carriers={"sim": carrier})
     assert service.authority.state.devices.suspension == {"sim": "its bytes changed"}
     assert await kept_as(service) == "resident"
     assert carrier.asked == ["test"]

@@ -79,17 +79,6 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
     return dict(stack.ask("/memory/stats", direct=True)["per_device"])
 
 
-def test_lost_device_drops_its_suspended_model(stack: Stack) -> None:
-    """The suspended model is dropped, and loaded from its file when the device returns."""
-    first, pid = suspended(stack)
-    assert device_status(stack, "cut")["suspended_bytes"] == 0
-    wait_until("the model is dropped", lambda: stack.model("demo")["state"] == "cold")
-    device_status(stack, "return")
-    wait_until("the device is healthy", lambda: devices(stack)["gpu-0"]["state"] == "healthy")
-    assert answered(stack)[0] == first
-    assert stack.worker_pid("demo") != pid
-
-
 def test_suspended_model_without_room_is_dropped_and_refused(stack: Stack) -> None:
     """Another program took the device; when it releases it, the model is loaded and suspended again."""
     first, _pid = suspended(stack)
@@ -107,13 +96,6 @@ def is_answered(stack: Stack, wanted: str) -> bool:
         return answered(stack)[0] == wanted
     except urllib.error.HTTPError:
         return False
-
-
-def test_killed_suspended_worker_leaves_nothing(stack: Stack) -> None:
-    _first, pid = suspended(stack)
-    os.kill(pid, signal.SIGKILL)
-    wait_until("the model is cold", lambda: stack.model("demo")["state"] == "cold")
-    wait_until("its bytes are released", lambda: device_status(stack)["suspended_bytes"] == 0)
 
 
 def test_killed_simulator_drops_its_suspended_models(stack: Stack) -> None:

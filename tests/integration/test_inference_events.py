@@ -5,22 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
-from inference.devices.device import Reading
 from inference.protocol import DeviceState
 from tests.rigs.authority_rig import FakeAccelerator, Start
-
-
-class ChangingDevice(FakeAccelerator):
-    """A GPU whose state the test sets; with None it is missing."""
-
-    state: DeviceState | None = DeviceState.HEALTHY
-
-    def readings(self) -> tuple[Reading, ...]:
-        """None if the device is missing."""
-        return tuple(replace(reading, state=self.state) for reading in super().readings() if self.state is not None)
 
 
 async def next_event(listener: AsyncIterator[bytes], kind: str) -> dict[str, Any]:
@@ -58,16 +46,17 @@ async def test_events_follow_a_load_from_the_queue_to_the_eviction(start: Start)
 
 
 async def test_events_follow_devices_that_fail_or_disappear(start: Start) -> None:
-    gpu = ChangingDevice()
+    gpu = FakeAccelerator()
     service = await start({"a": {}}, accelerator=gpu)
     authority = service.authority
     listener = authority.bus.listen()
     await next_event(listener, "snapshot")
-    gpu.state = DeviceState.SUSPECT
+    gpu.change(state=DeviceState.SUSPECT)
     event = await next_event(listener, "device")
     assert (event["device"]["id"], event["device"]["state"]) == ("gpu-0", "suspect")
-    gpu.state = None
+    gpus, gpu.gpus = gpu.gpus, {}
     assert (await next_event(listener, "removed"))["device"] == "gpu-0"
-    gpu.state = DeviceState.HEALTHY
+    gpu.gpus = gpus
+    gpu.change(state=DeviceState.HEALTHY)
     event = await next_event(listener, "device")
     assert (event["device"]["id"], event["device"]["state"]) == ("gpu-0", "probing"), "a returned device has an event"

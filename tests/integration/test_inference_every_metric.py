@@ -6,13 +6,11 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from inference.app import Service
-from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
@@ -45,16 +43,6 @@ NAMES: dict[str, set[str]] = {
 }
 
 
-class LosableDevice(FakeAccelerator):
-    """A device that the test can lose."""
-
-    lost = False
-
-    def readings(self) -> tuple[Reading, ...]:
-        (reading,) = super().readings()
-        return (replace(reading, state=DeviceState.LOST) if self.lost else reading,)
-
-
 def value(service: Service, name: str, **labels: str) -> float | None:
     """One sample; checks its labels."""
     found = service.metrics.registry.get_sample_value(name, labels)
@@ -80,12 +68,13 @@ def shows(*names: str) -> Callable[[Shown], Shown]:
 
 @shows("device_bytes", "device_utilization_ratio", "pressure_level", "device_state")
 async def _a_device_fills_and_is_lost(start: Start, _patch: pytest.MonkeyPatch) -> None:
-    gpu = LosableDevice()
+    gpu = FakeAccelerator()
     service = await start({"a": {}}, accelerator=gpu)
     assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 0
     assert value(service, "inference_pressure_level", device="gpu-0") == 0
     assert value(service, "inference_device_state", device="gpu-0") == 0
-    gpu.used_bytes, gpu.lost = 950 * MIB, True
+    gpu.used_bytes = 950 * MIB
+    gpu.change(state=DeviceState.LOST)
     assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 950 * MIB
     assert value(service, "inference_device_utilization_ratio", device="gpu-0") == 0.95
     assert value(service, "inference_pressure_level", device="gpu-0") == 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.shared.state_directory import StateDir
-from inference.devices.device import CPU, Reading
+from inference.devices.device import CPU
 from inference.errors import MemoryLimitExceededError
 from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
@@ -21,14 +21,6 @@ from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start
 
 Shown = Callable[[Path, Start], Awaitable[None]]
 TABLE: dict[tuple[str, ...], Shown] = {}
-
-
-class TwoAccelerators(FakeAccelerator):
-    """Two accelerators without other users."""
-
-    def readings(self) -> tuple[Reading, ...]:
-        (first,) = super().readings()
-        return first, Reading("gpu-1", "cuda", "fake", first.total_bytes, first.free_bytes, first.used_bytes)
 
 
 def shows(*keys: str) -> Callable[[Shown], Shown]:
@@ -79,7 +71,7 @@ async def _aliases(directory: Path, start: Start) -> None:
 async def _device_and_dedicated(directory: Path, start: Start) -> None:
     """Without a setting the fuller device is used, so that the other one stays empty."""
     models: dict[str, dict[str, Any]] = {"first": {"gpu_index": 1}, "alone": {"dedicated": True}, "last": {}}
-    service = await start(models, accelerator=TwoAccelerators())
+    service = await start(models, accelerator=FakeAccelerator(2))
     assert await load(service, *models) == [("gpu-1",), ("gpu-0",), ("gpu-1",)]
 
 

@@ -22,7 +22,7 @@ from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.plan import Standing
-from inference.devices.device import CPU, Reading
+from inference.devices.device import CPU
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
@@ -39,14 +39,6 @@ from tests.rigs.processes import free_port, http_status, private_env
 
 LONG_STEP = 60.5
 """Seconds of a step of one token: allowed by default, 60 + 1, and not with one less of either."""
-
-
-class TwoAccelerators(FakeAccelerator):
-    """Two accelerators."""
-
-    def readings(self) -> tuple[Reading, ...]:
-        (first,) = super().readings()
-        return first, Reading("gpu-1", "cuda", "fake", first.total_bytes, first.free_bytes, first.used_bytes)
 
 
 class OtherAddress(Process):
@@ -225,7 +217,7 @@ async def _grant_of_the_worker(bench: Bench) -> None:
 @shows("GPU_INDEX")
 async def _default_device(bench: Bench) -> None:
     for index in ("0", "1"):
-        _, model = await bench.loaded(accelerator=TwoAccelerators(), GPU_INDEX=index)
+        _, model = await bench.loaded(accelerator=FakeAccelerator(2), GPU_INDEX=index)
         assert model.running is not None
         assert model.running.device.id == f"gpu-{index}"
 

@@ -8,7 +8,6 @@ import pytest
 
 from inference.app import Service
 from inference.authority.placement.ledger import Phase
-from inference.devices.device import Reading
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start
 
@@ -151,6 +150,7 @@ async def test_health_names_the_full_device_and_the_users_of_its_memory(start: S
     assert (ill["healthy"], ill["pressure"], ill["used_percent"]) == (False, "critical", 95)
     assert ill["message"] == "gpu-0 is at critical pressure: 950 MiB of 1000 MiB are in use, 950 MiB of it by others"
     assert (await ask(service.app, "GET", "/health", key=None)).body["message"] == ill["message"]
+    assert (await ask(service.app, "GET", "/livez", key=None)).status == 200
 
 
 async def test_evict_command_returns_the_released_memory(start: Start) -> None:
@@ -208,21 +208,10 @@ async def test_refused_load_fits_after_defragmenting(start: Start) -> None:
     await post(service, "/models/b/load")
 
 
-class TwoDevices(SharedDevice):
-    """Two GPUs of 1,000 MiB without other users."""
-
-    def readings(self) -> tuple[Reading, ...]:
-        self._id = "gpu-0"
-        (first,) = super().readings()
-        self._id = "gpu-1"
-        (second,) = super().readings()
-        return first, second
-
-
 async def test_defragmenting_moves_idle_models_so_that_a_large_one_fits(start: Start) -> None:
     estimator = FakeEstimator()
     estimator.sizes = {"a": 400, "b": 300, "large": 700}
-    machine = TwoDevices()
+    machine = SharedDevice(count=2)
     models: dict[str, Any] = {"a": {"pinned": True}, "b": {"pinned": True}, "large": {}}
     service = await start(models, accelerator=machine, estimator=estimator)
     machine.service = service

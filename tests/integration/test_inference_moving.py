@@ -9,28 +9,14 @@ import pytest
 
 from inference.api.memory_routes import preload
 from inference.authority.lifecycle import Reason
-from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.protocol import ModelState, Priority
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
 
 
-class TwoAccelerators(FakeAccelerator):
-    """Two GPUs of 1,000 MiB; `used` is what others have of each."""
-
-    def __init__(self, **used: int) -> None:
-        super().__init__()
-        self.used = {"gpu-0": used.get("first", 0) * MIB, "gpu-1": used.get("second", 0) * MIB}
-
-    def readings(self) -> tuple[Reading, ...]:
-        """Both."""
-        total = 1000 * MIB
-        return tuple(Reading(name, "cuda", "fake", total, total - used, used) for name, used in self.used.items())
-
-
 async def test_model_in_use_finishes_before_it_moves(start: Start) -> None:
-    service = await start({"a": {}}, accelerator=TwoAccelerators())
+    service = await start({"a": {}}, accelerator=FakeAccelerator(2))
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
     assert lease is not None
@@ -52,7 +38,7 @@ async def test_model_in_use_finishes_before_it_moves(start: Start) -> None:
 
 
 async def test_cold_model_is_loaded_on_the_requested_device(start: Start) -> None:
-    service = await start({"a": {}}, accelerator=TwoAccelerators())
+    service = await start({"a": {}}, accelerator=FakeAccelerator(2))
     authority, model = service.authority, service.authority.resolve("a")
     for device in ("gpu-1", "cpu"):
         await authority.move(model, device)
@@ -60,7 +46,9 @@ async def test_cold_model_is_loaded_on_the_requested_device(start: Start) -> Non
 
 
 async def test_move_that_does_not_fit_is_refused_with_numbers_without_changes(start: Start) -> None:
-    service = await start({"a": {}, "b": {"gpu_layers": 0}}, accelerator=TwoAccelerators(second=950))
+    accelerator = FakeAccelerator(2)
+    accelerator.change("gpu-1", used_bytes=950 * MIB, free_bytes=50 * MIB)
+    service = await start({"a": {}, "b": {"gpu_layers": 0}}, accelerator=accelerator)
     authority, model = service.authority, service.authority.resolve("a")
     await authority.move(model, "gpu-0")
     pid = model.running.worker.pid
@@ -77,7 +65,7 @@ async def test_move_that_does_not_fit_is_refused_with_numbers_without_changes(st
 
 async def test_failed_move_returns_the_model_to_its_device(start: Start, tmp_path: Path) -> None:
     behavior = {"a": {"fail_on": {"gpu-1": "oom_load"}}}
-    service = await start({"a": {}}, behavior, accelerator=TwoAccelerators())
+    service = await start({"a": {}}, behavior, accelerator=FakeAccelerator(2))
     authority, model = service.authority, service.authority.resolve("a")
     await authority.move(model, "gpu-0")
     moving = asyncio.create_task(authority.move(model, "gpu-1"))

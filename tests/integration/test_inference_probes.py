@@ -31,8 +31,10 @@ async def test_probe_of_a_cold_model_is_answered_without_a_load(start: Start) ->
     waits = await probe(service, "b")
     assert (waits.status, waits.body) == (200, {"headgate": {"probe": "cold"}}), "it would have its turn"
     assert authority.resolve("a").state is ModelState.BUSY
-    assert [model.loads for model in authority.models.values()] == [1, 0, 0]
     lease.release()
+    assert (await probe(service, "b")).body == {"headgate": {"probe": "cold"}}
+    assert authority.resolve("a").state is ModelState.READY, "nothing is evicted for a probe"
+    assert [model.loads for model in authority.models.values()] == [1, 0, 0]
 
 
 async def test_probe_of_a_ready_model_does_not_count_as_use(start: Start) -> None:

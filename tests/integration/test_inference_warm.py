@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import urllib.error
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rigs.stack import Stack, chat_body, until
+from tests.rigs.stack import Stack, chat_body
 
 MODELS = """
 models:
@@ -68,33 +63,3 @@ def test_offloaded_model_gives_the_same_answer_with_a_cached_prompt(stack: Stack
     assert stack.ask("/memory/offloaded", direct=True)["offloaded"] == []
     stats = stack.ask("/memory/stats", direct=True)
     assert (stats["total_offloads"], stats["total_restorations"], stats["models_offloaded"]) == (1, 1, 0)
-
-
-def test_model_configured_without_retention_is_not_kept(stack: Stack) -> None:
-    """The command is refused with the reason."""
-    post(stack, "/models/demo-mini/load")
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(stack, "/models/demo-mini/offload")
-    assert refused.value.code == 400
-    assert "warm: false" in json.load(refused.value)["error"]["message"]
-    post(stack, "/models/demo-mini/unload")
-
-
-async def test_exit_of_a_warm_model_releases_its_memory(stack: Stack) -> None:
-    """SIGKILL while it is warm: nothing stays booked, and the next request loads it from its file."""
-    tell(stack, "hello")
-    post(stack, "/models/demo/offload")
-    os.kill(stack.worker_pid("demo"), signal.SIGKILL)
-    await until("nothing is booked", lambda: booked(stack) == 0)
-    assert stack.ask("/memory/offloaded", direct=True)["offloaded"] == []
-    assert text_of(tell(stack, "hello"))
-    post(stack, "/models/demo/unload")
-
-
-def test_warm_model_can_be_unloaded(stack: Stack) -> None:
-    tell(stack, "hello")
-    post(stack, "/models/demo/offload")
-    pid = stack.worker_pid("demo")
-    assert post(stack, "/models/demo/unload")["headgate"]["state"] == "cold"
-    assert booked(stack) == 0
-    assert not Path(f"/proc/{pid}").exists()

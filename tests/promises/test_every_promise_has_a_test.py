@@ -28,7 +28,7 @@ events begin with a snapshot, have numbers and keep-alives
 loading a model never makes the service unready
   promises/test_services.py test_loading_a_model_never_makes_the_service_unready
 health is false at CRITICAL pressure, livez is not
-  promises/test_services.py test_health_is_false_at_critical_pressure_and_livez_stays_true
+  integration/test_inference_memory_routes.py test_health_names_the_full_device_and_the_users_of_its_memory
 every error is an envelope with message, type, param and code; Anthropic's on /v1/messages
   promises/test_errors.py test_every_error_has_message_type_param_and_code
   promises/test_errors.py test_messages_has_anthropics_envelope
@@ -72,7 +72,8 @@ no id and no retry lines
 a stream without a finish reason never ends in [DONE]
   promises/test_streams.py test_stream_without_finish_reason_never_ends_in_done
 it is resumed, or ends in an error frame
-  promises/test_streams.py test_stream_without_finish_reason_is_resumed_by_routes_with_resume
+  integration/test_gateway_resume.py test_same_model_resumes_as_one_answer
+  integration/test_gateway_resume.py test_answer_that_cannot_be_resumed_ends_in_an_error_frame
 """
 
 GATEWAY = """
@@ -103,8 +104,8 @@ one transport failure of the inference service starts confirmation probes
 readiness ends the open period early
   unit/test_gateway_breakers.py test_good_recovery_probe_ends_open_period_and_one_request_probes
 a probe never loads, evicts or counts as use; a cold model that fits answers `cold`
-  promises/test_services.py test_a_probe_never_loads_and_never_counts_as_use
-  promises/test_services.py test_a_probe_never_evicts
+  integration/test_inference_probes.py test_probe_of_a_cold_model_is_answered_without_a_load
+  integration/test_inference_probes.py test_probe_of_a_ready_model_does_not_count_as_use
 after a memory refusal the probe is the plan
   unit/test_gateway_prober.py test_memory_refusal_is_probed_by_plan
 paid providers are never probed

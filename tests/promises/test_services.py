@@ -10,9 +10,9 @@ import pytest
 from inference.api import relay
 from inference.authority.views import event_bus as buses
 from inference.authority.views.event_bus import Bus
-from inference.protocol import H_PROBE, PROGRESS_INTERVAL_SECONDS, ModelState
+from inference.protocol import PROGRESS_INTERVAL_SECONDS, ModelState
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty
+from tests.rigs.authority_rig import Start
 from tests.rigs.gateway_rig import Gateway
 
 pytestmark = pytest.mark.timeout(30)
@@ -79,43 +79,6 @@ async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> 
     await service.authority.resolve("a").becomes(ModelState.LOADING)
     assert (await ask(service.app, "GET", "/readyz", key=None)).status == 200
     await loading
-
-
-async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: Start) -> None:
-    """Pressure does not restart a container: its health check uses `/livez`."""
-    accelerator = FakeAccelerator()
-    service = await start({"a": {}}, accelerator=accelerator)
-    assert (await ask(service.app, "GET", "/health", key=None)).status == 200
-    accelerator.used_bytes = 995 * MIB
-    service.authority.check(regular=True)
-    await service.authority.reached(lambda: service.authority.ledger.balance("gpu-0").foreign_bytes > 900 * MIB)
-    for path in ("/health", "/memory/health"):
-        assert (await ask(service.app, "GET", path)).status == 503
-    assert (await ask(service.app, "GET", "/livez", key=None)).status == 200
-
-
-async def test_a_probe_never_loads_and_never_counts_as_use(start: Start) -> None:
-    """A cold model that fits answers 200 with `cold`."""
-    service = await start({"a": {}})
-    model = service.authority.resolve("a")
-    await service.authority.reached(lambda: bool(model.estimates))
-    body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    answer = await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
-    assert (answer.status, answer.body["headgate"]["probe"]) == (200, "cold")
-    assert (model.state, model.loads, model.uses) == (ModelState.COLD, 0, 0)
-    assert empty(service)
-
-
-async def test_a_probe_never_evicts(start: Start) -> None:
-    """A model that would fit only after an eviction causes none."""
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
-    authority = service.authority
-    await authority.load(authority.resolve("a"))
-    await authority.reached(lambda: bool(authority.resolve("b").estimates))
-    body = {"model": "b", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
-    assert authority.resolve("a").state is ModelState.READY
-    assert authority.resolve("b").state is ModelState.COLD
 
 
 async def test_progress_is_sent_at_least_every_two_seconds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,19 +63,6 @@ async def test_stream_without_finish_reason_never_ends_in_done(
     assert text.rstrip("\n").rpartition("\n\n")[2].startswith(error)
 
 
-@pytest.mark.parametrize("answer", WITHOUT_FINISH, ids=["with-done", "without-done", "cut"])
-async def test_stream_without_finish_reason_is_resumed_by_routes_with_resume(
-    gateway: Gateway, fake: FakeInference, answer: Answer
-) -> None:
-    """The client gets one whole answer, and a comment marks the resume."""
-    fake.queue["demo"] = [answer]
-    fake.answers["demo"] = Answer(words=("Hello", " there", "!", " Bye."))
-    text = await streamed(gateway, model="resumed")
-    assert words(text) == "Hello there! Bye."
-    assert text.endswith("data: [DONE]\n\n")
-    assert text.count(": headgate resumed on local/demo ") == 1
-
-
 async def test_all_chunks_share_one_id_and_created(gateway: Gateway, fake: FakeInference) -> None:
     """Including chunks of another tier after a resume."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": " Bye."}, "finish_reason": "stop"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -13,17 +12,6 @@ from inference.devices.device import Reading
 from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start
-
-
-class Simulated(FakeAccelerator):
-    """A simulated GPU in the given state, and a healthy one."""
-
-    state = DeviceState.HEALTHY
-
-    def readings(self) -> tuple[Reading, ...]:
-        (reading,) = super().readings()
-        first = replace(reading, kind="sim", state=self.state)
-        return first, replace(reading, id="gpu-1", kind="sim")
 
 
 class Carrier:
@@ -40,19 +28,19 @@ class Carrier:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
 async def test_eviction_record_of_a_suspended_model_names_the_device_and_its_state(start: Start) -> None:
-    accelerator = Simulated()
+    accelerator = FakeAccelerator(2, "sim")
     service = await start({"a": {}}, accelerator=accelerator, carriers={"sim": Carrier()})
     model = service.authority.resolve("a")
     for _ in range(2):
         lease = await service.authority.ask(model).wait(20)
         assert lease is not None
         lease.release(completed=True)
-        if accelerator.state is DeviceState.HEALTHY:
+        if accelerator.gpus["gpu-0"].state is DeviceState.HEALTHY:
             await service.authority.offload(model)
             assert model.state is ModelState.WARM
             (kept,) = service.authority.offloaded()
             assert (kept["mechanism"], kept["original_device"]) == ("checkpoint", "gpu-0")
-            accelerator.state = DeviceState.PROBING
+            accelerator.change(state=DeviceState.PROBING)
     await service.authority.reached(lambda: len(service.authority.state.evictions) == 2)
     explained = {record.reason: record.explanation for record in service.authority.state.evictions}
     assert explained == {Reason.BY_HAND: (), Reason.DEVICE: ("gpu-0 is probing",)}

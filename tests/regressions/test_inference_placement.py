@@ -7,7 +7,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ from inference.authority.placement.plan import (
     plan,
     prospect,
 )
-from inference.devices.device import Reading
 from inference.errors import DeviceLost, InvalidRequestError
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import DeviceState
-from tests.integration.test_inference_moving import TwoAccelerators
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, rewrite
 
@@ -54,20 +51,13 @@ async def test_dry_run_uses_settings_that_a_reload_changes_during_its_measuremen
 
 
 async def test_dry_run_measures_a_device_that_appears_during_a_measurement(start: Start) -> None:
-
-    class Growing(FakeAccelerator):
-        grown = False
-
-        def readings(self):  # type: ignore[no-untyped-def]
-            return TwoAccelerators().readings() if self.grown else super().readings()
-
-    estimator, accelerator = FakeEstimator(), Growing()
+    estimator, accelerator = FakeEstimator(), FakeAccelerator()
     service = await start({"a": {}}, estimator=estimator, accelerator=accelerator)
     authority = service.authority
     estimator.gate = asyncio.Event()
     planning = asyncio.create_task(authority.dry_run(authority.resolve("a"), {"parallel": 1}))
     await asyncio.sleep(0)
-    accelerator.grown = True
+    accelerator.gpus = FakeAccelerator(2).gpus
     estimator.gate.set()
     decision, _ = await asyncio.wait_for(planning, 10)
     assert decision.result == "FREE"
@@ -76,7 +66,7 @@ async def test_dry_run_measures_a_device_that_appears_during_a_measurement(start
 async def test_second_of_two_simultaneous_moves_is_refused(start: Start) -> None:
     estimator = FakeEstimator()
     estimator.gate = asyncio.Event()
-    service = await start({"a": {}}, estimator=estimator, accelerator=TwoAccelerators())
+    service = await start({"a": {}}, estimator=estimator, accelerator=FakeAccelerator(2))
     authority, model = service.authority, service.authority.resolve("a")
     moves = [asyncio.create_task(authority.move(model, device)) for device in ("gpu-0", "gpu-1")]
     await asyncio.sleep(0)
@@ -87,31 +77,21 @@ async def test_second_of_two_simultaneous_moves_is_refused(start: Start) -> None
     assert authority.status(model).devices == ("gpu-0",)
 
 
-class LosesTheSecond(TwoAccelerators):
-    """Two GPUs; the second can be lost."""
-
-    lost = False
-
-    def readings(self) -> tuple[Reading, ...]:
-        first, second = super().readings()
-        return first, replace(second, state=DeviceState.LOST) if self.lost else second
-
-
 async def test_load_on_a_lost_device_names_the_device(start: Start) -> None:
-    devices = LosesTheSecond()
+    devices = FakeAccelerator(2)
     service = await start({"bound": {"gpu_index": 1}, "free": {}}, accelerator=devices)
-    devices.lost = True
+    devices.change("gpu-1", state=DeviceState.LOST)
     with pytest.raises(DeviceLost, match="gpu-1 is lost"):
         await service.authority.load(service.authority.resolve("bound"))
     await service.authority.load(service.authority.resolve("free"))
 
 
 async def test_plan_for_a_lost_device_names_the_device(start: Start) -> None:
-    devices = LosesTheSecond()
+    devices = FakeAccelerator(2)
     service = await start({"bound": {"gpu_index": 1}}, accelerator=devices)
     fits = (await ask(service.app, "POST", "/memory/plan", {"model": "bound"})).body
     assert fits["result"] == "FREE"
-    devices.lost = True
+    devices.change("gpu-1", state=DeviceState.LOST)
     await service.authority.inventory.refresh()
     refused = (await ask(service.app, "POST", "/memory/plan", {"model": "bound"})).body
     assert refused["result"] == "CANT_ACCOMMODATE"

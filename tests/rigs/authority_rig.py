@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,6 @@ from inference.devices.checkpoint_support import Carrier
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
-from inference.devices.signs import Sign
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from tests.rigs.fake_clock import FakeClock
@@ -30,6 +30,7 @@ from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.live_authority import LiveAuthority
 
 MIB = 2**20
+TOTAL_BYTES = 1000 * MIB
 COMMAND = (sys.executable, "-m", "tests.rigs.fake_worker")
 Start = Callable[..., Any]
 
@@ -56,18 +57,25 @@ class FakeEstimator:
 
 
 class FakeAccelerator:
-    """A probe with one GPU of 1,000 MiB; `failure` is raised by the next readings, `trial_failure` by trials.
+    """A probe with GPUs of 1,000 MiB, `gpus` by id; `failure` is raised by the next readings."""
 
-    `sign` is what it says of its health; `noticed` has what `listen` was given.
-    """
-
-    def __init__(self) -> None:
-        self.used_bytes = 0
+    def __init__(self, count: int = 1, kind: str = "cuda") -> None:
+        names = (f"gpu-{number}" for number in range(count))
+        self.gpus = {name: Reading(name, kind, "fake", TOTAL_BYTES, TOTAL_BYTES, 0) for name in names}
         self.failure: Exception | None = None
-        self.trial_failure: Exception | None = None
-        self.sign = Sign.FINE
-        self.noticed: Callable[[], None] = lambda: None
-        self.renewals = self.trials = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the first GPU that are in use."""
+        return self.gpus["gpu-0"].used_bytes
+
+    @used_bytes.setter
+    def used_bytes(self, count: int) -> None:
+        self.change(used_bytes=count, free_bytes=TOTAL_BYTES - count)
+
+    def change(self, device: str = "gpu-0", **fields: Any) -> None:
+        """Changes fields of the readings of a GPU."""
+        self.gpus[device] = replace(self.gpus[device], **fields)
 
     async def start(self) -> None:
         return None
@@ -77,38 +85,40 @@ class FakeAccelerator:
             raise self.failure
 
     def listen(self, notice: Callable[[], None]) -> None:
-        self.noticed = notice
+        return None
 
     async def renew(self) -> None:
-        self.renewals += 1
+        return None
 
     async def trial(self, device: str) -> None:
-        self.trials += 1
-        if self.trial_failure is not None:
-            raise self.trial_failure
+        return None
 
     async def close(self) -> None:
         return None
 
     def readings(self) -> tuple[Reading, ...]:
-        total = 1000 * MIB
-        return (Reading("gpu-0", "cuda", "fake", total, total - self.used_bytes, self.used_bytes, sign=self.sign),)
+        return tuple(self.gpus.values())
 
 
 class SharedDevice(FakeAccelerator):
-    """A device of 1,000 MiB, by default a GPU; in use are what the service holds and `foreign_mib`."""
+    """Devices of 1,000 MiB, by default one GPU; in use are what `service` holds, and `foreign_mib` of each."""
 
-    def __init__(self, foreign_mib: int = 0, *, id: str = "gpu-0", kind: str = "cuda") -> None:
-        super().__init__()
+    def __init__(self, foreign_mib: int = 0, *, count: int = 1, id: str = "gpu-0", kind: str = "cuda") -> None:
+        super().__init__(count, kind)
+        if id != "gpu-0":
+            self.gpus = {id: replace(self.gpus["gpu-0"], id=id)}
         self.foreign_mib = foreign_mib
         self.service: Any = None
-        self._id, self._kind = id, kind
 
     def readings(self) -> tuple[Reading, ...]:
+        for name in self.gpus:
+            used_bytes = self._ours_bytes(name) + self.foreign_mib * MIB
+            self.change(name, used_bytes=used_bytes, free_bytes=TOTAL_BYTES - used_bytes)
+        return super().readings()
+
+    def _ours_bytes(self, device: str) -> int:
         holdings = self.service.authority.ledger.holdings.values() if self.service is not None else ()
-        ours = sum(holding.bytes.get(self._id, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
-        used, total = ours + self.foreign_mib * MIB, 1000 * MIB
-        return (Reading(self._id, self._kind, "fake", total, total - used, used, sign=self.sign),)
+        return sum(holding.bytes.get(device, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
 
 
 def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
