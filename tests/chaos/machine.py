@@ -39,8 +39,8 @@ class Machine:
     def __enter__(self) -> Machine:
         self._root.mkdir()
         self._devices.__enter__()
-        self._told = SimMachine(self._root, self._devices.control)
-        self.env = {**self._told.env, LISTING_ENV: str(self._root / "listing.json")}
+        self._sim = SimMachine(self._root, self._devices.control)
+        self.env = {**self._sim.env, LISTING_ENV: str(self._root / "listing.json")}
         self._write()
         self._syncing = threading.Thread(target=self._sync, daemon=True)
         self._syncing.start()
@@ -54,7 +54,7 @@ class Machine:
     def tell(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
         """Sends a command to the simulator; returns the status of every device."""
         with self._turn:
-            status = self._told.tell(do, device, **amount)
+            status = self._sim.tell(do, device, **amount)
             names = {device} if device else set(status)
             if do == "cut":
                 self.cut |= names
@@ -66,28 +66,28 @@ class Machine:
     def strike(self, trouble: str, device: str) -> None:
         """Starts one of TROUBLES."""
         with self._turn:
-            self._told.strike(trouble, device)
+            self._sim.strike(trouble, device)
             self.troubled.add(trouble)
             self._write()
 
     def restore(self) -> None:
         """Ends all troubles; cut devices stay cut."""
         with self._turn:
-            self._told.restore()
+            self._sim.restore()
             self.troubled.clear()
             for device in self.cut:
-                self._told.tell("cut", device)
+                self._sim.tell("cut", device)
             self._write()
 
     def _sync(self) -> None:
         while not self._ended.wait(SYNC_SECONDS):
             with self._turn:
-                self._told.sync()
+                self._sim.sync()
                 self._write()
 
     def _write(self) -> None:
-        listing = asyncio.run(self._told.listing())
-        places = {gpu.pci: self._told.endpoint(gpu.uuid) for gpu in self._told.nvml.gpus}
+        listing = asyncio.run(self._sim.listing())
+        places = {gpu.pci: self._sim.endpoint(gpu.uuid) for gpu in self._sim.nvml.gpus}
         text = json.dumps({"listing": listing, "endpoints": places})
         if text != self._written:
             fresh = self._root / "listing.new"

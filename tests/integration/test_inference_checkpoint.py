@@ -164,20 +164,20 @@ async def test_models_are_kept_in_host_memory_without_a_driver(
 
 
 class FakeCarrier:
-    """Returns the given result; `asked` has the requested operations."""
+    """Returns the given result; `operations` are those that were requested."""
 
     label = "the fake"
 
     def __init__(self, **troubles: Trouble) -> None:
         self.troubles = troubles
-        self.asked: list[str] = []
+        self.operations: list[str] = []
 
     async def test(self, device: Reading) -> Trouble | None:
-        self.asked.append("test")
+        self.operations.append("test")
         return self.troubles.get("test")
 
     async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
-        self.asked.append(operation)
+        self.operations.append(operation)
         return self.troubles.get(operation)
 
 
@@ -196,4 +196,4 @@ async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Sta
     service = await start({"a": {}}, accelerator=FakeAccelerator(kind="sim"), carriers={"sim": carrier})
     assert service.authority.state.devices.suspension == {"sim": "its bytes changed"}
     assert await kept_as(service) == "resident"
-    assert carrier.asked == ["test"]
+    assert carrier.operations == ["test"]

@@ -17,7 +17,7 @@ from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Shared
 
 GPU = "gpu-0"
 NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
-"""Only the checks that a test asks for."""
+"""Only the checks that a test requests."""
 
 
 async def begin(

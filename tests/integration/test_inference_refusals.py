@@ -20,11 +20,11 @@ LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel
 class Counting(Estimator):
     """Counts its calls, which are the only ones that start helpers."""
 
-    asked = 0
+    calls = 0
 
     async def get(self, *args: Any, **more: Any) -> Estimate:
         """As it was."""
-        self.asked += 1
+        self.calls += 1
         return await super().get(*args, **more)
 
 
@@ -35,11 +35,11 @@ async def test_known_refusal_needs_no_estimate(start: Start, tmp_path: Path) -> 
     with pytest.raises(MemoryLimitExceededError) as first:
         await authority.load(model, 20)
     assert set(first.value.fix) == {"parallel"}, "it was measured as well"
-    asked = estimator.asked
-    assert asked >= 2
+    calls = estimator.calls
+    assert calls >= 2
     for _ in range(3):
         with pytest.raises(MemoryLimitExceededError) as again:
             await authority.load(model, 20)
         decision, _estimate = await authority.dry_run(model, {})
         assert again.value.fix == first.value.fix == getattr(decision, "fix", None)
-    assert estimator.asked == asked
+    assert estimator.calls == calls

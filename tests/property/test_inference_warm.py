@@ -75,7 +75,7 @@ def test_kept_models_leave_room_for_the_newcomer(
         assert all(size > spare - need_host * GIB for size in left), "a model was dropped although it had room"
 
 
-def test_nobody_is_kept_where_the_newcomer_does_not_fit() -> None:
+def test_no_model_is_kept_where_the_newcomer_does_not_fit() -> None:
     """If more is missing than the leaving models release, nothing is kept."""
     ledger = Ledger().open(Account(HOST, GIB, GIB)).reserve("h", "m", {HOST: 10})
     leaver = Leaver("m", "h", Warm("m", 5, 1.0, 0.0))

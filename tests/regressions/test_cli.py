@@ -102,7 +102,7 @@ def test_reader_that_closes_the_pipe_ends_the_command_without_an_error(service: 
 def test_bytes_that_are_not_utf8_are_a_usage_error(service: CannedService, line: str, message: str) -> None:
     done = _shell(line)
     assert (done.returncode, done.stderr) == (2, message + "\n")
-    assert not service.asked
+    assert not service.requests
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_invalid_numbers_are_usage_errors(
 ) -> None:
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
-    assert not service.asked
+    assert not service.requests
 
 
 def test_token_that_is_no_header_value_is_reported(

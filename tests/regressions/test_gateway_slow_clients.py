@@ -123,7 +123,7 @@ async def test_pipelined_answer_behind_an_unread_one_has_a_limit_too(tmp_path: P
         await gateway.look()
         with _connect(gateway, narrow=True) as client:
             client.sendall(_request("models", none=0).replace(b"POST", b"GET") + _request())
-            await until("the stream was asked for", lambda: fake.seen)
+            await until("the stream was requested", lambda: fake.seen)
             async with asyncio.timeout(10):
                 await fake.seen[0].closed.wait()
             await until("its place is free", lambda: gateway.runtime.admission.in_flight == 0)

@@ -157,7 +157,7 @@ async def test_cloud_that_sends_only_keep_alives_fails_and_the_next_tier_answers
             assert (await gateway.breaker(name))["failures"] == 2
 
 
-async def test_cloud_that_sent_only_keep_alives_is_not_asked_to_resume(tmp_path: Path) -> None:
+async def test_cloud_that_sent_only_keep_alives_does_not_resume(tmp_path: Path) -> None:
     tried = {"openai": ["openai"], "google": ["google"], "anthropic": ["anthropic"], "two": ["openai", "anthropic"]}
     async with (
         FakeInference("token") as fake,

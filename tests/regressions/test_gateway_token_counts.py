@@ -66,7 +66,7 @@ async def record_of(gateway: Gateway, answer: httpx2.Response) -> dict[str, Any]
     return record
 
 
-async def test_tier_with_an_open_breaker_is_not_asked_to_count(gateway: Gateway, cloud: FakeProvider) -> None:
+async def test_tier_with_an_open_breaker_counts_no_tokens(gateway: Gateway, cloud: FakeProvider) -> None:
     assert (await gateway.chat("away")).status_code == 503
     requests = len(cloud.records)
     refused = await count(gateway, "away")

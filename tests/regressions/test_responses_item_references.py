@@ -40,17 +40,17 @@ async def test_conversation_of_references_shows_the_model_every_item(
     client: openai.AsyncOpenAI, fake: FakeInference, stream: bool
 ) -> None:
     """Items of the first turn are found in later responses, even if the first response is deleted."""
-    asked, ids, responses = [], [], []
+    sent, ids, responses = [], [], []
     for text in ("One", "Two", "Three"):
-        asked = [*asked, user(text)]
+        sent = [*sent, user(text)]
         if stream:
-            events: Any = await client.responses.create(model="demo", input=asked, stream=True)
+            events: Any = await client.responses.create(model="demo", input=sent, stream=True)
             answer = [event async for event in events][-1].response
         else:
-            answer = await client.responses.create(model="demo", input=asked)
+            answer = await client.responses.create(model="demo", input=sent)
         responses.append(answer.id)
         ids.append(answer.output[0].id)
-        asked.append(reference(ids[-1]))
+        sent.append(reference(ids[-1]))
     answered = {"role": "assistant", "content": "Hello there!"}
     shown = [
         {"role": "user", "content": "One"}, answered, {"role": "user", "content": "Two"}, answered,
@@ -58,7 +58,7 @@ async def test_conversation_of_references_shows_the_model_every_item(
     ]  # fmt: skip
     assert fake.seen[-1].body["messages"] == shown
     await client.responses.delete(responses[0])
-    await client.responses.create(model="demo", input=[*asked, user("Four")])
+    await client.responses.create(model="demo", input=[*sent, user("Four")])
     assert fake.seen[-1].body["messages"] == [*shown, answered, {"role": "user", "content": "Four"}]
 
 
@@ -67,10 +67,10 @@ async def test_reference_works_with_the_token_count_and_a_previous_response(
 ) -> None:
     first = await client.responses.create(model="demo", input="One")
     fake.counts["demo"] = 42
-    asked: dict[str, Any] = {"model": "demo", "input": [reference(first.output[0].id), user("Two")]}
-    await client.responses.input_tokens.count(**asked)
+    sent: dict[str, Any] = {"model": "demo", "input": [reference(first.output[0].id), user("Two")]}
+    await client.responses.input_tokens.count(**sent)
     assert len(fake.counted[-1]["messages"]) == 2
-    await client.responses.create(**asked, previous_response_id=first.id)
+    await client.responses.create(**sent, previous_response_id=first.id)
     assert len(fake.seen[-1].body["messages"]) == 4
 
 

@@ -617,7 +617,7 @@ class World:
             return
         process.is_stopped = True
         if not any(isinstance(item, events.Exited) and item.worker == worker for item in self.later):
-            exit = WorkerExit(cause, 0, "asked to", (), True)
+            exit = WorkerExit(cause, 0, "requested", (), True)
             self.later.append(events.Exited(worker, exit, self._files(worker)))
 
     def _loaded(self, worker: str) -> events.Loaded:

@@ -28,7 +28,7 @@ class Canned:
 
 
 @dataclass
-class Asked:
+class Received:
     """One received request."""
 
     method: str
@@ -43,7 +43,7 @@ class CannedService:
 
     answers: dict[str, Canned]
     url: str = ""
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[Received] = field(default_factory=list)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def canned_service(answers: Mapping[str, Canned]) -> Iterator[CannedService]:
             raw = self.rfile.read(int(self.headers.get("content-length") or 0))
             path = unquote(self.path)
             headers = {name.lower(): value for name, value in self.headers.items()}
-            service.asked.append(Asked(self.command, path, headers, json.loads(raw) if raw else None))
+            service.requests.append(Received(self.command, path, headers, json.loads(raw) if raw else None))
             answer = service.answers.get(f"{self.command} {path}") or Canned(
                 {
                     "error": {

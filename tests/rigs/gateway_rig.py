@@ -36,12 +36,12 @@ class _PromptServer(QuietServer):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._told = asyncio.Event()
+        self._signalled = asyncio.Event()
 
     def end(self) -> None:
         """Begins to end."""
         self.should_exit = True
-        self._told.set()
+        self._signalled.set()
 
     async def main_loop(self) -> None:
         """Runs until the end is requested; keeps the date header current like the original."""
@@ -50,7 +50,7 @@ class _PromptServer(QuietServer):
             counter += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
-                    await self._told.wait()
+                    await self._signalled.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """The steps of the original: no new connections, then the open ones, then the application."""

@@ -114,7 +114,7 @@ def test_ps_shows_loaded_models_and_list_shows_all(serve: Any, capsys: Any) -> N
     assert "org/big" in output.out
     assert "org/big: 1 TiB is a lot" in output.err
     assert "\x1b" not in output.out  # NO_COLOR
-    assert service.asked[0].headers["authorization"] == "Bearer token-of-a-test"
+    assert service.requests[0].headers["authorization"] == "Bearer token-of-a-test"
 
 
 def test_ps_without_loaded_models_prints_a_sentence(serve: Any, capsys: Any) -> None:
@@ -170,7 +170,7 @@ def test_quarantined_requests_are_listed_and_cleared(serve: Any, capsys: Any) ->
     assert json.loads(capsys.readouterr().out) == {"cleared": []}
     assert main(["quarantine", "clear"]) == 2
     assert main(["quarantine", "clear", "1234"]) == 1
-    assert service.asked[-1].path == "/quarantine/1234"
+    assert service.requests[-1].path == "/quarantine/1234"
 
 
 def test_commands_about_a_model_print_its_new_state(serve: Any, capsys: Any) -> None:
@@ -194,8 +194,8 @@ def test_commands_about_a_model_print_its_new_state(serve: Any, capsys: Any) -> 
     lines = output.err.splitlines()
     assert lines[:5] == [loaded, "demo: warm", "demo: cold", loaded, "demo: cold"]
     assert lines[-1] == "demo: ready on gpu-1, 48.0 MiB"
-    assert {asked.method for asked in service.asked} == {"POST"}
-    assert service.asked[-1].body == {"device": "gpu-1"}
+    assert {request.method for request in service.requests} == {"POST"}
+    assert service.requests[-1].body == {"device": "gpu-1"}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_model_that_does_not_fit_is_exit_code_4_with_the_numbers(
     output = capsys.readouterr()
     assert output.out == ""
     assert "needs 1.0 TiB and 4.0 GiB are free" in output.err
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_run_prints_only_the_answer(serve: Any, capsys: Any) -> None:
     assert main(["run", "demo", "say", "hello", *options]) == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == ("Hello.\n", "")
-    asked = service.asked[0]
-    assert asked.headers["authorization"] == "Bearer key-of-a-test"
-    assert asked.body == {
+    request = service.requests[0]
+    assert request.headers["authorization"] == "Bearer key-of-a-test"
+    assert request.body == {
         "model": "demo",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "say hello"}],
         "stream": True,
@@ -282,8 +282,8 @@ def test_run_reads_the_prompt_from_a_pipe(serve: Any, piped: Any, capsys: Any) -
     piped("from the pipe\n")
     assert main(["run", "demo", "--local-only"]) == 0
     assert capsys.readouterr().out == "Hello.\n"
-    assert service.asked[0].body["messages"] == [{"role": "user", "content": "from the pipe"}]
-    assert service.asked[0].headers["x-headgate-policy"] == "local-only"
+    assert service.requests[0].body["messages"] == [{"role": "user", "content": "from the pipe"}]
+    assert service.requests[0].headers["x-headgate-policy"] == "local-only"
 
 
 def test_run_without_a_prompt_is_a_usage_error(serve: Any, piped: Any) -> None:
@@ -347,7 +347,7 @@ def test_run_as_json_prints_the_complete_answer(serve: Any, capsys: Any) -> None
     service = serve({"POST /v1/chat/completions": Canned(UNARY)})
     assert main(["run", "demo", "hi", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == UNARY
-    assert service.asked[0].body["stream"] is False
+    assert service.requests[0].body["stream"] is False
 
 
 def test_run_without_a_key_names_the_command_that_creates_one(capsys: Any) -> None:
@@ -364,18 +364,18 @@ def test_bench_counts_requests_and_tokens(serve: Any, capsys: Any) -> None:
     service = serve({"POST /v1/chat/completions": Canned(frames=COUNTED)})
     assert main(["bench", "demo", "--streams", "2", "--duration", "50ms", "--prompt-tokens", "30", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
-    counted = len(service.asked) - 1
+    counted = len(service.requests) - 1
     assert output["requests"] == counted >= 2
     assert (output["failed"], output["prompt_tokens"], output["answer_tokens"]) == (0, 90 * counted, 2 * counted)
     assert output["tokens_per_second"] > 0
     assert 0 < output["ttft_seconds"]["p50"] <= output["ttft_seconds"]["p99"] <= output["request_seconds"]["p99"]
-    first, *others = (asked.body for asked in service.asked)
+    first, *others = (request.body for request in service.requests)
     assert first["max_tokens"] == 1
     assert {body["max_tokens"] for body in others} == {64}
     texts = [body["messages"][0]["content"] for body in (first, *others)]
     assert {len(text.split()) for text in texts} == {30}
     assert len(set(texts)) == len(texts)
-    assert {asked.headers["x-headgate-policy"] for asked in service.asked} == {"local-only"}
+    assert {request.headers["x-headgate-policy"] for request in service.requests} == {"local-only"}
 
 
 def test_bench_shows_a_table_and_counts_fallbacks(serve: Any, capsys: Any) -> None:
@@ -400,7 +400,7 @@ def test_bench_reports_failures_and_ends_failed_streams(serve: Any, capsys: Any)
     assert main(["bench", "demo", "--streams", "3", "--duration", "1m", "--json"]) == 1
     output = capsys.readouterr()
     figures = json.loads(output.out)
-    assert (figures["requests"], figures["failed"], len(service.asked)) == (0, 3, 4)
+    assert (figures["requests"], figures["failed"], len(service.requests)) == (0, 3, 4)
     assert figures["tokens_per_second"] is None
     assert figures["ttft_seconds"] == {"p50": None, "p90": None, "p99": None}
     assert "3 of 3 requests failed: the answer was cut off" in output.err
@@ -414,23 +414,23 @@ def test_bench_rejects_options_out_of_range(words: str, capsys: Any) -> None:
 
 def test_ctrl_c_in_a_bench_prints_the_figures_so_far(serve: Any) -> None:
     """Exit status 130, the connection is closed, no traceback."""
-    asked, held, left = threading.Event(), threading.Event(), threading.Event()
+    third, held, left = threading.Event(), threading.Event(), threading.Event()
     canned = Canned(frames=COUNTED, left=left)
     service = serve({"POST /v1/chat/completions": canned})
 
     def gate(at: int) -> None:
-        if len(service.asked) == 3 and at == 1:
-            asked.set()
+        if len(service.requests) == 3 and at == 1:
+            third.set()
             held.wait(20)
-        elif len(service.asked) == 3 and at > 1:
+        elif len(service.requests) == 3 and at > 1:
             time.sleep(0.01)  # a peer's reset takes a write or two to be seen
-        elif len(service.asked) == 2 and at == len(COUNTED) - 1:
+        elif len(service.requests) == 2 and at == len(COUNTED) - 1:
             canned.frames = (_chunk("Hel"), *[_chunk("x")] * 500)
 
     canned.gate = gate
     argv = [sys.executable, "-m", "headgate", "bench", "demo", "--streams", "1", "--duration", "1m", "--json"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
-    assert asked.wait(20)
+    assert third.wait(20)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=10)
     held.set()
@@ -445,7 +445,7 @@ def test_chat_sends_its_history_until_it_is_cleared(serve: Any, piped: Any, caps
     piped("one\n\ntwo\n/clear\nthree\n/bye\nnever\n")
     assert main(["chat", "demo"]) == 0
     assert capsys.readouterr().out == "Hello.\n" * 3
-    contents = [[message["content"] for message in asked.body["messages"]] for asked in service.asked]
+    contents = [[message["content"] for message in request.body["messages"]] for request in service.requests]
     assert contents == [["one"], ["one", "Hello.", "two"], ["three"]]
 
 
@@ -470,7 +470,7 @@ def test_breakers_are_listed_and_reset(serve: Any, capsys: Any, monkeypatch: pyt
     assert main(["breakers", "reset", "local/demo"]) == 0
     assert capsys.readouterr().err == "local/demo: closed\n"
     assert main(["breakers", "reset"]) == 2
-    assert service.asked[0].headers["authorization"] == "Bearer key-of-an-operator"
+    assert service.requests[0].headers["authorization"] == "Bearer key-of-an-operator"
 
 
 FITS = {
@@ -505,7 +505,7 @@ def test_plan_prints_the_dry_run(serve: Any, capsys: Any) -> None:
         "  estimate for cpu: weights 1.0 MiB, kv 99.0 MiB",
         "  cpu: fits, 11.5 GiB would be left",
     ]
-    assert service.asked[0].body == {"model": "demo", "context_length": 8192}
+    assert service.requests[0].body == {"model": "demo", "context_length": 8192}
 
 
 def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:

@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request asks, whatever its dialect. `choice`: auto, none, required, or a tool's name."""
+    """The content of a request in any dialect. `choice`: auto, none, required, or a tool's name."""
 
     dialect: str
     model: str

@@ -51,7 +51,7 @@ def _frame(kind: str, payload: Mapping[str, Any]) -> Frame:
 
 
 def chat_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> Iterator[Frame]:
-    """Role, content, finish for every choice, usage if asked for, [DONE]."""
+    """Role, content, finish for every choice, usage if requested, [DONE]."""
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     choices = body.get("n") or 1
 

@@ -41,7 +41,7 @@ class NvidiaGpu:
 class NvmlStub:
     """The state file below `root`; `write` after every change. `errors` are (function or `all`, code, UUID or "").
 
-    `xids` (UUID, number) only grow; `actions` are the recovery actions that the driver asks for, by UUID.
+    `xids` (UUID, number) only grow; `actions` are the recovery actions that the driver requires, by UUID.
     """
 
     root: Path
