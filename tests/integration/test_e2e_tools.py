@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -55,16 +54,6 @@ def test_configured_tools_capability_is_listed(stack: Stack) -> None:
     assert capabilities("demo-mini") == ["chat", "completions"]
 
 
-def test_tools_are_described_in_a_message_if_the_template_has_none(client: openai.OpenAI) -> None:
-    def prompt(**fields: Any) -> int:
-        usage = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, **fields).usage
-        assert usage is not None
-        return int(usage.prompt_tokens)
-
-    tools = [openai.pydantic_function_tool(Bring)]
-    assert prompt(tools=tools) > prompt(tools=tools, tool_choice="none") == prompt()
-
-
 def test_forced_call_goes_to_a_tier_with_tools(client: openai.OpenAI) -> None:
     """The first candidate does not support tools."""
     raw = client.chat.completions.with_raw_response.create(
@@ -83,24 +72,6 @@ def test_forced_call_goes_to_a_tier_with_tools(client: openai.OpenAI) -> None:
     assert call.type == "function"
     assert call.function.name == "Bring"
     Bring.model_validate_json(call.function.arguments)
-
-
-def test_official_client_assembles_a_streamed_call(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="demo",
-        messages=MESSAGES,
-        tools=[openai.pydantic_function_tool(Bring)],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        stream_options={"include_usage": True},
-    ) as stream:
-        final = stream.get_final_completion()
-    [choice] = final.choices
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.tool_calls
-    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Bring)
-    assert final.usage is not None
-    assert final.usage.completion_tokens > 0
 
 
 def test_inference_service_streams_the_same_chunks(stack: Stack, client: openai.OpenAI) -> None:
@@ -132,12 +103,6 @@ def _nameless(chunk: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in chunk.items() if name not in ("id", "created", "usage")}
 
 
-def test_every_tier_keeps_the_format(client: openai.OpenAI) -> None:
-    for model in ("demo", "mini"):
-        parsed = client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Bring)
-        assert isinstance(parsed.choices[0].message.parsed, Bring)
-
-
 def test_gateway_passes_extensions_on(client: openai.OpenAI) -> None:
     result = client.chat.completions.create(
         model="demo", messages=MESSAGES, extra_body={"guided_choice": ["yes", "no"]}
@@ -146,21 +111,6 @@ def test_gateway_passes_extensions_on(client: openai.OpenAI) -> None:
     text = client.completions.create(model="demo", prompt="Water", extra_body={"regex": "[a-c]{3}"})
     assert len(text.choices[0].text) == 3
     assert set(text.choices[0].text) <= set("abc")
-
-
-def test_conversation_with_a_tool_result_can_be_continued(client: openai.OpenAI) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "Bring", "arguments": json.dumps({"litres": 2})}}
-    result = client.chat.completions.create(
-        model="demo",
-        messages=[
-            *MESSAGES,
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
-        ],
-        tools=[openai.pydantic_function_tool(Bring)],
-        max_tokens=8,
-    )
-    assert result.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def test_request_that_no_tier_supports_is_refused(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx2
@@ -20,6 +21,8 @@ from tests.rigs.processes import Service, gateway_service, http_status, private_
 from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
+
+ENDLESS = Answer(words=("word ",) * 1000, pause=0.1)
 
 
 @pytest.fixture
@@ -45,22 +48,31 @@ def _client(service: Service) -> httpx2.AsyncClient:
     )
 
 
-async def _stream(client: httpx2.AsyncClient, began: asyncio.Event) -> str:
-    text = ""
-    body = {"model": "demo", "messages": MESSAGES, "stream": True}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        async for piece in answer.aiter_text():
-            text += piece
-            began.set()
-    return text
+@asynccontextmanager
+async def _streaming(
+    service: Service, fake: FakeInference, answer: Answer
+) -> AsyncIterator[tuple[httpx2.AsyncClient, asyncio.Task[str]]]:
+    """A client, and the text of its stream, which has begun."""
+    fake.answers["demo"] = answer
+    began = asyncio.Event()
+
+    async def read() -> str:
+        text = ""
+        body = {"model": "demo", "messages": MESSAGES, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as got:
+            async for piece in got.aiter_text():
+                text += piece
+                began.set()
+        return text
+
+    async with _client(service) as client:
+        stream = asyncio.create_task(read())
+        await began.wait()
+        yield client, stream
 
 
 async def test_sigterm_ends_readiness_and_lets_streams_finish(service: Service, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(words=("word ",) * 12, pause=0.2)
-    began = asyncio.Event()
-    async with _client(service) as client:
-        stream = asyncio.create_task(_stream(client, began))
-        await began.wait()
+    async with _streaming(service, fake, Answer(words=("word ",) * 12, pause=0.2)) as (client, stream):
         service.signal(signal.SIGTERM)
         await until("readiness is off", lambda: asyncio.to_thread(lambda: http_status(service.url + "/readyz") == 503))
         fake.answers["demo-mini"] = Answer()
@@ -75,11 +87,7 @@ async def test_sigterm_ends_readiness_and_lets_streams_finish(service: Service, 
 
 
 async def test_stream_longer_than_the_drain_time_ends_in_an_error(service: Service, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(words=("word ",) * 1000, pause=0.1)
-    began = asyncio.Event()
-    async with _client(service) as client:
-        stream = asyncio.create_task(_stream(client, began))
-        await began.wait()
+    async with _streaming(service, fake, ENDLESS) as (_, stream):
         service.signal(signal.SIGTERM)
         text = await stream
     error = json.loads(text.rstrip().rpartition("data: ")[2])["error"]
@@ -91,11 +99,7 @@ async def test_stream_longer_than_the_drain_time_ends_in_an_error(service: Servi
 
 
 async def test_second_signal_stops_at_once(service: Service, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(words=("word ",) * 1000, pause=0.1)
-    began = asyncio.Event()
-    async with _client(service) as client:
-        stream = asyncio.create_task(_stream(client, began))
-        await began.wait()
+    async with _streaming(service, fake, ENDLESS) as (_, stream):
         service.signal(signal.SIGINT)
         await until("the gateway stops", lambda: "shutting down" in service.log)
         service.signal(signal.SIGINT)

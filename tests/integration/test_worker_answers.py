@@ -447,28 +447,3 @@ def test_parameter_names_of_llama_cpp_are_accepted(worker: WorkerRig) -> None:
     assert answer(worker, body)["usage"]["completion_tokens"] == 3
     text = answer(worker, {"prompt": "a", "max_tokens": -1, "stop": ["zz"], "temperature": 0, "ignore_eos": True}, TEXT)
     assert text["usage"]["completion_tokens"] > 16
-
-
-def test_official_client_works(worker: WorkerRig) -> None:
-    """openai's own types parse answers, streams and errors."""
-    import httpx2
-    import openai
-
-    transport = httpx2.HTTPTransport(uds=worker.socket_path)
-    with openai.OpenAI(
-        base_url="http://worker/v1", api_key="x", max_retries=0, http_client=httpx2.Client(transport=transport)
-    ) as client:
-        messages = [{"role": "user", "content": "hello"}]
-        whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
-        with client.chat.completions.create(
-            model="tiny", messages=messages, temperature=0, max_tokens=12, stream=True,
-            stream_options={"include_usage": True},
-        ) as stream:  # fmt: skip
-            chunks = list(stream)
-        assert (
-            "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
-        )
-        assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="tiny", messages=messages, temperature=9)
-        assert caught.value.param == "temperature"

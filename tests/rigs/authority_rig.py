@@ -1,4 +1,4 @@
-"""An inference service inside the test: the real authority over fake workers, estimates and, on request, accelerators."""
+"""An inference service inside the test: the real authority over fake workers, estimates and, if given, accelerators."""
 
 from __future__ import annotations
 
