@@ -25,7 +25,7 @@ from inference.settings import ModelEntry, _spec, load
 from tests.fuzz.test_damaged_headers import CORPUS
 from tests.fuzz.test_damaged_models import Fuzzed
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import Start, empty, services
+from tests.rigs.authority_rig import Start, empty
 from tests.rigs.processes import wait_until
 
 
@@ -40,17 +40,16 @@ class BrokenEstimator:
 
 
 async def test_unexpected_error_of_an_estimate_fails_the_waiting_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}, "b": {}}, estimator=BrokenEstimator())
-        tickets = [service.authority.ask(service.authority.resolve("a")) for _ in range(2)]
-        for ticket in tickets:
-            with pytest.raises(ModelFailed, match="cannot be measured"):
-                await ticket.wait(5)
-        with pytest.raises(ModelFailed):
-            await service.authority.dry_run(service.authority.resolve("b"), {})
-        assert "Traceback" in caplog.text
+    service = await start({"a": {}, "b": {}}, estimator=BrokenEstimator())
+    tickets = [service.authority.ask(service.authority.resolve("a")) for _ in range(2)]
+    for ticket in tickets:
+        with pytest.raises(ModelFailed, match="cannot be measured"):
+            await ticket.wait(5)
+    with pytest.raises(ModelFailed):
+        await service.authority.dry_run(service.authority.resolve("b"), {})
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["text", [], {}, {"parts": {"cpu": {"weights_bytes": "x"}}}, {"parts": None}])

@@ -86,17 +86,14 @@ class _Slow(FakeAccelerator):
         await asyncio.Event().wait()
 
 
-async def test_waiting_for_a_device_trial_ends_when_the_service_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}}, accelerator=_Slow())
-        authority = service.authority
-        waiting = [asyncio.create_task(authority.recover("gpu-0")) for _ in range(2)]
-        await authority.reached(lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
-        authority.stop_accepting()
-        for task in waiting:
-            with pytest.raises(ShuttingDown):
-                await task
+async def test_waiting_for_a_device_trial_ends_when_the_service_stops(start: Start) -> None:
+    service = await start({"a": {}}, accelerator=_Slow())
+    authority = service.authority
+    waiting = [asyncio.create_task(authority.recover("gpu-0")) for _ in range(2)]
+    await authority.reached(lambda: authority.reading("gpu-0").state is DeviceState.PROBING)
+    authority.stop_accepting()
+    for task in waiting:
         with pytest.raises(ShuttingDown):
-            await authority.recover("gpu-0")
+            await task
+    with pytest.raises(ShuttingDown):
+        await authority.recover("gpu-0")

@@ -12,7 +12,7 @@ from inference import settings
 from inference.devices.device import Reading
 from inference.errors import ModelNotFound
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, rewrite, services
+from tests.rigs.authority_rig import FakeAccelerator, Start, rewrite
 from tests.rigs.processes import inference_service, wait_until
 
 
@@ -44,55 +44,48 @@ class UnknownSize(FakeAccelerator):
         return (Reading("cpu", "cpu", "unknown", 0, 0, 0),)
 
 
-async def test_event_listeners_see_the_removal_of_a_cold_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        authority = (await start({"a": {}, "b": {}})).authority
-        listening = authority.bus.listen()
-        assert b"snapshot" in await anext(listening)
-        while b'"b"' not in (frame := await anext(listening)):
-            assert b"event: model" in frame
-        rewrite(tmp_path, {"a": {}})
-        authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {}))
-        while b"event: removed" not in (frame := await anext(listening)):
-            assert b"event: model" in frame
-        data = frame.decode().partition("data: ")[2].splitlines()[0]
-        assert json.loads(data)["id"] == "b"
-        await listening.aclose()
+async def test_event_listeners_see_the_removal_of_a_cold_model(start: Start, tmp_path: Path) -> None:
+    authority = (await start({"a": {}, "b": {}})).authority
+    listening = authority.bus.listen()
+    assert b"snapshot" in await anext(listening)
+    while b'"b"' not in (frame := await anext(listening)):
+        assert b"event: model" in frame
+    rewrite(tmp_path, {"a": {}})
+    authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {}))
+    while b"event: removed" not in (frame := await anext(listening)):
+        assert b"event: model" in frame
+    data = frame.decode().partition("data: ")[2].splitlines()[0]
+    assert json.loads(data)["id"] == "b"
+    await listening.aclose()
 
 
-async def test_limit_for_devices_of_unknown_size_is_kept_by_a_reload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        authority = (await start({"a": {}}, probes=[UnknownSize()])).authority
-        for environ, limit in (({}, 16 * 2**30), ({"INFERENCE_MEMORY_LIMIT_GB": "1"}, 2**30), ({}, 16 * 2**30)):
-            authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true", **environ}, {}))
-            assert authority.ledger.limit_bytes == limit
+async def test_limit_for_devices_of_unknown_size_is_kept_by_a_reload(start: Start, tmp_path: Path) -> None:
+    authority = (await start({"a": {}}, probes=[UnknownSize()])).authority
+    for environ, limit in (({}, 16 * 2**30), ({"INFERENCE_MEMORY_LIMIT_GB": "1"}, 2**30), ({}, 16 * 2**30)):
+        authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true", **environ}, {}))
+        assert authority.ledger.limit_bytes == limit
 
 
-async def test_model_that_is_added_again_while_it_drains_stays_configured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}, "b": {}})
-        authority, model = service.authority, service.authority.resolve("a")
-        environ = {"INFERENCE_FORCE_CPU_MODE": "true"}
+async def test_model_that_is_added_again_while_it_drains_stays_configured(start: Start, tmp_path: Path) -> None:
+    service = await start({"a": {}, "b": {}})
+    authority, model = service.authority, service.authority.resolve("a")
+    environ = {"INFERENCE_FORCE_CPU_MODE": "true"}
 
-        def reload(*names: str) -> list[str]:
-            rewrite(tmp_path, {name: {} for name in names})
-            return authority.reload(settings.load(tmp_path, environ, {}))
+    def reload(*names: str) -> list[str]:
+        rewrite(tmp_path, {name: {} for name in names})
+        return authority.reload(settings.load(tmp_path, environ, {}))
 
-        lease = await authority.ask(model).wait(10)
-        assert lease is not None
-        assert reload("b") == ["model a removed"]
-        with pytest.raises(ModelNotFound):
-            authority.resolve("a")
-        assert model.state is ModelState.DRAINING
-        assert reload("a", "b") == ["model a added again"]
-        waiting = authority.ask(authority.resolve("a"))
-        lease.release(completed=True)
-        assert await waiting.wait(10) is not None
-        waiting.close()
-        assert (authority.resolve("a").loads, list(authority.models)) == (2, ["a", "b"])
-        reload("b")
-        await authority.reached(lambda: list(authority.models) == ["b"])
+    lease = await authority.ask(model).wait(10)
+    assert lease is not None
+    assert reload("b") == ["model a removed"]
+    with pytest.raises(ModelNotFound):
+        authority.resolve("a")
+    assert model.state is ModelState.DRAINING
+    assert reload("a", "b") == ["model a added again"]
+    waiting = authority.ask(authority.resolve("a"))
+    lease.release(completed=True)
+    assert await waiting.wait(10) is not None
+    waiting.close()
+    assert (authority.resolve("a").loads, list(authority.models)) == (2, ["a", "b"])
+    reload("b")
+    await authority.reached(lambda: list(authority.models) == ["b"])

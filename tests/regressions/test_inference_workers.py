@@ -29,46 +29,45 @@ from inference.workers.exit_cause import most_telling_line
 from inference.workers.helper_client import run_helper
 from inference.workers.os_api import private_bytes
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, empty, services
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services
 
 
 async def test_worker_that_outgrows_its_reservation_reserves_more_or_is_unloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two workers grow from 100 MiB to over 400 MiB with a limit of 614 MiB: one may grow, the other is unloaded.
 
     At least 319 MiB are booked for a worker in the end: 64 MiB and a tenth may be missing.
     """
     caplog.set_level("INFO")
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start(
-            {"small": {}, "a": {}, "b": {}},
-            {name: {"grow": 400 * MIB} for name in "ab"},
-            parts={"timing": Timing(watch_seconds=0.1)},
-            MEMORY_LIMIT_GB="0.6",
-        )
-        authority = service.authority
-        small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))
-        await authority.load(small)
-        await authority.load(a)
-        await authority.reached(lambda: authority.ledger.owned_by("a")["cpu"] > 310 * MIB)
-        assert a.running is not None
-        seen = private_bytes(a.running.worker.pid)
-        if seen is None:
-            pytest.skip("reads a process's memory from /proc, which Linux has")
-        assert authority.ledger.owned_by("a")["cpu"] <= seen + MIB
-        assert "the worker of a uses" in caplog.text
-        assert authority.ledger.owned_by("small")["cpu"] == 100 * MIB, "a worker within its reservation is unchanged"
-        await authority.unload(small)
-        lease = await authority.ask(b).wait(10)
-        assert lease is not None
-        await b.becomes(ModelState.DRAINING)
-        assert a.state is ModelState.READY
-        lease.release(completed=True)
-        await b.becomes(ModelState.COLD)
-        assert not authority.ledger.owned_by("b")
-        await authority.unload(a)
-        await authority.emptied()
+    service = await start(
+        {"small": {}, "a": {}, "b": {}},
+        {name: {"grow": 400 * MIB} for name in "ab"},
+        parts={"timing": Timing(watch_seconds=0.1)},
+        MEMORY_LIMIT_GB="0.6",
+    )
+    authority = service.authority
+    small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))
+    await authority.load(small)
+    await authority.load(a)
+    await authority.reached(lambda: authority.ledger.owned_by("a")["cpu"] > 310 * MIB)
+    assert a.running is not None
+    seen = private_bytes(a.running.worker.pid)
+    if seen is None:
+        pytest.skip("reads a process's memory from /proc, which Linux has")
+    assert authority.ledger.owned_by("a")["cpu"] <= seen + MIB
+    assert "the worker of a uses" in caplog.text
+    assert authority.ledger.owned_by("small")["cpu"] == 100 * MIB, "a worker within its reservation is unchanged"
+    await authority.unload(small)
+    lease = await authority.ask(b).wait(10)
+    assert lease is not None
+    await b.becomes(ModelState.DRAINING)
+    assert a.state is ModelState.READY
+    lease.release(completed=True)
+    await b.becomes(ModelState.COLD)
+    assert not authority.ledger.owned_by("b")
+    await authority.unload(a)
+    await authority.emptied()
 
 
 def test_private_memory_of_an_ended_process_is_unknown() -> None:
@@ -89,53 +88,46 @@ def descriptors_left(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
-async def test_load_without_descriptors_fails_and_releases_its_reservation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}})
-        authority, model = service.authority, service.authority.resolve("a")
-        await authority.measure(model)
-        before = len(os.listdir("/dev/fd"))
-        with descriptors_left(count), pytest.raises(ModelFailed, match="cannot start a worker"):
-            await authority.load(model)
-        assert len(os.listdir("/dev/fd")) == before
-        assert empty(service)
-        await model.becomes(ModelState.COLD)
+async def test_load_without_descriptors_fails_and_releases_its_reservation(start: Start, count: int) -> None:
+    service = await start({"a": {}})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.measure(model)
+    before = len(os.listdir("/dev/fd"))
+    with descriptors_left(count), pytest.raises(ModelFailed, match="cannot start a worker"):
         await authority.load(model)
+    assert len(os.listdir("/dev/fd")) == before
+    assert empty(service)
+    await model.becomes(ModelState.COLD)
+    await authority.load(model)
 
 
-async def test_model_that_cannot_be_offloaded_without_descriptors_is_unloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}}, accelerator=FakeAccelerator())
-        authority, model = service.authority, service.authority.resolve("a")
-        await authority.load(model)
-        with descriptors_left(1):
-            authority.leave(model, Reason.IDLE, Action.OFFLOAD)
-        await authority.reached(lambda: model.state is ModelState.COLD and empty(service))
+async def test_model_that_cannot_be_offloaded_without_descriptors_is_unloaded(start: Start) -> None:
+    service = await start({"a": {}}, accelerator=FakeAccelerator())
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model)
+    with descriptors_left(1):
+        authority.leave(model, Reason.IDLE, Action.OFFLOAD)
+    await authority.reached(lambda: model.state is ModelState.COLD and empty(service))
 
 
 async def test_booking_of_an_ended_worker_is_released_although_its_device_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator = FakeAccelerator()
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}}, accelerator=accelerator, parts={"timing": Timing(return_seconds=0.6)})
-        authority, model = service.authority, service.authority.resolve("a")
-        await authority.load(model)
-        accelerator.failure = OSError("no such device")
-        await authority.unload(model)
-        assert model.state is ModelState.COLD
-        await authority.emptied(seconds=10)
-        assert "became free after a; it counts as foreign" in caplog.text
-        assert caplog.text.count("no such device") == 1, "repeated failures are logged once"
-        accelerator.failure = None
-        await authority.load(model)
-        await authority.unload(model)
-        await authority.emptied(seconds=10)
-        assert authority.ledger.accounts["gpu-0"].foreign_bytes == 0
+    service = await start({"a": {}}, accelerator=accelerator, parts={"timing": Timing(return_seconds=0.6)})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model)
+    accelerator.failure = OSError("no such device")
+    await authority.unload(model)
+    assert model.state is ModelState.COLD
+    await authority.emptied(seconds=10)
+    assert "became free after a; it counts as foreign" in caplog.text
+    assert caplog.text.count("no such device") == 1, "repeated failures are logged once"
+    accelerator.failure = None
+    await authority.load(model)
+    await authority.unload(model)
+    await authority.emptied(seconds=10)
+    assert authority.ledger.accounts["gpu-0"].foreign_bytes == 0
 
 
 LOADED = "02:21:09.355 info    headgate.worker loaded model=demo seconds=1.11 restored_tokens=0"
@@ -287,21 +279,18 @@ ROW = tuple(f"{number:016x}" for number in range(MOST_IN_A_ROW))
 ALONE = Crash(ExitCause.ASSERT, "it aborted", alone=True)
 
 
-async def test_only_computed_answers_clear_crash_records_and_backoff(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_computed_answers_clear_crash_records_and_backoff(start: Start) -> None:
     """Tokenizing and refused requests do not."""
-    async with services(tmp_path, monkeypatch) as start:
-        service = await start({"a": {}})
-        model = service.authority.resolve("a")
-        await service.authority.load(model)
-        for key in ROW:
-            for _ in range(2):
-                service.authority.dispatch(CrashReported("a", key, ALONE))
-        body = {"model": "a", "messages": [{"role": "user", "content": "Hello!"}]}
-        for path, more, status in (("/tokenize", {}, 200), (CHAT, {"max_tokens": -1}, 400)):
-            assert (await ask(service.app, "POST", path, {**body, **more})).status == status
-            assert model.quarantine.in_a_row == ROW
-            assert not model.in_flight
-        assert (await ask(service.app, "POST", CHAT, body)).status == 200
-        assert model.quarantine.in_a_row == ()
+    service = await start({"a": {}})
+    model = service.authority.resolve("a")
+    await service.authority.load(model)
+    for key in ROW:
+        for _ in range(2):
+            service.authority.dispatch(CrashReported("a", key, ALONE))
+    body = {"model": "a", "messages": [{"role": "user", "content": "Hello!"}]}
+    for path, more, status in (("/tokenize", {}, 200), (CHAT, {"max_tokens": -1}, 400)):
+        assert (await ask(service.app, "POST", path, {**body, **more})).status == status
+        assert model.quarantine.in_a_row == ROW
+        assert not model.in_flight
+    assert (await ask(service.app, "POST", CHAT, body)).status == 200
+    assert model.quarantine.in_a_row == ()
