@@ -265,10 +265,11 @@ class CheckedWorld(World):
                 assert device_care.health_of(self.state, device).state is DeviceState.PROBING, f"{device} is tried"
 
     def _check_reloads(self, before: State) -> None:
-        """When a device is usable again, the models that lost it are wanted or loaded."""
+        """When a lost device is usable again, the models that lost it are wanted or loaded."""
         reloading = {ticket.model for ticket in self.state.tickets.values() if ticket.purpose is Purpose.RELOAD}
         for device, names in before.devices.homeless.items():
-            if device in self.state.devices.homeless or self.state.closing:
+            is_unchanged = device in self.state.devices.homeless or not device_care.health_of(before, device).emptied
+            if is_unchanged or self.state.closing:
                 continue
             for model in (self.state.models[name] for name in names if name in self.state.models):
                 is_back = model.removed or model.id in reloading or model.state in (_S.READY, _S.BUSY)

@@ -124,6 +124,22 @@ def test_withdrawn_request_leaves_its_queue_and_the_load_finishes() -> None:
     assert not world.leases
 
 
+def test_request_that_must_run_alone_has_its_own_time_limit() -> None:
+    """Not that of an earlier request that was withdrawn."""
+    world = begin({"a": {"parallel": 4}})
+    seconds = world.state.timing.alone_seconds
+    world.leased("a")
+    withdrawn = world.want("a", alone=True)
+    world.live(0.8 * seconds)
+    world.withdraw(withdrawn)
+    alone = world.want("a", alone=True)
+    other = world.want("a")
+    world.live(0.8 * seconds)
+    assert not {alone, other} & world.grants.keys()
+    world.live(0.4 * seconds)
+    assert {alone, other} <= world.grants.keys()
+
+
 def test_release_of_a_lease_of_an_ended_worker_does_not_touch_its_successor() -> None:
     world = begin({"a": {}})
     old = world.leased("a")

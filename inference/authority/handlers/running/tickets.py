@@ -59,7 +59,11 @@ def unqueue(draft: Draft, id: int) -> TicketRecord:
     draft.set(tickets={name: other for name, other in draft.state.tickets.items() if name != id})
     model = draft.state.models.get(ticket.model)
     if model is not None:
-        draft.set_model(ticket.model, queue=model.queue.remove(id))
+        model = draft.set_model(ticket.model, queue=model.queue.remove(id))
+        worker = draft.state.worker_of(model)
+        waits_alone = bool(model.queue.waiters) and model.queue.waiters[0].alone
+        if worker is not None and worker.alone is None and not waits_alone:
+            draft.cancel(TimerKind.ALONE, worker.id)
     draft.cancel(TimerKind.TICKET, id)
     return ticket
 

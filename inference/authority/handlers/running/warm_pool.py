@@ -135,6 +135,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     path = str(model.effective.path)
     draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), after=leaving.id))
     draft.set(ledger=draft.state.ledger.leave(leaving.holding))
+    draft.set_worker(leaving.id, saved=None)
     draft.set_model(model.id, worker=id)
     draft.advance(model.id, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(leaving.id, most, stays=False))
@@ -180,7 +181,7 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
         ledger = ledger.commit(worker.extra, saved).absorb(worker.holding, worker.extra)
     draft.set(ledger=ledger)
     departure = worker.departure
-    worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None)
+    worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None, grown_bytes=0)
     freed = before - sum(ledger.holdings[worker.holding].bytes.values())
     endings.record(draft, model.id, departure, freed)
     _mark_warm(draft, worker, Mechanism.STANDBY, HOST, event.saved)
