@@ -25,7 +25,7 @@ from tests.rigs.authority_world import GPUS, MIB, configuration
 NAMES = ("a", "b", "c", "d", "e")
 SIZES = {"a": 200, "b": 400, "c": 600, "d": 300, "e": 1200}
 LONG = int(os.environ.get("AUTHORITY_STEPS", "0"))
-STEPS = 60
+STEPS = 100
 names = st.sampled_from(["a", "a", "b", "b", "c", "d", "d", "e"])
 numbers = st.integers(0, 20)
 TIMEOUT_SECONDS = 600
@@ -49,11 +49,11 @@ class Authority(RuleBasedStateMachine):
         policy=st.sampled_from(["fail_fast", "reduce", "cpu"]), warm=st.sampled_from([True, True, False]),
         pinned=st.booleans(), dedicated=st.booleans(), gpus=st.sampled_from([1, 2, 2, 0]),
         kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
-        lazy=st.booleans(), shuts_down=st.booleans(),
+        lazy=st.booleans(), shuts_down=st.booleans(), is_measured=st.sampled_from([True, True, False]),
     )  # fmt: skip
     def begin(
         self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
-        lazy: bool, shuts_down: bool,
+        lazy: bool, shuts_down: bool, is_measured: bool,
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
         config = configuration(
@@ -65,6 +65,8 @@ class Authority(RuleBasedStateMachine):
         )
         self.shuts_down = shuts_down
         self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind)
+        if is_measured:
+            self.world.deliver_all()
 
     # --- requests ----------------------------------------------------------------------------------------------------
     @rule(name=names, priority=st.sampled_from(list(Priority)), seconds=st.sampled_from([None, None, 0.5, 20.0]),
@@ -72,13 +74,13 @@ class Authority(RuleBasedStateMachine):
     def want(self, name: str, priority: Priority, seconds: float | None, alone: bool, retries: int) -> None:
         self.world.want(name, priority=priority, seconds=seconds, alone=alone, retries=retries)
 
-    @rule(name=names, count=st.integers(1, 3))
-    def use(self, name: str, count: int) -> None:
-        """Requests arrive, and whatever is under way has time to arrive as well."""
-        for _ in range(count):
+    @rule(several=st.lists(names, min_size=1, max_size=4), seconds=st.sampled_from([0.0, 0.0, 1.0]))
+    def use(self, several: list[str], seconds: float) -> None:
+        """Requests arrive, and everything that is under way, before time passes or after it."""
+        for name in several:
             self.world.want(name)
-        for _ in range(8):
-            self.world.deliver()
+        self.world.tick(seconds)
+        self.world.deliver_all()
 
     @rule(count=st.integers(0, 3))
     def recall(self, count: int) -> None:
@@ -168,7 +170,7 @@ class Authority(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self.world.gpus)
-    @rule(number=numbers, sign=st.sampled_from([*Sign, Sign.FINE, Sign.DEAD]), reads=st.booleans())
+    @rule(number=numbers, sign=st.sampled_from([*Sign, Sign.FINE, Sign.FINE, Sign.FINE]), reads=st.booleans())
     def device(self, number: int, sign: Sign, reads: bool) -> None:
         self.world.put_sign(self.world.gpus[number % len(self.world.gpus)], sign)
         if reads:
@@ -188,17 +190,23 @@ class Authority(RuleBasedStateMachine):
                         self.world.deliver(len(self.world.later) - 1)
                     return
 
-    @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 200, 600, 990, 3900]))
+    @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 0, 200, 600, 990, 3900]))
     def others_use(self, device: str, used: int) -> None:
         self.world.use(device, used * MIB)
 
-    @rule(field=st.sampled_from(["spawn", "trials", "readings", "broken_build", "headroom"]), value=st.booleans())
+    @rule()
+    def heal(self) -> None:
+        """All faults end."""
+        self.world.heal()
+
+    @rule(field=st.sampled_from(["spawn", "trials", "readings", "broken_build", "headroom"]),
+          value=st.sampled_from([True, False, False]))  # fmt: skip
     def fault(self, field: str, value: bool) -> None:
         setattr(self.world.faults, field, value)
 
     @rule(
-        allocation=st.sampled_from([1.0, 0.8, 1.05, 0.3, 3.0]), suspension=st.sampled_from([None, "driver", "state"]),
-        damaged=st.sampled_from([None, None, *NAMES]), linger=st.sampled_from([0.0, 0.3, 20.0]),
+        allocation=st.sampled_from([1.0, 1.0, 1.0, 0.8, 1.05, 0.3, 3.0]), linger=st.sampled_from([0.0, 0.3, 20.0]),
+        suspension=st.sampled_from([None, None, "driver", "state"]), damaged=st.sampled_from([None] * 4 + ["a", "d"]),
     )  # fmt: skip
     def faults(self, allocation: float, suspension: str | None, damaged: str | None, linger: float) -> None:
         found = self.world.faults
@@ -271,7 +279,7 @@ class Authority(RuleBasedStateMachine):
     def abandon(self, number: int) -> None:
         self.world.abandon(sorted(self.world.commands)[number % len(self.world.commands)])
 
-    @rule(kept=st.sampled_from([NAMES, NAMES, ("a", "d"), ("b", "c", "e")]), parallel=st.sampled_from([4, 4, 2]),
+    @rule(kept=st.sampled_from([NAMES, NAMES, NAMES, ("a", "d"), ("b", "c", "e")]), parallel=st.sampled_from([4, 4, 2]),
           limit=st.sampled_from([None, 0.5, 2.0]), most=st.sampled_from([None, None, 1, 2]), pinned=st.booleans(),
           share=st.sampled_from([0.9, 0.5]))  # fmt: skip
     def reload(

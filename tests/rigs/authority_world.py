@@ -322,6 +322,11 @@ class World:
         if twice and not isinstance(event, events.DevicesRead):
             self.send(event)
 
+    def deliver_all(self, most: int = 100) -> None:
+        """Everything that is under way arrives, and what follows from it."""
+        for _ in range(most):
+            self.deliver()
+
     def _arrives(self, event: events.Event) -> bool:
         """Does what a process did before it sent the event; False for one that ended meanwhile."""
         match event:
