@@ -176,19 +176,19 @@ class Authority(RuleBasedStateMachine):
         if reads:
             self.world.deliver(len(self.world.later) - 1)
 
-    @rule(state=st.sampled_from([ModelState.LOADING, ModelState.BUSY, ModelState.DRAINING, ModelState.OFFLOADING,
-                                 ModelState.WARM, ModelState.RESTORING, ModelState.UNLOADING]))  # fmt: skip
-    def lose_device_while(self, state: ModelState) -> None:
-        """A device of a model in this state is lost, and that is read at once."""
-        for model in list(self.world.state.models.values()):
+    @rule(number=numbers)
+    def lose_device_in_use(self, number: int) -> None:
+        """The device of a loaded, loading or warm model is lost, and that is read at once."""
+        homes = []
+        for model in self.world.state.models.values():
             worker = self.world.state.worker_of(model)
-            if model.state is state and worker is not None:
+            if worker is not None:
                 home = model.kept.original_device if model.kept else worker.placement.devices[0]
-                if home in self.world.gpus:
-                    self.world.put_sign(home, Sign.DEAD)
-                    for _ in range(3):
-                        self.world.deliver(len(self.world.later) - 1)
-                    return
+                homes += [home] if home in self.world.gpus else []
+        if homes:
+            self.world.put_sign(homes[number % len(homes)], Sign.DEAD)
+            for _ in range(3):
+                self.world.deliver(len(self.world.later) - 1)
 
     @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 0, 200, 600, 990, 3900]))
     def others_use(self, device: str, used: int) -> None:

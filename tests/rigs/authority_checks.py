@@ -55,7 +55,7 @@ class CheckedWorld(World):
         for name in self.state.models.keys() - before.models.keys():
             self.uses[name] = 0
         self._check_ledger(before, event)
-        self._check_holdings(before)
+        self._check_holdings(before, event)
         for model in self.state.models.values():
             self._check_model(model)
             self._check_saved(before, model)
@@ -93,7 +93,7 @@ class CheckedWorld(World):
             before_bytes = before.ledger.loaded_bytes
             assert ledger.loaded_bytes <= max(before_bytes, ledger.limit_bytes), "the memory limit holds"
 
-    def _check_holdings(self, before: State) -> None:
+    def _check_holdings(self, before: State, event: events.Event) -> None:
         state = self.state
         holdings = state.ledger.holdings
         owners = Counter(holding for worker in state.workers.values() for holding in (worker.holding, worker.extra))
@@ -110,6 +110,10 @@ class CheckedWorld(World):
         gone = before.ledger.holdings.keys() - holdings.keys()
         assert not gone & self.released, "a reservation is released once"
         self.released |= gone
+        if isinstance(event, events.Exited | events.ShortageLearned) and event.worker in before.workers:
+            worker = before.workers[event.worker]
+            on_device = any(device != CPU for device in worker.placement.need)
+            assert worker.holding not in gone or not on_device, "a reading shows that device memory is free"
         assert not self.released & holdings.keys()
         for id in gone & before.returns.keys():
             awaited = before.returns[id]

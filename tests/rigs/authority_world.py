@@ -336,13 +336,17 @@ class World:
                 return process is not None
             case events.FileHeld(worker, count):
                 if process := self.alive.get(worker):
-                    process.bytes = {CPU: count + KEEPER_BYTES}
+                    process.bytes = {CPU: process.bytes.get(CPU, 0) + count + KEEPER_BYTES}
                 return process is not None
             case events.ContextFreed(worker, saved):
                 process, record = self.alive.get(worker), self.state.workers.get(worker)
                 if process is None or record is None:
                     return False
                 self.saved[worker] = saved
+                for keeper in self.state.workers.values():
+                    if keeper.predecessor == worker and keeper.id in self.alive:
+                        bytes = self.alive[keeper.id].bytes
+                        bytes[CPU] = bytes.get(CPU, 0) + saved.count_bytes
                 ready = record.ready
                 kept = sum(item.bytes for item in ready.buffers if item.kind == "weights") if ready else 0
                 process.bytes = {CPU: kept + OVERHEAD_BYTES + saved.count_bytes}
@@ -350,7 +354,7 @@ class World:
                 return True
             case events.CheckpointEnded(worker, "suspend", None):
                 if process := self.alive.get(worker):
-                    process.bytes = {CPU: sum(process.bytes.values())}
+                    process.bytes = {CPU: process.bytes[CPU]}
                 return process is not None
             case events.CheckpointEnded(worker, "resume", None):
                 process, record = self.alive.get(worker), self.state.workers.get(worker)
@@ -583,7 +587,13 @@ class World:
                     process.is_stopped = True
                     self._exits(worker, ExitCause.REQUESTED)
             case effects.Checkpoint(operation, worker):
-                assert worker in self.alive
+                bytes, record = self.alive[worker].bytes, self.state.workers[worker]
+                if operation == "suspend":
+                    bytes[CPU] = sum(bytes.values())  # the copy is complete before the device is free
+                else:
+                    assert record.suspended is not None
+                    for device, count in record.suspended.need.items():
+                        bytes[device] = bytes.get(device, 0) + count
                 self.later.append(events.CheckpointEnded(worker, operation, *self._carried()))
             case effects.StopWorker(worker):
                 self._exits(worker, ExitCause.REQUESTED)
