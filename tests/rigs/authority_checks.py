@@ -9,7 +9,7 @@ from typing import Any
 from inference.authority import effects, events
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
-from inference.authority.handlers.operating.startup_devices import TICK_SECONDS
+from inference.authority.handlers.operating.startup import TICK_SECONDS
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_care, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
@@ -271,8 +271,8 @@ class CheckedWorld(World):
     def _check_reloads(self, before: State) -> None:
         """When a lost device is usable again, the models that lost it are wanted or loaded."""
         reloading = {ticket.model for ticket in self.state.tickets.values() if ticket.purpose is Purpose.RELOAD}
-        for device, names in before.devices.homeless.items():
-            is_unchanged = device in self.state.devices.homeless or not device_care.health_of(before, device).emptied
+        for device, names in before.devices.lost_models.items():
+            is_unchanged = device in self.state.devices.lost_models or not device_care.health_of(before, device).emptied
             if is_unchanged or self.state.closing:
                 continue
             for model in (self.state.models[name] for name in names if name in self.state.models):
@@ -594,7 +594,7 @@ class CheckedWorld(World):
             self.visited[kind.__name__] += any(isinstance(item, kind) for item in self.later)
         reading = any(isinstance(item, events.DevicesRead) for item in self.later)
         assert reading == (state.devices.begun > state.devices.done), "one reading at a time"
-        assert {item.key for item in self.later if isinstance(item, events.Estimated)} == state.measuring
+        assert {item.key for item in self.later if isinstance(item, events.Estimated)} >= state.measuring
         trimmed = {item.job for item in self.later if isinstance(item, events.Trimmed)}
         assert {model.id for model in state.models.values() if model.cleaning} <= trimmed
         for id in state.commands:
