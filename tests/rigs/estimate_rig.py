@@ -139,5 +139,4 @@ class EstimateRig:
 
     def _status(self, loop: asyncio.AbstractEventLoop) -> dict[str, dict[str, Any]]:
         assert self.sims is not None
-        status = asyncio.run_coroutine_threadsafe(self.sims.tell("status"), loop).result(10)
-        return {item["id"]: item for item in status["devices"]}
+        return asyncio.run_coroutine_threadsafe(self.sims.tell("status"), loop).result(10)
