@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headgate.shared.configfile import Duration
 from headgate.shared.errors import Problem
@@ -71,13 +72,13 @@ OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
 
-class InferenceSettings(BaseModel):
+class InferenceSettings(BaseSettings):
     """One field per INFERENCE_* variable.
 
     Names ending in GB are in GiB (2**30 bytes), MB in MiB, SECONDS in seconds; percentages are shares of 1.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", validate_default=True)
 
     # the service
     host: str = "127.0.0.1"
@@ -156,6 +157,18 @@ class InferenceSettings(BaseModel):
     kv_threshold: float = Field(0.9, gt=0, le=1)
     kv_prefetch: bool = True
     kv_dir: Annotated[Path | None, BeforeValidator(_empty_is_unset)] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only the values from `read`, so that pydantic does not read the environment."""
+        return (init_settings,)
 
     @field_validator("token", "admin_key")
     @classmethod
