@@ -111,7 +111,7 @@ class WorkerProcess:
         self._hang: str | None = None
         self._failed: Failed | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
-        self._process, self._link, self._errors = _launch(name, path, command, environment, keep)
+        self._process, self._link, self._errors = launch(name, path, command, environment, keep)
         self.pid = self._process.pid
         self._pidfd = exit_descriptor(self.pid)
         self._loop.add_reader(self._link.fileno(), self._on_link)
@@ -381,7 +381,7 @@ class WorkerProcess:
         return f"the worker ended with {child_process.exit_text(status)} ({name}){': ' + last[:300] if last else ''}"
 
 
-def _launch(
+def launch(
     name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], keep: int | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     """Starts a worker for `name` that listens on the Unix socket `path` and inherits the descriptor `keep`.
