@@ -188,12 +188,3 @@ async def kept_as(service: Service) -> str:
     await model.becomes(S.WARM, S.COLD)
     offloaded = service.authority.offloaded()
     return offloaded[0]["mechanism"] if offloaded else ""
-
-
-async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Start) -> None:
-    """And by default; where the test fails, models are kept as on any device, and one line says why."""
-    carrier = FakeCarrier(test=Trouble("its bytes changed"))
-    service = await start({"a": {}}, accelerator=FakeAccelerator(kind="sim"), carriers={"sim": carrier})
-    assert service.authority.state.devices.suspension == {"sim": "its bytes changed"}
-    assert await kept_as(service) == "resident"
-    assert carrier.operations == ["test"]

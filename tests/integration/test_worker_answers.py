@@ -428,8 +428,9 @@ def test_request_without_prefix_reuse_computes_its_prompt_and_keeps_nothing(work
     """Its choices share the prompt."""
 
     def cached(**changes: Any) -> int:
-        usage = answer(worker, ask("Zq: what may not be reused", max_tokens=1, **changes))["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        tenant = {"x-headgate-tenant": "tenant without prefixes"}
+        _status, response = worker.post(CHAT, ask("Zq: what may not be reused", max_tokens=1, **changes), tenant)
+        return int(response["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert cached(cache_prompt=False) <= 2
     assert cached(cache_prompt=False, n=2) <= 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
@@ -15,20 +14,22 @@ _ONCE = ("stop_reason", "native_finish_reason", "stop_details")
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 
 
-@dataclass(slots=True)
 class _Choice:
-    role: str = "assistant"
-    texts: dict[str, list[str]] = field(default_factory=dict)
-    tools: dict[int, dict[str, Any]] = field(default_factory=dict)
-    function: dict[str, str] | None = None
-    logprobs: dict[str, list[Any]] | None = None
-    finish: str | None = None
-    audio: dict[str, Any] = field(default_factory=dict)
-    """Audio: lists of pieces, and fields that come once."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    once: dict[str, Any] = field(default_factory=dict)
-    signed: int = 0
-    """How many pieces of the reasoning belong to signed blocks."""
+    __slots__ = ("audio", "extra", "finish", "function", "logprobs", "once", "role", "signed", "texts", "tools")
+
+    def __init__(self) -> None:
+        self.role = "assistant"
+        self.texts: dict[str, list[str]] = {}
+        self.tools: dict[int, dict[str, Any]] = {}
+        self.function: dict[str, str] | None = None
+        self.logprobs: dict[str, list[Any]] | None = None
+        self.finish: str | None = None
+        self.audio: dict[str, Any] = {}
+        """Audio: lists of pieces, and fields that come once."""
+        self.extra: dict[str, Any] = {}
+        self.once: dict[str, Any] = {}
+        self.signed = 0
+        """How many pieces of the reasoning belong to signed blocks."""
 
 
 class Assembly:
