@@ -96,6 +96,10 @@ class Timing:
         """How long a copy between device and host may take."""
         return self.suspend_seconds + count_bytes / 500e6
 
+    def checkpoint(self, count_bytes: int) -> float:
+        """How long suspending or resuming a process may take in all: three calls of the driver, and their helper."""
+        return 3 * self.suspend(count_bytes) + 15.0
+
 
 class TimerKind(StrEnum):
     """The kind of a timer."""
@@ -106,8 +110,8 @@ class TimerKind(StrEnum):
     """end of the time for a request that runs alone"""
     STOP = "stop"
     """end of the time for running requests of a leaving model"""
-    OFFLOAD = "offload"
-    """a worker that keeps its model, or saves its sequences and ends, takes too long"""
+    WARM_POOL = "warm pool"
+    """a worker takes too long to release, save or hold its model, or to be suspended or resumed"""
     ROOM_TO_KEEP = "room to keep"
     RETURN = "return"
     """memory of an ended worker is read again, or is overdue"""

@@ -221,7 +221,7 @@ _BY_TIMER: dict[TimerKind, Callable[[Draft, Any], None]] = {
     TimerKind.TICKET: request_events.expired,
     TimerKind.ALONE: tickets.alone_is_over,
     TimerKind.STOP: departure.stop_time_is_over,
-    TimerKind.OFFLOAD: warm_pool.offload_is_late,
+    TimerKind.WARM_POOL: warm_pool.step_is_late,
     TimerKind.ROOM_TO_KEEP: departure.room_time_is_over,
     TimerKind.RETURN: endings.return_is_due,
     TimerKind.COMMAND: commands.overdue,

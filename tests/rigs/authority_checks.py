@@ -41,7 +41,7 @@ _S = ModelState
 SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
-_OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.ROOM_TO_KEEP)
+_OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.WARM_POOL, TimerKind.ROOM_TO_KEEP)
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _WAIT_ON = (ExitCause.REQUESTED, ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE, ExitCause.BROKEN_BUILD)
 _ALWAYS = (TimerKind.PERIODIC, TimerKind.PLAN, TimerKind.THREADS)
@@ -573,7 +573,9 @@ class CheckedWorld(World):
             assert not worker.room_awaited or {*worker.room_awaited} & state.workers.keys(), "a departure goes on"
         for model in state.models.values():
             worker = state.worker_of(model)
-            if model.state in (_S.COLD, _S.WARM, _S.FAILED) and model.queue.waiters and not state.closing:
+            is_ending = worker is not None and worker.ending  # its end, which is under way, leads to another decision
+            is_waited_for = model.queue.waiters and not state.closing and not is_ending
+            if model.state in (_S.COLD, _S.WARM, _S.FAILED) and is_waited_for:
                 assert self._is_decided_later(model), f"{model.id} is waited for and nothing will happen"
             if worker is None:
                 continue
@@ -590,6 +592,7 @@ class CheckedWorld(World):
                 assert process.is_stopped or (worker.room_awaited and timer in state.timers), f"{model.id} leaves"
             elif model.state in BETWEEN:
                 assert {worker.id, worker.predecessor} & coming, f"{model.id} is {model.state} for ever"
+                assert self._has_deadline(model, worker), f"{model.id} is {model.state} without a deadline"
         for kind in (events.Loaded, events.Estimated, events.TrialEnded):
             self.visited[kind.__name__] += any(isinstance(item, kind) for item in self.later)
         reading = any(isinstance(item, events.DevicesRead) for item in self.later)
@@ -615,6 +618,13 @@ class CheckedWorld(World):
             or (isinstance(item, events.BuildChecked) and item.model == model.id)
             for item in self.later
         )
+
+    def _has_deadline(self, model: ModelRecord, worker: WorkerRecord) -> bool:
+        """Whether a step into the warm pool ends without an answer. That of loads is in the supervisor of workers."""
+        if model.state is not _S.OFFLOADING and (model.state is not _S.RESTORING or worker.suspended is None):
+            return True
+        awaited = worker.id if worker.predecessor is None or worker.held_bytes is None else worker.predecessor
+        return self.alive[awaited].is_killed or (TimerKind.WARM_POOL, awaited) in self.state.timers
 
     def _check_draining(self, model: ModelRecord, worker: WorkerRecord) -> None:
         """A model that drains because others need its memory stays when no request waits for them any more."""

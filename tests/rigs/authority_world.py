@@ -57,13 +57,15 @@ def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> I
 
 @dataclass
 class Process:
-    """A worker process: its bytes on each device, and the last orders to it. `is_stopped`: it was ordered to end."""
+    """A worker process: its bytes on each device, and the last orders to it. `is_stopped`: it was ordered to end, and
+    `is_killed`: it ends for certain."""
 
     order: LoadOrder | Hold
     bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     """what it took of host memory beyond its buffers"""
     is_stopped: bool = False
+    is_killed: bool = False
     limit: int | None = None
     threads: int | None = None
 
@@ -598,6 +600,8 @@ class World:
             case effects.StopWorker(worker):
                 self._exits(worker, ExitCause.REQUESTED)
             case effects.KillWorker(worker):
+                if worker in self.alive:
+                    self.alive[worker].is_killed = True
                 self._exits(worker, ExitCause.HANG if effect.hang else ExitCause.KILLED)
             case effects.LoseWorker(worker):
                 self._exits(worker, ExitCause.DEVICE_LOST)

@@ -97,6 +97,45 @@ def test_failed_offload_books_every_byte_back(gpus: tuple[str, ...], how: str, s
     assert not world.state.ledger.holdings
 
 
+@pytest.mark.parametrize(
+    ("gpus", "held"), [((), events.ContextFreed), (GPU, events.ContextFreed), (GPU, events.FileHeld)]
+)
+def test_worker_that_does_not_release_or_hold_its_model_in_time_is_killed(gpus: tuple[str, ...], held: type) -> None:
+    world = begin({"a": {}}, gpus=gpus)
+    world.used("a")
+    serving = process(world)
+    world.command(events.Offload("a"))
+    world.live(60, held, events.Exited)
+    late = process(world) if held is events.FileHeld else serving
+    assert world.model("a").state is S.OFFLOADING
+    assert world.alive[late].is_killed
+    world.live(0.5, held)
+    assert world.model("a").state is (S.WARM if gpus and held is events.ContextFreed else S.FAILED)
+    world.live(60)
+    world.used("a")
+
+
+def test_worker_that_holds_the_file_is_not_killed_while_its_predecessor_saves_sequences() -> None:
+    world = begin({"a": {}}, gpus=GPU)
+    world.used("a")
+    world.command(events.Offload("a"))
+    world.live(60, events.ContextFreed, events.Exited)
+    assert not world.alive[process(world)].is_killed
+    world.live(1)
+    assert world.model("a").state is S.WARM
+
+
+def test_worker_that_is_stopped_while_it_releases_its_model_is_not_killed() -> None:
+    world = begin({"a": {}})
+    world.used("a")
+    world.command(events.Offload("a"))
+    world.command(events.Unload("a", now=True))
+    world.live(60, events.ContextFreed, events.Exited)
+    assert not world.alive[process(world)].is_killed
+    world.live(1)
+    assert world.model("a").state is S.COLD
+
+
 @pytest.mark.parametrize("gpus", [(), GPU])
 def test_worker_that_dies_while_it_is_restored_is_loaded_from_its_file(gpus: tuple[str, ...]) -> None:
     world = begin({"a": {}}, gpus=gpus)
@@ -253,6 +292,28 @@ def test_suspended_process_that_dies_gives_everything_back(moment: str) -> None:
     world.live(60)
     assert not world.state.ledger.holdings
     assert command not in world.commands
+
+
+@pytest.mark.parametrize("operation", ["suspend", "resume"])
+def test_process_whose_suspension_or_resumption_does_not_end_is_killed(operation: str) -> None:
+    world = suspending()
+    first = process(world)
+    if operation == "suspend":
+        command = world.command(events.Offload("a"))
+    else:
+        offload(world)
+        ticket = world.want("a")
+    world.live(30, events.CheckpointEnded, events.Exited)
+    assert not world.alive[first].is_killed
+    world.live(60, events.CheckpointEnded, events.Exited)
+    assert world.alive[first].is_killed
+    world.live(0.5 if operation == "suspend" else 10, events.CheckpointEnded)
+    if operation == "suspend":
+        assert command not in world.commands
+        assert (world.model("a").state, world.booked("gpu-0"), world.booked("cpu")) == (S.FAILED, 0, 0)
+    else:
+        assert ticket in world.grants
+        assert world.model("a").loads == 2
 
 
 def test_unload_ends_a_suspended_process() -> None:

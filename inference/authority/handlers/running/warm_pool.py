@@ -8,6 +8,7 @@ saved first; memory is booked before anything is copied into it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
@@ -107,7 +108,7 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
     draft.set_worker(worker.id, saved=None)
     draft.advance(worker.model, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(worker.id, most, stays=True))
-    draft.timer(TimerKind.OFFLOAD, worker.id, draft.now + draft.state.timing.save(most))
+    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(most))
 
 
 def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
@@ -139,8 +140,8 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     draft.set_model(model.id, worker=id)
     draft.advance(model.id, ModelEvent.OFFLOAD)
     draft.emit(FreeContext(leaving.id, most, stays=False))
-    draft.timer(TimerKind.OFFLOAD, id, draft.now + draft.state.timing.save(base))
-    draft.timer(TimerKind.OFFLOAD, leaving.id, draft.now + draft.state.timing.save(most))
+    draft.timer(TimerKind.WARM_POOL, id, draft.now + draft.state.timing.save(base))
+    draft.timer(TimerKind.WARM_POOL, leaving.id, draft.now + draft.state.timing.save(most))
 
 
 def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
@@ -148,7 +149,7 @@ def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
     draft.warning("%s is not kept warm: %s", holder.model, reason)
     draft.set(ledger=draft.state.ledger.release(holder.holding))
     draft.set(workers={id: worker for id, worker in draft.state.workers.items() if id != holder.id})
-    draft.cancel(TimerKind.OFFLOAD, holder.id)
+    draft.cancel(TimerKind.WARM_POOL, holder.id)
     leaving = draft.state.workers.get(holder.predecessor or "")
     model = draft.model(holder.model)
     if leaving is None:
@@ -158,7 +159,7 @@ def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
         return
     departure = leaving.departure or Departure(Reason.IDLE)
     draft.set_worker(leaving.id, departure=replace(departure, action=Action.UNLOAD))
-    draft.cancel(TimerKind.OFFLOAD, leaving.id)
+    draft.cancel(TimerKind.WARM_POOL, leaving.id)
     draft.emit(StopWorker(leaving.id))
     draft.set_model(model.id, worker=leaving.id)
     draft.advance(model.id, ModelEvent.UNLOAD)
@@ -190,6 +191,7 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
 def file_held(draft: Draft, event: FileHeld) -> None:
     """A new worker has the file of its model in memory."""
     if event.worker in draft.state.workers:
+        draft.cancel(TimerKind.WARM_POOL, event.worker)
         draft.set_worker(event.worker, held_bytes=event.count_bytes)
         check_holder(draft, event.worker)
 
@@ -215,7 +217,7 @@ def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, 
     """Marks a model as warm; `saved` are its sequences."""
     ledger = draft.state.ledger.put_aside(worker.holding)
     draft.set(ledger=ledger)
-    draft.cancel(TimerKind.OFFLOAD, worker.id)
+    draft.cancel(TimerKind.WARM_POOL, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
     draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0, predecessor=None, left_device=None)
     draft.advance(worker.model, ModelEvent.OFFLOADED)
@@ -236,13 +238,19 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
     """
     held = draft.state.ledger.holdings[worker.holding].bytes
     assert worker.ready is not None
-    assert worker.pid is not None
     extra = f"{worker.model}#{draft.number()}"
     draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, aside=True))
     draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
     draft.advance(worker.model, ModelEvent.OFFLOAD)
-    seconds = draft.state.timing.suspend(sum(held.values()))
-    draft.emit(Checkpoint("suspend", worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+    _checkpoint(draft, worker, "suspend", sum(held.values()))
+
+
+def _checkpoint(draft: Draft, worker: WorkerRecord, operation: Literal["suspend", "resume"], count_bytes: int) -> None:
+    assert worker.pid is not None
+    timing = draft.state.timing
+    device = worker.device
+    draft.emit(Checkpoint(operation, worker.id, device.kind, device.id, worker.pid, timing.suspend(count_bytes)))
+    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + timing.checkpoint(count_bytes))
 
 
 def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
@@ -284,6 +292,7 @@ def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:
     if event.problem is not None:
         _end_unknown(draft, worker, "could not be resumed", event.problem, of_state=event.of_state)
         return None
+    draft.cancel(TimerKind.WARM_POOL, worker.id)
     return worker
 
 
@@ -345,9 +354,7 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
     draft.advance(id, ModelEvent.RESTORE)
     draft.info("restoring %s on %s (pid %s)", id, ", ".join(placement.devices), worker.pid)
     if worker.suspended is not None:
-        assert worker.pid is not None
-        seconds = draft.state.timing.suspend(sum(worker.suspended.need.values()))
-        draft.emit(Checkpoint("resume", worker.id, worker.device.kind, worker.device.id, worker.pid, seconds))
+        _checkpoint(draft, worker, "resume", sum(worker.suspended.need.values()))
         return worker
     order = replace(grant_for(model.effective, devices, placement), environment=dict(environment_of(devices)))
     draft.emit(SendOrder(worker.id, order))
@@ -355,8 +362,8 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
-def offload_is_late(draft: Draft, id: str) -> None:
-    """A worker that keeps its model, or saves its sequences and ends, took too long: it is killed."""
-    worker = draft.state.workers.get(id)
-    if worker is not None and (not draft.is_current(worker) or draft.model(worker.model).state is _S.OFFLOADING):
-        draft.emit(KillWorker(id, "it did not release its model in time"))
+def step_is_late(draft: Draft, id: str) -> None:
+    """A step of a worker into the warm pool or out of it took too long: the worker is killed."""
+    worker = draft.worker(id)
+    if not draft.is_current(worker) or draft.model(worker.model).state in (_S.OFFLOADING, _S.RESTORING):
+        draft.emit(KillWorker(id, "it did not release or resume its model in time"))

@@ -343,7 +343,7 @@ def _remove(draft: Draft, worker: WorkerRecord) -> None:
     model = draft.state.models.get(worker.model)
     if model is not None and model.worker == worker.id:
         draft.set_model(worker.model, worker=None)
-    for kind in (TimerKind.ALONE, TimerKind.STOP, TimerKind.OFFLOAD, TimerKind.ROOM_TO_KEEP):
+    for kind in (TimerKind.ALONE, TimerKind.STOP, TimerKind.WARM_POOL, TimerKind.ROOM_TO_KEEP):
         draft.cancel(kind, worker.id)
     for other in list(draft.state.workers.values()):
         if other.predecessor == worker.id:
