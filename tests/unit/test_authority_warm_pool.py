@@ -316,6 +316,21 @@ def test_process_whose_suspension_or_resumption_does_not_end_is_killed(operation
         assert world.model("a").loads == 2
 
 
+def test_limit_of_a_worker_that_was_suspended_is_lifted_when_the_pressure_is_over() -> None:
+    world = begin({"a": {"parallel": 8}}, gpus=GPU, warm_checkpoint="auto")
+    world.send(events.SuspensionTested("cuda", None))
+    lease = world.leased("a")
+    world.foreign_mib("gpu-0", 990)
+    world.check_pressure(2)
+    assert world.alive[process(world)].limit == 4
+    world.foreign_mib("gpu-0", 0)
+    world.finish(lease)
+    offload(world)
+    world.leased("a")
+    world.check_pressure(3)
+    assert (world.model("a").loads, world.alive[process(world)].limit) == (1, 8)
+
+
 def test_unload_ends_a_suspended_process() -> None:
     world = suspending()
     first = process(world)
