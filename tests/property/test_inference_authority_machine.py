@@ -82,6 +82,14 @@ class Authority(RuleBasedStateMachine):
         self.world.tick(seconds)
         self.world.deliver_all()
 
+    @rule()
+    def queue_behind_claim(self) -> None:
+        """A large model waits for the end of a turn; another model would fit, but not beside the large one."""
+        for name in ("c", "e", "b") if len(self.world.gpus) > 1 else ("a", "c", "b"):
+            self.world.want(name)
+            self.world.deliver_all()
+            self.world.tick(0.1)
+
     @rule(count=st.integers(0, 3))
     def recall(self, count: int) -> None:
         """A warm model is wanted."""
@@ -98,13 +106,17 @@ class Authority(RuleBasedStateMachine):
         failed_before, world.faults.spawn = world.faults.spawn, not spawns
         for model in list(world.state.models.values()):
             if model.state in (ModelState.READY, ModelState.BUSY):
-                for lease in [lease for lease, worker in world.leases.items() if worker == model.worker]:
-                    world.release(lease, completed=True)
-                world.command(events.Offload(model.id))
+                self._offload(model.id)
                 break
         world.faults.spawn = failed_before
         for _ in range(count):
             world.deliver()
+
+    def _offload(self, name: str) -> None:
+        world = self.world
+        for lease in [lease for lease, worker in world.leases.items() if worker == world.state.models[name].worker]:
+            world.release(lease, completed=True)
+        world.command(events.Offload(name))
 
     @rule(name=names)
     def probe(self, name: str) -> None:
@@ -186,9 +198,27 @@ class Authority(RuleBasedStateMachine):
                 home = model.kept.original_device if model.kept else worker.placement.devices[0]
                 homes += [home] if home in self.world.gpus else []
         if homes:
-            self.world.put_sign(homes[number % len(homes)], Sign.DEAD)
-            for _ in range(3):
-                self.world.deliver(len(self.world.later) - 1)
+            self._lose(homes[number % len(homes)])
+
+    @precondition(lambda self: self.world.gpus)
+    @rule(name=st.sampled_from(["a", "b"]), count=st.integers(1, 6))
+    def lose_device_of_kept(self, name: str, count: int) -> None:
+        """A model is loaded and goes into the warm pool; the device that it leaves is lost meanwhile, or later."""
+        world = self.world
+        if name in world.config.models:
+            world.want(name)
+            world.deliver_all()
+            worker = world.state.worker_of(world.state.models[name])
+            self._offload(name)
+            for _ in range(count):
+                world.deliver()
+            if worker is not None and worker.placement.devices[0] in world.gpus:
+                self._lose(worker.placement.devices[0])
+
+    def _lose(self, device: str) -> None:
+        self.world.put_sign(device, Sign.DEAD)
+        for _ in range(3):
+            self.world.deliver(len(self.world.later) - 1)
 
     @rule(device=st.sampled_from([*GPUS, "cpu"]), used=st.sampled_from([0, 0, 200, 600, 990, 3900]))
     def others_use(self, device: str, used: int) -> None:
@@ -330,3 +360,16 @@ def test_dry_runs_are_compared_with_decisions() -> None:
         world.deliver()
     assert world.state.models["a"].state is ModelState.BUSY
     assert world.compared > world.compared_behind_others > 0
+
+
+def test_dry_run_of_a_model_behind_a_claim_waits_like_its_request() -> None:
+    """The large model waits for the end of a turn; the last one would fit now, but not beside the large one."""
+    world = CheckedWorld(configuration(models("fail_fast", warm=True, pinned=False, dedicated=False)), SIZES, GPUS[:1])
+    world.deliver_all()
+    for name in "acb":
+        world.want(name)
+        world.deliver_all()
+        world.tick(0.1)
+    assert [claim.model for claim in world.state.claims] == ["c"]
+    assert world.state.models["b"].state is ModelState.COLD
+    assert world.compared_behind_others > 0

@@ -63,6 +63,7 @@ class CheckedWorld(World):
         for worker in self.state.workers.values():
             self._check_worker(worker)
         self._check_processes()
+        self._check_late_report(before, event)
         self._check_devices(before, event)
         self._check_waiters()
         self._check_timers(event)
@@ -208,7 +209,8 @@ class CheckedWorld(World):
         assert ours == worker.leases.keys(), "a lease ends when its request does, and not before"
         if worker.alone is not None:
             assert worker.leases.keys() == {worker.alone}
-            assert (TimerKind.ALONE, worker.id) in self.state.timers
+            is_over = worker.ending or not is_current
+            assert is_over or (TimerKind.ALONE, worker.id) in self.state.timers, "a request runs alone for a time"
         if is_current and model is not None and model.state in (_S.WARM, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING):
             assert not worker.leases
         kept = model.kept if model is not None and is_current else None
@@ -229,6 +231,22 @@ class CheckedWorld(World):
             for device, count in process.bytes.items():
                 more = process.grown_bytes if device == CPU else 0
                 assert self._is_empty(device) or count - more <= booked[device], f"{id} takes {count} of {device}"
+
+    def _check_late_report(self, before: State, event: events.Event) -> None:
+        """A report of a worker that has ended, and a second or late one of a load, change nothing."""
+        id = getattr(event, "worker", None)
+        if id is None:
+            return
+        worker = before.workers.get(id)
+        is_late = worker is None
+        if worker is not None and isinstance(event, events.Loaded):
+            model = before.models.get(worker.model)
+            is_current = model is not None and model.worker == id and not worker.ending
+            is_late = not is_current or model is None or model.state not in (_S.LOADING, _S.RESTORING)
+        if is_late:
+            now = self.state
+            assert (now.models, now.workers) == (before.models, before.workers), f"{event} comes late"
+            assert now.ledger.holdings == before.ledger.holdings, f"{event} comes late"
 
     def _ends_soon(self, worker: str) -> bool:
         """Whether the start of its process has just failed."""
@@ -253,7 +271,8 @@ class CheckedWorld(World):
             if case.state is DeviceState.LOST and was is not None and not was.emptied:
                 for model in state.models.values():
                     kept = model.kept if model.state is _S.WARM else None
-                    assert kept is None or kept.mechanism is not Mechanism.CHECKPOINT or kept.original_device != device
+                    place = None if kept is None else (kept.mechanism, kept.original_device)
+                    assert place != (Mechanism.CHECKPOINT, device), f"{model.id} is not kept, because {device} is lost"
         for device, (_, trial) in state.devices.trials.items():
             assert trial <= state.devices.health[device].trial
 
@@ -403,7 +422,13 @@ class CheckedWorld(World):
     def _check_limits(self, before: State) -> None:
         """The limits of workers are those of their records, and follow from the last check of the pressure."""
         state = self.state
-        checked = state.pressure.watches is not before.pressure.watches
+        began = any(  # a reservation changes the gauges without a check
+            model.state in (_S.LOADING, _S.RESTORING)
+            and model.worker is not None
+            and model != before.models.get(model.id)
+            for model in state.models.values()
+        )
+        checked = state.pressure.watches is not before.pressure.watches and not began
         for model in state.models.values():
             worker, was = state.worker_of(model), before.models.get(model.id)
             if worker is None or model.state not in (_S.READY, _S.BUSY) or worker.ending:
