@@ -214,6 +214,7 @@ class ModelStatus:
     accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it can take a request (0 if ready).
     `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time between two answers under load.
     These and the prefill rate (which includes reused tokens) are recent measurements, None without any.
+    `template_problem`: why a chat template of the loaded file is not used.
     """
 
     id: str
@@ -241,6 +242,7 @@ class ModelStatus:
     queue_seconds: float | None = None
     answer_seconds: float | None = None
     prefill_tokens_per_second: float | None = None
+    template_problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI model object with the status under `headgate`."""

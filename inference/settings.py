@@ -193,8 +193,11 @@ def resolve_path(source: str, models_dir: Path) -> tuple[Path | None, str | None
 def _fault(path: Path) -> str | None:
     """Why `path` cannot be read, or None."""
     try:
+        str(path).encode()
         if not path.is_file():
             return f"no file {path}"
+    except UnicodeEncodeError:
+        return f"llama.cpp cannot open {os.fsencode(path)!r}, because it is not UTF-8"
     except OSError as error:  # an inaccessible directory, or an impossible name
         return f"cannot access {path} ({error.strerror})"
     return None if os.access(path, os.R_OK) else f"{path} is not readable by this user"

@@ -7,7 +7,7 @@ One JSON object per line, in this order (`*`: any number of times):
     worker -> service   held         done; or `failed`, then exit
     service -> worker   grant        the model and its devices; the worker inherited the listening socket
     worker -> service   progress *   0.0 .. 1.0 while loading
-    worker -> service   ready        allocated buffers and model metadata; or `failed`, then exit
+    worker -> service   ready        allocated buffers and capabilities; or `failed`, then exit
     worker -> service   beat *       heartbeat every BEAT_SECONDS
     service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
     worker -> service   offloaded    done
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import msgspec
 
@@ -161,7 +161,8 @@ class Ready:
     buffers: tuple[Buffer, ...]
     context_length: int
     capabilities: tuple[str, ...]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    template_problem: str = ""
+    """Why a chat template of the file is not used; empty where all are."""
     restored_tokens: int = 0
     """Tokens of restored sequences."""
     restore_seconds: float = 0.0

@@ -136,6 +136,8 @@ def show(session: Session) -> int:
     ]
     if status.reason:
         pairs.append(("reason", status.reason))
+    if status.template_problem:
+        pairs.append(("chat template", f"not used: {status.template_problem}"))
     if status.headroom_bytes:
         pairs.append(
             ("head-room", f"{bytes_cell(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")

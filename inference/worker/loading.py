@@ -84,16 +84,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         buffers=tail.buffers(names),
         context_length=context_length,
         capabilities=capabilities,
-        metadata={
-            "description": model.description,
-            "architecture": _architecture(model),
-            "name": model.metadata.get("general.name", ""),
-            "parameters": model.n_params,
-            "n_ctx_train": model.n_ctx_train,
-            "n_embd": model.n_embd,
-            "n_vocab": model.n_vocab,
-            **({"template_problem": problem} if problem else {}),
-        },
+        template_problem=problem,
     )
     return Loaded(model, context, template, facts, ready, projector)
 

@@ -243,6 +243,14 @@ def test_answer_of_another_program_is_reported_with_its_status(serve: Any, capsy
     assert "answered 502" in capsys.readouterr().err
 
 
+def test_show_has_the_reason_why_the_chat_template_is_not_used(serve: Any, capsys: Any) -> None:
+    status = replace(READY, template_problem="the chat template does not compile: line 1")
+    crashes = Canned({"id": "demo", "crashes": []})
+    serve({"GET /v1/models/demo": Canned(status.to_json()), "GET /models/demo/crashes": crashes})
+    assert main(["show", "demo"]) == 0
+    assert re.search(r"chat template +not used: the chat template does not compile: line 1", capsys.readouterr().out)
+
+
 ABSENT = "ps", "list", "show x", "load x", "unload x", "offload x", "move x gpu-0", "restart x", "stop x"
 
 

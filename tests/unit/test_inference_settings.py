@@ -71,6 +71,16 @@ def test_environment_gives_the_defaults_of_models(directory: Path) -> None:
     assert models["a"].path == directory / "tiny.gguf"
 
 
+def test_path_that_is_not_utf8_is_refused(directory: Path) -> None:
+    """Such a path cannot be sent to a worker, and llama.cpp cannot open it."""
+    folder = directory / os.fsdecode(b"models-\xff")
+    folder.mkdir()
+    (folder / "tiny.gguf").write_bytes(b"x")
+    message = problems(directory, "models:\n  a: {path: tiny.gguf}", {"INFERENCE_MODELS_DIR": str(folder)})
+    assert "models.yaml:2" in message
+    assert "not UTF-8" in message
+
+
 def test_command_line_overrides_the_environment(directory: Path) -> None:
     config = load(directory, "models: {}", {"INFERENCE_PORT": "1", "INFERENCE_HOST": "::1"}, port=2, host=None)
     assert (config.settings.port, config.settings.host) == (2, "::1")

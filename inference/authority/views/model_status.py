@@ -59,6 +59,7 @@ def status(state: State, model: ModelRecord, now: float, moment: Predictions | N
         queue_seconds=_rounded(expectations.queue_seconds(state, model)),
         answer_seconds=_rounded(model.pace.seconds),
         prefill_tokens_per_second=_rounded(expectations.prefill_rate(state, model)),
+        template_problem=worker.ready.template_problem or None if worker and worker.ready else None,
     )
 
 

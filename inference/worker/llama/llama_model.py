@@ -186,11 +186,6 @@ class Model:
         return int(lib.llama_model_n_ctx_train(self.handle))
 
     @property
-    def n_params(self) -> int:
-        """Number of weights."""
-        return int(lib.llama_model_n_params(self.handle))
-
-    @property
     def n_embd(self) -> int:
         """Length of an output embedding."""
         return int(lib.llama_model_n_embd_out(self.handle))
@@ -218,13 +213,6 @@ class Model:
     def _has_tensor(self, name: str) -> bool:
         """Whether the file, or the first of its parts, contains the tensor."""
         return ggml_library.has_tensor(self._path, name)
-
-    @property
-    def description(self) -> str:
-        """A description such as `llama 1B Q4_K - Medium`."""
-        buffer = ctypes.create_string_buffer(256)
-        lib.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
 
     @property
     def generates(self) -> bool:

@@ -48,7 +48,7 @@ def tick(draft: Draft) -> None:
 
 
 def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """A worker ended with the device_lost_error of its device or hung, so the device is tried."""
+    """A worker ended because its device is lost, or hung, so the device is tried."""
     if exit.cause not in _DOUBTFUL or worker.failure is not None:
         return
     for device in worker.placement.devices:

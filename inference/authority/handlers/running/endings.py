@@ -133,7 +133,7 @@ def reading_taken(draft: Draft, *, problem: str | None = None) -> None:
 
 
 def return_is_due(draft: Draft, holding: str) -> None:
-    """A reading is return_is_due, or the memory is overdue."""
+    """The next reading is due, or the memory is overdue."""
     awaited = draft.state.returns.get(holding)
     if awaited is None:
         return

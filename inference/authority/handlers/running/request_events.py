@@ -180,7 +180,7 @@ def stop_accepting(draft: Draft, error: InferenceError | None = None) -> None:
 
 # --- quarantine ------------------------------------------------------------------------------------------------------
 def crash_reported(draft: Draft, event: CrashReported) -> None:
-    """A worker crash_reported while a request was in flight."""
+    """A worker crashed while a request was in flight."""
     model = draft.state.models.get(event.model)
     if model is None:
         return
@@ -194,7 +194,7 @@ def crash_reported(draft: Draft, event: CrashReported) -> None:
 
 
 def request_answered(draft: Draft, event: RequestAnswered) -> None:
-    """A request was request_answered, and the worker is alive."""
+    """A request was answered, and the worker is alive."""
     if event.crashes:
         draft.count("recoveries", "rerun")
     model = draft.state.models.get(event.model)

@@ -199,6 +199,8 @@ def loaded(draft: Draft, event: Loaded) -> None:
         model.id, ", ".join(worker.placement.devices), seconds, format_bytes(sum(actual.values())),
         format_bytes(predicted),
     )  # fmt: skip
+    if ready.template_problem and not is_back:
+        draft.warning("a chat template of %s is not used: %s", model.id, ready.template_problem)
     draft.advance(model.id, _E.RESTORED if is_back else _E.LOADED)
     tickets.serve(draft, model.id)
 
