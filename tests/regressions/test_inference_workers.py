@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -18,9 +19,11 @@ from headgate.shared.hop import BrokenError
 from headgate.shared.sse import SseSplitter
 from inference import worker_link
 from inference.api.relay import Flow
+from inference.authority.effects import Checkpoint, StopWorker
 from inference.authority.events import CrashReported
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.quarantine import MOST_IN_A_ROW, Crash
+from inference.authority.runners.worker_runner import Worker, WorkerRunner
 from inference.authority.state import Timing
 from inference.errors import ModelFailed
 from inference.protocol import ExitCause, ModelState
@@ -294,3 +297,23 @@ async def test_only_computed_answers_clear_crash_records_and_backoff(start: Star
         assert not model.in_flight
     assert (await ask(service.app, "POST", CHAT, body)).status == 200
     assert model.quarantine.in_a_row == ()
+
+
+def test_worker_that_is_stopped_right_after_a_suspension_began_is_killed() -> None:
+    """A suspended process cannot read the message to stop."""
+    calls: list[str] = []
+
+    class Process:
+        def suspend(self) -> None:
+            calls.append("suspend")
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+    none: Any = None
+    runner = WorkerRunner(none, none, none, none, on_ready=none, on_exit=none)
+    runner.workers["a#1"] = Worker("a#1", cast("Any", Process()))
+    for effect in Checkpoint("suspend", "a#1", "cuda", "gpu-0", 1, 1.0), StopWorker("a#1"):
+        if (work := runner.performers[type(effect)](effect)) is not None:
+            work.close()
+    assert calls == ["suspend", "stop"]

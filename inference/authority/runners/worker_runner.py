@@ -143,11 +143,15 @@ class WorkerRunner:
         if not _failed(done):
             self._dispatch(events.ContextFreed(id, done.result()))
 
-    async def _checkpoint(self, effect: effects.Checkpoint) -> None:
+    def _checkpoint(self, effect: effects.Checkpoint) -> Coroutine[Any, Any, None]:
         """Suspends or resumes a process."""
-        worker, operation = self.workers.get(effect.worker), effect.operation
-        if worker is not None and operation == "suspend":
-            worker.process.suspend()
+        worker = self.workers.get(effect.worker)
+        if worker is not None and effect.operation == "suspend":
+            worker.process.suspend()  # at once: a stop that follows must kill, because the process cannot read it
+        return self._carry(effect, worker)
+
+    async def _carry(self, effect: effects.Checkpoint, worker: Worker | None) -> None:
+        operation = effect.operation
         why, of_state = None, False
         try:
             trouble = await self._inventory.carriers[effect.kind].carry(
