@@ -182,6 +182,19 @@ async def test_stop_during_a_start_leaves_no_process(output: Output) -> None:
     assert child.process is None
 
 
+async def test_no_process_starts_after_a_stop_during_the_wait_for_a_restart(output: Output) -> None:
+    child = _child("a", "print('up', flush=True)")
+    child.was_ready = True
+    supervisor = _supervisor(output, child, delays=RestartDelays(first_seconds=0.2))
+    supervisor.begin()
+    await until("it waits", lambda: any("restarting" in note for note in output.notes))
+    supervisor.hang_up()  # starts no second process beside the one that is due
+    await supervisor.stop()
+    await asyncio.sleep(0.4)
+    assert output.texts("a") == ["up"]
+    assert child.process is None
+
+
 async def test_missing_program_is_retried_with_a_note(output: Output) -> None:
     child = Child("ghost", ["/nonexistent/program"], {}, 1.0)
     supervisor = _supervisor(output, child)

@@ -24,14 +24,16 @@ from tests.rigs.fake_mask import FakeConstraint
 A, B, C = (Literal(name) for name in "abc")
 BAD = Literal("bad")
 NOT_SHARED = Literal("not shared")
+SLOW = Literal("slow")
 
 
 class FakeCompiler:
-    """Compiles while its gate is open; rejects BAD, and does not keep NOT_SHARED."""
+    """Compiles while its gate is open; rejects BAD, does not keep NOT_SHARED, and has another gate for SLOW."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.slow_gate = threading.Event()
         self.begun = threading.Event()
         self.compiled: list[Form] = []
         self.threads: set[str] = set()
@@ -51,6 +53,8 @@ class FakeCompiler:
         self.threads.add(threading.current_thread().name)
         self.begun.set()
         self.gate.wait()
+        if form == SLOW:
+            self.slow_gate.wait()
         key = self.key(form, param)
         if key in self.kept:
             return self.kept[key]
@@ -100,6 +104,7 @@ async def rig(compiler: FakeCompiler) -> AsyncIterator[Rig]:
     rig = Rig(compiler)
     yield rig
     compiler.gate.set()
+    compiler.slow_gate.set()
     rig.compiling.shutdown()
     rig.looking.shutdown()
 
@@ -181,6 +186,30 @@ async def test_form_that_cannot_be_shared_is_compiled_for_each_request(rig: Rig,
     found = await asyncio.gather(first, *others)
     assert len(set(map(id, found))) == 6
     assert compiler.compiled == [NOT_SHARED] * 6
+
+
+async def test_request_whose_form_was_compiled_does_not_wait_for_a_slow_one(rig: Rig, compiler: FakeCompiler) -> None:
+    first = await _blocked(rig, compiler)
+    slow = asyncio.create_task(rig.request(SLOW))
+    await rig.queue_is(2)
+    others = await _others(rig, A)
+    compiler.gate.set()
+    assert await asyncio.wait_for(asyncio.gather(*others), 10) == [await first] * 5
+    assert not slow.done()
+    compiler.slow_gate.set()
+    assert await slow is not None
+
+
+async def test_many_requests_for_a_form_that_cannot_be_shared_delay_others_by_one(
+    rig: Rig, compiler: FakeCompiler
+) -> None:
+    first = await _blocked(rig, compiler, NOT_SHARED)
+    others = await _others(rig, NOT_SHARED)
+    another = asyncio.create_task(rig.request(B))
+    await rig.queue_is(2)
+    compiler.gate.set()
+    await asyncio.gather(first, another, *others)
+    assert compiler.compiled == [NOT_SHARED, B, *[NOT_SHARED] * 5]
 
 
 async def test_cancelled_request_does_not_cancel_the_form_of_others(rig: Rig, compiler: FakeCompiler) -> None:

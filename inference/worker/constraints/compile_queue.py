@@ -1,8 +1,8 @@
 """Queues the compilation of forms.
 
 Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Of several
-requests for the same form, the later ones find it in the cache. While the worker is idle, the vocabulary is read in
-advance.
+requests for the same form one is in the queue at a time: the later ones find it in the cache, or are compiled after the
+other forms. While the worker is idle, the vocabulary is read in advance.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 from inference.protocol import Code
 from inference.worker.backend import Constraint
@@ -30,6 +30,14 @@ HELP_SECONDS = 2.0
 """The same for a form that only helps the model: answers without it are valid."""
 IDLE_SECONDS = 1.0
 """A client with consecutive requests sends its next request within this time."""
+
+
+@dataclass(slots=True)
+class _Requests:
+    """The requests for one form. The one that holds `turn` is compiled."""
+
+    count: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class FormQueue:
@@ -52,7 +60,7 @@ class FormQueue:
         self._seconds = seconds
         self._help_seconds = help_seconds
         self._clock = clock
-        self._requests: Counter[bytes] = Counter()
+        self._requests: dict[bytes, _Requests] = {}
         """Waiting requests by the key of their form."""
         self._lookups = lookups
         self._compiling = compiling
@@ -123,12 +131,16 @@ class FormQueue:
 
         if key not in self._requests and self.waiting >= self._most:
             raise _full()
-        self._requests[key] += 1
+        same = self._requests.setdefault(key, _Requests())
+        same.count += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
+            async with same.turn:
+                if (known := self._compiler.known(key)) is not None:
+                    return known
+                return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
         finally:
-            self._requests[key] -= 1
-            if not self._requests[key]:
+            same.count -= 1
+            if not same.count:
                 del self._requests[key]
 
     @property
