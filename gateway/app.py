@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.apis.messages.messages_api import MessagesDialect
+from gateway.apis.messages.messages_api import MessagesApi
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.openai_api import OpenAIDialect
-from gateway.apis.public_api import Dialect
-from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
+from gateway.apis.openai.openai_api import OpenAIApi
+from gateway.apis.public_api import PublicApi
+from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, ResponsesApi
 from gateway.apis.responses.responses_store import Store
 from gateway.endpoints import (
     model_routes,
@@ -33,7 +33,7 @@ from gateway.runtime import Runtime
 from headgate.shared.asgi import App
 from inference.protocol import Code
 
-DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
+STATELESS_APIS: tuple[PublicApi, ...] = tuple(OpenAIApi(endpoint) for endpoint in Endpoint)
 """The public APIs without state."""
 
 
@@ -51,13 +51,13 @@ def make_app(runtime: Runtime) -> Edge:
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     store = Store(KEPT_BYTES, KEPT_SECONDS)
 
-    def leaves_out() -> bool:
+    def omit_hosted_tools() -> bool:
         return runtime.config.hosted_tools == "leave_out"
 
-    responding = ResponsesDialect(store, leaves_out, lambda: runtime.config.max_body)
-    messages = MessagesDialect(leaves_out)
-    dialects = (*DIALECTS, messages, responding)
-    hot: dict[str, App] = {dialect.path: Generation(runtime, dialect.parse) for dialect in dialects}
+    responding = ResponsesApi(store, omit_hosted_tools, lambda: runtime.config.max_body)
+    messages = MessagesApi(omit_hosted_tools)
+    apis = (*STATELESS_APIS, messages, responding)
+    hot: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
     hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
     hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
         runtime, responding.parse, {"object": "response.input_tokens"}
@@ -73,7 +73,7 @@ def make_app(runtime: Runtime) -> Edge:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_defect)
-    errors = {dialect.path: dialect.error for dialect in dialects}
+    errors = {api.path: api.error for api in apis}
     return Edge(app, hot, errors, runtime.config.host, lambda: runtime.config.cors.origins)
 
 

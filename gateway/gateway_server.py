@@ -51,16 +51,16 @@ class _Server(QuietServer):
 def _freeze_objects() -> None:
     """Excludes the objects of the start-up from garbage collection.
 
-    Reference counts free what a request leaves. A full collection visits all objects, and those of the start-up are a
-    hundred times as many as those of requests: it takes a tenth of the CPU at full load and stops every stream for tens
-    of milliseconds.
+    Reference counting frees the objects of a request. A full collection visits all objects, and the start-up creates a
+    hundred times as many as the requests: a collection takes a tenth of the CPU at full load and stops every stream for
+    tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, 10, 10)
 
 
-class Stopping:
+class Shutdown:
     """The order of a shutdown: notice, drain, error frames. Signals call `begin`."""
 
     def __init__(self, runtime: Runtime, server: uvicorn.Server, notice_seconds: float = NOTICE_SECONDS) -> None:
@@ -107,9 +107,9 @@ def _drain_seconds(runtime: Runtime) -> float:
 
 async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
     """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError."""
-    http = _bounded_by(_descriptors())
+    http = _bounded_protocol(_raise_descriptor_limit())
     server = _Server(server_config(app, http=http, lifespan="on", timeout_keep_alive=KEEP_ALIVE_SECONDS))
-    stopping = Stopping(runtime, server)
+    stopping = Shutdown(runtime, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.begin, number)
@@ -122,8 +122,8 @@ async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
         await stopping.aclose()
 
 
-def _descriptors() -> int:
-    """The limit of open descriptors, raised as far as the process may."""
+def _raise_descriptor_limit() -> int:
+    """Raises the limit of open file descriptors as far as needed and permitted, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MAX_CONNECTIONS + OWN_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -132,8 +132,8 @@ def _descriptors() -> int:
     return wanted if soft == resource.RLIM_INFINITY else soft
 
 
-def _bounded_by(descriptors: int) -> type[BoundedHttp]:
-    """The protocol with a connection limit for `descriptors`: each connection may need a second one to a provider."""
+def _bounded_protocol(descriptors: int) -> type[BoundedHttp]:
+    """The HTTP protocol with a limit of connections: each one may need two of `descriptors`, one to a provider."""
     most = max(1, min(MAX_CONNECTIONS, (descriptors - OWN_DESCRIPTORS) // 2))
     return type("BoundedHttp", (BoundedHttp,), {"most_connections": most})
 
@@ -152,4 +152,4 @@ async def _reload(runtime: Runtime) -> None:
         await runtime.reload()
     except HeadgateError as error:
         for line in str(error).splitlines():
-            log.error("reload failed, the old configuration stays: %s", line)  # noqa: TRY400  # the message is enough
+            log.error("reload failed; the old configuration stays in force: %s", line)  # noqa: TRY400  # the message is enough

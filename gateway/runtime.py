@@ -95,7 +95,10 @@ class Runtime:
         self._registry = await registry.build(self.config, self._token())
         prober = self.prober
         self.view = InferenceView(
-            self._registry.local.get_json, on_return=self._on_return, on_missing=prober.suspect, on_ready=prober.hurry
+            self._registry.local.get_json,
+            on_return=self._on_return,
+            on_missing=prober.suspect,
+            on_ready=prober.probe_now,
         )
         self._events = Events(lambda: self._registry.local, self.view)
         self.counter = TokenCounter(self._registry.local.post_json)
@@ -189,7 +192,7 @@ class Runtime:
             self.view.poll_soon()
 
     def _on_return(self) -> None:
-        self.prober.hurry()
+        self.prober.probe_now()
         self._events.retry()
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:

@@ -115,7 +115,7 @@ class RouteSettings(_Model):
     """One model name and its chain of PROVIDER/MODEL, `load_wait` in seconds. `same_vectors`: all models of the
     chain give the same vectors and scores, so that one may replace another.
 
-    `resume`: which candidates resume an answer that broke off: any, local ones, or none. Without a resume the answer
+    `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
     ends in an error frame.
     """
 

@@ -159,7 +159,7 @@ async def serve(
             host, port = sock.getsockname()[:2]
             if idle := set_without_effect(environ):
                 log.warning("settings without effect in this version: %s", ", ".join(idle))
-            log.info("inference answers on http://%s:%d (%d models)", host, port, len(config.models))
+            log.info("the inference service listens on http://%s:%d (%d models)", host, port, len(config.models))
         await answering
     finally:
         server.should_exit = True
@@ -241,7 +241,7 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        log.error("reload failed, the old configuration stays")  # noqa: TRY400 - the next lines have the reason
+        log.error("reload failed; the old configuration stays in force")  # noqa: TRY400 - the next lines have the reason
         for problem in error.problems:
             log.error("%s", problem)  # noqa: TRY400
         return

@@ -265,7 +265,8 @@ def parse_choice(text: str) -> tuple[int, ...] | None:
     near = difflib.get_close_matches(choice.lower().partition(":")[0], known, n=1, cutoff=0.5)
     meant = f" (did you mean {known[near[0]]}?)" if near else ""
     raise ValueError(
-        f"{text!r} is not a choice of devices; write auto, cpu, or simulated devices such as {SIMULATED_EXAMPLE}{meant}"
+        f"{text!r} is not a valid list of devices; write auto, cpu, or simulated devices such as {SIMULATED_EXAMPLE}"
+        f"{meant}"
     )
 
 
@@ -283,10 +284,10 @@ def simulated_sizes(text: str) -> tuple[int, ...]:
         if size < LEAST_SIMULATED_BYTES:
             bare = match[2].strip()
             meant = f"; did you mean {bare}MiB?" if bare.isdigit() else ""
-            raise ValueError(f"a simulated device of {format_bytes(size)} is too small for anything{meant}")
+            raise ValueError(f"a simulated device of {format_bytes(size)} is too small for a model{meant}")
         count = int(match[1] or 1)
         if count == 0:
-            raise ValueError(f"no simulated device is cpu; write cpu, or for example {SIMULATED_EXAMPLE}")
+            raise ValueError(f"a simulated device cannot be a cpu; write cpu, or for example {SIMULATED_EXAMPLE}")
         found += [size] * count
     if len(found) > MOST_SIMULATED:
         raise ValueError(f"there can be {MOST_SIMULATED} simulated devices, not {len(found)}")

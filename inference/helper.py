@@ -2,8 +2,8 @@
 
     estimate | tokenize | devices | checkpoint | trial | proof
                                   reads one JSON object from stdin, writes one to stdout, and exits
-    nvml                          writes one reading for each line on stdin until its end, and NOTICE when the next
-                                  reading will contain something new
+    nvml                          writes one reading for each line on stdin until stdin ends, and NOTICE after an
+                                  event that changes the next reading
 
 Libraries that can abort a process (llama.cpp, NVML, CUDA) are loaded only in helpers and workers. A helper ends with
 its parent.

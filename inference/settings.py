@@ -93,7 +93,7 @@ class ModelSpec:
 
     @property
     def files(self) -> Fingerprint:
-        """The current stamps of its files."""
+        """The current fingerprint of the files of the model."""
         return fingerprint(self.path, ([self.mmproj] if self.mmproj else []) + list(self.lora))
 
     def changed(self, other: ModelSpec) -> tuple[str, ...]:

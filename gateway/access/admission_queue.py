@@ -74,7 +74,7 @@ class AdmissionQueue:
         """The mean duration of requests, once known."""
         self._bounds = bounds
         self._turns = 0
-        """Number of places that waiting requests got."""
+        """Number of waiting requests that were started."""
 
     def arrive(self, number: int, priority: Priority, deadline: float, now: float) -> list[Effect]:
         """A request arrives: it starts, waits, or is rejected. A full queue drops a request of a lower priority."""
@@ -94,7 +94,7 @@ class AdmissionQueue:
         return [Reject(lowest.number, RejectReason.FULL, wait)]
 
     def leave(self, number: int, now: float) -> list[Effect]:
-        """Request `number` ended or stopped waiting; the next one may start. Unknown numbers change nothing."""
+        """Request `number` ended or stopped waiting; the next one may start. Unknown numbers are ignored."""
         since = self.running.pop(number, None)
         if since is not None:
             took, mean = now - since, self.mean_seconds

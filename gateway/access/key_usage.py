@@ -21,9 +21,9 @@ from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import Code
 
 _LIMIT_NAMES = {
-    core.Which.REQUESTS: "requests a minute: {bound}",
-    core.Which.TOKENS: "tokens a minute: {bound}",
-    core.Which.CONCURRENT: "requests at a time: {bound}",
+    core.LimitKind.REQUESTS: "requests a minute: {bound}",
+    core.LimitKind.TOKENS: "tokens a minute: {bound}",
+    core.LimitKind.CONCURRENT: "requests at a time: {bound}",
 }
 
 
@@ -81,11 +81,11 @@ class Limiter:
     def _note(self, key: Key, exchange: Exchange, outcome: tuple[core.Account, core.Refusal | None]) -> None:
         account, refusal = outcome
         self._accounts[key.name] = account
-        exchange.limits = _headers(core.standings(account, key.limits, account.at))
+        exchange.limits = _headers(core.limit_statuses(account, key.limits, account.at))
         if refusal is None:
             return
-        self._telemetry.rate_limited.labels(str(refusal.which)).inc()
-        limit = _LIMIT_NAMES[refusal.which].format(bound=refusal.bound)
+        self._telemetry.rate_limited.labels(str(refusal.kind)).inc()
+        limit = _LIMIT_NAMES[refusal.kind].format(bound=refusal.bound)
         raise RefusedError(
             Code.RATE_LIMIT_EXCEEDED,
             f"this key's limit is reached ({limit}); try again in {core.duration(refusal.wait)}",
@@ -93,14 +93,14 @@ class Limiter:
         )
 
 
-def _headers(standings: Sequence[core.Standing]) -> tuple[tuple[str, str], ...]:
+def _headers(limit_statuses: Sequence[core.LimitStatus]) -> tuple[tuple[str, str], ...]:
     """The rate-limit headers of OpenAI's API, for the limits that the key has."""
     headers: list[tuple[str, str]] = []
-    for standing in standings:
+    for status in limit_statuses:
         headers += [
-            (f"x-ratelimit-limit-{standing.which}", str(standing.bound)),
-            (f"x-ratelimit-remaining-{standing.which}", str(standing.remaining)),
-            (f"x-ratelimit-reset-{standing.which}", core.duration(standing.reset)),
+            (f"x-ratelimit-limit-{status.kind}", str(status.bound)),
+            (f"x-ratelimit-remaining-{status.kind}", str(status.remaining)),
+            (f"x-ratelimit-reset-{status.kind}", core.duration(status.reset)),
         ]
     return tuple(headers)
 

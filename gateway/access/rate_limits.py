@@ -1,4 +1,4 @@
-"""Decides whether a key may start one more request now, and when if not.
+"""Decides whether a key may start one more request now, and otherwise when.
 
 Requests and tokens are token buckets: usage drains at `limit / 60` per second, and a request starts while the usage
 and its own estimate fit the limit. So a period of t seconds holds at most `limit * (1 + t / 60)`, and over time the
@@ -24,7 +24,7 @@ IMAGE_TOKENS = 1000
 ANSWER_TOKENS = 500
 """Estimate for an answer without `max_tokens`."""
 UNKNOWN_SECONDS = 1.0
-"""Expected time until a request ends when nothing is known of it."""
+"""Expected time until a request ends if there is no mean duration yet."""
 
 _MEAN_REQUESTS = 8
 """Number of requests over which the mean duration is smoothed."""
@@ -32,7 +32,7 @@ _ROUNDING = 1e-6
 _TOTAL = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})')
 
 
-class Which(StrEnum):
+class LimitKind(StrEnum):
     """The three limits."""
 
     REQUESTS = "requests"
@@ -76,25 +76,25 @@ class Account:
     mean_seconds: float | None = None
 
     def is_idle(self, limits: Limits, now: float) -> bool:
-        """Whether dropping this account would change no limit."""
+        """Whether this account can be dropped without an effect on limits."""
         past = settled(self, limits, now)
         return not past.running and past.requests == 0 and past.tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`which` limit, of `bound`, is reached; `wait` seconds from now a request may start."""
+    """The limit `kind` of `bound` is reached. A request may start in `wait` seconds."""
 
-    which: Which
+    kind: LimitKind
     bound: int
     wait: float
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """One limit of a key: what remains of `bound`, and the seconds until all of it is available again."""
+class LimitStatus:
+    """One limit of a key: the rest of `bound`, and the seconds until all of `bound` is available again."""
 
-    which: Which
+    kind: LimitKind
     bound: int
     remaining: int
     reset: float
@@ -137,7 +137,7 @@ def reserve(account: Account, limits: Limits, number: int, tokens: int, now: flo
     if lacking > _ROUNDING:
         often = _too_often(account, limits)
         wait = max(lacking * 60 / bound, often.wait if often is not None else 0.0)
-        return account, Refusal(Which.TOKENS, bound, wait)
+        return account, Refusal(LimitKind.TOKENS, bound, wait)
     running = tuple(replace(one, reserved=held) if one.number == number else one for one in account.running)
     return replace(account, tokens=account.tokens + held, running=running), None
 
@@ -157,22 +157,22 @@ def leave(account: Account, limits: Limits, number: int, tokens: int, now: float
     return replace(account, tokens=owed, running=running, mean_seconds=mean)
 
 
-def standings(account: Account, limits: Limits, now: float) -> tuple[Standing, ...]:
-    """The standings of the limits on requests and tokens that the key has."""
+def limit_statuses(account: Account, limits: Limits, now: float) -> tuple[LimitStatus, ...]:
+    """The status of each limit on requests and tokens that the key has."""
     account = settled(account, limits, now)
     buckets = (
-        (Which.REQUESTS, limits.requests_per_minute, account.requests),
-        (Which.TOKENS, limits.tokens_per_minute, account.tokens),
+        (LimitKind.REQUESTS, limits.requests_per_minute, account.requests),
+        (LimitKind.TOKENS, limits.tokens_per_minute, account.tokens),
     )
     return tuple(
-        Standing(which, bound, max(0, math.floor(bound - used + _ROUNDING)), used * 60 / bound)
+        LimitStatus(which, bound, max(0, math.floor(bound - used + _ROUNDING)), used * 60 / bound)
         for which, bound, used in buckets
         if bound is not None
     )
 
 
 def expected_end(since: float, mean_seconds: float | None, now: float) -> float:
-    """Seconds until a request that runs `since` then ends, by the mean duration; at least UNKNOWN_SECONDS."""
+    """Expected seconds until the end of a request that started at `since`; at least UNKNOWN_SECONDS."""
     return max(UNKNOWN_SECONDS, since + (mean_seconds or 0.0) - now)
 
 
@@ -225,7 +225,7 @@ def _too_often(account: Account, limits: Limits) -> Refusal | None:
     bound = limits.requests_per_minute
     if bound is None or (lacking := account.requests + 1 - bound) <= _ROUNDING:
         return None
-    return Refusal(Which.REQUESTS, bound, lacking * 60 / bound)
+    return Refusal(LimitKind.REQUESTS, bound, lacking * 60 / bound)
 
 
 def _too_many(account: Account, limits: Limits, now: float) -> Refusal | None:
@@ -233,4 +233,4 @@ def _too_many(account: Account, limits: Limits, now: float) -> Refusal | None:
     if bound is None or len(account.running) < bound:
         return None
     first = min(expected_end(one.since, account.mean_seconds, now) for one in account.running)
-    return Refusal(Which.CONCURRENT, bound, first)
+    return Refusal(LimitKind.CONCURRENT, bound, first)

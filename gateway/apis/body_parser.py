@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def with_request_errors(read: Callable[P, T]) -> Callable[P, T]:
-    """`read`, which raises RequestError in place of InvalidBodyError."""
+    """Wraps `read` so that it raises RequestError instead of InvalidBodyError."""
 
     @functools.wraps(read)
     def wrapped(*args: P.args, **more: P.kwargs) -> T:
@@ -69,7 +69,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 class RefusedBody(NamedTuple):
-    """What the explain record of a refused body needs: the model, empty if it names none, and the texts in `fields`."""
+    """The parts of a rejected body that its explain record needs. `model` is empty if the body names none."""
 
     model: str
     is_stream: bool
@@ -77,7 +77,7 @@ class RefusedBody(NamedTuple):
 
 
 def refused_body(raw: bytes) -> RefusedBody | None:
-    """A body that was refused; None when it is too long to be parsed a second time."""
+    """Parses a rejected body for its explain record; None if it is too long to be parsed a second time."""
     if len(raw) > _EXPLAINED_BYTES:
         return None
     try:
@@ -89,7 +89,7 @@ def refused_body(raw: bytes) -> RefusedBody | None:
 
 
 def _not_a_number(raw: bytes) -> str | None:
-    """The top-level field that holds NaN or Infinity, which JSON does not have."""
+    """The top-level field that contains NaN or Infinity; JSON does not allow them."""
     if len(raw) > _EXPLAINED_BYTES:
         return None
     try:
@@ -131,4 +131,4 @@ def check_depth(value: dict[str, Any] | list[Any]) -> None:
 
 
 def _too_many() -> RequestError:
-    return RequestError(Code.INVALID_JSON, f"the body holds more than {MAX_VALUES} values; send fewer")
+    return RequestError(Code.INVALID_JSON, f"the body contains more than {MAX_VALUES} values; send fewer")

@@ -69,7 +69,7 @@ def _refused_block(kind: str) -> str | None:
 
 
 def is_hosted(tool: Any) -> bool:
-    """Whether a tool in JSON is one of Anthropic's own, which runs there or which only its models know."""
+    """Whether a tool in JSON is defined by Anthropic: it runs there, or only its models support it."""
     return isinstance(tool, dict) and tool.get("type") not in (None, "custom")
 
 
@@ -135,7 +135,7 @@ class TextSource(Closed, kw_only=True, tag_field="type", tag="text"):
 
 
 class Citations(Struct, kw_only=True, omit_defaults=True):
-    """Whether the answer cites the document; it must not."""
+    """Whether the answer cites the document. Only false is supported."""
 
     enabled: bool | None = None
 
@@ -278,7 +278,7 @@ class EnabledThinking(Closed, kw_only=True, tag_field="type", tag="enabled"):
 
 
 class AdaptiveThinking(Closed, kw_only=True, tag_field="type", tag="adaptive"):
-    """Reasoning as the model sees fit."""
+    """The model decides how much it reasons."""
 
     display: Display | None = None
     block_binding: Any = None
@@ -314,7 +314,7 @@ class OutputConfig(Closed, kw_only=True):
 
 
 class MessagesMetadata(Extensible, kw_only=True):
-    """Facts about the request."""
+    """Metadata of the request."""
 
     user_id: str | None = None
 

@@ -1,10 +1,10 @@
 """The interface of a public API: it translates its requests to OpenAI's format, and OpenAI streams to its answers.
 
 Inside the gateway only OpenAI's format is used. Contract, on which `gateway.endpoints` relies:
-- `Dialect.parse` raises only RequestError, with the field name of the client's API.
+- `PublicApi.parse` raises only RequestError, with the field name of the client's API.
 - A writer gets the frames of one OpenAI stream in order. It does not raise or do I/O, and is called synchronously for
   each group of frames.
-- After the frames exactly one of `end` and `broke` is called. `broke` does not return the API's regular end mark.
+- After the frames exactly one of `end` and `end_with_error` is called. Only `end` returns the API's regular end mark.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Writer(Protocol):
         """The last bytes of a complete answer."""
         ...
 
-    def broke(self, code: str, message: str) -> bytes:
-        """The last bytes of an answer that broke off: an error in the format of this API."""
+    def end_with_error(self, code: str, message: str) -> bytes:
+        """The last bytes of an interrupted answer: an error in the format of this API."""
         ...
 
 
@@ -50,7 +50,7 @@ class ApiRequest(Protocol):
         ...
 
 
-class Dialect(Protocol):
+class PublicApi(Protocol):
     """The API of one public path."""
 
     @property

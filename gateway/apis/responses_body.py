@@ -1,6 +1,6 @@
 """The request body of OpenAI's Responses API.
 
-Fields that would change the answer and cannot are refused by name. Fields that only tune another provider's hosting are
+Unsupported fields that would change the answer are rejected. Fields that only tune another provider's hosting are
 accepted without effect.
 """
 
@@ -51,7 +51,7 @@ Include: TypeAlias = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Data of tools that run at a provider is never there, so that including it has no effect."""
+"""Answers contain no data of tools that run at a provider, so that these values have no effect."""
 INCLUDES: tuple[str, ...] = get_args(Include)
 INCLUDE_LOGPROBS, INCLUDE_REASONING = INCLUDES[:2]
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -178,7 +178,7 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 class FunctionTool(Function, kw_only=True, tag_field="type", tag="function"):
-    """A function, without the object that a chat has around it."""
+    """A function. Unlike in a chat, its fields are not nested in `function`."""
 
 
 class NamespaceTool(Extensible, kw_only=True, tag_field="type", tag="namespace"):
@@ -267,7 +267,7 @@ _ROWS = tuple(row for row in PARAMETERS if row.name not in _NOT_HERE)
 if TYPE_CHECKING:
 
     class ResponsesParameters(Body, kw_only=True):
-        """The generation parameters that code of the gateway reads; at run time it has all of the table."""
+        """The generation parameters, for the type checker only those that the code reads."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -339,7 +339,7 @@ REFUSED: Mapping[str, str] = {
     "moderation": "moderation is not supported; leave it out",
     "prompt": "prompt templates are not stored; send `instructions` and `input`",
 }
-"""Fields of the API that would change the answer and cannot here, and what to do instead."""
+"""Unsupported fields that would change the answer, with advice for the client."""
 
 
 _CHECKED_HERE = CHECKED.difference(_NOT_HERE)
@@ -372,7 +372,7 @@ def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
 
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[InputItem]:
-    """Items of a stored conversation, which were decoded or written by the gateway before."""
+    """Decodes items of a stored conversation, which were valid when the gateway stored them."""
     prepare(list[InputItem])
     found: list[InputItem] = msgspec.convert(items, list[InputItem])
     for item, given in zip(found, items, strict=True):
@@ -386,10 +386,10 @@ def _with_type(item: Any) -> Any:
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
     if len(metadata) > MAX_METADATA:
-        refuse("metadata", f"`metadata` may hold at most {MAX_METADATA} pairs; it has {len(metadata)}")
+        refuse("metadata", f"`metadata` must have at most {MAX_METADATA} pairs; it has {len(metadata)}")
     for name, value in metadata.items():
         if not 0 < len(name) <= 64:
-            refuse("metadata", "`metadata` must have names of 1 to 64 characters")
+            refuse("metadata", "the keys of `metadata` must have 1 to 64 characters")
         if not isinstance(value, str) or len(value) > 512:
             refuse(f"metadata.{name}", f"`metadata.{name}` must be a string of at most 512 characters")
 
@@ -415,7 +415,7 @@ def _check_parts(content: str | list[ContentPart], path: str) -> None:
 
 
 def responses_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """JSON Schema of the body and of what it refers to; rules between fields are not in it."""
+    """The JSON schema of the body and its definitions, without the rules between fields."""
     root, parts = json_schema(ResponsesBody)
     needed = [{"required": [name]} for name in ("input", "instructions", "previous_response_id")]
     return {**root, "anyOf": needed}, parts

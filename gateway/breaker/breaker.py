@@ -34,7 +34,7 @@ REQUESTS, PROBES, RESTART = "requests", "probes", "restart"
 """What opened a breaker: users' requests, probes of the gateway, or it was open before the gateway was restarted."""
 
 SHORT_WAIT_SECONDS = 1.0
-"""When to try again where a running probe, or the next step of a ramp, decides."""
+"""The wait for a running probe, or for the next step of a ramp."""
 
 Clock = Callable[[], float]
 OnState = Callable[[str, str, BreakerState | None], None]
@@ -59,7 +59,7 @@ class Breaker:
         self.silence = None if provider == LOCAL else SilenceDetector(is_model=bool(model))
         """For clouds only: the inference service is probed, and reports when it is busy."""
         self.cancel_when_down: set[Callable[[], None]] = set()
-        """Callbacks of attempts without an answer that can go elsewhere; called when probes open this breaker."""
+        """Callbacks of attempts that have no answer yet and another candidate; called when probes open this breaker."""
         self._permits = Permits()
         self._window = FailureWindow()
         self._ramp: Ramp | None = None
@@ -85,7 +85,7 @@ class Breaker:
         return self._permits.outstanding
 
     def set_rule(self, rule: Rule) -> None:
-        """Use a new rule; the state and the failures in a row stay."""
+        """Use a new rule; the state and the consecutive failures stay."""
         if rule.window != self._rule.window:
             self._window.clear()
         self._rule = rule
@@ -154,17 +154,17 @@ class Breaker:
         return min(seconds, MAX_PACE_SECONDS) if self.provider == LOCAL and not self.model else seconds
 
     def _is_silent(self, silence: SilenceDetector, now: float) -> bool:
-        """Whether as many attempts are silent as failures are missing to open this closed breaker."""
+        """Whether silent attempts, counted as failures, would open this closed breaker."""
         missing = max(1, self._rule.failures - self.storage.counter)
         return silence.silent_attempts(now, missing) >= missing
 
     def first_byte(self, permit: Permit, activity: StreamActivity) -> None:
-        """The first byte for the attempt under `permit` came; `activity` reports its later silence."""
+        """The first byte of the attempt under `permit` has arrived; `activity` reports its later silence."""
         if self.silence is not None:
             self.silence.first_byte(permit.number, self._clock(), activity)
 
     def first_token(self, permit: Permit) -> None:
-        """The first token for the attempt under `permit` came."""
+        """The first token of the attempt under `permit` has arrived."""
         if self.silence is not None:
             self.silence.first_token(permit.number, self._clock())
 
@@ -174,7 +174,7 @@ class Breaker:
             self.silence.ended(permit.number, answered=answered)
 
     def release(self, permit: Permit) -> None:
-        """Return a permit whose attempt proves nothing, or nothing more, about this breaker."""
+        """Return a permit whose attempt has no result for this breaker."""
         self._ended(permit)
         self._permits.release_probe(permit)
 
@@ -185,27 +185,27 @@ class Breaker:
             self._record_success(permit)
 
     def confirm_probe(self, permit: Permit) -> Permit:
-        """Record the success of a probe whose answer goes on; returns the permit for the rest of the answer.
+        """Record the success of a probe whose answer continues; returns the permit for the rest of the answer.
 
         An ordinary or late permit is returned as it is: nothing is recorded before its end.
         """
         if not permit.is_probe or not self._counts(permit):
             return permit
         if self.silence is not None:
-            self.silence.clear()  # the rest of the answer has another number
+            self.silence.clear()  # the rest of the answer gets a new permit
         self._record_success(permit)
-        # the inference service is probed and its answers are resumed: one failure does not take its recovery back
+        # one failure does not undo the recovery of the inference service: it is probed, and its answers are resumed
         return self._permits.renew(permit, on_trial=self.provider != LOCAL)
 
     def _counts(self, permit: Permit) -> bool:
-        """Whether a result under `permit` counts, after a change of the state that was made elsewhere."""
+        """Whether a result under `permit` counts in the current epoch."""
         self._machine.refresh()
         return self._permits.counts(permit)
 
     def _record_success(self, permit: Permit) -> None:
         self._permits.release_probe(permit)
         if self._ramp is not None:
-            self._ramp.won()
+            self._ramp.succeeded()
         self._window.add(self._rule, self._clock(), failed=False)
         self._machine.record_success()
 
@@ -230,7 +230,7 @@ class Breaker:
             open_seconds = failure.retry_after if opens else max(failure.retry_after, rule.open)
         takes_back = permit.on_trial and ramp is not None and not ramp.wins
         if ramp is not None:
-            ramp.lost(now)
+            ramp.failed(now)
         self._window.add(rule, now, failed=True)
         if self._machine.record_failure(now + open_seconds):
             return
@@ -263,7 +263,7 @@ class Breaker:
         now, storage = self._clock(), self.storage
         self._permits.release_probe(permit)
         if finding is Finding.GOOD:
-            log.info("breaker %s: its open period ends early: %s", self.name, detail)
+            log.info("breaker %s: the open period ends early: %s", self.name, detail)
             storage.open_until = min(storage.open_until, now)
         elif finding is Finding.BAD:
             storage.open_until = max(storage.open_until, now + min(POSTPONE_SECONDS, self._rule.open))
@@ -281,7 +281,7 @@ class Breaker:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing would be lost if this breaker were created again."""
+        """Whether this breaker has the state of a new one."""
         return self.state is CLOSED and not self._window.counts.failed
 
     @property

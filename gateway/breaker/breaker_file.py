@@ -1,7 +1,7 @@
 """Keeps open breakers over a restart: a store in memory with a snapshot in one small file.
 
 The file has names, the end of each open period and the time of writing, by the wall clock. It is read and written in a
-thread, so that a slow disk delays no request.
+thread, so that a slow disk does not delay requests.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BreakerFile(BreakerStore):
         self._changed.set()
 
     async def load(self) -> None:
-        """Read the file into open storages; a file that cannot be used is one line in the log."""
+        """Open the breakers of the file. Logs one line if the file cannot be used."""
         try:
             found, written = await asyncio.to_thread(_read, self._directory)
         except HeadgateError as error:

@@ -25,7 +25,7 @@ running attempts."""
 
 @dataclass(slots=True)
 class _HeldPermit:
-    """One of the two permits of a lease. `is_confirmed`: its success was recorded and the answer goes on."""
+    """One of the two permits of a lease. `is_confirmed`: its success was recorded and the answer continues."""
 
     breaker: Breaker
     permit: Permit
@@ -55,7 +55,7 @@ class Lease:
         return any(held.permit.is_probe for held in self._held)
 
     def first_byte(self, activity: StreamActivity) -> None:
-        """The first byte of the answer came; `activity` reports its later silence.
+        """The first byte of the answer has arrived; `activity` reports its later silence.
 
         The inference service sends it while a model loads, which may take minutes: it proves the service itself.
         """
@@ -66,7 +66,7 @@ class Lease:
                 held.breaker.first_byte(held.permit, activity)
 
     def first_token(self) -> None:
-        """The first token came: the success of a probe is recorded now, so that other attempts need not wait."""
+        """The first token has arrived: the success of a probe is recorded now, so that other attempts need not wait."""
         for held in () if self._is_settled else self._held:
             held.breaker.first_token(held.permit)
             if held.permit.is_probe:
@@ -108,7 +108,7 @@ class Lease:
             else:
                 breaker.release(held.permit)
         if not self._held or self._held[0].breaker.is_retired:
-            return  # another provider has the name now
+            return  # the provider of this name was replaced
         if failure is not None:
             self._breakers.on_failure(*self._key, failure)
         if isinstance(verdict, Ignore) and verdict.skip_seconds:
@@ -191,8 +191,9 @@ class Breakers:
     ) -> Lease | Refused:
         """Both permits for an attempt that ends by `expires` (monotonic seconds), or a refusal and neither permit.
 
-        A `forced` attempt has no other candidate: no ramp and no silence refuses it. An attempt at a provider that was
-        replaced after the `generation` of its request is never refused, and its result does not count.
+        A `forced` attempt has no other candidate: it is not refused because of a ramp or silence. An attempt at a
+        provider that was replaced after the `generation` of its request is never refused, and its result does not
+        count.
         """
         if generation is not None and generation < self._replaced.get(provider, 0):
             return Lease((), self, (provider, model))

@@ -69,7 +69,7 @@ class Next(StrEnum):
     """What the chain does after an ignored outcome."""
 
     STOP = "stop"
-    """the client is gone, or the time is up"""
+    """the client has disconnected, or the deadline has passed"""
     PASS_ON = "pass_on"
     """the client gets the provider's 4xx; no other tier is tried"""
     NEXT_TIER = "next_tier"
@@ -117,7 +117,7 @@ NEXT: Mapping[Reason, Next] = {
 
 
 TIER_SPECIFIC = frozenset({Reason.UNSUPPORTED, Reason.TOO_LARGE})
-"""A 4xx that another tier may not share; the client gets it when no other tier is left."""
+"""Reasons of a 4xx that another tier may accept. The client gets the 4xx if no other tier is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +131,11 @@ class Failure:
 
     `retry_after`: the provider's own Retry-After, in seconds.
     `opens`: the pair's breaker opens at once, for `retry_after` or else for the usual time.
-    `reached`: the provider itself answered, which is a success in its scope.
-    `pair_too`: it counts in both scopes, because only this model may fail (a 5xx without a named reason, a cut stream);
-    otherwise successes of another model would hide it.
-    `broke`: it ended a running attempt; one event may end many.
-    `needs_memory`: the inference service refused memory, so that a placement plan shows when it is over.
+    `reached`: the provider answered. This is a success for the provider's breaker.
+    `pair_too`: it counts for the provider and for the pair (a 5xx without a named reason, an interrupted stream).
+    Perhaps only this model fails, and successes of other models would hide that.
+    `broke`: it ended a running attempt. One event can end many attempts.
+    `needs_memory`: the inference service refused memory, until a placement plan shows that the model fits.
     """
 
     scope: Scope

@@ -36,8 +36,8 @@ CLOSED, HALF_OPEN, OPEN = BreakerState
 class Rule:
     """When a breaker opens and for how long. `open` and `window` are seconds.
 
-    It opens after `failures` failures in a row, or when a share of `failure_ratio` of at least `min_requests` attempts
-    within `window` failed. `probes` successes in a row close it again.
+    It opens after `failures` consecutive failures, or when a share of `failure_ratio` of at least `min_requests`
+    attempts within `window` failed. `probes` consecutive successes close it again.
     """
 
     failures: int = 5
@@ -107,7 +107,7 @@ class Permits:
     def renew(self, permit: Permit, *, on_trial: bool) -> Permit:
         """A permit of the present epoch for the rest of a probe's attempt, after its success was recorded.
 
-        It is not a probe's. `on_trial`: a failure before any other attempt succeeds takes the recovery back.
+        It is not a probe's. `on_trial`: a failure before any other attempt succeeds undoes the recovery.
         """
         self._issued += 1
         return Permit(self.epoch, self._issued, False, permit.expires, on_trial)
@@ -191,18 +191,18 @@ RAMP_SECONDS = 30.0
 
 
 class Ramp:
-    """Limits the concurrent attempts after a recovery at `now`. Each success widens it, a failure begins it again."""
+    """Limits the concurrent attempts after a recovery at `now`. A success increases the limit, a failure resets it."""
 
     def __init__(self, now: float) -> None:
         self._recovered = self._began = now
         self.wins = 0
         """Successes since the ramp last began."""
 
-    def won(self) -> None:
+    def succeeded(self) -> None:
         """Record a success."""
         self.wins += 1
 
-    def lost(self, now: float) -> None:
+    def failed(self, now: float) -> None:
         """Record a failure."""
         self._began, self.wins = now, 0
 

@@ -1,6 +1,6 @@
 """Decides which breaker of the inference service is probed next, when, and what the answer proves.
 
-Only the inference service is probed: it costs next to nothing there. Cloud providers are not.
+Only the inference service is probed, because a probe of it costs almost nothing. Cloud providers are not probed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ProbeKind(StrEnum):
     """The request that a probe makes."""
 
     READY = "ready"
-    """`GET /readyz`: is the service there"""
+    """`GET /readyz`: whether the service is up"""
     PLAN = "plan"
-    """`POST /memory/plan`: would the model fit now"""
+    """`POST /memory/plan`: whether the model would fit now"""
     TOKEN = "token"
     """a request for one token of the model, which loads nothing and does not count as use"""
 
@@ -62,8 +62,8 @@ class Watch:
 
     `suspected_at`: time of a failure that probes have yet to confirm. `trouble_since`: since when the breaker has not
     been closed. `opened_at`: start of the present open period. `ended_early`: a probe ended that period.
-    `false_recoveries`: how often a failure of a user's request followed. `needs_memory`: it opened because the service
-    refused memory.
+    `false_recoveries`: number of early ends that a failed user's request followed. `needs_memory`: it opened because
+    the service refused memory.
     """
 
     suspected_at: float | None = None
@@ -107,7 +107,7 @@ def probed(watch: Watch, purpose: Purpose, finding: Finding, now: float) -> Watc
     return replace(watch, probed_at=now, ended_early=finding is Finding.GOOD)
 
 
-def hurried(watch: Watch) -> Watch:
+def due_now(watch: Watch) -> Watch:
     """The service may have recovered: the next recovery probe is due now."""
     return replace(watch, probed_at=None) if watch.suspected_at is None else watch
 
@@ -134,8 +134,8 @@ def due_at(watch: Watch, state: BreakerState) -> float | None:
 def choose(watches: Mapping[str, Watch], states: Mapping[str, BreakerState]) -> Step | None:
     """The probe that is due first; None when none is needed. Keys are models, empty for the service itself.
 
-    While the service itself is in doubt its models are not probed: the answer would be about the service. Once it
-    answers they are, even before a user's request: an open breaker of the model would refuse that request.
+    While probes of the service itself are due, its models are not probed: a failure would not show anything about the
+    model. Afterwards they are probed at once, because an open breaker of a model refuses the requests of users.
     """
     if (own := watches.get("")) is not None:
         state = states.get("", BreakerState.CLOSED)
@@ -157,7 +157,7 @@ def judge_probe(purpose: Purpose, kind: ProbeKind, answer: UpstreamError | Mappi
     """The finding of a probe, from its answer or its error.
 
     Any answer but a 5xx proves that the service is up. A 5xx alone does not keep an open breaker open, because the
-    service may serve requests all the same. A plan that refuses proves nothing, because a load may reduce its settings;
+    service may still serve requests. A plan that refuses proves nothing, because a load may reduce its settings;
     neither does a time-out of a model, which may be busy.
     """
     error = answer if isinstance(answer, UpstreamError) else None

@@ -76,10 +76,10 @@ class Prober:
             self._watches.pop(model, None)
         self._changed.set()
 
-    def hurry(self, model: str = "") -> None:
+    def probe_now(self, model: str = "") -> None:
         """The service, or one of its models, may have recovered: make the next probe now."""
         if model in self._watches:
-            self._watches[model] = probe_schedule.hurried(self._watches[model])
+            self._watches[model] = probe_schedule.due_now(self._watches[model])
             self._changed.set()
 
     def next(self) -> Step | None:
@@ -103,7 +103,7 @@ class Prober:
             try:
                 await self.probe(step)
             except Exception:
-                log.exception("a probe of %s failed in the gateway itself", step.model or LOCAL)
+                log.exception("internal error in a probe of %s", step.model or LOCAL)
                 await asyncio.sleep(GRACE_SECONDS)
 
     async def probe(self, step: Step) -> None:

@@ -34,7 +34,7 @@ class StreamActivity(Protocol):
 
 
 class _Stage:
-    """A stage after the first byte: the attempts that arrived since one passed, and the silences of those that did."""
+    """A stage after the first byte. `waiting`: attempts that reached it after the last one that passed it."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[float, StreamActivity]] = {}
@@ -52,12 +52,12 @@ class _Stage:
             allowed = max(SILENT_SECONDS, SILENCE_FACTOR * max(self._silences))
             for since, activity in self.waiting.values():
                 if now - since < allowed:
-                    return  # and so did all that follow
+                    return  # all further attempts are more recent
                 yield activity.silent_seconds() >= allowed
 
 
 class SilenceDetector:
-    """The running attempts at one provider or model. Numbers are those of permits; unknown ones change nothing."""
+    """The running attempts at one provider or model. Numbers are those of permits; unknown ones are ignored."""
 
     def __init__(self, *, is_model: bool) -> None:
         """Stages after the first byte are judged per model: another model of the provider may think for longer."""
@@ -66,12 +66,12 @@ class SilenceDetector:
         self._running: dict[int, StreamActivity | None] = {}
 
     def started(self, number: int, now: float, expires: float) -> None:
-        """An attempt begins that times out at `expires`."""
+        """An attempt begins; it times out at `expires`."""
         self._connecting[number] = now, expires
         self._running[number] = None
 
     def first_byte(self, number: int, now: float, activity: StreamActivity) -> None:
-        """Its first byte came."""
+        """The first byte of the attempt has arrived."""
         if number in self._running:
             self._connecting.clear()
             self._running[number] = activity
@@ -79,14 +79,14 @@ class SilenceDetector:
                 self._stages[0].waiting[number] = now, activity
 
     def first_token(self, number: int, now: float) -> None:
-        """Its first token came."""
+        """The first token of the attempt has arrived."""
         if self._stages and (activity := self._running.get(number)) is not None:
             first, rest = self._stages
             first.passed(activity)
             rest.waiting[number] = now, activity
 
     def ended(self, number: int, *, answered: bool) -> None:
-        """It ended; `answered`: with a whole answer."""
+        """The attempt ended. `answered`: it got a complete answer."""
         if number not in self._running:
             return
         activity = self._running.pop(number)

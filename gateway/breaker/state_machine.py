@@ -1,6 +1,6 @@
-"""Drives pybreaker's state machine, and the storage in which the state of a breaker lives.
+"""Drives pybreaker's state machine, and the storage of the state of a breaker.
 
-State, failures in a row, successes of probes and the end of the open period are in a `BreakerStorage` and nowhere else.
+State, consecutive failures, successes of probes and the end of the open period are only in a `BreakerStorage`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StateMachine:
         self._breaker.success_threshold = rule.probes
 
     def record_success(self) -> None:
-        """Record a success: it ends the failures in a row, and in the half-open state it may close the breaker."""
+        """Record a success: it ends the consecutive failures, and in the half-open state it may close the breaker."""
         if self.storage.counter:
             self.storage.reset_counter()
         if self.storage.state != pybreaker.STATE_CLOSED:

@@ -1,6 +1,6 @@
 """Relays a committed answer to its client.
 
-A stream ends in `[DONE]` only after a finish reason. An answer that breaks off ends in an error frame.
+A stream ends in `[DONE]` only after a finish reason. An interrupted answer ends in an error frame.
 """
 
 from __future__ import annotations
@@ -85,16 +85,18 @@ async def relay(
         if watch.reason is End.CLIENT_LEFT:
             return str(End.CLIENT_LEFT)
         message = "the gateway is shutting down; repeat the request for the whole answer"
-        await _end_with(send, watch, writer.broke(Code.SHUTTING_DOWN, message))
+        await _end_with(send, watch, writer.end_with_error(Code.SHUTTING_DOWN, message))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
         _, _, message = answer.attempt.settle_error(error)
         name = answer.attempt.candidate.name
-        await _end_with(send, watch, writer.broke(_code_of(error), f"the answer of {name} broke off: {message}"))
+        await _end_with(
+            send, watch, writer.end_with_error(_code_of(error), f"the answer of {name} was interrupted: {message}")
+        )
         return "broken"
     except Exception as error:
         answer.attempt.settle_error(error)  # logs the traceback of this defect
-        await _end_with(send, watch, writer.broke(Code.INTERNAL_ERROR, "internal error of the gateway"))
+        await _end_with(send, watch, writer.end_with_error(Code.INTERNAL_ERROR, "internal error of the gateway"))
         return "broken"
     finally:
         answer.forget_sink()

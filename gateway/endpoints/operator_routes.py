@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from gateway.apis.messages import messages_errors
-from gateway.apis.messages.messages_api import MessagesDialect
+from gateway.apis.messages.messages_api import MessagesApi
 from gateway.apis.messages_body import CountedRequest, MessagesRequest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
@@ -153,14 +153,14 @@ def description(app: FastAPI) -> dict[str, Any]:
     hot[responses_api.PATH], parts = responses_schema()
     hot[token_count_routes.INPUT_TOKENS_PATH] = hot[responses_api.PATH]
     schemas |= parts
-    for path, body in ((MessagesDialect.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
+    for path, body in ((MessagesApi.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
         hot[path], parts = json_schema(body)
         schemas |= parts
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
-    streams += [responses_api.PATH, MessagesDialect.path]
+    streams += [responses_api.PATH, MessagesApi.path]
     found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams, schemas)
     found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
-    for path in (MessagesDialect.path, token_count_routes.PATH):
+    for path in (MessagesApi.path, token_count_routes.PATH):
         found["paths"][path]["post"]["responses"]["default"]["content"] = {
             "application/json": {"schema": {"$ref": "#/components/schemas/MessagesError"}}
         }

@@ -27,11 +27,11 @@ from gateway.http.body_memory import Room
 from gateway.http.http_exchange import (
     DisconnectWatch,
     Exchange,
-    body_at_hand,
     exchange_of,
     read_body,
     send_at_once,
     send_bytes,
+    take_buffered_body,
 )
 from gateway.routing import chain
 from gateway.routing.chain import RouteMatch
@@ -41,7 +41,7 @@ from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
 from gateway.telemetry.quote_redaction import without_quotes
-from headgate.shared.asgi import ClientLeftError, Receive, Scope, Send
+from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
 log = logging.getLogger("gateway.requests")
@@ -55,7 +55,8 @@ READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 """Seconds that OpenAI's and Anthropic's Python clients wait for each read."""
 
 TIMEOUT_HEADER = "x-stainless-timeout"
-"""Seconds that the JavaScript clients wait for an answer to begin. The Python clients send both, this one larger."""
+"""Seconds that the JavaScript clients wait for an answer to begin. Python clients send both headers, with a larger
+value in this one."""
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """Number of earlier attempts of the client at the same request."""
@@ -114,7 +115,7 @@ class RequestApp(ABC):
             exchange.reason = record.reason if record.reason != "none" else str(error.code)
             exchange.attempts = len(record.attempts)
             raise
-        except (ClientLeftError, asyncio.CancelledError):
+        except (ClientDisconnectedError, asyncio.CancelledError):
             record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
@@ -130,7 +131,7 @@ class RequestApp(ABC):
         meter = runtime.limiter.enter(key, exchange)
         with meter or contextlib.nullcontext(), runtime.bodies.hold(headers, max_body):
             context = request_context(exchange, key, tenant, meter)
-            if (raw := body_at_hand(exchange, max_body)) is None:
+            if (raw := take_buffered_body(exchange, max_body)) is None:
                 raw = await read_body(receive, headers, max_body)
             record.priority, record.retries = context.priority, context.retries
             try:
@@ -154,7 +155,7 @@ class RequestApp(ABC):
                 await self._answer(Job(parsed, state, match, context, watch, exchange, record, send))
 
     async def _answer(self, job: Job) -> None:
-        """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
+        """Waits for admission, runs the chain and sends the answer; a disconnect of the client is not an error."""
         context, record, watch = job.context, job.record, job.watch
         try:
             place = await self.runtime.admission.enter(context.priority, context.silence_seconds)
@@ -292,7 +293,7 @@ async def find_route(runtime: Runtime, model: str, exchange: Exchange) -> RouteM
 
 
 def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
-    """The route of `model`; None when only the inference service could serve the name, and its list lacks it."""
+    """The route of `model`; None if only local candidates could serve it and the service does not list it."""
     view, routes = runtime.view, runtime.config.routes
     found = chain.find_route(model, routes, view.aliases)
     if found is None or found.route != "*" or found.model in view.models or not view.is_fresh:
@@ -337,7 +338,7 @@ def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], defau
 
 
 def _timeout(header: str | None) -> float | None:
-    """The client's timeout in seconds, less a margin for the way; None without a usable value."""
+    """The client's timeout in seconds, minus a margin for the network; None without a usable value."""
     if header is None:
         return None
     try:

@@ -65,7 +65,7 @@ class CountTokens(RequestApp):
         return orjson.dumps({**self._extra, "input_tokens": count})
 
     def finish(self, record: Record) -> None:
-        """Logs a request that failed; counts are no answers, and no metric includes them."""
+        """Logs a failed request. Metrics do not include counts, because a count is not an answer."""
         if record.status not in (None, 200):
             log_end(record)
 
@@ -73,8 +73,8 @@ class CountTokens(RequestApp):
 class _Counting:
     """One count request and its chain.
 
-    Candidates are dropped for the same reasons as for an answer. The result of a count changes no breaker, because it
-    shows nothing about answers.
+    Candidates are dropped for the same reasons as for an answer. The result of a count does not change a
+    breaker, because it does not show whether the provider can generate.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Counting:
         return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
 
     async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
-        """The count of `candidate`; None when the next one is to be tried. Raises PassedOnError for its own 4xx."""
+        """The count of `candidate`; None to try the next one. Raises PassedOnError if it rejects the request."""
         began = self._loop.time()
         seconds = min(SECONDS, self._budget.commit_by - began, math.inf if last else self._budget.share(began))
         retry_in, failure = None, "timeout"
@@ -169,7 +169,7 @@ class _Counting:
             )
         raise UpstreamError(
             UpstreamKind.STATUS,
-            f"{candidate.name} would answer this request and cannot count tokens; use a model of local or anthropic",
+            f"{candidate.name} would answer this request but cannot count tokens; use a model of local or anthropic",
             status=400,
             code=Code.UNSUPPORTED_PARAMETER,
             param="model",

@@ -1,4 +1,4 @@
-"""Bounds the memory that large bodies, and stored conversations that are continued, take together.
+"""Limits the total memory of large bodies, and of stored conversations that requests continue.
 
 Memory for a body is reserved before its first byte is read, and held until its request ends.
 """
@@ -42,16 +42,16 @@ class Bodies:
         try:
             yield
         finally:
-            self.give_back(size)
+            self.release(size)
 
     def take(self, size: int, limit: int) -> None:
-        """Reserves `size` bytes until `give_back`; raises RefusedError (429) when there is no memory."""
+        """Reserves `size` bytes until `release`; raises RefusedError (429) when there is no memory."""
         if self.held_bytes + size > LARGEST_AT_A_TIME * limit:
             message = f"requests with {self.held_bytes} bytes of bodies are being served; try again shortly"
             raise RefusedError(Code.QUEUE_FULL, message, retry_after=_RETRY_SECONDS)
         self.held_bytes += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Releases `size` bytes."""
         self.held_bytes -= size
 
@@ -74,7 +74,7 @@ class Room:
 
     def close(self) -> None:
         """Releases everything."""
-        self._bodies.give_back(self._taken)
+        self._bodies.release(self._taken)
         self._taken = 0
 
 

@@ -35,7 +35,7 @@ UNREAD_SECONDS = 30.0
 """A client that reads less than MIN_READ_BYTES of the buffered bytes within this time is disconnected."""
 
 HELD_UP_SECONDS = 60.0
-"""Total time for which a reader may hold up its answer."""
+"""Total time for which a slow reader may delay its answer."""
 
 MAX_CONNECTIONS = 4096
 
@@ -122,7 +122,7 @@ class BoundedHttp(WiredHttp):
             self._watch_reader()
 
     def _note_paused(self) -> None:
-        """Counts an answer that begins behind unread bytes as held up from its start."""
+        """Starts the delay of an answer that begins while earlier bytes are unread."""
         if self.flow.write_paused and self._held_up_since is None and self.is_serving:
             self._held_up_since = self.loop.time()
             self._watch_reader()
@@ -133,7 +133,7 @@ class BoundedHttp(WiredHttp):
             self._held_up_since = None
 
     def _watch_reader(self) -> None:
-        """Sets the timer: some buffered bytes must be read, and the answer may be held up for a limited time."""
+        """Sets the timer for reading some of the buffered bytes, and for the total delay of the answer."""
         self._stop_watching()
         self._unread_bytes = self.transport.get_write_buffer_size()
         wait = self.unread_seconds

@@ -129,8 +129,8 @@ def exchange_of(scope: Scope) -> Exchange:
     return found
 
 
-def body_at_hand(exchange: Exchange, limit: int) -> bytes | None:
-    """The whole body, once, when it arrived with the headers; None when `read_body` must read it.
+def take_buffered_body(exchange: Exchange, limit: int) -> bytes | None:
+    """Takes the body if all of it arrived with the headers; None if `read_body` must read it.
 
     Raises RequestError when it is longer than `limit` bytes.
     """
@@ -149,9 +149,9 @@ async def read_body(
     silence_seconds: float = BODY_SILENCE_SECONDS,
     total_seconds: float = BODY_SECONDS,
 ) -> bytes:
-    """The whole body; raises RequestError when it is encoded, longer than `limit` bytes, stops or comes too slowly.
+    """The whole body; raises RequestError when it is encoded, longer than `limit` bytes, stops or is too slow.
 
-    Raises ClientLeftError when the client went away.
+    Raises ClientDisconnectedError when the client disconnects.
     """
     encoding = headers.get(_ENCODING, "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -191,8 +191,9 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Iterable[tup
 
 
 def send_at_once(exchange: Exchange, body: bytes) -> bool:
-    """Sends a whole answer by the `wire`, without waiting; False, with nothing sent, where there is no wire. ASGI takes
-    two messages and validates the headers.
+    """Writes a whole answer to the connection without waiting. Sends nothing and returns False if that is not possible.
+
+    This is faster than ASGI, which needs two messages and validates the headers.
     """
     if exchange.wire is not None and exchange.wire.answer(200, _JSON_LINE + exchange.response_lines(), body):
         exchange.started = True
@@ -201,7 +202,7 @@ def send_at_once(exchange: Exchange, body: bytes) -> bool:
 
 
 async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Sends status 200 and the headers of a streamed answer, by the `wire` where there is one."""
+    """Sends status 200 and the headers of a streamed answer, directly to the connection if possible."""
     if exchange.wire is not None:
         own = b"".join(b"%b: %b\r\n" % header for header in headers)
         if exchange.wire.begin(200, own + exchange.response_lines()):
@@ -255,15 +256,15 @@ class DisconnectWatch:
         self.reason: End | None = None
         self._receive = receive
         self._wire = wire
-        self._presences = open_requests
+        self._open_requests = open_requests
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
 
     def __enter__(self) -> DisconnectWatch:
         self._task = asyncio.current_task()
-        self._presences.add(self)
+        self._open_requests.add(self)
         if self._wire is not None:
-            self._wire.on_disconnect(self._left)
+            self._wire.on_disconnect(self._on_disconnect)
         else:
             self._listener = asyncio.create_task(self._listen(), name="disconnect-watch")
         return self
@@ -278,7 +279,7 @@ class DisconnectWatch:
         if self._task is None:
             return
         self._task = None
-        self._presences.discard(self)
+        self._open_requests.discard(self)
         if self._wire is not None:
             self._wire.on_disconnect(None)
         if self._listener is not None:
@@ -292,17 +293,17 @@ class DisconnectWatch:
             self._task.cancel()
 
     def absorb(self) -> bool:
-        """For `except CancelledError`: whether `interrupt` was the only cancellation, which then ends here."""
+        """For `except CancelledError`: ends a cancellation by `interrupt`. Returns False if there was another one."""
         task = asyncio.current_task()
         return self.reason is not None and task is not None and task.uncancel() <= 0
 
     def cancel_reason(self) -> End:
-        """The recorded end of a cancelled attempt; a cancellation by the server means that it stops."""
+        """Why the task was cancelled. Without a call of `interrupt` the server has cancelled it because it stops."""
         return self.reason or End.SHUTTING_DOWN
 
     async def _listen(self) -> None:
         await wait_for_disconnect(self._receive)
-        self._left()
+        self._on_disconnect()
 
-    def _left(self) -> None:
+    def _on_disconnect(self) -> None:
         self.interrupt(End.CLIENT_LEFT)

@@ -15,7 +15,7 @@ from typing import Any
 from gateway import cors
 from gateway.errors import GatewayError, RequestError
 from gateway.http.http_exchange import Exchange, new_exchange, send_error
-from headgate.shared.asgi import App, ClientLeftError, Message, Receive, Scope, Send
+from headgate.shared.asgi import App, ClientDisconnectedError, Message, Receive, Scope, Send
 from inference.protocol import Code
 
 log = logging.getLogger("gateway.http.middleware")
@@ -137,7 +137,7 @@ class Edge:
             if exchange.reason == "none":
                 exchange.reason = str(error.code)
             await send_error(send_on, exchange, error)
-        except ClientLeftError:
+        except ClientDisconnectedError:
             log.debug("request %s: the client disconnected during the response", exchange.request_id)
         except Exception:
             log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])

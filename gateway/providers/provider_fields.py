@@ -115,7 +115,7 @@ EXTENSIONS_DROPPED: Mapping[str, str] = {
 }
 
 _HOSTING = "a hosting feature of another provider, without effect on the answer"
-_ONE_CHOICE = Refusal("it gives one choice per request", _above_one)
+_ONE_CHOICE = Refusal("it returns one choice per request", _above_one)
 
 OPENAI_CHAT = Profile(
     takes=frozenset((
@@ -138,7 +138,7 @@ OPENAI_COMPLETIONS = Profile(
     refuses={
         **EXTENSIONS_REFUSED,
         "best_of": Refusal("best_of cannot be streamed", _above_one),
-        "max_tokens": Refusal("it has no completions without a limit", lambda value: value == -1),
+        "max_tokens": Refusal("it requires a limit for completions", lambda value: value == -1),
     },
     drops=EXTENSIONS_DROPPED,
 )  # fmt: skip
@@ -155,20 +155,20 @@ GOOGLE_CHAT = Profile(
     )),
     refuses={
         **EXTENSIONS_REFUSED,
-        "audio": Refusal("its OpenAI dialect has no audio answers"),
+        "audio": Refusal("its OpenAI-compatible API has no audio output"),
         "continue_final_message": Refusal("it always begins a new message", _truthy),
-        "frequency_penalty": Refusal("its OpenAI dialect has no penalties", _truthy),
+        "frequency_penalty": Refusal("its OpenAI-compatible API has no penalties", _truthy),
         "function_call": Refusal("it supports only `tool_choice`"),
         "functions": Refusal("it supports only `tools`", _truthy),
         "logit_bias": Refusal(_VOCABULARY.reason, _truthy),
-        "logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
-        "modalities": Refusal("its OpenAI dialect supports only text output", _not_only_text),
-        "moderation": Refusal("it has no moderation of OpenAI's kind"),
+        "logprobs": Refusal("its OpenAI-compatible API has no log probabilities", _truthy),
+        "modalities": Refusal("its OpenAI-compatible API supports only text output", _not_only_text),
+        "moderation": Refusal("it does not support OpenAI's moderation field"),
         "parallel_tool_calls": Refusal("it has no option to call one tool at a time", _is_false),
-        "presence_penalty": Refusal("its OpenAI dialect has no penalties", _truthy),
-        "seed": Refusal("its OpenAI dialect has no seed"),
-        "top_logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
-        "web_search_options": Refusal("its OpenAI dialect does not search the web"),
+        "presence_penalty": Refusal("its OpenAI-compatible API has no penalties", _truthy),
+        "seed": Refusal("its OpenAI-compatible API has no seed"),
+        "top_logprobs": Refusal("its OpenAI-compatible API has no log probabilities", _truthy),
+        "web_search_options": Refusal("its OpenAI-compatible API does not search the web"),
     },
     drops={
         **EXTENSIONS_DROPPED,
@@ -195,14 +195,14 @@ ANTHROPIC_CHAT = Profile(
         "function_call": Refusal("it supports only `tool_choice`"),
         "functions": Refusal("it supports only `tools`", _truthy),
         "logit_bias": Refusal(_VOCABULARY.reason, _truthy),
-        "logprobs": Refusal("it gives no log probabilities", _truthy),
+        "logprobs": Refusal("it returns no log probabilities", _truthy),
         "modalities": Refusal("it supports only text output", _not_only_text),
-        "moderation": Refusal("it has no moderation of OpenAI's kind"),
+        "moderation": Refusal("it does not support OpenAI's moderation field"),
         "n": _ONE_CHOICE,
         "presence_penalty": Refusal("it has no penalties", _truthy),
         "seed": Refusal("it has no seed"),
-        "top_logprobs": Refusal("it gives no log probabilities", _truthy),
-        "web_search_options": Refusal("its web search is a tool of another shape"),
+        "top_logprobs": Refusal("it returns no log probabilities", _truthy),
+        "web_search_options": Refusal("its web search is a tool with another format"),
     },
     drops={
         **{name: why for name, why in EXTENSIONS_DROPPED.items() if name != "top_k"},
@@ -224,7 +224,7 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
     "modalities": Refusal("local models support only text output", _not_only_text),
     "moderation": Refusal("local models have no moderation"),
     "n": Refusal(
-        f"a local model gives at most {LOCAL_MOST_CHOICES} choices per request",
+        f"a local model returns at most {LOCAL_MOST_CHOICES} choices per request",
         lambda value: isinstance(value, int) and value > LOCAL_MOST_CHOICES,
     ),
     "prediction": Refusal("local models do not support predicted outputs"),

@@ -58,7 +58,7 @@ def timeout_of(connect_seconds: float) -> httpx2.Timeout:
     return httpx2.Timeout(None, connect=connect_seconds)
 
 
-def written(write: Callable[[], Request]) -> Request:
+def build_request(write: Callable[[], Request]) -> Request:
     """The request to send, from `write`; raises UpstreamError.
 
     Another exception of `write` is a defect of the gateway: it becomes a 400, because the provider received nothing.

@@ -62,7 +62,7 @@ class Budget(NamedTuple):
     """The time and attempts of one request.
 
     The client had waited `waited` seconds when the request `started`. `quiet_since` is when the client got the last
-    byte of an answer that broke off; None before.
+    byte of an interrupted answer; None before.
     """
 
     limits: Limits
@@ -98,7 +98,7 @@ class Budget(NamedTuple):
         return self.max_gap < 2 * self.limits.inter_token
 
     def quiet_left(self, now: float) -> float:
-        """Seconds that the client still waits for the rest of an answer that broke off."""
+        """Seconds that the client still waits for the rest of an interrupted answer."""
         return math.inf if self.quiet_since is None else self.quiet_since + self.max_gap - now
 
     def has_time(self, now: float) -> bool:
@@ -124,7 +124,7 @@ class Budget(NamedTuple):
         return (self.commit_by - started) / 2 if self.commit_due is Due.CLIENT else math.inf
 
     def renewed(self, now: float, quiet_since: float) -> Budget:
-        """The budget for resuming an answer that broke off: as much time as its beginning had.
+        """The budget for resuming an interrupted answer: as much time as its beginning had.
 
         The client got the last byte at `quiet_since`; from then on its limit between two bytes applies.
         """

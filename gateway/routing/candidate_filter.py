@@ -72,7 +72,7 @@ class CandidateFilter:
         return select(self._candidates, self._known, self._requirements)
 
     def select_again(self) -> Selection:
-        """The same with current facts, after an answer broke off; the record keeps the first ones."""
+        """The same with current facts, after an answer was interrupted; the record keeps the first ones."""
         return select(self._candidates, self.facts, self._requirements)
 
     def facts(self, candidate: Candidate) -> Facts:

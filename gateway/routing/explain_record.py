@@ -66,7 +66,7 @@ class AttemptRecord:
 class BreakRecord:
     """One break of an answer: its candidate, why it broke, and the result.
 
-    `outcome` is `resumed`, `cancelled` when the client left or the gateway stopped meanwhile, or a result of
+    `outcome` is `resumed`, `cancelled` when the client disconnected or the gateway stopped meanwhile, or a result of
     `gateway_resume_total`. `dropped` has the reason for each candidate that was not tried.
     """
 

@@ -153,7 +153,7 @@ class RequestState:
 
     def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
         """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""
-        if not self.request.is_only_bounded or not isinstance(body, ChatRequest):
+        if not self.request.clamps_max_tokens or not isinstance(body, ChatRequest):
             return body
         status = self.gateway.view.models.get(candidate.model)
         wanted = body.max_tokens

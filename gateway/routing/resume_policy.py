@@ -1,4 +1,4 @@
-"""Decides whether an answer that broke off is resumed, by which candidates, and with which request.
+"""Decides whether an interrupted answer is resumed, by which candidates, and with which request.
 
 Only plain text is resumed: the second half of a JSON text is no JSON text. The same local model continues token by
 token (`answer_so_far`, which counts as its own output); another local model continues the same text. A cloud continues

@@ -1,4 +1,4 @@
-"""Joins the pieces of an answer that broke off: keeps the text that the client has, and rewrites what follows."""
+"""Joins the pieces of an interrupted answer: keeps the text that the client has, and rewrites what follows."""
 
 from __future__ import annotations
 

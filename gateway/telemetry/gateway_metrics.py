@@ -62,7 +62,7 @@ class Telemetry:
             registry=registry,
         )
         self.resume = Counter(
-            "gateway_resume_total", "Answers that broke off, by result of the resume", ["result"], registry=registry
+            "gateway_resume_total", "Interrupted answers, by result of the resume", ["result"], registry=registry
         )
         self.ttft = Histogram(
             "gateway_ttft_seconds", "Time from a request to its first token", buckets=_TTFT, registry=registry

@@ -86,7 +86,7 @@ def send(api: Api, body: Mapping[str, Any]) -> BenchResult:
                     delta = choice.get("delta", {})
                     if delta.get("content") or delta.get("reasoning_content"):
                         times.append(time.perf_counter() - start)
-        raise ApiError("the answer was cut off: the stream ended without [DONE]", code="cut_off")
+        raise ApiError("the answer is incomplete: the stream ended without [DONE]", code="cut_off")
     except HeadgateError as error:
         return BenchResult(times, time.perf_counter() - start, tier=tier, error=error)
 
@@ -154,7 +154,7 @@ GLANCE_SECONDS = 0.5
 def _streams(text: str) -> int:
     count = at_least_one(text)
     if count > MOST_STREAMS:
-        raise argparse.ArgumentTypeError(f"{text} is too many; the most are {MOST_STREAMS} streams")
+        raise argparse.ArgumentTypeError(f"{text} is too many; use at most {MOST_STREAMS} streams")
     return count
 
 

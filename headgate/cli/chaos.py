@@ -114,11 +114,11 @@ def check_sense(fault: Fault, args: argparse.Namespace) -> None:
     """Raises UsageError for an option that does not apply to `fault`."""
     for option, given in (("device", args.device), ("model", args.model)):
         if given is not None and fault.on != option:
-            raise UsageError(f"{fault.name} acts on a {fault.on}; it takes no --{option}")
+            raise UsageError(f"{fault.name} acts on a {fault.on}; it does not accept --{option}")
     if args.amount is not None and fault.do not in _WITH_AMOUNT:
-        raise UsageError(f"{fault.name} takes no --amount")
+        raise UsageError(f"{fault.name} does not accept --amount")
     if args.seconds is not None and fault.do not in _ENDS and fault.number != STOP:
-        raise UsageError(f"{fault.name} takes no --seconds, because it cannot be undone; {fault.undo}")
+        raise UsageError(f"{fault.name} does not accept --seconds, because it cannot be undone; {fault.undo}")
 
 
 def check_simulated(devices: list[Mapping[str, Any]]) -> None:

@@ -78,7 +78,7 @@ def _stream(session: Session, messages: list[dict[str, str]]) -> str:
         if pieces:
             terminal.data("")
         if not done:
-            raise ApiError("the answer was cut off: the stream ended without [DONE]")
+            raise ApiError("the answer is incomplete: the stream ended without [DONE]")
         _note_other_tier(session, answer)
     return "".join(pieces)
 

@@ -48,7 +48,7 @@ class EnvelopeError(Protocol):
         ...
 
 
-class ClientLeftError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed the connection."""
 
 
@@ -104,7 +104,7 @@ async def read_body(
     total_seconds: float,
     silence_seconds: float = math.inf,
 ) -> list[bytes]:
-    """The body in pieces; raises ClientLeftError, BodyTooLargeError or BodyTimeoutError."""
+    """The body in pieces; raises ClientDisconnectedError, BodyTooLargeError or BodyTimeoutError."""
     if (declared_length(headers) or 0) > limit_bytes:
         raise BodyTooLargeError
     pieces: list[bytes] = []
@@ -119,7 +119,7 @@ async def read_body(
         except TimeoutError:
             raise BodyTimeoutError(silent_at < end) from None
         if message["type"] == "http.disconnect":
-            raise ClientLeftError
+            raise ClientDisconnectedError
         piece = message.get("body", b"")
         size += len(piece)
         if size > limit_bytes:
@@ -146,7 +146,7 @@ async def discard_body(receive: Receive, limit_bytes: int = 64 * 2**20, total_se
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has left. The body must have been read."""
+    """Returns when the client has disconnected. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         continue
 

@@ -103,11 +103,11 @@ class StateDir:
         except FileNotFoundError:
             return None
         except UnicodeDecodeError:
-            raise HeadgateError(f"{path} holds something that is not a key; {advice}") from None
+            raise HeadgateError(f"{path} does not contain a valid key; {advice}") from None
         except OSError as error:
             raise HeadgateError(f"{path} cannot be read ({error.strerror}); {advice}") from error
         if not found.isprintable():
-            raise HeadgateError(f"{path} holds something that is not a key; {advice}")
+            raise HeadgateError(f"{path} does not contain a valid key; {advice}")
         return found or None
 
     def secret(self, name: str, prefix: str = "") -> str:

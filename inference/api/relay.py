@@ -17,7 +17,7 @@ from headgate.shared import hop, wire
 from headgate.shared.asgi import (
     BodyTimeoutError,
     BodyTooLargeError,
-    ClientLeftError,
+    ClientDisconnectedError,
     Headers,
     Receive,
     Response,
@@ -91,10 +91,10 @@ class Relay:
                 await work
 
     async def _body(self, headers: Headers, receive: Receive, out: Response) -> bytes | None:
-        """The body; None when the client left or the request was refused."""
+        """The body; None when the client disconnected or the request was refused."""
         try:
             return b"".join(await read_body(receive, headers, self._max_body_bytes, BODY_SECONDS))
-        except ClientLeftError:
+        except ClientDisconnectedError:
             pass
         except BodyTimeoutError:
             await out.fail(InvalidRequestError(f"the body did not arrive within {BODY_SECONDS:g} s"))

@@ -126,7 +126,7 @@ class NvmlReader:
         xids: dict[str, list[int]] = {}
         for uuid, number in answer["xids"]:
             xids.setdefault(uuid, []).append(number)
-            log.warning("%s of %s", xid_words(number), uuid)
+            log.warning("%s on %s", xid_words(number), uuid)
         cards: list[Card] = []
         has_errors = False
         for item in answer["devices"]:

@@ -39,7 +39,7 @@ class Layers:
     """A model as measured with `parameters`.
 
     `head_bytes`: weights of the output. `input_bytes`: the part that is always in host memory. `compute_bytes`: compute
-    buffer of each device with layers. `host_compute_bytes`: that of a host without layers.
+    buffer of each device with layers. `host_compute_bytes`: compute buffer of the host if it has no layers.
     """
 
     parameters: Parameters

@@ -4,7 +4,7 @@ WorkerError              fails one request: an OpenAI error envelope, or an erro
 ├── BadRequestError      the request is wrong; 4xx with `param`
 │   └── ConstraintError  the answer cannot be held to its form any longer
 └── UnloadedError        the worker ends; the model can be requested again
-GoneError                the client left
+GoneError                the client disconnected
 LoadError                the model cannot be loaded: becomes a `failed` message on the link, then the process ends
 """
 
@@ -79,7 +79,7 @@ class UnloadedError(WorkerError):
 
 
 class GoneError(Exception):
-    """The client left."""
+    """The client disconnected."""
 
 
 class LoadError(Exception):

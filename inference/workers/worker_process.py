@@ -1,6 +1,6 @@
 """The service's side of one worker process: start, messages, output, hang detection, and exit.
 
-A worker has ended when its pidfd is readable (on systems without pidfds: when its link ends).
+A worker has ended when its pidfd is readable (on systems without pidfds: when its connection ends).
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class WorkerGone(Exception):  # noqa: N818 - an event, not an error
 
 class WorkerProcess:
     """One worker. Its futures are resolved by messages: `ready` after each `grant`, `held` after `hold`, `offloaded`
-    after each `offload`; they raise WorkerGone when the worker ends before. `exited` is resolved when it was reaped.
+    after each `offload`; they raise WorkerGone when the worker ends before.
+    `exited` is resolved when the process is reaped.
     """
 
     def __init__(

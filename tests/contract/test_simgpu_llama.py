@@ -171,7 +171,7 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
         assert (there["used_bytes"], there["suspended_bytes"], there["free_bytes"]) == (0, used, SIZE)
         for do, other, words in (
             ("suspend", pid, "suspended on gpu-0 already"),
-            ("suspend", os.getpid(), "has nothing on gpu-0"),
+            ("suspend", os.getpid(), "has no memory on gpu-0"),
             ("resume", 1, "not suspended"),
         ):
             with pytest.raises(SimulatorError, match=words):

@@ -162,8 +162,8 @@ def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
     [
         (["device-cut", "--device", "gpu-7"], "unknown simulated device 'gpu-7'; simulated devices: gpu-0, gpu-1"),
         (["device-shrink", "--amount", "much"], "--amount much"),
-        (["device-cut", "--amount", "3"], "takes no --amount"),
-        (["device-return", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
+        (["device-cut", "--amount", "3"], "does not accept --amount"),
+        (["device-return", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
         (["worker-kill"], "no model is loaded"),
     ],
 )
@@ -175,12 +175,12 @@ def test_invalid_options_are_explained(rig: SimDevices, capsys: Any, words: list
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["device-cut", "--model", "demo"], "device-cut acts on a device; it takes no --model"),
-        (["worker-kill", "--device", "gpu-0"], "worker-kill acts on a model; it takes no --device"),
-        (["inference-kill", "--model", "demo"], "inference-kill acts on a service; it takes no --model"),
-        (["worker-kill", "--amount", "3"], "worker-kill takes no --amount"),
-        (["worker-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
-        (["gateway-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
+        (["device-cut", "--model", "demo"], "device-cut acts on a device; it does not accept --model"),
+        (["worker-kill", "--device", "gpu-0"], "worker-kill acts on a model; it does not accept --device"),
+        (["inference-kill", "--model", "demo"], "inference-kill acts on a service; it does not accept --model"),
+        (["worker-kill", "--amount", "3"], "worker-kill does not accept --amount"),
+        (["worker-kill", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
+        (["gateway-kill", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
     ],
 )
 def test_options_of_other_faults_are_refused_before_any_request(

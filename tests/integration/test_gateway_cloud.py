@@ -131,7 +131,7 @@ async def test_field_that_a_cloud_does_not_support_skips_it_without_an_attempt(
     assert record["dropped"] == {
         f"{name}/{model}": f"capability: seed is not supported by this provider: {why}"
         for name, model, why in (
-            ("google", "gemini", "its OpenAI dialect has no seed"),
+            ("google", "gemini", "its OpenAI-compatible API has no seed"),
             ("anthropic", "claude", "it has no seed"),
         )
     }

@@ -114,7 +114,7 @@ async def test_sighup_reloads_and_an_invalid_file_changes_nothing(service: Servi
     await until("the change is logged", lambda: "reload: breaker.failures: 5 -> 2" in service.log)
     path.write_text("routes: [")
     service.signal(signal.SIGHUP)
-    await until("the mistake is logged", lambda: "reload failed, the old configuration stays" in service.log)
+    await until("the mistake is logged", lambda: "reload failed; the old configuration stays in force" in service.log)
     assert http_status(service.url + "/readyz") == 200
 
 

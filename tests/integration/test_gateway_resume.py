@@ -172,7 +172,7 @@ async def test_answer_that_cannot_be_resumed_ends_in_an_error_frame(gateway: Gat
     fake.answers["demo-mini"] = Answer(refuse=Code.QUEUE_FULL)
     got = await gateway.chat(stream=True)
     assert text_of(got.text) == "one two "
-    assert "local/demo broke off" in chunks_of(got.text)[-1]["error"]["message"]
+    assert "local/demo was interrupted" in chunks_of(got.text)[-1]["error"]["message"]
     assert "[DONE]" not in got.text
     assert [seen.model for seen in fake.seen] == ["demo", "demo", "demo-mini"]
     assert resumed(gateway) == {"failed": 1}

@@ -69,7 +69,7 @@ def test_service_with_a_broken_build_ends_with_70_before_it_is_ready(
     assert stack.inference.wait() == Exit.RESTART_OUTSIDE
     (line,) = [line for line in stack.inference.log.splitlines() if "does not compute" in line]
     assert "`make clean`, then `make serve`" in line
-    assert "inference answers on" not in stack.inference.log
+    assert "the inference service listens on" not in stack.inference.log
 
 
 def test_doubted_build_that_computes_is_recorded_and_served(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""A real worker continues answers that broke off, from each of their tokens: text, limits and counts."""
+"""A real worker continues interrupted answers, from each of their tokens: text, limits and counts."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_every_answer_is_a_valid_sequence_of_events(
 def test_cut_answer_fails(answer: tuple[list[dict[str, Any]], str], data: st.DataObject) -> None:
     frames = frames_of(*answer)
     stream = Stream(_HEAD)
-    body = stream.feed(frames[: data.draw(st.integers(0, len(frames)))]) + stream.broke("model_failed", "gone")
+    body = stream.feed(frames[: data.draw(st.integers(0, len(frames)))]) + stream.end_with_error("model_failed", "gone")
     check(events(body), ["response.failed", "error"])
 
 
@@ -138,7 +138,7 @@ def test_unknown_fields_of_a_tier_raise_nothing(sent: list[tuple[Any, Any, Any]]
         payload = {"model": usage, "choices": [choice], "usage": usage}
         body += stream.feed([Data(json.dumps(payload).encode(), DeltaKind.OTHER)])
     sent = events(body + stream.end(2))
-    check(sent, ["response.failed", "error"] if stream.answer.is_astray else [sent[-1]["type"]])
+    check(sent, ["response.failed", "error"] if stream.answer.has_late_arguments else [sent[-1]["type"]])
 
 
 @given(answers())

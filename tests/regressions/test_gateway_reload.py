@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway.gateway_server import LAST_FRAMES_SECONDS, Stopping
+from gateway.gateway_server import LAST_FRAMES_SECONDS, Shutdown
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 async def test_reloaded_drain_time_applies_to_the_server(tmp_path: Path, drain: str, seconds: int) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url, CONFIG + "drain_seconds: 1s\n") as gateway:
         server = uvicorn.Server(uvicorn.Config(lambda: None, timeout_graceful_shutdown=4))
-        stopping = Stopping(gateway.runtime, server, notice_seconds=0.01)
+        stopping = Shutdown(gateway.runtime, server, notice_seconds=0.01)
         gateway.write(CONFIG + f"drain_seconds: {drain}\n")
         assert (await gateway.admin("POST", "/admin/reload")).json()["needs_restart"] == []
         stopping.begin(signal.SIGTERM)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 
-from gateway.gateway_server import OWN_DESCRIPTORS, _bounded_by
+from gateway.gateway_server import OWN_DESCRIPTORS, _bounded_protocol
 from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
@@ -164,9 +164,9 @@ async def test_connection_beyond_the_limit_gets_429_when_all_are_busy(tmp_path: 
 
 
 def test_connection_limit_leaves_descriptors_for_upstream_connections() -> None:
-    assert _bounded_by(1024).most_connections == (1024 - OWN_DESCRIPTORS) // 2
-    assert _bounded_by(10).most_connections == 1
-    assert _bounded_by(10**6).most_connections == MAX_CONNECTIONS
+    assert _bounded_protocol(1024).most_connections == (1024 - OWN_DESCRIPTORS) // 2
+    assert _bounded_protocol(10).most_connections == 1
+    assert _bounded_protocol(10**6).most_connections == MAX_CONNECTIONS
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield client
 
 
-def _descriptors(pid: int | None) -> int:
+def _raise_descriptor_limit(pid: int | None) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -56,13 +56,15 @@ async def test_connections_of_the_gateway_to_inference_close_after_a_burst(
     stack: Stack, client: aiohttp.ClientSession, stream: bool
 ) -> None:
     pids = [stack.front.pid, stack.inference.pid]
-    before = [_descriptors(pid) for pid in pids]
+    before = [_raise_descriptor_limit(pid) for pid in pids]
     body = chat_body("Hello", "demo-mini", max_tokens=4, stream=stream)
     await _burst(client, f"{stack.gateway_url}/v1/chat/completions", stack.key, body)
-    assert _descriptors(stack.inference.pid) > before[1] + BURST // 2, "the burst used many connections"
+    assert _raise_descriptor_limit(stack.inference.pid) > before[1] + BURST // 2, "the burst used many connections"
     await client.close()
     for pid, count in zip(pids, before, strict=True):
-        await until("idle connections are closed", lambda pid=pid, count=count: _descriptors(pid) <= count + FEW)
+        await until(
+            "idle connections are closed", lambda pid=pid, count=count: _raise_descriptor_limit(pid) <= count + FEW
+        )
 
 
 @LINUX
@@ -74,12 +76,12 @@ async def test_connections_of_inference_to_a_worker_close_after_a_burst(
     assert token is not None
     stack.ask("/v1/chat/completions", chat_body("Hello", "demo-mini", max_tokens=1))
     worker = stack.worker_pid("demo-mini")
-    before = _descriptors(worker)
+    before = _raise_descriptor_limit(worker)
     body = {"model": "demo-mini", "content": "word " * 1000}
     await _burst(client, f"{stack.inference.url}/tokenize", token, body)
-    assert _descriptors(worker) > before + FEW, "the burst used many connections"
+    assert _raise_descriptor_limit(worker) > before + FEW, "the burst used many connections"
     await client.close()
-    await until("the connections are closed", lambda: _descriptors(worker) < before + FEW)
+    await until("the connections are closed", lambda: _raise_descriptor_limit(worker) < before + FEW)
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -411,7 +411,7 @@ def test_bench_reports_failures_and_ends_failed_streams(serve: Any, capsys: Any)
     assert (figures["requests"], figures["failed"], len(service.requests)) == (0, 3, 4)
     assert figures["tokens_per_second"] is None
     assert figures["ttft_seconds"] == {"p50": None, "p90": None, "p99": None}
-    assert "3 of 3 requests failed: the answer was cut off" in output.err
+    assert "3 of 3 requests failed: the answer is incomplete" in output.err
 
 
 @pytest.mark.parametrize("words", ["--streams 0", "--streams 257", "--duration 0", "--duration never", "--duration x"])

@@ -722,19 +722,19 @@ def test_ramp_doubles_every_second_and_ends() -> None:
 def test_each_success_widens_ramp_by_one() -> None:
     climb = Ramp(0.0)
     for _ in range(RAMP_FULL - RAMP_FIRST - 1):
-        climb.won()
+        climb.succeeded()
     assert climb.width(0.0) == RAMP_FULL - 1
-    climb.won()
+    climb.succeeded()
     assert climb.width(0.0) is None
 
 
 def test_failure_restarts_ramp_within_thirty_seconds() -> None:
     climb = Ramp(0.0)
-    climb.won()
-    climb.lost(4.0)
+    climb.succeeded()
+    climb.failed(4.0)
     assert climb.width(4.0) == RAMP_FIRST
     for second in range(30):
-        climb.lost(float(second))
+        climb.failed(float(second))
     assert climb.width(29.5) == RAMP_FIRST
     assert climb.width(RAMP_SECONDS) is None
 
@@ -749,9 +749,9 @@ def test_ramp_narrows_only_by_failure_and_always_ends(begun: float, events: list
             break
         assert RAMP_FIRST <= before <= wide < RAMP_FULL
         if ok:
-            climb.won()
+            climb.succeeded()
         else:
-            climb.lost(now)
+            climb.failed(now)
         before = wide if ok else RAMP_FIRST
     assert climb.width(max(now, begun) + RAMP_SECONDS) is None
     assert climb.width(now + 7 * RAMP_STEP_SECONDS) is None

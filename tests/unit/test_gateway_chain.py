@@ -191,7 +191,7 @@ def test_each_unsupported_parameter_has_its_own_message() -> None:
     unsupported = unsupported_params(body, "claude-opus-5")
     assert list(unsupported) == ["n", "response_format", "messages"]
     dropped = select([CLOUD], lambda _: Facts(unsupported=unsupported), Requirements()).dropped[0]
-    assert "it gives one choice per request" in dropped.message
+    assert "it returns one choice per request" in dropped.message
     assert "use json_schema" in dropped.message
     assert "must have the role user or tool" in dropped.message
 

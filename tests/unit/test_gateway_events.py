@@ -211,7 +211,7 @@ def test_gaps_evictions_and_ends_of_the_stream_are_followed_by_a_poll() -> None:
         [_snapshot(0, READY), _event(1, "model", model=7)],
         [_snapshot(0, READY), _event(1, "device", device={"id": "gpu-0", "state": "odd"})],
         [_snapshot(0, READY), RuntimeError("a defect")],
-        [_snapshot(0, READY), UpstreamError(UpstreamKind.TIMEOUT, "nothing for 15 s")],
+        [_snapshot(0, READY), UpstreamError(UpstreamKind.TIMEOUT, "no data for 15 s")],
     ],
     ids=["no snapshot", "no JSON", "no object", "no model", "a number", "an odd state", "a defect", "silence"],
 )
@@ -230,7 +230,7 @@ def test_without_events_retries_back_off_and_polling_continues(caplog: pytest.Lo
     assert gaps == [1, 2, 4, 8, 16, 30, 30]
     assert polls == 50
     assert [line for line in caplog.messages if "events" in line] == [
-        "no events of the inference service: status 404: no events; polling it every few seconds"
+        "no event stream from the inference service (status 404: no events); polling it every few seconds"
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access import rate_limits as core
-from gateway.access.rate_limits import Account, Limits, Refusal, Running, Standing, Which
+from gateway.access.rate_limits import Account, LimitKind, Limits, LimitStatus, Refusal, Running
 from gateway.apis.openai.frames import Endpoint
 from tests.rigs.typed_bodies import decoded
 
@@ -26,7 +26,7 @@ def test_requests_of_a_minute_may_be_a_burst() -> None:
     limits = Limits(requests_per_minute=2)
     account = _entered(_entered(FREE, limits, 1, 10.0), limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 20.0)
-    assert refusal == Refusal(Which.REQUESTS, 2, pytest.approx(20.0))
+    assert refusal == Refusal(LimitKind.REQUESTS, 2, pytest.approx(20.0))
     assert [one.number for one in account.running] == [1, 2], "a rejected request is not counted"
     assert core.enter(account, limits, 3, 40.0)[1] is None
 
@@ -36,16 +36,16 @@ def test_concurrent_requests_are_limited() -> None:
     account = core.leave(_entered(FREE, limits, 1, 0.0), limits, 1, 0, 8.0)
     account = _entered(account, limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 13.0)
-    assert refusal == Refusal(Which.CONCURRENT, 1, pytest.approx(5.0)), "the mean is 8 s, it has run for 3 s"
+    assert refusal == Refusal(LimitKind.CONCURRENT, 1, pytest.approx(5.0)), "the mean is 8 s, it has run for 3 s"
     assert core.enter(core.leave(account, limits, 2, 0, 14.0), limits, 3, 14.0)[1] is None
 
 
 def test_longer_of_two_waits_is_reported() -> None:
     limits = Limits(requests_per_minute=1, concurrent=1)
     account = _entered(FREE, limits, 1, 0.0)
-    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.REQUESTS, 1, pytest.approx(60.0))
+    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(LimitKind.REQUESTS, 1, pytest.approx(60.0))
     account = replace(account, mean_seconds=100.0)
-    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.CONCURRENT, 1, pytest.approx(100.0))
+    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(LimitKind.CONCURRENT, 1, pytest.approx(100.0))
 
 
 def test_unused_reserved_tokens_are_released() -> None:
@@ -53,7 +53,7 @@ def test_unused_reserved_tokens_are_released() -> None:
     account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 90, 0.0)
     assert refusal is None
     second = _entered(account, limits, 2, 0.0)
-    assert core.reserve(second, limits, 2, 40, 0.0)[1] == Refusal(Which.TOKENS, 100, pytest.approx(18.0))
+    assert core.reserve(second, limits, 2, 40, 0.0)[1] == Refusal(LimitKind.TOKENS, 100, pytest.approx(18.0))
     account = core.leave(second, limits, 1, 30, 0.0)
     assert account.tokens == 30
     account, refusal = core.reserve(account, limits, 2, 40, 0.0)
@@ -67,14 +67,14 @@ def test_request_larger_than_the_limit_starts_with_a_full_bucket() -> None:
     account = core.leave(account, limits, 1, 180, 0.0)
     assert account.tokens == 180
     account = _entered(account, limits, 2, 0.0)
-    assert core.reserve(account, limits, 2, 10, 0.0)[1] == Refusal(Which.TOKENS, 60, pytest.approx(130.0))
-    assert core.standings(account, limits, 0.0) == (Standing(Which.TOKENS, 60, 0, pytest.approx(180.0)),)
+    assert core.reserve(account, limits, 2, 10, 0.0)[1] == Refusal(LimitKind.TOKENS, 60, pytest.approx(130.0))
+    assert core.limit_statuses(account, limits, 0.0) == (LimitStatus(LimitKind.TOKENS, 60, 0, pytest.approx(180.0)),)
 
 
 def test_wait_for_tokens_includes_the_wait_for_requests() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=600)
     account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 600, 0.0)
-    assert core.reserve(account, limits, 1, 10, 0.0)[1] == Refusal(Which.TOKENS, 600, pytest.approx(60.0))
+    assert core.reserve(account, limits, 1, 10, 0.0)[1] == Refusal(LimitKind.TOKENS, 600, pytest.approx(60.0))
 
 
 def test_account_without_limits_keeps_only_running_requests() -> None:
@@ -83,7 +83,7 @@ def test_account_without_limits_keeps_only_running_requests() -> None:
     assert (refusal, account.requests, account.tokens) == (None, 0.0, 0.0)
     account = core.leave(account, Limits(concurrent=2), 1, 10**9, 7.0)
     assert (account.tokens, account.mean_seconds, account.running) == (0.0, 2.0, ())
-    assert core.standings(account, Limits(concurrent=2), 7.0) == ()
+    assert core.limit_statuses(account, Limits(concurrent=2), 7.0) == ()
 
 
 def test_mean_duration_is_updated_by_known_requests_only() -> None:
@@ -97,7 +97,7 @@ def test_changed_limit_keeps_the_used_amount() -> None:
     account = _entered(_entered(FREE, Limits(requests_per_minute=2), 1, 0.0), Limits(requests_per_minute=2), 2, 0.0)
     assert core.enter(account, Limits(requests_per_minute=3), 3, 0.0)[1] is None
     _, refusal = core.enter(account, Limits(requests_per_minute=1), 3, 0.0)
-    assert refusal == Refusal(Which.REQUESTS, 1, pytest.approx(120.0))
+    assert refusal == Refusal(LimitKind.REQUESTS, 1, pytest.approx(120.0))
 
 
 def test_account_is_idle_when_nothing_is_limited_or_running() -> None:
@@ -120,9 +120,9 @@ def test_clock_that_goes_back_refills_nothing() -> None:
 def test_standing_has_the_remaining_amount_and_the_time_of_the_refill() -> None:
     limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
     account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 250, 0.0)
-    assert core.standings(account, limits, 0.0) == (
-        Standing(Which.REQUESTS, 10, 9, pytest.approx(6.0)),
-        Standing(Which.TOKENS, 1000, 750, pytest.approx(15.0)),
+    assert core.limit_statuses(account, limits, 0.0) == (
+        LimitStatus(LimitKind.REQUESTS, 10, 9, pytest.approx(6.0)),
+        LimitStatus(LimitKind.TOKENS, 1000, 750, pytest.approx(15.0)),
     )
 
 

@@ -54,7 +54,7 @@ class Outage:
         self.breakers = Breakers(Rule(), self.loop.time, on_state=self._moved, on_failure=self._failed)
         self.prober = Prober(self.breakers, lambda: self, lambda: {"demo": STATUS}, self.loop.time)
         self.view = InferenceView(
-            self.get_json, self.loop.time, self.prober.hurry, self.prober.suspect, self.prober.hurry
+            self.get_json, self.loop.time, self.prober.probe_now, self.prober.suspect, self.prober.probe_now
         )
         self._ask, self.prober.probe = self.prober.probe, self._watched  # type: ignore[method-assign]
 

@@ -254,8 +254,8 @@ async def test_sign_of_recovery_probes_at_once(world: World) -> None:
     world.attempt()
     await world.work(50.0)
     world.answers["/readyz"] = {}
-    world.prober.hurry("unknown")
-    world.prober.hurry()
+    world.prober.probe_now("unknown")
+    world.prober.probe_now()
     step = world.prober.next()
     assert step is not None
     assert step.at <= world.now
@@ -306,13 +306,13 @@ async def test_probe_task_survives_a_defect(
     for _ in range(5):
         world.attempt()
     world.now += 1.0
-    world.prober.hurry()
+    world.prober.probe_now()
     async with asyncio.timeout(5):
-        while "failed in the gateway itself" not in caplog.text:
+        while "internal error in a probe" not in caplog.text:
             await asyncio.sleep(0)
         world.answers["/readyz"] = {}
         world.now += 10.0
-        world.prober.hurry()
+        world.prober.probe_now()
         while world.breakers.open_for("local", "m") is not None:
             await asyncio.sleep(0)
     working.cancel()
@@ -365,9 +365,9 @@ def test_good_probe_waits_for_request_and_false_recovery_delays_next_probe() -> 
 def test_sign_of_recovery_skips_pace_but_not_minimum_period() -> None:
     watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
     assert probe_schedule.due_at(watch, OPEN) == 44.0
-    assert probe_schedule.due_at(probe_schedule.hurried(watch), OPEN) == 0.5
+    assert probe_schedule.due_at(probe_schedule.due_now(watch), OPEN) == 0.5
     confirming = probe_schedule.probed(probe_schedule.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
-    assert probe_schedule.hurried(confirming) == confirming
+    assert probe_schedule.due_now(confirming) == confirming
     assert probe_schedule.due_at(replace(watch, trouble_since=None), OPEN) == 44.0
 
 

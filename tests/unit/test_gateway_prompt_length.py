@@ -123,8 +123,8 @@ async def test_only_fields_of_the_prompt_are_sent_and_counts_are_cached() -> Non
 async def test_errors_are_raised_and_not_cached() -> None:
     service = Service()
     counter = Counter(service)
-    service.answer = UpstreamError(UpstreamKind.TIMEOUT, "nothing for 2 s")
-    with pytest.raises(UpstreamError, match="nothing for 2 s"):
+    service.answer = UpstreamError(UpstreamKind.TIMEOUT, "no data for 2 s")
+    with pytest.raises(UpstreamError, match="no data for 2 s"):
         await counter.count("demo", decoded(BODY), 2.0)
     for junk in ({}, [], {"count": "7"}):
         service.answer = junk

@@ -203,7 +203,7 @@ def test_empty_answer_has_start_and_end() -> None:
 def test_cut_stream_ends_in_an_error_event() -> None:
     writer = MessageEvents(Bounds())
     writer.write([ROLE])
-    raw = writer.broke(Code.MODEL_FAILED, "the answer of local/demo broke off").decode()
+    raw = writer.end_with_error(Code.MODEL_FAILED, "the answer of local/demo end_with_error off").decode()
     assert raw.startswith("event: error\ndata: ") and raw.endswith("}\n\n")
     event = json.loads(raw.split("data: ")[1])
     strictly(ErrorResponse, {**event, "error": {key: event["error"][key] for key in ("type", "message")}})

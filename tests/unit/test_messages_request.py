@@ -267,12 +267,12 @@ def test_tools_of_anthropic_are_left_out_if_configured() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     given = json.dumps(body(tools=[search, TOOL, "x"], tool_choice={"type": "auto"})).encode()
     with pytest.raises(RequestError, match=r"tools\[1\]"):
-        parse(given, leaves_out=True)
-    kept = parse(json.dumps(body(tools=[search, TOOL], tool_choice={"type": "auto"})).encode(), leaves_out=True)
+        parse(given, omit_hosted_tools=True)
+    kept = parse(json.dumps(body(tools=[search, TOOL], tool_choice={"type": "auto"})).encode(), omit_hosted_tools=True)
     assert [tool["function"]["name"] for tool in json_of(kept.body)["tools"]] == ["look"]
-    none = parse(json.dumps(body(tools=[search], tool_choice={"type": "auto"})).encode(), leaves_out=True)
+    none = parse(json.dumps(body(tools=[search], tool_choice={"type": "auto"})).encode(), omit_hosted_tools=True)
     assert not {"tools", "tool_choice"} & set(json_of(none.body))
-    assert json_of(parse(json.dumps(body()).encode(), leaves_out=True).body) == chat()
+    assert json_of(parse(json.dumps(body()).encode(), omit_hosted_tools=True).body) == chat()
 
 
 def test_fields_without_effect_are_accepted() -> None:

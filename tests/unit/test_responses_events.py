@@ -36,9 +36,9 @@ USAGE = {
 }
 
 
-def head(seals: bool = False, **body: Any) -> Head:
+def head(with_encrypted_content: bool = False, **body: Any) -> Head:
     found = parse(json.dumps({**BODY, **body}).encode(), lambda _: None, lambda _: None)
-    return Head("0123456789abcdef", 1700000000, "demo", found.echo, found.names, seals)
+    return Head("0123456789abcdef", 1700000000, "demo", found.echo, found.names, with_encrypted_content)
 
 
 def chunk(delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> Data:
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Head, list[Frame]]] = {
          chunk(None, usage=USAGE, service_tier="flex")],
     ),
     "reasoning": (
-        head(seals=True),
+        head(with_encrypted_content=True),
         [ROLE, chunk({"reasoning_content": "Hm"}), chunk({"reasoning": "m."}), chunk({"content": "Yes."}),
          chunk({}, "stop")],
     ),
@@ -173,7 +173,7 @@ def test_unary_response_equals_the_last_event_of_the_stream(name: str) -> None:
 def test_cut_stream_ends_as_failed(cut: int) -> None:
     request, frames = CASES["calls"]
     stream = Stream(request)
-    body = stream.feed(frames[:cut]) + stream.broke(Code.MODEL_FAILED, "the worker died")
+    body = stream.feed(frames[:cut]) + stream.end_with_error(Code.MODEL_FAILED, "the worker died")
     sent = events(body)
     assert [event["type"] for event in sent[:2]] == ["response.created", "response.in_progress"]
     failed, error = sent[-2:]
@@ -185,13 +185,13 @@ def test_cut_stream_ends_as_failed(cut: int) -> None:
     assert (error["type"], error["code"], error["message"]) == ("error", "model_failed", "the worker died")
     assert error["error"]["message"] == "the worker died"
     assert not stream.is_whole
-    assert stream.end(1) == stream.broke("x", "y") == stream.feed(frames[cut:]) == b""
+    assert stream.end(1) == stream.end_with_error("x", "y") == stream.feed(frames[cut:]) == b""
 
 
 def test_unfinished_item_is_incomplete() -> None:
     request, frames = CASES["calls"]
     stream = Stream(request)
-    body = stream.feed(frames[:4]) + stream.broke("upstream_code", "gone")
+    body = stream.feed(frames[:4]) + stream.end_with_error("upstream_code", "gone")
     output = events(body)[-2]["response"]["output"]
     assert [(item["type"], item["status"]) for item in output] == [
         ("message", "completed"),
@@ -205,7 +205,7 @@ def test_unfinished_item_is_incomplete() -> None:
                            ("their_own", "server_error")]
 )  # fmt: skip
 def test_error_codes_are_those_of_the_api(code: str, api_code: str) -> None:
-    assert events(Stream(head()).broke(code, "x"))[-2]["response"]["error"]["code"] == api_code
+    assert events(Stream(head()).end_with_error(code, "x"))[-2]["response"]["error"]["code"] == api_code
 
 
 # --- unusual providers ------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_arguments_for_a_finished_call_fail_the_response() -> None:
 
 def test_context_length_error_has_the_event_order_of_openai() -> None:
     """LangChain reads the `error` event, agents read the code in `response.failed`."""
-    sent = events(Stream(head()).broke(Code.CONTEXT_LENGTH_EXCEEDED, "too long"))
+    sent = events(Stream(head()).end_with_error(Code.CONTEXT_LENGTH_EXCEEDED, "too long"))
     assert [event["type"] for event in sent[-2:]] == ["error", "response.failed"]
     assert (sent[-2]["code"], sent[-2]["error"]["code"]) == ("context_length_exceeded", "context_length_exceeded")
     assert sent[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}

@@ -63,7 +63,12 @@ def refusal(recall: Any = None, /, **body: Any) -> RequestError:
 def test_text_input_is_a_message_of_the_user() -> None:
     found = parsed()
     assert json_of(found.request.body) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
-    assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
+    assert (found.request.stream, found.request.is_plain, found.stored, found.with_encrypted_content) == (
+        False,
+        True,
+        True,
+        False,
+    )
     assert found.items == (MessageItem(role="user", content="Hi"),)
 
 
@@ -417,17 +422,22 @@ def test_hosted_tools_are_left_out_if_configured() -> None:
     """The echo of the Response has no such tool either."""
     hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
     raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
-    found = parse(raw, nothing, nothing, leaves_out=True)
+    found = parse(raw, nothing, nothing, omit_hosted_tools=True)
     assert [tool["function"]["name"] for tool in json_of(found.request.body)["tools"]] == ["add"]
     assert [tool["name"] for tool in found.echo["tools"]] == ["add"]
-    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, leaves_out=True)
+    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, omit_hosted_tools=True)
     assert "tools" not in json_of(none_left.request.body)
 
 
 @pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
 def test_invalid_tools_are_rejected_even_if_hosted_tools_are_left_out(tools: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(), nothing, nothing, leaves_out=True)
+        parse(
+            json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(),
+            nothing,
+            nothing,
+            omit_hosted_tools=True,
+        )
     assert caught.value.param == param
 
 

@@ -61,15 +61,15 @@ def test_item_is_found_in_the_latest_response_with_it() -> None:
     store = Store(10_000, 60.0)
     store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1",))
     store.put("a", "r2", b"2", b"[]", 30.0, ids=("msg_1", "msg_2"))
-    found = store.holding("a", "msg_1", 80.0)
+    found = store.find_by_item("a", "msg_1", 80.0)
     assert found is not None and found.response == b"2", "the first response has expired"
-    assert store.holding("b", "msg_1", 0.0) is None
-    assert store.holding("a", "msg_3", 0.0) is None
-    assert store.holding("a", "msg_2", 90.0) is None
+    assert store.find_by_item("b", "msg_1", 0.0) is None
+    assert store.find_by_item("a", "msg_3", 0.0) is None
+    assert store.find_by_item("a", "msg_2", 90.0) is None
     store.delete("a", "r1", 40.0)
-    assert store.holding("a", "msg_1", 40.0) is not None
+    assert store.find_by_item("a", "msg_1", 40.0) is not None
     store.delete("a", "r2", 40.0)
-    assert store.holding("a", "msg_1", 40.0) is None
+    assert store.find_by_item("a", "msg_1", 40.0) is None
 
 
 def test_ids_of_items_count_as_memory() -> None:
@@ -84,11 +84,11 @@ def test_deleted_response_leaves_the_items_of_earlier_ones() -> None:
     store.put("a", "r2", b"2", b"[]", 0.0, ids=("msg_1", "msg_2"))
     store.put("a", "r3", b"3", b"[]", 0.0, ids=("msg_1", "msg_2", "msg_3"))
     assert store.delete("a", "r3", 1.0)
-    found = store.holding("a", "msg_1", 1.0)
+    found = store.find_by_item("a", "msg_1", 1.0)
     assert found is not None and found.response == b"2"
-    assert store.holding("a", "msg_3", 1.0) is None
+    assert store.find_by_item("a", "msg_3", 1.0) is None
     assert store.delete("a", "r2", 1.0)
-    found = store.holding("a", "msg_1", 1.0)
+    found = store.find_by_item("a", "msg_1", 1.0)
     assert found is not None and found.response == b"1"
     assert store.delete("a", "r1", 1.0)
-    assert store.holding("a", "msg_1", 1.0) is None
+    assert store.find_by_item("a", "msg_1", 1.0) is None

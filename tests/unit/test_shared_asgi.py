@@ -11,7 +11,7 @@ import pytest
 from headgate.shared.asgi import (
     BodyTimeoutError,
     BodyTooLargeError,
-    ClientLeftError,
+    ClientDisconnectedError,
     Message,
     Response,
     declared_length,
@@ -110,7 +110,7 @@ async def test_body_that_does_not_arrive_in_time_is_rejected(total: float, silen
 
 
 async def test_disconnect_while_the_body_is_read_raises() -> None:
-    with pytest.raises(ClientLeftError):
+    with pytest.raises(ClientDisconnectedError):
         await read_body(Client(b"ab", DISCONNECT).receive, {}, 4, 1.0)
 
 

@@ -81,7 +81,7 @@ def test_commands(given: Any, order: Order) -> None:
     ("given", "words"),
     [
         ([], "an object"),
-        ({}, "None is no command"),
+        ({}, "None is not a command"),
         ({"do": "stal"}, "did you mean stall?"),
         ({"do": "cut", "bytes": 1}, "cut takes no bytes"),
         ({"do": "cut", "device": "gpu-2"}, "there are gpu-0, gpu-1"),

@@ -49,7 +49,7 @@ RUN = Tool(
 )
 TOOLS = (WEATHER, NOW)
 
-DIALECTS: dict[str, tuple[Dialect, str]] = {
+STATELESS_APIS: dict[str, tuple[Dialect, str]] = {
     "hermes": (Hermes(), "<|im_start|>assistant\n"),
     "hermes thinking": (Hermes(TAGS), "<|im_start|>assistant\n"),
     "llama3": (Llama3(), "<|start_header_id|>assistant<|end_header_id|>\n\n"),
@@ -85,7 +85,7 @@ def cases() -> Iterator[Case]:
             head, _, body = rest.partition("¦")
             text, _, parts = body.rpartition("¦")
             fields = dict(line.split(": ", 1) for line in head.splitlines())
-            dialect, opened = DIALECTS[fields["dialect"]]
+            dialect, opened = STATELESS_APIS[fields["dialect"]]
             yield Case(
                 f"{path.stem}: {title}",
                 dialect,
@@ -117,7 +117,7 @@ def test_transcripts(case: Case) -> None:
     ("name", "text"), [("hermes", '<tool_call>{{"name": "{0}"}}</tool_call>'), ("mistral", "[TOOL_CALLS]{0}[ARGS]{{}}")]
 )
 def test_text_longer_than_any_name_is_content(name: str, text: str) -> None:
-    dialect, opened = DIALECTS[name]
+    dialect, opened = STATELESS_APIS[name]
     for length, is_call in ((254, True), (300, False)):
         parser = dialect.parser(tools=TOOLS, opened=opened)
         found = [*parser.push(text.format("n" * length)), *parser.flush()]
@@ -127,7 +127,7 @@ def test_text_longer_than_any_name_is_content(name: str, text: str) -> None:
 
 def test_deeply_nested_arguments_are_content() -> None:
     text = '<tool_call>{"name": "now", "arguments": "' + "[" * 100_000 + '"}</tool_call>'
-    dialect, opened = DIALECTS["hermes"]
+    dialect, opened = STATELESS_APIS["hermes"]
     parser = dialect.parser(tools=TOOLS, opened=opened)
     assert [*parser.push(text), *parser.flush()] == [Content(text)]
 
@@ -475,9 +475,9 @@ def test_prepared_messages_can_be_rendered() -> None:
 REQUIRED = ToolChoice("required")
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", STATELESS_APIS)
 def test_no_form_where_no_call_is_allowed(name: str) -> None:
-    dialect, opened = DIALECTS[name]
+    dialect, opened = STATELESS_APIS[name]
     assert dialect.form(TOOLS, NONE, opened=opened) is None
     assert dialect.form((), REQUIRED, opened=opened) is None
     assert dialect.form(TOOLS, ToolChoice("named", "other"), opened=opened) is None

@@ -165,8 +165,8 @@ REJECTED: list[tuple[Any, str]] = [
     ({"minLength": True}, "whole number"),
     ({"minLength": math.inf}, "whole number"),
     ({"maxLength": math.nan}, "whole number"),
-    ({"items": [True], "prefixItems": [{"type": "null"}]}, "stand in prefixItems"),
-    ({"$schema": DRAFT_2020, "items": [True]}, "stand in prefixItems"),
+    ({"items": [True], "prefixItems": [{"type": "null"}]}, "use prefixItems"),
+    ({"$schema": DRAFT_2020, "items": [True]}, "use prefixItems"),
     ({"patternProperties": {f"^{n}$": True for n in range(MAX_PATTERNS + 1)}}, "more than 64 patternProperties"),
     ({"minItems": 10**7}, "more than"),
     ({"minimum": "1"}, "must be a number"),
@@ -179,8 +179,8 @@ REJECTED: list[tuple[Any, str]] = [
     ({"dependentRequired": {"a": [1]}}, "list of names"),
     ({"$ref": 1}, "must be a string"),
     ({"$ref": "other.json"}, "points outside"),
-    ({"$ref": "#/nowhere"}, "points at nothing"),
-    ({"$ref": "#/a/5", "a": [1]}, "points at nothing"),
+    ({"$ref": "#/nowhere"}, "points to a location that does not exist"),
+    ({"$ref": "#/a/5", "a": [1]}, "points to a location that does not exist"),
     ({"$ref": "#name"}, "names an anchor"),
     ({"$ref": "http://[x"}, "(at /$ref)"),
     ({"$dynamicRef": "#a"}, "use $ref"),
@@ -406,5 +406,5 @@ def test_number_of_references_for_one_object_is_limited() -> None:
         "properties": {f"p{n}": {"allOf": [{"$ref": "#/$defs/wide"}], "minProperties": 0} for n in range(999)},
         "$defs": {"wide": {"allOf": [{"properties": {"a": True}} for _ in range(300)]}},
     }
-    with pytest.raises(SchemaError, match="too many references stand for one object"):
+    with pytest.raises(SchemaError, match="too many references refer to one object"):
         lower(schema, strict=True, closed=True)

@@ -233,8 +233,8 @@ class MessageEvents:
         out.append(_event("message_stop", {}))
         return b"".join(out)
 
-    def broke(self, code: str, message: str) -> bytes:
-        """The error event of an answer that broke off, without message_stop."""
+    def end_with_error(self, code: str, message: str) -> bytes:
+        """The error event of an interrupted answer, without message_stop."""
         return b"event: error\ndata: %b\n\n" % dumps(frame_error(code, message))
 
     # --- one chunk ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API; the other modules of this package translate."""
+"""Anthropic's Messages API. The other modules of this package translate requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Request:
 
     @property
     def _chat(self) -> ChatRequest:
-        assert isinstance(self.request.body, ChatRequest), "it was translated"
+        assert isinstance(self.request.body, ChatRequest), "a Messages request is a chat"
         return self.request.body
 
     @property
@@ -38,23 +38,23 @@ class _Request:
         return dumps(messages_answer.whole(answer, self._bounds, self._names))
 
 
-class MessagesDialect:
+class MessagesApi:
     """The API of `/v1/messages`."""
 
     path = "/v1/messages"
 
-    def __init__(self, leaves_out: Callable[[], bool]) -> None:
-        """`leaves_out` returns whether tools that run at Anthropic are left out instead of rejected."""
-        self._leaves_out = leaves_out
+    def __init__(self, omit_hosted_tools: Callable[[], bool]) -> None:
+        """`omit_hosted_tools` returns whether tools that run at Anthropic are left out instead of rejected."""
+        self._omit_hosted_tools = omit_hosted_tools
 
     def parse(self, raw: bytes, owner: str) -> _Request:
-        """See `gateway.apis.public_api.Dialect`."""
-        return _Request(messages_request.parse(raw, leaves_out=self._leaves_out()))
+        """See `gateway.apis.public_api.PublicApi`."""
+        return _Request(messages_request.parse(raw, omit_hosted_tools=self._omit_hosted_tools()))
 
     def parse_counted(self, raw: bytes, owner: str) -> _Request:
         """The request whose tokens are counted; it needs no `max_tokens`."""
-        return _Request(messages_request.parse(raw, counting=True, leaves_out=self._leaves_out()))
+        return _Request(messages_request.parse(raw, counting=True, omit_hosted_tools=self._omit_hosted_tools()))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """See `gateway.apis.public_api.Dialect`."""
+        """See `gateway.apis.public_api.PublicApi`."""
         return messages_errors.envelope(error)

@@ -75,18 +75,18 @@ Block = TypeVar("Block", bound=AnyBlock)
 
 
 @with_request_errors
-def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> InferenceRequest:
+def parse(raw: bytes, *, counting: bool = False, omit_hosted_tools: bool = False) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead.
 
-    `counting`: only its tokens are counted, which needs no `max_tokens`. `leaves_out`: tools that run at Anthropic are
-    left out instead of refused.
+    `counting`: only the tokens are counted, which needs no `max_tokens`. `omit_hosted_tools`: tools that run at
+    Anthropic are left out instead of rejected.
     """
     given = parse_json(raw)
-    if leaves_out and isinstance(given.get("tools"), list):
+    if omit_hosted_tools and isinstance(given.get("tools"), list):
         given["tools"] = [tool for tool in given["tools"] if not is_hosted(tool)]
     origin = decode_messages(given, counting=counting)
-    _check_together(origin)
-    return typed(Endpoint.CHAT, to_chat(origin), len(raw))._replace(is_only_bounded=True)
+    _check_field_combinations(origin)
+    return typed(Endpoint.CHAT, to_chat(origin), len(raw))._replace(clamps_max_tokens=True)
 
 
 def long_names(body: CountedRequest) -> dict[str, str]:
@@ -95,7 +95,7 @@ def long_names(body: CountedRequest) -> dict[str, str]:
 
 
 def to_chat(body: CountedRequest) -> ChatRequest:
-    """The chat request of a decoded body; raises RequestError where calls and results do not belong together."""
+    """The chat request of a decoded body; raises RequestError if tool calls and results do not match."""
     turns = _turns(body.messages)
     chat = ChatRequest(
         model=body.model,
@@ -120,7 +120,7 @@ def to_chat(body: CountedRequest) -> ChatRequest:
     return chat
 
 
-def _check_together(body: CountedRequest) -> None:
+def _check_field_combinations(body: CountedRequest) -> None:
     """Validates rules between fields."""
     names: set[str] = set()
     for index, tool in enumerate(body.tools or ()):
@@ -128,7 +128,10 @@ def _check_together(body: CountedRequest) -> None:
             refuse(f"tools[{index}].name", f"two tools are named {tool.name!r}")
         names.add(tool.name)
         if "direct" not in (tool.allowed_callers or ("direct",)):
-            refuse(f"tools[{index}].allowed_callers", "a tool must be one that the model may call: `direct`")
+            refuse(
+                f"tools[{index}].allowed_callers",
+                "`allowed_callers` must contain `direct`, because only the model calls tools",
+            )
     choice = body.tool_choice
     if isinstance(choice, AnyChoice | NamedChoice) and not names:
         refuse("tool_choice", "`tool_choice` needs `tools`")
@@ -264,7 +267,7 @@ def _part(block: ShownBlock) -> Part:
 
 
 def _joined(turn: _Turn) -> str:
-    """The texts of a turn as one, a line for each."""
+    """The texts of a turn, joined by line breaks."""
     return "\n".join(block.text for _, block in turn.of(TextBlock))
 
 

@@ -37,9 +37,9 @@ class ChatRequest(ChatBody, kw_only=True):
     """A chat of any public API."""
 
     origin: CountedRequest | None = msgspec.field(default=None, name="$origin")
-    """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
+    """The Messages request that this chat was translated from. Anthropic as a provider receives it unchanged."""
     from_messages: bool = msgspec.field(default=False, name="$from_messages")
-    """Fields have the meaning of the Messages API, also after the origin no longer holds."""
+    """Whether fields have the meaning of the Messages API. It stays true when a changed copy has no origin."""
 
 
 AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
@@ -47,7 +47,7 @@ Generation = TypeVar("Generation", bound=GenerationFields)
 
 
 def changed(body: Generation, **more: Any) -> Generation:
-    """A copy of `body` with other fields, and without its origin, which no longer holds."""
+    """A copy of `body` with other fields. The copy has no origin, because the origin lacks the change."""
     if isinstance(body, ChatRequest):
         more.setdefault("origin", None)
     copy: Generation = msgspec.structs.replace(body, **more)
@@ -63,7 +63,8 @@ class InferenceRequest(NamedTuple):
     """A well-formed request. `body` is immutable by convention: a change makes a copy (`openai_bodies.changed`).
 
     `needs` are capabilities (`vision`, `tools`, `embeddings`, `rerank`). `size_bytes` is what the client sent.
-    `is_plain`: the answer is one text of any shape (one choice, no tools, no format, no logprobs), as resuming needs.
+    `is_plain`: the answer is one text of any shape (one choice, no tools, no format, no logprobs). Only
+    such an answer can be resumed.
     """
 
     endpoint: Endpoint
@@ -75,8 +76,8 @@ class InferenceRequest(NamedTuple):
     max_tokens: int | None
     size_bytes: int
     is_plain: bool
-    is_only_bounded: bool = False
-    """The client's API requires `max_tokens`. Its clients often send more than a model allows, and accept less."""
+    clamps_max_tokens: bool = False
+    """Whether `max_tokens` is reduced to what a model allows. Clients of the Messages API must send it."""
 
     @property
     def prompt_param(self) -> str:
@@ -85,7 +86,7 @@ class InferenceRequest(NamedTuple):
 
     def most_tokens(self, context_length: int) -> int | None:
         """`max_tokens` for a model with this context."""
-        if self.max_tokens is None or not self.is_only_bounded:
+        if self.max_tokens is None or not self.clamps_max_tokens:
             return self.max_tokens
         return min(self.max_tokens, context_length)
 
@@ -119,7 +120,7 @@ _MARK_CHARS = 12
 
 
 def short_name(name: str) -> str:
-    """The name of a tool, shortened to its beginning and a hash of the whole name; always to the same one."""
+    """The name of a tool, shortened to its beginning and a hash of the whole name."""
     if len(name) <= MAX_TOOL_NAME_CHARS:
         return name
     mark = sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:_MARK_CHARS]
@@ -131,7 +132,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead."""
     body = BODIES[endpoint][1](parse_json(raw))
     if isinstance(body, ChatRequest):
-        check_together(body)
+        check_field_combinations(body)
         normalize_chat(body)
     elif isinstance(body, CompletionRequest):
         _check_completion(body)
@@ -157,7 +158,7 @@ def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceReq
         needs,
         None if limit == -1 else limit,
         size_bytes,
-        (body.n or 1) == 1 and not body.logprobs and TOOLS not in needs and not _is_shaped(body),
+        (body.n or 1) == 1 and not body.logprobs and TOOLS not in needs and not _has_format(body),
     )
 
 
@@ -187,14 +188,14 @@ def needs_of(body: ChatRequest) -> frozenset[str]:
     return needs
 
 
-def _is_shaped(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether the answer has a format (JSON, grammar) that a part of it does not have."""
+def _has_format(body: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer must have a format (JSON, grammar), which a part of the answer does not have."""
     if isinstance(body, ChatRequest) and body.response_format is not None and body.response_format.type != "text":
         return True
     return _shapes(body) != _NO_SHAPES
 
 
-def check_together(body: ChatRequest) -> None:
+def check_field_combinations(body: ChatRequest) -> None:
     """Validates rules between the fields of a chat."""
     _check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -50,7 +50,7 @@ class OpenAIWriter:
         """See `gateway.apis.public_api.Writer`."""
         return DONE
 
-    def broke(self, code: str, message: str) -> bytes:
+    def end_with_error(self, code: str, message: str) -> bytes:
         """See `gateway.apis.public_api.Writer`."""
         known = Code(code) if code in frozenset(Code) else code
         return b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
@@ -68,20 +68,20 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAIDialect:
+class OpenAIApi:
     """The API of `/v1/` followed by the endpoint's name."""
 
     endpoint: Endpoint
 
     @property
     def path(self) -> str:
-        """See `gateway.apis.public_api.Dialect`."""
+        """See `gateway.apis.public_api.PublicApi`."""
         return f"/v1/{self.endpoint}"
 
     def parse(self, raw: bytes, owner: str) -> _Request:
-        """See `gateway.apis.public_api.Dialect`."""
+        """See `gateway.apis.public_api.PublicApi`."""
         return _Request(parse(self.endpoint, raw))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """See `gateway.apis.public_api.Dialect`."""
+        """See `gateway.apis.public_api.PublicApi`."""
         return error.body()

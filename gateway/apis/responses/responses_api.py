@@ -44,23 +44,23 @@ _NAMES = {
 _FIRST_WORD = re.compile(r"^\w+")
 
 
-class ResponsesDialect:
+class ResponsesApi:
     """`/v1/responses`."""
 
     path = PATH
 
-    def __init__(self, store: Store, leaves_out: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
-        """`leaves_out` returns whether tools that run at another provider are left out instead of rejected.
+    def __init__(self, store: Store, omit_hosted_tools: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
+        """`omit_hosted_tools` returns whether tools that run at another provider are left out instead of rejected.
         `most_bytes` returns the size limit of a body and the stored conversation that it continues.
         """
         self._store = store
-        self._leaves_out = leaves_out
+        self._omit_hosted_tools = omit_hosted_tools
         self._most_bytes = most_bytes
 
     def parse(self, raw: bytes, owner: str) -> _Request:
-        """See `gateway.apis.public_api.Dialect`."""
+        """See `gateway.apis.public_api.PublicApi`."""
         memory = _Memory(self._store, owner, len(raw), self._most_bytes())
-        request = parse(raw, memory.earlier, memory.item, leaves_out=self._leaves_out())
+        request = parse(raw, memory.earlier, memory.item, omit_hosted_tools=self._omit_hosted_tools())
         return _Request(request, self._store, owner)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class _Memory:
     def item(self, id: str) -> tuple[InputItem, int] | None:
         """The item with this id, and its size as JSON."""
         if id not in self._items:
-            kept = self._store.holding(self._owner, id, time.monotonic())
+            kept = self._store.find_by_item(self._owner, id, time.monotonic())
             if kept is None:
                 return None
             self._items |= {item["id"]: item for item in loads(kept.items)}
@@ -119,7 +119,7 @@ class _Request:
     def head(self) -> Head:
         request = self._request
         id, now = secrets.token_hex(24), int(time.time())
-        return Head(id, now, request.request.model, request.echo, request.names, request.seals)
+        return Head(id, now, request.request.model, request.echo, request.names, request.with_encrypted_content)
 
     def writer(self) -> _Writer:
         return _Writer(self)
@@ -155,5 +155,5 @@ class _Writer:
             self._request.keep(self._stream.answer, now)
         return last
 
-    def broke(self, code: str, message: str) -> bytes:
-        return self._stream.broke(code, message)
+    def end_with_error(self, code: str, message: str) -> bytes:
+        return self._stream.end_with_error(code, message)

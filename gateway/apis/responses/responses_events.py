@@ -40,7 +40,7 @@ class Head:
     model: str
     echo: Mapping[str, Any]
     names: Mapping[str, tuple[str, str]]
-    seals: bool = False
+    with_encrypted_content: bool = False
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class Answer:
         self._head = head
         self._items: list[Item] = []
         self._open: Item | None = None
-        self._left: list[Call] = []
+        self._unfinished_calls: list[Call] = []
         self._reason: str | None = None
         self._logprobs: list[dict[str, Any]] = []
         self._usage: Mapping[str, Any] | None = None
         self._tier = "default"
         self._model: str | None = None
-        self._astray = False
+        self._has_late_arguments = False
         self._unnamed: dict[int | None, _Unnamed] = {}
 
     # --- content ------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Answer:
             self._tier = tier
         events: list[ResponsesEvent] = []
         for choice in objects(chunk, "choices"):
-            if choice.get("index", 0) == 0 and not self._astray:
+            if choice.get("index", 0) == 0 and not self._has_late_arguments:
                 events += self._add_choice(choice)
         return events
 
@@ -92,9 +92,9 @@ class Answer:
         return self._model is not None
 
     @property
-    def is_astray(self) -> bool:
-        """Whether a tier continued a call that had ended, which events cannot express."""
-        return self._astray
+    def has_late_arguments(self) -> bool:
+        """Whether a tier sent arguments for a call that had already ended. Events cannot represent them."""
+        return self._has_late_arguments
 
     def _add_choice(self, choice: Mapping[str, Any]) -> list[ResponsesEvent]:
         events: list[ResponsesEvent] = []
@@ -119,8 +119,8 @@ class Answer:
     def _add_reasoning(self, text: str) -> list[ResponsesEvent]:
         if isinstance(item := self._open, Reasoning):
             return item.add(text)
-        item = Reasoning(self._id("rs"), len(self._items), seals=self._head.seals)
-        return [*self._turn_to(item), *item.add(text)]
+        item = Reasoning(self._id("rs"), len(self._items), with_encrypted_content=self._head.with_encrypted_content)
+        return [*self._start_item(item), *item.add(text)]
 
     def _add_text(self, text: str) -> list[ResponsesEvent]:
         message, opened = self._message()
@@ -131,15 +131,15 @@ class Answer:
         if isinstance(message := self._open, Message):
             return message, []
         message = Message(self._id("msg"), len(self._items))
-        return message, self._turn_to(message)
+        return message, self._start_item(message)
 
     def _add_call(self, call: Mapping[str, Any]) -> list[ResponsesEvent]:
         function = mapping(call, "function")
         arguments, name = text(function, "arguments"), text(function, "name")
         key, call_id = call.get("index"), text(call, "id")
         key = key if isinstance(key, int) else None
-        for item in (self._open, *self._left):
-            if isinstance(item, Call) and item.is_meant(key, call_id):
+        for item in (self._open, *self._unfinished_calls):
+            if isinstance(item, Call) and item.matches(key, call_id):
                 return item.add(arguments) if arguments else []
         if not name:
             self._add_unnamed(key, call_id, arguments)
@@ -150,13 +150,13 @@ class Answer:
         index = len(self._items)
         call_id = call_id or early.call_id or f"call_{self._head.id}{index:02d}"
         item = Call(self._id("fc"), index, index if key is None else key, call_id, own, namespace)
-        return [*self._turn_to(item), *(item.add(arguments) if arguments else ())]
+        return [*self._start_item(item), *(item.add(arguments) if arguments else ())]
 
     def _add_unnamed(self, key: int | None, call_id: str, arguments: str) -> None:
         if key not in self._unnamed and any(
-            isinstance(item, Call) and item.is_meant(key, call_id) for item in self._items
+            isinstance(item, Call) and item.matches(key, call_id) for item in self._items
         ):
-            self._astray = bool(arguments)
+            self._has_late_arguments = bool(arguments)
             return
         early = self._unnamed.setdefault(key, _Unnamed())
         early.call_id = call_id or early.call_id
@@ -165,10 +165,10 @@ class Answer:
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._head.id}{len(self._items):02d}"
 
-    def _turn_to(self, item: Item) -> list[ResponsesEvent]:
+    def _start_item(self, item: Item) -> list[ResponsesEvent]:
         left = self._open
         if isinstance(left, Call) and not left.is_whole:
-            self._left.append(left)
+            self._unfinished_calls.append(left)
             closed = []
         else:
             closed = self._close_open(COMPLETED)
@@ -190,16 +190,16 @@ class Answer:
     def close(self, now: int) -> list[ResponsesEvent]:
         """The last events of a complete answer; `now` is in seconds since the epoch."""
         events: list[ResponsesEvent] = []
-        if not self._items and not self._cut_because:
+        if not self._items and not self._incomplete_reason:
             events = self._add_text("")  # an empty answer is valid
         status = self._status
-        for call in self._left:
+        for call in self._unfinished_calls:
             events += call.closed(COMPLETED if call.is_whole else status)
         events += self._close_open(status)
         return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
 
     def fail(self, code: str, message: str) -> list[ResponsesEvent]:
-        """The last event of an answer that broke off; open items stay incomplete."""
+        """The last event of an interrupted answer; open items stay incomplete."""
         for item in self._items:
             item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
         error = {"code": _error_code(code), "message": message}
@@ -215,12 +215,12 @@ class Answer:
         return [item.object() for item in self._items]
 
     @property
-    def _cut_because(self) -> str | None:
+    def _incomplete_reason(self) -> str | None:
         return _INCOMPLETE.get(self._reason or "")
 
     @property
     def _status(self) -> str:
-        return INCOMPLETE if self._cut_because else COMPLETED
+        return INCOMPLETE if self._incomplete_reason else COMPLETED
 
     def object(self, status: str, now: int | None = None) -> dict[str, Any]:
         """The Response object with the items so far."""
@@ -231,7 +231,7 @@ class Answer:
             "created_at": self._head.created_at,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": self._cut_because} if status == INCOMPLETE else None,
+            "incomplete_details": {"reason": self._incomplete_reason} if status == INCOMPLETE else None,
             "model": self._model or self._head.model,
             "output": self.output,
             **self._head.echo,
@@ -242,7 +242,7 @@ class Answer:
 
 
 class Stream:
-    """The bytes of one streamed Response: `feed` frames, then `end` or `broke`.
+    """The bytes of one streamed Response: `feed` frames, then `end` or `end_with_error`.
 
     `is_whole`: the answer is complete.
     """
@@ -263,9 +263,11 @@ class Stream:
                 chunk = frame.parsed()
                 model = chunk.get("model")
                 begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk has no model
-                out.append(self._written([*begun, *self.answer.add(chunk)]))
-                if self.answer.is_astray:
-                    out.append(self.broke(Code.MODEL_FAILED, "the tier continued a function call that had ended"))
+                out.append(self._encode([*begun, *self.answer.add(chunk)]))
+                if self.answer.has_late_arguments:
+                    out.append(
+                        self.end_with_error(Code.MODEL_FAILED, "the tier continued a function call that had ended")
+                    )
         return b"".join(out)
 
     def end(self, now: int) -> bytes:
@@ -275,8 +277,8 @@ class Stream:
         self.is_whole = True
         return self._last([*self._begun(None), *self.answer.close(now)])
 
-    def broke(self, code: str, message: str) -> bytes:
-        """The last bytes of an answer that broke off: `response.failed` for clients that process events, and an `error`
+    def end_with_error(self, code: str, message: str) -> bytes:
+        """The last bytes of an interrupted answer: `response.failed` for clients that process events, and an `error`
         event, for which the official clients raise an exception.
 
         For a prompt that is too long, `error` comes first, as from OpenAI: LangChain recognizes the exception of the
@@ -295,9 +297,9 @@ class Stream:
 
     def _last(self, events: Sequence[ResponsesEvent]) -> bytes:
         self._over = True
-        return self._written(events)
+        return self._encode(events)
 
-    def _written(self, events: Sequence[ResponsesEvent]) -> bytes:
+    def _encode(self, events: Sequence[ResponsesEvent]) -> bytes:
         out: list[bytes] = []
         for kind, fields in events:
             data = dumps({"type": kind, "sequence_number": self._number, **fields})

@@ -80,7 +80,7 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
                 assert isinstance(item, FunctionOutputItem), "references were replaced"
                 _add_output(turns, item)
     turns.close()
-    return list(_with_outputs_shown(turns.messages))
+    return list(_with_media_in_user_messages(turns.messages))
 
 
 _ID_PREFIXES: Mapping[str, str] = {
@@ -134,8 +134,8 @@ def page(items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, o
     }
 
 
-def _with_outputs_shown(messages: Iterable[Message]) -> Iterator[Message]:
-    """`messages` with images and files of outputs in a user message after them; tool messages contain text only."""
+def _with_media_in_user_messages(messages: Iterable[Message]) -> Iterator[Message]:
+    """Moves images and files of tool outputs into a user message after them; tool messages contain text only."""
     names: dict[str, str] = {}
     shown: list[Part] = []
     for message in messages:
@@ -196,7 +196,7 @@ class _Turns:
             self.callers |= {call.id: turn for call in turn.tool_calls or ()}
 
     def assistant(self, *taken: str) -> Message:
-        """The open assistant message; a new one if it already has one of the fields `taken`."""
+        """The open assistant message, or a new one if the open one already has a value in a field of `taken`."""
         if self.turn is None or any(is_set(getattr(self.turn, name)) for name in taken):
             self.close()
             self.turn = Message(role="assistant")
@@ -236,25 +236,25 @@ def _add_output(turns: _Turns, item: FunctionOutputItem) -> None:
     turns.close()
     messages = turns.messages
     if item.call_id is None:
-        messages.append(Message(role="user", content=_reported(item)))
+        messages.append(Message(role="user", content=_event_report(item)))
         return
     caller, end = turns.callers.get(item.call_id), len(messages)
-    behind = range(end, max(0, end - _SOON) if caller else end, -1)
+    behind = range(end, max(0, end - _MAX_MESSAGES_BETWEEN) if caller else end, -1)
     at = next((place for place in behind if messages[place - 1] is caller), end)
     while at < end and messages[at].role == "tool":
         at += 1
     messages.insert(at, Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
 
 
-def _reported(item: FunctionOutputItem) -> str | list[Part]:
+def _event_report(item: FunctionOutputItem) -> str | list[Part]:
     """The content of an output without a call, with the name of its tool."""
     name = function_name(item.name, item.namespace) if item.name else "a tool"
     about, content = f"Output of {name}:", _content(item.output)
     return f"{about}\n\n{content}" if isinstance(content, str) else [TextPart(text=about), *content]
 
 
-_SOON = 64
-"""Messages that may be between a call and its output; beyond that the output is not moved."""
+_MAX_MESSAGES_BETWEEN = 64
+"""The maximum number of messages between a call and its output; a later output is not moved."""
 
 
 def _content(content: str | Sequence[ContentPart]) -> str | list[Part]:

@@ -51,10 +51,10 @@ class Item(ABC):
 class Reasoning(Item):
     """The reasoning of a model; its full text is also the summary."""
 
-    def __init__(self, id: str, index: int, *, seals: bool) -> None:
+    def __init__(self, id: str, index: int, *, with_encrypted_content: bool) -> None:
         super().__init__(id, index)
         self._pieces: list[str] = []
-        self._seals = seals
+        self._with_encrypted_content = with_encrypted_content
 
     def opened(self) -> list[ResponsesEvent]:
         """The events that begin the item and its only part."""
@@ -62,7 +62,7 @@ class Reasoning(Item):
         return [*super().opened(), ("response.content_part.added", {**self._at(0), "part": part})]
 
     def add(self, text: str) -> list[ResponsesEvent]:
-        """More of it."""
+        """Adds text."""
         self._pieces.append(text)
         return [("response.reasoning_text.delta", {**self._at(0), "delta": text})]
 
@@ -76,7 +76,7 @@ class Reasoning(Item):
             "content": [{"type": "reasoning_text", "text": text}] if text else [],
             "status": self.status,
         }
-        return {**found, "encrypted_content": seal(text)} if self._seals and text else found
+        return {**found, "encrypted_content": seal(text)} if self._with_encrypted_content and text else found
 
     def _ended(self) -> list[ResponsesEvent]:
         text = "".join(self._pieces)
@@ -111,7 +111,7 @@ class Message(Item):
 
     def add_text(self, text: str, logprobs: Logprobs = ()) -> list[ResponsesEvent]:
         """Adds text with the log probabilities of its tokens."""
-        events = self._turn_to("output_text")
+        events = self._start_part("output_text")
         part = self._parts[-1]
         part.pieces.append(text)
         part.logprobs += logprobs
@@ -120,7 +120,7 @@ class Message(Item):
 
     def add_refusal(self, text: str) -> list[ResponsesEvent]:
         """Adds text of a refusal."""
-        events = self._turn_to("refusal")
+        events = self._start_part("refusal")
         self._parts[-1].pieces.append(text)
         return [*events, ("response.refusal.delta", {**self._at(len(self._parts) - 1), "delta": text})]
 
@@ -133,7 +133,7 @@ class Message(Item):
         content = [part.object() for part in self._parts]
         return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
 
-    def _turn_to(self, kind: str) -> list[ResponsesEvent]:
+    def _start_part(self, kind: str) -> list[ResponsesEvent]:
         if self._parts and self._parts[-1].kind == kind:
             return []
         ended = self._ended()
@@ -169,7 +169,7 @@ class Call(Item):
         """Whether the arguments are complete JSON; some tiers interleave the arguments of several calls."""
         return is_complete("".join(self._pieces))
 
-    def is_meant(self, key: int | None, call_id: str) -> bool:
+    def matches(self, key: int | None, call_id: str) -> bool:
         """Whether a piece with this index (None if missing) and id (empty if missing) belongs to this call."""
         return key in (None, self.key) and call_id in ("", self.call_id)
 
@@ -201,7 +201,7 @@ class Call(Item):
 
 
 def _brief(logprobs: Logprobs) -> list[dict[str, Any]]:
-    """Log probabilities for text events, without the bytes of tokens, which only the part has."""
+    """Log probabilities for text events, without the bytes of tokens, which only the final part contains."""
     return [
         {
             "token": one["token"],

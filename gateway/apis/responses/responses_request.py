@@ -68,8 +68,8 @@ FindItem = Callable[[str], tuple[InputItem, int] | None]
 class ResponsesRequest:
     """One Responses request. `echo` are the request fields that the Response object repeats.
 
-    `items` is the whole conversation without instructions, for later requests. `seals`: reasoning is returned as
-    `encrypted_content` as well.
+    `items` is the whole conversation without instructions, for later requests. `with_encrypted_content`: reasoning
+    is also returned as `encrypted_content`.
     """
 
     request: InferenceRequest
@@ -77,17 +77,17 @@ class ResponsesRequest:
     names: Names
     items: tuple[InputItem, ...]
     stored: bool
-    seals: bool
+    with_encrypted_content: bool
 
 
 @with_request_errors
-def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool = False) -> ResponsesRequest:
+def parse(raw: bytes, recall: Recall, find_item: FindItem, *, omit_hosted_tools: bool = False) -> ResponsesRequest:
     """The request in `raw`; raises RequestError that names the field and what to write instead.
 
-    `leaves_out`: tools that run at another provider are left out, also in `tools` of the Response object.
+    `omit_hosted_tools`: tools that run at another provider are left out, also in `tools` of the Response object.
     """
     given = {name: value for name, value in parse_json(raw).items() if value is not None}
-    if leaves_out and "tools" in given:
+    if omit_hosted_tools and "tools" in given:
         given["tools"] = without_hosted(given["tools"])
     body = decode_responses(given)
     if body.max_output_tokens == -1:
@@ -112,7 +112,7 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
         names=names,
         items=items,
         stored=body.store is not False,
-        seals=INCLUDE_REASONING in (body.include or ()),
+        with_encrypted_content=INCLUDE_REASONING in (body.include or ()),
     )
 
 
@@ -131,7 +131,7 @@ def _earlier(id: str | None, recall: Recall) -> Earlier:
 
 
 def _items(given: str | Sequence[InputItem], find_item: FindItem) -> tuple[list[InputItem], int]:
-    """The items of `input`, with kept items in place of references to them, and the size of those as JSON."""
+    """The items of `input` with references replaced by stored items, and the size of the stored items as JSON."""
     if isinstance(given, str):
         return [MessageItem(role="user", content=given)], 0
     items: list[InputItem] = []
@@ -162,7 +162,7 @@ _OF_A_FUNCTION = ("description", "parameters", "strict")
 
 
 def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> tuple[dict[str, tuple[str, str]], dict[str, Tool]]:
-    """Functions by their name in the chat, and its tools; those of a namespace have its name as a prefix."""
+    """The functions (name, namespace) and the chat tools, by name in the chat. A namespace is a prefix of that name."""
     names: dict[str, tuple[str, str]] = {}
     found: dict[str, Tool] = {}
     for index, tool in enumerate(tools):

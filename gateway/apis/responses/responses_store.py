@@ -13,7 +13,7 @@ ITEM_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """One answer: the Response and the items of its conversation, as JSON to save memory, and when it expires on the
     store's clock. The last `outputs` items belong to the answer.
     """
@@ -37,8 +37,8 @@ class Store:
     def __init__(self, limit_bytes: int, seconds: float) -> None:
         self._limit = limit_bytes
         self._seconds = seconds
-        self._owners: dict[str, OrderedDict[str, Kept]] = {}
-        self._holders: dict[str, dict[str, str]] = {}
+        self._owners: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._by_item: dict[str, dict[str, str]] = {}
         """The last answer whose conversation contains an item, by owner and item id."""
         self._sizes: dict[str, int] = {}
 
@@ -59,23 +59,23 @@ class Store:
         outputs: int = 0,
     ) -> None:
         """Stores one answer; one that is larger than `limit_bytes` is not stored."""
-        kept = Kept(response, items, now + self._seconds, ids, outputs)
+        kept = StoredResponse(response, items, now + self._seconds, ids, outputs)
         if kept.size_bytes > self._limit:
             return
         self._owners.setdefault(owner, OrderedDict())[id] = kept
-        self._holders.setdefault(owner, {}).update(dict.fromkeys(ids, id))
+        self._by_item.setdefault(owner, {}).update(dict.fromkeys(ids, id))
         self._sizes[owner] = self._sizes.get(owner, 0) + kept.size_bytes
         self._expire(now)
         while self.size_bytes > self._limit:
             most = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(most, next(iter(self._owners[most])))
 
-    def holding(self, owner: str, item: str, now: float) -> Kept | None:
+    def find_by_item(self, owner: str, item: str, now: float) -> StoredResponse | None:
         """The last stored answer of `owner` whose conversation contains the item `item`."""
-        id = self._holders.get(owner, {}).get(item)
+        id = self._by_item.get(owner, {}).get(item)
         return None if id is None else self.get(owner, id, now)
 
-    def get(self, owner: str, id: str, now: float) -> Kept | None:
+    def get(self, owner: str, id: str, now: float) -> StoredResponse | None:
         """The stored answer `id` of `owner`."""
         answers = self._owners.get(owner)
         kept = None if answers is None else answers.get(id)
@@ -87,9 +87,9 @@ class Store:
         if kept is None:
             return False
         self._drop(owner, id)
-        lost = set(kept.ids) - self._holders.get(owner, {}).keys()
+        lost = set(kept.ids) - self._by_item.get(owner, {}).keys()
         for other, earlier in self._owners.get(owner, {}).items():  # the last answer that contains an item counts
-            self._holders[owner].update(dict.fromkeys(lost.intersection(earlier.ids), other))
+            self._by_item[owner].update(dict.fromkeys(lost.intersection(earlier.ids), other))
         return True
 
     def _expire(self, now: float) -> None:
@@ -101,9 +101,9 @@ class Store:
     def _drop(self, owner: str, id: str) -> None:
         kept = self._owners[owner].pop(id)
         self._sizes[owner] -= kept.size_bytes
-        holders = self._holders[owner]
+        holders = self._by_item[owner]
         for item in kept.ids:
             if holders.get(item) == id:
                 del holders[item]
         if not self._owners[owner]:
-            del self._owners[owner], self._holders[owner], self._sizes[owner]
+            del self._owners[owner], self._by_item[owner], self._sizes[owner]

@@ -80,9 +80,9 @@ def _thinking(thinking: Thinking | None, model: str, messages: Sequence[Turn]) -
 
 
 def _resumes_without_thinking(messages: Sequence[Turn]) -> bool:
-    """Whether the tool calls of the last assistant turn came without thinking of Anthropic, from another tier.
+    """Whether the last assistant turn has tool calls but no thinking, because another provider generated it.
 
-    Thinking with a budget needs that turn to begin with such thinking.
+    Anthropic rejects thinking with a budget after such a turn.
     """
     turns = [message.content for message in messages if isinstance(message, AssistantMessage)]
     if not turns or isinstance(messages[-1], AssistantMessage) or isinstance(turns[-1], str):
@@ -95,7 +95,7 @@ def _resumes_without_thinking(messages: Sequence[Turn]) -> bool:
 def _messages(messages: Sequence[Turn]) -> list[Turn]:
     """The messages without what the API rejects: empty texts, thinking without Anthropic's signature, empty turns.
 
-    Tool call ids of other tiers are rewritten in Anthropic's alphabet; white space at the end of a prefill is removed.
+    Characters that Anthropic rejects in tool call ids are replaced; white space at the end of a prefill is removed.
     """
     ids = ToolIds()
     turns: list[Turn] = []
@@ -138,10 +138,10 @@ def _as_blocks(turn: Turn) -> list[Any]:
 
 
 def _blocks(blocks: Sequence[Block], ids: ToolIds, *, from_user: bool) -> list[Block]:
-    return [_block(block, ids, from_user=from_user) for block in blocks if _is_taken(block)]
+    return [_block(block, ids, from_user=from_user) for block in blocks if _is_accepted(block)]
 
 
-def _is_taken(block: AnyBlock) -> bool:
+def _is_accepted(block: AnyBlock) -> bool:
     if isinstance(block, TextBlock):
         return bool(block.text.strip())
     return not isinstance(block, ThinkingBlock) or block.signature not in (None, "", UNSIGNED)

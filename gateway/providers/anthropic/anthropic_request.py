@@ -93,7 +93,7 @@ _FUNCTION_TOOLS = "it accepts only tools of type function"
 _OWN_OBJECT = "the schema of a strict tool must be an object, not a union or a reference"
 
 _MOST_STRICT_TOOLS = 20
-"""In one request."""
+"""The maximum number of strict tools of a request."""
 
 
 def unsupported_params(body: ChatRequest, model: str | None = None) -> Mapping[str, str]:
@@ -193,7 +193,7 @@ def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
                 "tools", f"it accepts at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}"
             )
         for function in strict:
-            _held_input(function)
+            _strict_input_schema(function)
     except UpstreamError as error:
         yield error
 
@@ -356,12 +356,14 @@ def _tool(function: Function) -> MessagesTool:
     return MessagesTool(
         name=function.name,
         description=function.description or None,
-        input_schema=_held_input(function) if function.strict else {"type": "object", **(function.parameters or {})},
+        input_schema=_strict_input_schema(function)
+        if function.strict
+        else {"type": "object", **(function.parameters or {})},
         strict=function.strict or None,
     )
 
 
-def _held_input(function: Function) -> dict[str, Any]:
+def _strict_input_schema(function: Function) -> dict[str, Any]:
     """The schema of a strict tool's input; without parameters it has no properties."""
     parameters = function.parameters or {}
     if not parameters.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):

@@ -27,19 +27,19 @@ _REFERENCES = "references in a schema must point to its `$defs`, without cycles"
 
 def held(schema: Any, param: str) -> dict[str, Any]:
     """`schema` as Anthropic accepts it; raises UpstreamError (400, `unsupported_parameter`) naming `param`."""
-    written = _held(schema, param)
+    written = _supported_schema(schema, param)
     _check_references(written, param)
     return written
 
 
-def _held(schema: Any, param: str) -> dict[str, Any]:
+def _supported_schema(schema: Any, param: str) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise unsupported(param, _UNTYPED)
     left = {name: value for name, value in schema.items() if name not in _ABOUT}
     written: dict[str, Any] = {}
     for name in _DEFINITIONS:
         if isinstance(left.get(name), Mapping):
-            written[name] = {key: _held(inner, param) for key, inner in left.pop(name).items()}
+            written[name] = {key: _supported_schema(inner, param) for key, inner in left.pop(name).items()}
     if isinstance(left.get("$ref"), str):
         reference = {"$ref": left.pop("$ref")}
         written |= {"anyOf": [reference]} if left else reference  # `$ref` must be the only key of its object
@@ -64,7 +64,7 @@ def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
     kinds = type_ if isinstance(type_, list) else [type_] if type_ else []
     union = next((name for name in _UNIONS if isinstance(left.get(name), list)), None)
     if union is not None:
-        written[_UNIONS[union]] = variants = [_held(variant, param) for variant in left.pop(union)]
+        written[_UNIONS[union]] = variants = [_supported_schema(variant, param) for variant in left.pop(union)]
         if "properties" in left or (union == "allOf" and sum(map(_has_closed, variants)) > 1):
             raise unsupported(param, _JOINED)
     elif kinds:
@@ -74,7 +74,7 @@ def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
     if "object" in kinds and union is None:
         written |= _object(left, param)
     if "array" in kinds and "items" in left:
-        written["items"] = _held(left.pop("items"), param)
+        written["items"] = _supported_schema(left.pop("items"), param)
     if "array" in kinds and left.get("minItems") in (0, 1):
         written["minItems"] = left.pop("minItems")
     if "string" in kinds and left.get("format") in _FORMATS:
@@ -109,7 +109,7 @@ def _object(left: dict[str, Any], param: str) -> dict[str, Any]:
     is_open = left.pop("additionalProperties", properties is not named) is not False or "patternProperties" in left
     if is_open and not properties:
         raise unsupported(param, _NAMELESS)
-    written = {"properties": {name: _held(inner, param) for name, inner in properties.items()}}
+    written = {"properties": {name: _supported_schema(inner, param) for name, inner in properties.items()}}
     return {**written, "additionalProperties": False} | (
         {"required": left.pop("required")} if "required" in left else {}
     )

@@ -28,7 +28,7 @@ from gateway.providers.anthropic.anthropic_request import (
 )
 from gateway.providers.openai.openai_request import no_endpoint
 from gateway.providers.provider import Call
-from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
+from gateway.providers.sdk_stream import SdkStream, build_request, timeout_of, upstream_error
 from headgate.shared.bodies.body_decoder import as_json
 
 BASE_URL = "https://api.anthropic.com"
@@ -67,7 +67,7 @@ class AnthropicProvider:
 
     async def count_tokens(self, call: Call) -> int:
         """See `gateway.providers.provider.CountsTokens`."""
-        body = written(lambda: _request(call))
+        body = build_request(lambda: _request(call))
         counted = {name: value for name, value in as_json(body).items() if name in _COUNTED}
         try:
             answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
@@ -80,7 +80,7 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, call: Call) -> httpx2.Response:
-        body = written(lambda: _request(call))
+        body = build_request(lambda: _request(call))
         headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in blocks instead of token by token
         if needs_sampling_version(body):
             headers["anthropic-version"] = SAMPLING_VERSION

@@ -183,7 +183,7 @@ class InferenceView:
         """Marks the service as reachable; logs a change."""
         was_reachable, self._reachable = self._reachable, True
         if not was_reachable:
-            log.info("the inference service answers: %d models", len(self._models))
+            log.info("connected to the inference service: %d models", len(self._models))
             self._on_return()
 
     def _take(self, models: list[ModelStatus], now: float, sent_at: float, fresh: set[str] | None = None) -> None:
@@ -296,7 +296,7 @@ class Events:
     def _log_reason(self, why: str) -> None:
         """Logs once why there are no events."""
         if why != self._last_reason:
-            log.info("no events of the inference service: %s; polling it every few seconds", why)
+            log.info("no event stream from the inference service (%s); polling it every few seconds", why)
         self._last_reason = why
 
 

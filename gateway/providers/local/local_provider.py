@@ -71,7 +71,7 @@ class LocalProvider:
         try:
             return await answer.whole()
         except BrokenError as error:
-            raise UpstreamError(UpstreamKind.READ, f"the answer broke off: {error}") from error
+            raise UpstreamError(UpstreamKind.READ, f"the response was interrupted: {error}") from error
         finally:
             answer.close()
 
@@ -97,11 +97,11 @@ class LocalProvider:
                     raise _not_given(f"{method} {path}: {response.status}", response.status, answer)
                 return orjson.loads(answer)
         except TimeoutError as error:
-            raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: nothing for {seconds:g} s") from error
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: no data for {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
         except ValueError as error:
-            raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: not JSON") from error
+            raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: the response is not JSON") from error
 
     @contextlib.asynccontextmanager
     async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -113,7 +113,7 @@ class LocalProvider:
                     raise UpstreamError(UpstreamKind.STATUS, "GET /events", status=response.status)
                 yield response.content.iter_any()
         except TimeoutError as error:
-            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: nothing for {silence_seconds:g} s") from error
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: no data for {silence_seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
 

@@ -1,6 +1,6 @@
 """One answer stream of the inference service, relayed as raw frames.
 
-This is the hot path: payloads are not rewritten, and a chunk that was parsed for classification travels with its
+This is the hot path: payloads are not rewritten, and a chunk that was parsed for classification is passed on with its
 payload.
 """
 
@@ -147,7 +147,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
     def _on_piece(self, piece: bytes) -> None:
         """Queues the frames in received bytes, or passes them to the sink."""
         if self._over:
-            return  # nothing counts after [DONE] or an error
+            return  # everything after [DONE] or an error is ignored
         if (payloads := self._splitter.plain(piece)) is not None:
             self._take_payloads(payloads)
         else:
@@ -173,7 +173,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             if not self._over and error is None:
                 self._end("the stream ended")
             elif not self._over:
-                self._fail(UpstreamError(UpstreamKind.READ, f"the stream broke off: {error}"))
+                self._fail(UpstreamError(UpstreamKind.READ, f"the stream was interrupted: {error}"))
         self._wake()
 
     def _passes(self) -> bool:
@@ -197,7 +197,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         for frame in frames:
             self._take(frame)
             if self._over:
-                return  # nothing counts after [DONE] or an error
+                return  # everything after [DONE] or an error is ignored
 
     def _take(self, frame: SseFrame) -> None:
         if frame.data is not None:
@@ -224,7 +224,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 self._end("the end mark came")
             else:
                 self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
-            return  # nothing counts after [DONE] or an error
+            return  # everything after [DONE] or an error is ignored
 
     def _refuse(self, payload: bytes) -> None:
         """Queues the error frame in `payload`."""

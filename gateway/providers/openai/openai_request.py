@@ -202,10 +202,12 @@ def is_strict(schema: Any) -> bool:
     In strict mode every object lists all its properties and requires all of them; an optional property is nullable. A
     schema with keywords that are not documented counts as not strict.
     """
-    return isinstance(schema, dict) and schema.get("type") == "object" and "anyOf" not in schema and _is_taken(schema)
+    return (
+        isinstance(schema, dict) and schema.get("type") == "object" and "anyOf" not in schema and _is_accepted(schema)
+    )
 
 
-def _is_taken(schema: Any) -> bool:
+def _is_accepted(schema: Any) -> bool:
     if not isinstance(schema, dict) or not schema.keys() <= _KEYWORDS or schema.keys().isdisjoint(_MEANINGS):
         return False
     if "$ref" in schema and len(schema) > 1:
@@ -222,7 +224,7 @@ def _is_taken(schema: Any) -> bool:
     inner += schema.get("anyOf", ())
     for name in ("properties", "$defs", "definitions"):
         inner += schema.get(name, {}).values()
-    return all(map(_is_taken, inner))
+    return all(map(_is_accepted, inner))
 
 
 def _is_closed(schema: Mapping[str, Any]) -> bool:

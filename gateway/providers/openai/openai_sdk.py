@@ -20,7 +20,7 @@ from gateway.providers.openai import openai_request
 from gateway.providers.openai.openai_events import OpenAIStream
 from gateway.providers.openai.openai_request import flavor_of, to_openai
 from gateway.providers.provider import Call
-from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
+from gateway.providers.sdk_stream import SdkStream, build_request, timeout_of, upstream_error
 
 BASE_URL = "https://api.openai.com/v1"
 
@@ -70,7 +70,7 @@ class OpenAIProvider:
         await self._client.close()
 
     async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
-        body = written(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor))
+        body = build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor))
         response: Any = await self._client.post(
             f"/{call.endpoint}",
             cast_to=httpx2.Response,

@@ -448,7 +448,7 @@ def _check_message(message: Message, path: str) -> None:
     if not is_set(message.content) and not (message.role == "assistant" and has_other):
         refuse(f"{path}.content", f"`{path}` needs `content`")
     if message.role == "tool" and message.tool_call_id is None:
-        refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
+        refuse(f"{path}.tool_call_id", f"`{path}` is the result of a tool call and needs `tool_call_id`")
 
 
 _CHECKED_IN_COMPLETIONS = CHECKED.difference(("max_tokens", *_IN_CHATS_ONLY))

@@ -46,7 +46,7 @@ async def send_command(
     except (ConnectionRefusedError, FileNotFoundError):
         raise SimulatorError("the simulator has ended", of_state=True) from None
     except (OSError, ValueError) as error:
-        raise SimulatorError(f"the simulator gave no answer ({error})", of_state=isinstance(error, OSError)) from None
+        raise SimulatorError(f"the simulator did not answer ({error})", of_state=isinstance(error, OSError)) from None
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -64,7 +64,7 @@ def _statuses(line: bytes) -> dict[str, dict[str, Any]]:
     try:
         answer = json.loads(line)
     except ValueError as error:
-        raise SimulatorError(f"the simulator gave no answer ({error})") from None
+        raise SimulatorError(f"the simulator did not answer ({error})") from None
     if "error" in answer:
         raise SimulatorError(answer["error"], of_state=answer.get("of_state", False))
     return {device["id"]: device for device in answer["devices"]}
@@ -89,7 +89,7 @@ class Control:
             self._sock.sendall(_line(do, device, amount))
             line = self._answers.readline()
         except OSError as error:
-            raise SimulatorError(f"the simulator gave no answer ({error})") from None
+            raise SimulatorError(f"the simulator did not answer ({error})") from None
         return _statuses(line)
 
     def close(self) -> None:

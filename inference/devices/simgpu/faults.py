@@ -48,11 +48,11 @@ def parse(data: object, devices: list[str]) -> Order:
     if not isinstance(name, str) or name not in COMMANDS:
         near = difflib.get_close_matches(str(name), COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name!r} is no command{meant} (there are {', '.join(COMMANDS)})")
+        raise ValueError(f"{name!r} is not a command{meant} (commands: {', '.join(COMMANDS)})")
     parameter, _what = COMMANDS[name]
     unknown = set(data) - {"do", "device", parameter}
     if unknown:
-        raise ValueError(f"{name} takes no {', '.join(sorted(map(str, unknown)))}")
+        raise ValueError(f"{name} does not accept {', '.join(sorted(map(str, unknown)))}")
     device = data.get("device")
     if device is not None and device not in devices:
         raise ValueError(f"there is no simulated device {device!r} (there are {', '.join(devices)})")

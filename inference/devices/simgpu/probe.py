@@ -138,7 +138,7 @@ class SimProbe(Probe):
             async with asyncio.timeout(START_SECONDS):
                 status = json.loads(await process.stdout.readline())
             if self._process is not process:
-                raise OSError("it was closed")
+                raise OSError("the connection is closed")
         except BaseException as error:
             await kill_and_reap(process)
             if isinstance(error, TimeoutError | OSError | ValueError):

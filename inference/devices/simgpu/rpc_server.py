@@ -174,13 +174,13 @@ class Aside:
         if sys.platform != "linux":
             raise AsideError("memory can be moved on Linux only")
         if self._copy is not None:
-            raise AsideError("the memory was already moved")
+            raise AsideError("the memory has already been moved")
         spans = tuple((address, size) for address, size in spans if size)
         total = sum(size for _address, size in spans)
         try:
             memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise AsideError(f"there is no host memory for {total} bytes ({error})") from None
+            raise AsideError(f"the host does not have {total} bytes of free memory ({error})") from None
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):
                 ctypes.memmove(copy + offset, address, size)

@@ -174,7 +174,7 @@ class Device:
             number: link for number, link in self._links.items() if link.port in client_ports and number in holders
         }
         if not links:
-            raise StateError(f"process {pid} has nothing on {self.id}")
+            raise StateError(f"process {pid} has no memory on {self.id}")
         await self._shut(pid, list(links.values()))
         for number, link in links.items():
             link.pid = pid

@@ -92,7 +92,7 @@ class Shaping:
         calls = dialect.form(request.tools, choice, opened=opened) if choice.mode == "auto" else None
         if calls is None and choice.mode == "auto" and any(tool.strict for tool in request.tools):
             raise BadRequestError(
-                f"calls of this model ({dialect.name}) cannot be restricted to strict tools; leave strict out",
+                f"tool calls of this model ({dialect.name}) cannot be restricted to strict tools; remove strict",
                 "tools",
                 code=_UNSUPPORTED,
             )
@@ -109,7 +109,7 @@ class Shaping:
         form = dialect.form(tools, choice, opened=opened)
         if form is None:
             raise BadRequestError(
-                f"calls of this model ({dialect.name}) cannot be forced; leave {param} out", param, code=_UNSUPPORTED
+                f"tool calls of this model ({dialect.name}) cannot be forced; remove {param}", param, code=_UNSUPPORTED
             )
         return form
 

@@ -34,7 +34,7 @@ class Intake:
         self._reading_big = asyncio.Lock()
 
     async def decoded(self, exchange: Exchange, decode: Callable[[Any], T]) -> T:
-        """The result of `decode` for the body's JSON; raises GoneError when the client left before it ran."""
+        """The result of `decode` for the body's JSON; raises GoneError when the client disconnected before it ran."""
         if exchange.announced_bytes <= BIG_BODY_BYTES:
             return await self._read(exchange, decode)
         try:

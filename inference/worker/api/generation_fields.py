@@ -247,7 +247,7 @@ def _structured(given: StructuredOutputs) -> Form | None:
     """vLLM's object with one entry."""
     entries = {name: value for name in _STRUCTURED if (value := getattr(given, name)) is not None}
     if len(entries) != 1 or given.extra:
-        raise BadRequestError(f"structured_outputs must hold one of {', '.join(_STRUCTURED)}", "structured_outputs")
+        raise BadRequestError(f"structured_outputs must contain one of {', '.join(_STRUCTURED)}", "structured_outputs")
     ((name, value),) = entries.items()
     return _STRUCTURED[name](value, f"structured_outputs.{name}")
 

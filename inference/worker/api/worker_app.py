@@ -120,7 +120,7 @@ class App:
         try:
             await self._answer(exchange)
         except GoneError:
-            log.info("client left request_id=%s", exchange.request_id)
+            log.info("client disconnected request_id=%s", exchange.request_id)
         finally:
             exchange.close()
             self._intake.done(exchange)
@@ -134,7 +134,7 @@ class App:
             if handler is None:
                 raise WorkerError(Code.NOT_FOUND, f"unknown path {exchange.path}")
             if exchange.method != method:
-                raise WorkerError(Code.METHOD_NOT_ALLOWED, f"{exchange.path} takes {method} only")
+                raise WorkerError(Code.METHOD_NOT_ALLOWED, f"{exchange.path} accepts only {method}")
             if self.draining and method == "POST":
                 raise UnloadedError
             await handler(exchange)

@@ -11,7 +11,7 @@ from headgate.shared.asgi import (
     JSON,
     BodyTimeoutError,
     BodyTooLargeError,
-    ClientLeftError,
+    ClientDisconnectedError,
     Receive,
     Response,
     Scope,
@@ -86,7 +86,7 @@ class Exchange(Response):
         """The whole body in pieces; raises GoneError, BadRequestError, or WorkerError(body_too_large)."""
         try:
             return await read_body(self._receive, self._headers, MAX_BODY_BYTES, BODY_SECONDS)
-        except ClientLeftError:
+        except ClientDisconnectedError:
             raise GoneError from None
         except BodyTimeoutError:
             raise BadRequestError(f"the body did not arrive within {BODY_SECONDS:g} s") from None

@@ -88,15 +88,15 @@ class FormQueue:
     ) -> Constraint | None:
         """The constraint of `form`; None where it was not `promised` and there is none within `help_seconds`.
 
-        `deadline` is the time by which the request needs its first token; `gone` tells whether its client left, and
-        then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form that cannot be
-        enforced, WorkerError(queue_full or deadline_exceeded), and GoneError.
+        `deadline` is the time by which the request needs its first token; `gone` returns whether its client has
+        disconnected: then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form
+        that cannot be enforced, WorkerError(queue_full or deadline_exceeded), and GoneError.
         """
         try:
             return await self._found(form, param, self._seconds if promised else self._help_seconds, deadline, gone)
         except WorkerError as error:
             if not promised:
-                log.info("answers are not constrained to their form: %s", error.message)
+                log.info("answers are generated without a constraint: %s", error.message)
                 return None
             if isinstance(error, BadRequestError):
                 # Another tier may support it.

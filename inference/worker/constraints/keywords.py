@@ -195,7 +195,7 @@ class Node:
             self._out["items"] = self._sub(value, key)
             return
         if "prefixItems" in self._node or not self._whole.has_tuples_in_items:
-            raise SchemaError(self._path(key), "items must be a schema; the items of a tuple stand in prefixItems")
+            raise SchemaError(self._path(key), "items must be a schema; use prefixItems for the items of a tuple")
         if value:
             self._prefix(key, value)
         if "additionalItems" in self._node:

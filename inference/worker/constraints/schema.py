@@ -41,7 +41,7 @@ class Document:
         if not isinstance(self._dialect, str) or not (
             not self._dialect or "json-schema.org/" in self._dialect or not strict
         ):
-            raise SchemaError("/$schema", "only the dialects of json-schema.org are known")
+            raise SchemaError("/$schema", "only the JSON schema versions of json-schema.org are supported")
         self._old = any(f"draft-0{number}" in self._dialect for number in (3, 4, 6, 7))
         self._references = References(schema, old=self._old)
         self._targets: dict[tuple[int, Scope], tuple[str, str]] = {}
@@ -79,7 +79,7 @@ class Document:
         if depth > MAX_DEPTH:
             raise SchemaError(at, f"the schema is nested more than {MAX_DEPTH} levels deep; use $defs and $ref")
         if depth and node.get("$schema", self._dialect) != self._dialect:
-            raise SchemaError(at, "a schema of another dialect inside a schema is not supported")
+            raise SchemaError(at, "a schema must not contain a schema of another JSON schema version")
         base = self._references.base_of(node, base) if depth else base
         if self._old and "$ref" in node:
             node = {"$ref": node["$ref"]}
@@ -125,7 +125,7 @@ class Document:
         def take(steps: int) -> None:
             self._closing_visits += steps
             if self._closing_visits > MAX_VISITS:
-                raise SchemaError(at, "too many references stand for one object; name its properties in one place")
+                raise SchemaError(at, "too many references refer to one object; name its properties in one place")
 
         return describe(node, base, self._found, take)
 
@@ -172,7 +172,7 @@ class References:
             elif isinstance(node, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(node):
                 node = node[int(key)]
             else:
-                raise UnknownReferenceError("points at nothing")
+                raise UnknownReferenceError("points to a location that does not exist")
             base = self.base_of(node, base)
         return node, base
 

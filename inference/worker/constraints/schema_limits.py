@@ -68,8 +68,8 @@ class Multiples:
         unit = min(int(found.as_tuple().exponent), int(self._multiple.as_tuple().exponent), 0)
         scale = Decimal(10) ** -unit
         if found * scale > MAX_MULTIPLE or self._multiple * scale > MAX_MULTIPLE:
-            raise SchemaError(at, "multipleOf is too fine or too large to be enforced")
+            raise SchemaError(at, "multipleOf is too small or too large to be enforced")
         multiple = math.lcm(int(found * scale), int(self._multiple * scale))
         if multiple > MAX_MULTIPLE:
-            raise SchemaError(at, "multipleOf is too fine or too large to be enforced together with the others")
+            raise SchemaError(at, "multipleOf is too small or too large to be enforced together with the others")
         self._multiple = Decimal(multiple) / scale

@@ -108,8 +108,9 @@ class IdleCores:
 class CoreSparingBackend:
     """A `Backend` that wraps another one and measures its decode steps.
 
-    Prefill uses every thread. So does a single sequence whose results depend on the number of threads: the same request
-    alone has the same answer under any load. `spare(n)` removes `n` threads from the next steps, down to one thread.
+    Prefill uses every thread. A single sequence of `DIVIDED_FROM` cells or more does too, because its results
+    depend on the number of threads and must not depend on the load. `spare(n)` removes `n` threads from the next steps,
+    down to one thread.
     """
 
     def __init__(

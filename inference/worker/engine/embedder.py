@@ -174,7 +174,7 @@ def _too_late() -> WorkerError:
 
 def _too_long(tokens: int, most: int) -> WorkerError:
     """For an input that validation missed: llama.cpp would abort the process."""
-    return WorkerError(Code.MODEL_FAILED, f"the input has {tokens} tokens; this model pools at most {most}")
+    return WorkerError(Code.MODEL_FAILED, f"the input has {tokens} tokens; this model accepts at most {most}")
 
 
 def normalized(values: np.ndarray) -> np.ndarray:

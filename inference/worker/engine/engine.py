@@ -298,7 +298,7 @@ class Engine:
         ended = self._scheduler.failed()
         for job in ended:
             self._end(job, WorkerError(Code.MODEL_FAILED, message))
-        log.error("%s: ended requests=%d", message, len(ended))
+        log.error("%s: failed requests=%d", message, len(ended))
         self._runner.failed(message)
 
     # --- requests ----------------------------------------------------------------------------------------------------

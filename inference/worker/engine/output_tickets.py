@@ -93,12 +93,12 @@ class Ticket(Generic[T]):
         return outputs
 
     def _reads(self, output: T) -> bool:
-        """Whether `on_arrival` has read the output. After an exception the waiting task reads it and meets it again."""
+        """Whether `on_arrival` has read the output. If that fails, the waiting task reads the output."""
         assert self.on_arrival is not None
         try:
             return self.on_arrival(output)
         except Exception:
-            log.debug("an output could not be read on arrival", exc_info=True)
+            log.debug("`on_arrival` failed; the waiting task reads the output", exc_info=True)
             return False
 
     def _note_read(self, count: int) -> None:

@@ -42,7 +42,8 @@ class Projector:
             raise LoadError(ExitCause.STARTUP, f"the projector {path} does not support images")
         if model.metadata.get("general.architecture", "").startswith("hunyuan"):
             raise LoadError(
-                ExitCause.STARTUP, "the model numbers images across a prompt, which is not supported; remove mmproj"
+                ExitCause.STARTUP,
+                "image positions of this model depend on the whole prompt, which is not supported; remove mmproj",
             )
         self._uses_mrope = bool(mtmd.mtmd_decode_use_mrope(self.handle))
         self._marker = mtmd.mtmd_default_marker()

@@ -39,7 +39,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks text for training; in a prompt it stands for its content."""
+    """`{% generation %}` marks text for training; a prompt contains only the text between the tags."""
 
     tags = frozenset(["generation"])  # type: ignore[assignment]
 
@@ -49,8 +49,8 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def written(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text of the template; raises TooLongError, and whatever the template raises."""
+def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """The rendered text. Raises TooLongError, and every error that the template raises."""
     parts: list[str] = []
     size = 0
     for part in template.generate(variables):
@@ -73,12 +73,12 @@ def problem(error: Exception) -> str:
 
 
 def raise_exception(message: str) -> None:
-    """Refuses the messages; called by templates."""
+    """Rejects the messages. Templates call it."""
     raise jinja2.TemplateError(message)
 
 
 def strftime_now(format: str) -> str:
-    """The local time; called by templates."""
+    """The local time. Templates call it."""
     return datetime.datetime.now().astimezone().strftime(format)
 
 
@@ -92,19 +92,19 @@ def to_json(
 ) -> str:
     """JSON as the transformers library writes it, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_as_list
     )
 
 
-def _listed(value: Any) -> list[Any]:
-    """Iterators, such as the results of `map`, are written as lists."""
+def _as_list(value: Any) -> list[Any]:
+    """Iterators, such as the results of `map`, are render as lists."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """The compiled template; raises ValueError with a sentence."""
+    """The compiled template; raises ValueError with a message for the client."""
     try:
         return Sandbox().from_string(source)
     except (RecursionError, MemoryError) as error:
@@ -114,7 +114,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def main(argv: list[str]) -> None:
-    """The child: answers questions `[source, variables]` with `["text", "refused" or "invalid", text]`."""
+    """The child: answers requests `[source, variables]` with `["text", "refused" or "invalid", text]`."""
     cpu_seconds, memory_bytes = orjson.loads(argv[0])
     compiled: dict[str, jinja2.Template] = {}
 
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> None:
         try:
             if source not in compiled:
                 compiled[source] = _compiled(source)
-            result = ("text", "" if variables is None else written(compiled[source], variables))
+            result = ("text", "" if variables is None else render(compiled[source], variables))
         except ValueError as error:
             result = ("refused" if source in compiled else "invalid", problem(error))
         except Exception as error:

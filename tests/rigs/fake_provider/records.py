@@ -16,7 +16,7 @@ from tests.rigs.fake_provider.faults import Fault
 
 @dataclass(eq=False)
 class Record:
-    """One request as it came, and how it ended: answered, refused, faulted or disconnected (the client left).
+    """One request as it came, and how it ended: answered, refused, faulted or disconnected (by the client).
 
     `peer` is the client's port.
     """
