@@ -76,7 +76,7 @@ def is_allowed(origins: Sequence[str], origin: str | None) -> bool:
 
 
 def preflight_headers(requested: str) -> list[tuple[bytes, bytes]]:
-    """The headers of a preflight response; `requested` is the Access-Control-Request-Headers, maybe empty."""
+    """The headers of a preflight response; `requested` is the value of Access-Control-Request-Headers, or empty."""
     names = [name.strip().lower() for name in requested.split(",")]
     others = [name for name in names if name.startswith(ALLOWED_PREFIXES) and _NAME.fullmatch(name)]
     return [

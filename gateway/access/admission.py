@@ -66,7 +66,7 @@ class Admission:
         deadline = now + (timeout if client_timeout is None else min(client_timeout, timeout))
         effects = self._queue.arrive(number, priority, deadline, now)
         if number in self._queue.running:
-            return number  # a request that starts at once changes nothing for others
+            return number  # a request that starts at once does not affect others
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting[number] = _Waiting(turn, timeout, client_timeout)
         self._carry_out(effects)

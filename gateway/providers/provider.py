@@ -1,4 +1,4 @@
-"""The interface of a provider: one call in OpenAI's format, one stream of frames back.
+"""The interface of a provider: it gets a call in OpenAI's format and returns a stream of frames.
 
 Contract (checked by `tests/contract/test_providers.py` for every provider and its fake):
 - `stream` yields the frames of one OpenAI stream, whatever API the provider has: `Data` chunks (`chat.completion.chunk`

@@ -72,7 +72,7 @@ class Budget(NamedTuple):
     quiet_since: float | None = None
 
     @property
-    def client_leaves(self) -> float:
+    def client_wait_ends(self) -> float:
         """When the client stops waiting for an answer to begin."""
         silence = self.limits.client_silence
         return math.inf if silence is None or self.quiet_since is not None else self.started - self.waited + silence
@@ -80,12 +80,12 @@ class Budget(NamedTuple):
     @property
     def commit_by(self) -> float:
         """When the answer must have begun."""
-        return min(self.started + self.limits.total, self.client_leaves)
+        return min(self.started + self.limits.total, self.client_wait_ends)
 
     @property
     def commit_due(self) -> Due:
         """Which limit sets `commit_by`: the client's or the configuration's."""
-        return Due.CLIENT if self.client_leaves < self.started + self.limits.total else Due.TOTAL
+        return Due.CLIENT if self.client_wait_ends < self.started + self.limits.total else Due.TOTAL
 
     @property
     def max_gap(self) -> float:
@@ -97,17 +97,17 @@ class Budget(NamedTuple):
         """Whether the client's limit between two bytes may pass before the configured one between two tokens."""
         return self.max_gap < 2 * self.limits.inter_token
 
-    def quiet_left(self, now: float) -> float:
+    def resume_seconds_left(self, now: float) -> float:
         """Seconds that the client still waits for the rest of an interrupted answer."""
         return math.inf if self.quiet_since is None else self.quiet_since + self.max_gap - now
 
     def has_time(self, now: float) -> bool:
         """Whether there is time left to begin an answer, or to resume it."""
-        return now < self.commit_by and self.quiet_left(now) > 0
+        return now < self.commit_by and self.resume_seconds_left(now) > 0
 
     def limit_text(self, now: float) -> str:
         """The limit that ends the wait for an answer, as words for an error message."""
-        if self.commit_due is Due.CLIENT or now >= self.client_leaves:
+        if self.commit_due is Due.CLIENT or now >= self.client_wait_ends:
             return f"the client's own timeout of {self.limits.client_silence:g} s"
         return f"the {self.limits.total:g} s that a request has (deadlines.total)"
 
@@ -165,7 +165,7 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     limits = budget.limits
     if phase.answered:
         silence = _silence(limits, phase, limits.inter_token)
-        gap = Deadline(budget.client_leaves, Due.CLIENT) if phase.whole else _client_gap(budget, phase)
+        gap = Deadline(budget.client_wait_ends, Due.CLIENT) if phase.whole else _client_gap(budget, phase)
         return min(silence, gap, key=_AT)
     found = [_silence(limits, phase, limits.first_token)]
     if not phase.last:
@@ -192,7 +192,7 @@ def _client_gap(budget: Budget, phase: Phase) -> Deadline:
 
 
 def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
-    """When a stream has been silent for `allowed` seconds; keep-alives put the deadline off."""
+    """When a stream has been silent for `allowed` seconds; keep-alives postpone the deadline."""
     mute = Deadline(phase.last_activity + allowed, Due.SILENCE)
     if phase.idle_since is None:
         return mute
@@ -203,8 +203,8 @@ def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
 def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:
     """The deadline of an answer without a stream, which shows no progress.
 
-    The inference service may be loading the model, so its silence is no failure: it has `load_wait`, and as the last
-    candidate all remaining time. A cloud loads nothing and has `first_token`.
+    The inference service may be loading the model, so its silence is not a failure: its limit is `load_wait`, or all
+    remaining time for the last candidate. The limit of a cloud is `first_token`.
     """
     found = [Deadline(budget.commit_by, budget.commit_due)]
     if not is_local:

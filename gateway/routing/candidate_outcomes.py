@@ -77,7 +77,7 @@ class CandidateOutcomes:
         return candidate in self._deferred
 
     def start(self, candidate: Candidate) -> None:
-        """Records that an attempt begins: a deferral of the candidate is no outcome any more."""
+        """Records that an attempt begins, and removes the deferral of the candidate."""
         if self._deferred and candidate in self._deferred:
             self._all = [outcome for outcome in self._all if outcome.candidate != candidate]
 
@@ -143,7 +143,8 @@ def failed_attempt(
 def ran_out_of_time(verdict: Verdict, seconds_left: float) -> bool:
     """Whether the refusal of the last candidate means that the request's time is over.
 
-    The last candidate gets all remaining time. `model_loading` has other causes too, so there the clock must agree.
+    The last candidate gets all remaining time. `model_loading` also has other causes, so it
+    counts only if almost no time is left.
     """
     if not isinstance(verdict, Ignore):
         return False

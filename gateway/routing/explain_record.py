@@ -115,7 +115,7 @@ class Record:
     """The field of the request or the header that the error names."""
 
     def note_error(self, error: GatewayError) -> None:
-        """Fills in how the request failed. An existing error text stays."""
+        """Fills in how the request failed. An existing error text is kept."""
         self.outcome, self.status = str(error.code), error.status
         self.error = self.error or error.message
         self.param = None if error.param is None else error.param[:MAX_PARAM_CHARS]

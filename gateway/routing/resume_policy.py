@@ -1,6 +1,6 @@
 """Decides whether an interrupted answer is resumed, by which candidates, and with which request.
 
-Only plain text is resumed: the second half of a JSON text is no JSON text. The same local model continues token by
+Only plain text is resumed: the second half of a JSON text is not valid JSON. The same local model continues token by
 token (`answer_so_far`, which counts as its own output); another local model continues the same text. A cloud continues
 a prefilled assistant message where its model supports that, and gets an instruction otherwise.
 """
@@ -87,7 +87,7 @@ class Continuation:
     method: ResumeMethod
 
 
-def obstacle(request: InferenceRequest, policy: str) -> str | None:
+def why_not_resumable(request: InferenceRequest, policy: str) -> str | None:
     """Why an answer to `request` cannot be resumed once the client has text of it; None when it can."""
     if policy == Policy.OFF:
         return "off"
@@ -104,7 +104,7 @@ def obstacle(request: InferenceRequest, policy: str) -> str | None:
 
 
 def is_resumable(verdict: Verdict) -> bool:
-    """Whether the end of an attempt leaves room for a resume: it is not a refusal of the request itself."""
+    """Whether an answer whose attempt ended with `verdict` can be resumed: the request itself was not rejected."""
     return isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is Next.NEXT_TIER)
 
 
@@ -116,16 +116,17 @@ def resume_order(
     partial: PartialAnswer,
     stalled: Collection[Candidate] = (),
 ) -> tuple[Candidate, ...]:
-    """The candidates that may resume, in order: the same local model, other local models, clouds, each as in the chain.
+    """The candidates that may resume, in order: the same local model, other local models, clouds, each group in the
+    order of the chain.
 
     A candidate that refused is left out, as is a cloud in `stalled`, which sent only keep-alives until its deadline
-    and would probably do so again. Without content in `partial` every cloud may start anew.
+    and would probably do so again. Without content in `partial` every cloud may start a new answer.
     """
-    found = [other for other in candidates if exclusion(other, broken, verdict, policy, partial, stalled) is None]
+    found = [other for other in candidates if why_excluded(other, broken, verdict, policy, partial, stalled) is None]
     return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))
 
 
-def exclusion(
+def why_excluded(
     candidate: Candidate,
     broken: Candidate,
     verdict: Verdict,

@@ -57,7 +57,7 @@ class Answer:
         self._filter = candidate_filter
         self._whole = whole
         request = state.request
-        obstacle = resume_policy.obstacle(request, state.policy.route.resume)
+        obstacle = resume_policy.why_not_resumable(request, state.policy.route.resume)
         self._sent = SentAnswer(obstacle, choices_of(request.body))
         """What the client has."""
         if not whole:
@@ -204,7 +204,7 @@ class Answer:
             self._drop(dropped.candidate, f"{dropped.drop}: {dropped.message}")
         break_facts = (broken, verdict, self._state.policy.route.resume, partial, self._stalled)
         for candidate in selection.kept:
-            if (why := resume_policy.exclusion(candidate, *break_facts)) is not None:
+            if (why := resume_policy.why_excluded(candidate, *break_facts)) is not None:
                 self._drop(candidate, why)
         candidates = []
         for candidate in resume_policy.resume_order(selection.kept, *break_facts):
@@ -254,7 +254,9 @@ class Answer:
     def _longest_pause(self, now: float) -> float:
         """How long to wait before a second try: half of what the client waits, and until the deadline at most."""
         assert self._budget is not None
-        return min(resume_policy.MAX_PAUSE_SECONDS, self._budget.quiet_left(now) / 2, self._budget.commit_by - now)
+        return min(
+            resume_policy.MAX_PAUSE_SECONDS, self._budget.resume_seconds_left(now) / 2, self._budget.commit_by - now
+        )
 
     async def _open(self, candidate: Candidate, body: AnyRequest, *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise the seconds until it may, infinite when unknown."""

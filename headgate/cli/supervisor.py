@@ -1,4 +1,5 @@
-"""Supervises child processes: starts them, restarts them as the container policy `unless-stopped`, stops them in order.
+"""Supervises child processes: starts them, restarts them like the container policy `unless-stopped`, stops them in
+order.
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. The kernel kills
 the children when the supervisor dies.
@@ -22,7 +23,7 @@ LINE_LIMIT = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RestartDelays:
-    """Docker's delays before a restart: doubled after each exit, the first again after a run of `healthy_seconds`."""
+    """Delays before a restart, as in Docker: doubled after each exit, reset after a run of `healthy_seconds`."""
 
     first_seconds: float = 0.1
     most_seconds: float = 60.0

@@ -57,7 +57,7 @@ class BodyTooLargeError(Exception):
 
 
 class BodyTimeoutError(Exception):
-    """The body did not arrive in time; `silent` when no more of it came, else it took too long as a whole."""
+    """The body did not arrive in time; `silent`: the client stopped sending; otherwise the whole body took too long."""
 
     def __init__(self, silent: bool) -> None:
         super().__init__()

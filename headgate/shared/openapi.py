@@ -50,7 +50,7 @@ def completed(
     streams: Collection[str] = (),
     parts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`described` (FastAPI's own) with `hot`: path to the JSON Schema of the body that is posted there.
+    """Adds the paths of `hot`, with the JSON schema of each body, to FastAPI's document `described`.
 
     `open_paths` need no key. Of the hot paths, `streams` answer with server-sent events too. `parts` are schemas that
     the bodies refer to, by name.

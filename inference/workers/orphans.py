@@ -2,8 +2,8 @@
 
 The kernel ends the children of a service with it. A child can survive when the service ended before the child had
 requested that, or when the child hung in a driver. Therefore all children inherit a random token in their
-environment, and the state directory contains the token and start time of the last services. A process is ended only
-if it has the token of an ended service and started after it; a pid alone is not enough.
+environment, and the state directory contains the token and start time of the last services. A process is ended only if
+it has the token of an ended service and is younger than that service; a pid alone is not enough.
 """
 
 from __future__ import annotations

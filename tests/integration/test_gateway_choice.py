@@ -110,7 +110,7 @@ async def test_prompts_are_counted_only_near_the_context_and_if_another_tier_is_
     assert fake.counted == []
 
 
-async def test_prompt_of_very_short_tokens_is_refused_by_the_model_and_tried_at_the_next(
+async def test_prompt_of_very_short_tokens_is_rejected_by_the_model_and_sent_to_the_next_candidate(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     """The body is far from the context, so it is not counted."""

@@ -268,7 +268,7 @@ async def test_dead_service_opens_the_breaker_and_a_probe_closes_it(gateway: Gat
     assert (await gateway.breaker("local"))["state"] == "closed"
 
 
-async def test_one_failed_request_reveals_a_dead_service(tmp_path: Path, fake: FakeInference) -> None:
+async def test_one_failed_request_is_enough_to_detect_a_dead_service(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, 'routes: {"*": {chain: ["local/*"]}}') as gateway:
         await gateway.chat()
         await fake.stop()
@@ -303,7 +303,7 @@ async def test_probe_finds_a_recovered_model(tmp_path: Path, fake: FakeInference
         assert len(fake.seen_for("demo")) == 6
 
 
-async def test_returning_service_is_probed_early(tmp_path: Path, fake: FakeInference) -> None:
+async def test_recovered_service_is_probed_early(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 60s}\n") as gateway:
         await fake.stop()
         for _ in range(3):

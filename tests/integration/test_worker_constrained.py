@@ -91,7 +91,7 @@ def test_control_tokens_are_sampled_only_where_the_form_has_them(rig: EngineRig,
     assert shown == [b"<|im_start|>", b"<|pad|>"] * 2
 
 
-def test_choice_form_gives_one_of_its_texts(rig: EngineRig, compiler: Compiler) -> None:
+def test_answer_constrained_to_choices_is_one_of_them(rig: EngineRig, compiler: Compiler) -> None:
     """Also at high temperature."""
     form = OneOf(tuple(Regex(word) for word in ("red", "green", "blue")))
     assert _answer(rig, compiler, form, temperature=2.0)[1] in ("red", "green", "blue")

@@ -207,7 +207,7 @@ def test_any_combination_of_samplers_follows_a_form(
     assert drawn[-1] in rig.model.end_tokens
 
 
-def test_penalties_beyond_the_float_range_leave_a_token_to_draw() -> None:
+def test_penalties_beyond_the_float_range_do_not_exclude_every_token() -> None:
     """Tokens with such a penalty are equally likely, not impossible."""
     drawn = set()
     for seed in range(20):
@@ -239,7 +239,7 @@ def test_dry_ends_a_repetition(rig: EngineRig) -> None:
     assert runs[1] == [gate] * 12
 
 
-def test_end_is_not_drawn_before_min_tokens(rig: EngineRig) -> None:
+def test_end_token_is_not_sampled_before_min_tokens(rig: EngineRig) -> None:
     """Tokens of a resumed answer count."""
     logits = _logits(rig)
     end = min(rig.model.end_tokens)

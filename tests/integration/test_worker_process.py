@@ -30,7 +30,7 @@ def modules_mapped(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_hello_comes_before_llama_cpp_is_loaded(tmp_path: Path) -> None:
+def test_hello_is_sent_before_llama_cpp_is_loaded(tmp_path: Path) -> None:
     """A waiting worker uses no device; the grant starts the load, and the worker reports its buffers."""
     with WorkerRig(tmp_path) as rig:
         hello = rig.expect(worker_link.Hello)

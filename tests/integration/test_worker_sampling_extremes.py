@@ -134,7 +134,7 @@ def test_step_with_more_outputs_than_reserved_is_refused(fresh: EngineRig) -> No
     min_p=st.floats(0.01, 1.0),
     temperature=st.floats(0.1, 2.0),
 )
-def test_drawing_among_few_tokens_gives_the_result_of_all_tokens(
+def test_sampling_among_few_tokens_has_the_result_of_all_tokens(
     seed: int, spread: float, top_k: int, min_p: float, temperature: float
 ) -> None:
     """Also after many draws: both use the same number of random numbers."""
@@ -152,7 +152,7 @@ def test_drawing_among_few_tokens_gives_the_result_of_all_tokens(
         chain.close()
 
 
-def test_drawing_among_few_tokens_gives_the_result_of_llama_cpp(fresh: EngineRig) -> None:
+def test_sampling_among_few_tokens_has_the_result_of_llama_cpp(fresh: EngineRig) -> None:
     """The vocabulary of the demo model is too small for the fast path, so the test calls it directly."""
     _status, last = fresh.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
     logits = fresh.context.logits(last[0])

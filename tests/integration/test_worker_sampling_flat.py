@@ -77,7 +77,7 @@ def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) 
     min_p=st.sampled_from([0.0, 0.01, 0.05, 0.5]),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
 )
-def test_any_flatness_gives_the_draws_of_llama_cpp(
+def test_flat_distributions_are_sampled_as_in_llama_cpp(
     rig: EngineRig,
     seed: int,
     spreads: list[float],

@@ -36,7 +36,7 @@ def _split(pieces: list[bytes]) -> list[SseFrame]:
 
 
 @given(_streams(), st.data())
-def test_any_cutting_gives_the_same_frames(stream: bytes, data: st.DataObject) -> None:
+def test_frames_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     edges = [0, *cuts, len(stream)]
     pieces = [stream[a:b] for a, b in itertools.pairwise(edges)]

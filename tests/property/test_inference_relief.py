@@ -55,7 +55,7 @@ checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
 
 @given(checks, rules)
 @settings(max_examples=50)
-def test_only_idle_models_leave_and_every_action_has_a_reason(
+def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
     story: list[tuple[PressureInput, bool]], rules: Rules
 ) -> None:
     state: Watches = {}

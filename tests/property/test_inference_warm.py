@@ -49,7 +49,7 @@ def test_displaced_models_suffice_and_have_the_lowest_worth(kept: list[Warm], ne
     st.integers(0, 16),
     st.integers(8, 48),
 )
-def test_kept_models_leave_room_for_the_newcomer(
+def test_warm_models_leave_enough_memory_for_the_new_model(
     leavers: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
 ) -> None:
     """With any warm models the new model fits, and the limit of the host is not exceeded."""

@@ -28,7 +28,7 @@ def scene(models: list[tuple[int, int, Standing]]) -> tuple[Ledger, list[Held]]:
 
 
 @given(st.lists(loaded | warm, max_size=7), st.integers(1, 24), st.integers(0, 24))
-def test_loaded_models_do_not_leave_for_memory_of_warm_ones(
+def test_loaded_models_are_not_evicted_for_memory_of_warm_ones(
     models: list[tuple[int, int, Standing]], gpu: int, host: int
 ) -> None:
     """If it fits without warm models, only warm models leave, and none without need."""

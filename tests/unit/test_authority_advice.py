@@ -110,7 +110,7 @@ def test_models_that_swap_and_do_not_fit_together_stay_longer() -> None:
         ({"cpu_memory_max_percent": 0.02}, (), "INFERENCE_CPU_MEMORY_MAX_PERCENT"),
     ],
 )
-def test_limit_that_keeps_a_model_out_is_raised(settings: dict[str, Any], gpus: tuple[str, ...], setting: str) -> None:
+def test_limit_that_prevents_a_load_is_raised(settings: dict[str, Any], gpus: tuple[str, ...], setting: str) -> None:
     site = Site("a", gpus=gpus, **settings)
     site.refuse("a")
     assert set(site.alerts()[Kind.REFUSED]) == {setting}

@@ -47,7 +47,7 @@ def refused(world: StepWorld, model: str) -> MemoryLimitExceededError:
     return error
 
 
-def test_model_that_is_idle_leaves_when_other_programs_take_memory() -> None:
+def test_idle_model_is_evicted_when_other_programs_take_memory() -> None:
     world = begin({"old": {}, "new": {}}, {"old": 300, "new": 300})
     world.used("old")
     world.live(200)
@@ -62,7 +62,7 @@ def test_model_that_is_idle_leaves_when_other_programs_take_memory() -> None:
     world.used("old")
 
 
-def test_at_critical_all_idle_models_leave_and_a_busy_one_stays() -> None:
+def test_at_critical_all_idle_models_are_evicted_and_a_busy_one_stays() -> None:
     world = begin({"a": {}, "b": {}, "p": {"pinned": True}}, dict.fromkeys("abp", 200))
     world.used("a", "p")
     world.leased("b")
@@ -85,7 +85,7 @@ def test_model_that_fills_its_budget_stays_until_others_take_memory() -> None:
     assert world.model("a").state in (S.COLD, S.WARM)
 
 
-def test_without_the_governor_no_model_leaves_and_loads_are_refused() -> None:
+def test_without_the_governor_no_model_is_evicted_and_loads_are_refused() -> None:
     world = begin({"a": {}, "b": {}}, {"a": 300, "b": 500}, enable_memory_governor=False)
     world.used("a")
     world.live(290)
@@ -104,7 +104,7 @@ def test_without_the_governor_no_model_leaves_and_loads_are_refused() -> None:
         (100, {"pressure_eager": True, "eviction_idle_threshold_seconds": 50}, True),
     ],
 )
-def test_below_critical_a_model_leaves_only_if_eager_and_idle_for_long(
+def test_below_critical_a_model_is_evicted_only_if_eager_and_idle_for_long(
     idle_seconds: int, settings: dict[str, Any], leaves: bool
 ) -> None:
     world = begin({"a": {}}, {"a": 700}, **settings)
@@ -178,7 +178,7 @@ def test_load_on_a_full_device_is_refused_with_numbers() -> None:
     world.used("a")
 
 
-def test_lost_device_is_under_no_pressure() -> None:
+def test_lost_device_has_no_pressure() -> None:
     world = begin({"a": {}}, {"a": 300}, foreign_mib=990)
     alerts = advisor.alerts(world.state, world.now)
     assert GPU in [alert.subject for alert in alerts if alert.kind == "pressure"]
@@ -209,7 +209,7 @@ def test_own_share_of_a_device_is_bounded_by_its_limit() -> None:
 
 
 @pytest.mark.parametrize("expected", [Level.MODERATE, Level.HIGH, Level.CRITICAL, Level.EMERGENCY])
-def test_bounds_of_the_levels_are_settings(expected: Level) -> None:
+def test_thresholds_of_the_pressure_levels_are_settings(expected: Level) -> None:
     names = ["moderate", "high", "critical", "emergency"]
     bounds = {f"pressure_{name}": 0.5 for name in names[: names.index(str(expected)) + 1]}
     world = begin({}, {}, foreign_mib=520, **bounds)

@@ -58,7 +58,7 @@ def test_request_that_returns_after_its_retry_after_is_admitted() -> None:
     assert world.want("a") in world.grants
 
 
-def test_retry_after_counts_requests_before_it_at_the_last_pace() -> None:
+def test_retry_after_is_estimated_from_earlier_requests_and_the_last_rate() -> None:
     world = begin({"a": {}}, queue_normal=4, queue_low=0)
     ticket = world.want("a")
     world.live(60, events.Loaded)
@@ -113,7 +113,7 @@ def test_requests_share_one_load_in_the_order_of_their_priority() -> None:
     assert world.model("a").state is S.READY
 
 
-def test_withdrawn_request_leaves_its_queue_and_the_load_finishes() -> None:
+def test_cancelled_request_leaves_its_queue_and_the_load_finishes() -> None:
     world = begin({"a": {}})
     ticket = world.want("a")
     world.arrive(events.Loaded)

@@ -34,7 +34,7 @@ def keep_busy(world: StepWorld, *models: str, until: Callable[[], bool], seconds
     raise AssertionError("it did not happen")
 
 
-def test_model_that_is_never_idle_leaves_for_another() -> None:
+def test_model_that_is_never_idle_is_unloaded_for_another() -> None:
     world = begin({"a": {}, "b": {}}, **ONE_FITS, enable_cpu_offload=False)
     wishes: list[int] = []
 
@@ -92,7 +92,7 @@ def test_model_stays_when_the_request_that_it_drains_for_is_withdrawn() -> None:
     assert not world.state.evictions
 
 
-def test_min_residency_holds_against_a_model_that_is_wanted() -> None:
+def test_min_residency_applies_even_if_another_model_needs_the_memory() -> None:
     world = begin({"a": {"min_residency": 60}, "b": {}}, **ONE_FITS)
     world.used("a")
     ready_at = world.now

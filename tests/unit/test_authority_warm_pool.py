@@ -58,7 +58,7 @@ def test_model_of_the_cpu_keeps_its_process_and_is_restored() -> None:
     assert (world.state.restorations, world.model("a").loads, kept(world)) == (1, 1, [])
 
 
-def test_model_of_an_accelerator_leaves_it_and_is_kept_by_another_process() -> None:
+def test_model_of_an_accelerator_is_offloaded_and_kept_by_another_process() -> None:
     world = begin({"a": {}}, gpus=GPU)
     world.used("a")
     first, before = process(world), world.booked("gpu-0")
@@ -173,7 +173,7 @@ def test_evicted_models_are_kept_where_there_is_room() -> None:
     assert {record.action for record in world.state.evictions} == {Action.OFFLOAD}
 
 
-def test_warm_models_leave_before_a_loaded_one() -> None:
+def test_warm_models_are_dropped_before_a_loaded_one_is_evicted() -> None:
     world = begin({"a": {}, "b": {}, "c": {}}, dict.fromkeys("abc", 300), cpu_memory_max_percent=0.16)
     world.used("a")
     offload(world)
@@ -237,7 +237,7 @@ def suspending(*, gpus: tuple[str, ...] = GPU) -> StepWorld:
     return world
 
 
-def test_suspended_model_holds_host_memory_alone_and_its_process_is_resumed() -> None:
+def test_suspended_model_uses_only_host_memory_and_its_process_is_resumed() -> None:
     world = suspending()
     first, size = process(world), world.booked("gpu-0")
     offload(world)
@@ -277,7 +277,7 @@ def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused
 
 
 @pytest.mark.parametrize("moment", ["offloading", "warm", "restoring"])
-def test_suspended_process_that_dies_gives_everything_back(moment: str) -> None:
+def test_memory_of_a_suspended_process_that_dies_is_released(moment: str) -> None:
     world = suspending()
     command = world.command(events.Offload("a"))
     world.arrive(events.CheckpointEnded)
@@ -372,7 +372,7 @@ def change(world: StepWorld, models: dict[str, dict[str, Any]], **settings: Any)
     world.change(configuration(found, **settings))
 
 
-def test_idle_model_leaves_at_once_for_a_lowered_limit_and_a_busy_one_after_its_request() -> None:
+def test_lowered_limit_evicts_an_idle_model_at_once_and_a_busy_one_after_its_request() -> None:
     models: dict[str, dict[str, Any]] = {"a": {"pinned": True}, "b": {}, "c": {}}
     world = begin(models, enable_cpu_offload=False)
     world.used("a", "b")
@@ -395,7 +395,7 @@ def test_idle_model_leaves_at_once_for_a_lowered_limit_and_a_busy_one_after_its_
 @pytest.mark.parametrize(
     "lower", [{"gpu_memory_max_percent": 0.25}, {"gpu_memory_limit_mb": 250}, {"max_models_per_device": 1}]
 )
-def test_cheaper_model_leaves_for_a_lowered_limit(lower: dict[str, Any]) -> None:
+def test_lowered_limit_evicts_the_cheaper_model(lower: dict[str, Any]) -> None:
     models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     world = begin(models, {"a": 150, "b": 200}, gpus=GPU)
     for name in models:
@@ -421,7 +421,7 @@ def test_models_do_not_stay_in_host_memory_whose_limit_is_lowered() -> None:
     assert world.state.ledger.excess("cpu") == 0
 
 
-def test_warm_models_that_are_worth_least_leave_for_a_lowered_limit() -> None:
+def test_lowered_limit_drops_the_least_valuable_warm_models() -> None:
     models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     world = begin(models)
     for name, seconds in (("a", 1.0), ("b", 20.0)):
@@ -448,7 +448,7 @@ def test_warm_model_counts_for_the_memory_limit_once_it_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_draining_model_whose_settings_changed_leaves_for_good(is_removed: bool) -> None:
+def test_draining_model_whose_settings_changed_is_unloaded(is_removed: bool) -> None:
     world = begin({"a": {}, "b": {}}, memory_limit_gb=0.3)
     lease = world.leased("a")
     wish = world.want("b")

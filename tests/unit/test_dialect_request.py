@@ -372,7 +372,7 @@ def test_json_schema_is_an_output_format() -> None:
     assert "output_config" not in translated(user(), response_format={"type": "text"})
 
 
-def test_user_is_metadata() -> None:
+def test_user_is_sent_as_metadata() -> None:
     assert translated(user(), user="u-1")["metadata"] == {"user_id": "u-1"}
 
 

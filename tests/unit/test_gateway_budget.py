@@ -101,7 +101,7 @@ def test_resume_has_its_own_time() -> None:
     assert next_deadline(again, opening._replace(last=True)) == Deadline(510.0, Due.CLIENT)
     assert next_deadline(again, Phase(506, 507)) == Deadline(512.0, Due.LOAD_WAIT)
     assert next_deadline(again, Phase(506, 507, last=True)) == Deadline(517.0, Due.CLIENT)
-    assert (again.quiet_left(506.0), again.has_time(509.0), again.has_time(510.0)) == (4.0, True, False)
+    assert (again.resume_seconds_left(506.0), again.has_time(509.0), again.has_time(510.0)) == (4.0, True, False)
     patient = Budget(LIMITS, 0.0).renewed(500.0, quiet_since=485.0)
     assert next_deadline(patient, Phase(500, 510)) == Deadline(540.0, Due.SILENCE)
     assert patient.has_time(799.0) and not patient.has_time(800.0)

@@ -111,7 +111,7 @@ def test_account_is_idle_when_nothing_is_limited_or_running() -> None:
     assert (limits.is_any, core.NO_LIMITS.is_any) == (True, False)
 
 
-def test_clock_that_goes_back_refills_nothing() -> None:
+def test_clock_that_is_set_back_refills_nothing() -> None:
     limits = Limits(requests_per_minute=1)
     account = _entered(FREE, limits, 1, 10.0)
     assert core.settled(account, limits, 9.0) == account

@@ -19,10 +19,10 @@ from gateway.routing.resume_policy import (
     PartialAnswer,
     ResumeMethod,
     continuation,
-    exclusion,
     is_resumable,
-    obstacle,
     resume_order,
+    why_excluded,
+    why_not_resumable,
 )
 from gateway.routing.splice import (
     MAX_CHARACTERS,
@@ -107,7 +107,7 @@ def shown(frames: Sequence[Frame]) -> str:
     ],
 )
 def test_only_plain_text_is_resumable(request_: InferenceRequest, policy: str, reason: str | None) -> None:
-    assert obstacle(request_, policy) == reason
+    assert why_not_resumable(request_, policy) == reason
 
 
 def test_rejected_request_is_not_resumed() -> None:
@@ -132,10 +132,10 @@ def test_cloud_that_sent_only_keep_alives_is_not_tried_again() -> None:
 
 
 def test_excluded_candidates_have_a_reason() -> None:
-    assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == "it refused"
-    assert exclusion(GPT, CLAUDE, BROKE, "any", PARTIAL, {GPT}) == "it sent only keep-alives"
-    assert exclusion(GPT, DEMO, BROKE, "local", PARTIAL) == "the route has resume: local"
-    assert [exclusion(candidate, DEMO, BROKE, "any", PARTIAL) for candidate in CHAIN] == [None] * 4
+    assert why_excluded(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == "it refused"
+    assert why_excluded(GPT, CLAUDE, BROKE, "any", PARTIAL, {GPT}) == "it sent only keep-alives"
+    assert why_excluded(GPT, DEMO, BROKE, "local", PARTIAL) == "the route has resume: local"
+    assert [why_excluded(candidate, DEMO, BROKE, "any", PARTIAL) for candidate in CHAIN] == [None] * 4
 
 
 # --- requests for the rest of an answer -------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_cpu_is_read_from_sysctl(text: str, cpu: Cpu) -> None:
         ("", Compiler(), "unknown compiler"),
     ],
 )
-def test_compiler_is_read_from_its_macros(macros: str, compiler: Compiler, text: str) -> None:
+def test_compiler_is_identified_by_its_macros(macros: str, compiler: Compiler, text: str) -> None:
     assert build.compiler_of_macros(macros) == compiler
     assert str(compiler) == text
 

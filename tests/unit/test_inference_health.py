@@ -116,7 +116,7 @@ def test_ill_device_is_drained_before_it_is_quarantined(device: Device) -> None:
     assert device.reads(Sign.DEAD) == (S.LOST, [])
 
 
-def test_models_that_do_not_leave_in_time_are_stopped(device: Device) -> None:
+def test_models_that_are_not_unloaded_in_time_are_stopped(device: Device) -> None:
     device.reads(Sign.ILL)
     assert device.waits(DRAIN_SECONDS, empty=False) == (S.DRAINING, [])
     assert device.waits(STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])

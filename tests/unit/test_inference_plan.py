@@ -152,14 +152,14 @@ def test_reading_is_kept_when_the_allowance_changes() -> None:
 
 
 @pytest.mark.parametrize("standing", [Standing.YOUNG, Standing.BUSY, Standing.LOADING])
-def test_plan_waits_for_models_that_cannot_leave_yet(standing: Standing) -> None:
+def test_plan_waits_for_models_that_cannot_be_evicted_yet(standing: Standing) -> None:
     ledger, held = hold(machine(gpu_0=1000), "other", {"gpu-0": 800}, standing)
     decision = rejected(ask(gpu(400)), ledger, [held])
     assert decision.waits_for == ("other",)
     assert str(standing) in decision.reason
 
 
-def test_no_more_models_are_evicted_while_one_leaves() -> None:
+def test_no_more_models_are_evicted_while_one_is_unloaded() -> None:
     ledger, leaver = hold(machine(gpu_0=1000), "leaver", {"gpu-0": 500}, Standing.LEAVING)
     ledger, idle = hold(ledger, "idle", {"gpu-0": 500})
     decision = rejected(ask(gpu(500)), ledger, [leaver, idle])

@@ -208,20 +208,20 @@ def test_idle_time_before_leaving_depends_on_the_level(foreign: int, expected: d
     assert leaving(actions) == expected
 
 
-def test_below_critical_models_leave_only_if_memory_is_wanted() -> None:
+def test_below_critical_models_are_evicted_only_if_memory_is_needed() -> None:
     tenants = (idle("old", 500, 400), idle("mid", 400, 400))
     assert after(scene(*tenants), scene(*tenants))[1] == ()
     assert leaving(after(scene(*tenants), scene(*tenants), rules=Rules(eager=True))[1]) == {"old": True}
     assert leaving(after(scene(*tenants), scene(*tenants, wanted=True))[1]) == {"old": True}
 
 
-def test_busy_model_leaves_when_idle_if_foreign_use_grew_since_its_load() -> None:
+def test_busy_model_is_evicted_when_idle_if_foreign_use_grew_since_its_load() -> None:
     then, now = Tenant("a", Standing.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
     assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
     assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "the use was the same at the load"
 
 
-def test_only_as_many_models_leave_as_needed() -> None:
+def test_only_as_many_models_are_evicted_as_needed() -> None:
     tenants = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"a": True}
     assert leaving(after(scene(*tenants, wanted=True, foreign=95))[1]) == {"a": True}
@@ -386,7 +386,7 @@ def test_models_stay_while_no_limit_is_lowered() -> None:
     assert names(fresh, lowered(before, limit=None), held) == []
 
 
-def test_idle_models_leave_before_busy_ones_and_pinned_ones_last() -> None:
+def test_idle_models_are_evicted_before_busy_ones_and_pinned_ones_last() -> None:
     sizes = {kind: 20 * (place + 1) for place, kind in enumerate(KINDS)}
     before, held = books(*((str(kind), kind, {"cpu": size}) for kind, size in reversed(sizes.items())))
     gone: list[Standing] = []
@@ -405,7 +405,7 @@ def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
     assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
 
 
-def test_leaving_model_counts_as_gone() -> None:
+def test_model_that_is_being_unloaded_counts_as_unloaded() -> None:
     before, held = books(("a", Standing.LEAVING, {"gpu-0": 400}), ("b", Standing.IDLE, {"gpu-0": 400}))
     assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []
 

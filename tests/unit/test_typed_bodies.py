@@ -14,7 +14,7 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import ChatRequest, changed, parse
 from gateway.apis.responses import responses_request
 from gateway.errors import RequestError
-from gateway.routing.resume_policy import obstacle
+from gateway.routing.resume_policy import why_not_resumable
 from headgate.shared.bodies.body_decoder import as_json, decode
 from headgate.shared.bodies.openai_bodies import AnswerSoFar, Message
 from inference.protocol import Code
@@ -131,7 +131,7 @@ def test_deprecated_functions_need_the_capability_tools() -> None:
 
 
 def test_requests_without_a_stream_are_not_resumed() -> None:
-    assert obstacle(parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x"}'), "any") == "shape"
+    assert why_not_resumable(parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x"}'), "any") == "shape"
 
 
 def test_null_fields_are_absent_after_decoding() -> None:

@@ -290,7 +290,7 @@ def test_largest_request_does_not_count() -> None:
     slots=st.integers(1, 4),
     seconds=st.floats(0.0, 5.0),
 )
-def test_each_input_leaves_once_in_the_order_of_service(
+def test_each_input_is_scheduled_once_in_the_order_of_service(
     requests: Sequence[tuple[list[int], float, Priority]], slots: int, seconds: float
 ) -> None:
     """Before anything is computed, the order is that of arrival and head start."""

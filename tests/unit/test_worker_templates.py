@@ -270,7 +270,7 @@ def rendered(source: str, *texts: str) -> list[str]:
     return template.render([{"role": "user", "content": text} for text in texts], {}, generate=True)
 
 
-def test_text_is_a_part_for_templates_of_parts() -> None:
+def test_text_becomes_a_content_part_if_the_template_requires_parts() -> None:
     assert rendered(PARTS, "one", "") == ["[user]one[user]"]
 
 

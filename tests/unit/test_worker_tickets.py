@@ -100,7 +100,7 @@ async def test_read_on_arrival_ends_the_stall() -> None:
     assert await task == []
 
 
-async def test_failing_on_arrival_leaves_the_output_for_take() -> None:
+async def test_output_can_be_taken_after_on_arrival_failed() -> None:
     """Other outputs of the same delivery are not affected."""
 
     def fails(_output: str) -> bool:

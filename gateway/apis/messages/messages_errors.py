@@ -102,10 +102,10 @@ def envelope(error: GatewayError) -> dict[str, Any]:
     code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
     code = _CODE_OF_PARAM.get(error.param, code)
     param = _own_name(error)
-    return {**_error_body(error.status, code, _worded(error, code), param, error.details), "request_id": None}
+    return {**_error_body(error.status, code, _message(error, code), param, error.details), "request_id": None}
 
 
-def _worded(error: GatewayError, code: str) -> str:
+def _message(error: GatewayError, code: str) -> str:
     """The message. An error about a prompt that is too long begins with Anthropic's text, so that agents shorten it."""
     if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
         return error.message

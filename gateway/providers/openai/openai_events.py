@@ -53,7 +53,7 @@ class OpenAIStream:
             raise frame_error(error, secrets=self._secrets)
         if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
             raise _malformed("a chunk without choices")
-        is_changed = b"\n" in data  # a chunk written over several `data:` lines leaves as one
+        is_changed = b"\n" in data  # a chunk written over several `data:` lines is sent as one
         has_usage = isinstance(chunk.get("usage"), dict)
         if not choices:
             self._is_usage_relayed |= has_usage
@@ -102,7 +102,7 @@ class CallNumbers:
     """Gives every tool call of one choice its own index.
 
     Google leaves `index` out or gives all parallel calls the same one, so that a client that joins pieces by index
-    would make one call of several. Correct indices are kept.
+    would merge several calls. Correct indices are kept.
     """
 
     def __init__(self) -> None:

@@ -187,10 +187,10 @@ def _keep_messages_semantics(sent: ChatRequest) -> None:
     if (shape := sent.response_format) is not None and (inner := shape.json_schema) is not None:
         sent.response_format = replace(shape, json_schema=replace(inner, strict=is_strict(inner.schema)))
     if sent.tools:
-        sent.tools = [replace(tool, function=_loosened(tool.function)) for tool in sent.tools]
+        sent.tools = [replace(tool, function=_without_strict(tool.function)) for tool in sent.tools]
 
 
-def _loosened(function: Function | None) -> Function | None:
+def _without_strict(function: Function | None) -> Function | None:
     if function is None or not function.strict or is_strict(function.parameters):
         return function
     return replace(function, strict=False)

@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's APIs: chat, completions, embeddings, and reranking as others define it.
+"""The request bodies of OpenAI's APIs: chat, completions, embeddings, and the usual reranking API.
 
 The gateway decodes its clients' requests into these types and sends them to the inference service; a worker decodes
 them again.
@@ -253,7 +253,7 @@ class GenerationFields(Body, kw_only=True):
 if TYPE_CHECKING:
 
     class ParameterFields(GenerationFields, kw_only=True):
-        """The generation parameters that code of the gateway reads; at run time it has all of the table."""
+        """The generation parameters, for the type checker only those that the code reads."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -269,7 +269,7 @@ if TYPE_CHECKING:
         skip_special_tokens: bool | None = None
 
     class ChatParameterFields(ParameterFields, kw_only=True):
-        """The same, with those that only chats have."""
+        """The generation parameters of a chat."""
 
         max_completion_tokens: int | None = None
         enable_thinking: bool | None = None
@@ -359,7 +359,7 @@ class RerankRequest(Body, kw_only=True):
 
 
 class TokenizeBody(Body, kw_only=True):
-    """The body of `/tokenize`: the tokens of `messages` with what belongs to them, of a prompt, or of `content`."""
+    """The body of `/tokenize`: it has `messages` with their tools and options, a prompt, or `content`."""
 
     model: ModelName
     content: str | None = None
@@ -440,7 +440,7 @@ _WITH_OBJECTS = frozenset(
         "stream_options",
     )
 )
-"""Fields of a chat with objects that may hold more than is declared here."""
+"""Fields of a chat whose objects may have undeclared fields."""
 
 
 def _check_message(message: Message, path: str) -> None:

@@ -23,7 +23,7 @@ class Detokenizer:
         self._decoder = IncrementalDecoder("replace")
 
     def push(self, piece: bytes) -> str:
-        """The text that `piece` completes; bytes of an unfinished character wait."""
+        """The text that `piece` completes; bytes of an unfinished character are kept."""
         if piece.isascii() and not self._decoder.buffer:
             return piece.decode("ascii")  # the usual case; the decoder is Python code
         return self._decoder.decode(piece)
@@ -36,7 +36,7 @@ class Detokenizer:
 class StopFilter:
     """Cuts text before the first stop string that is completed, however the text is divided into pieces.
 
-    Of several that are completed by the same character the longest counts, so that nothing of it is shown.
+    If one character completes several stop strings, the longest is cut, so that no part of it is shown.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class StopFilter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without being all of it."""
+    """Length of the longest end of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -95,12 +95,12 @@ class Output(NamedTuple):
     so far, `cached` the prompt tokens that did not have to be computed.
 
     `text` is the content of a plain answer. One that is divided has `parts` instead: content, reasoning and calls in
-    their order. `reasoning_tokens` are those of `tokens` that were no answer yet.
+    their order. `tokens` includes `reasoning_tokens`.
 
-    `prompt_logprobs` continue those of the prompt, when it is scored. They come in outputs without text, all of them
-    before the first output that has text or a finish.
+    `prompt_logprobs` are the next log probabilities of the prompt, if they were requested. Their outputs have no text
+    and precede the first output with text or a finish.
 
-    `stop` is the stop string that ended the choice, where one did.
+    `stop` is the stop string that ended the choice, if any.
     """
 
     choice: int
@@ -182,7 +182,7 @@ class Generation:
         return self._unseen(text + self._stops.flush())
 
     def _unseen(self, text: str) -> str:
-        """`text` without the part that the client has: the prefix may have ended in the beginning of a stop string."""
+        """`text` without the part that the client has: `prefix` may end in the beginning of a stop string."""
         if not self._hidden:
             return text
         cut = min(self._hidden, len(text))
@@ -196,7 +196,7 @@ class Generation:
         return Output(self.choice, text, self.tokens, self.cached or 0, logprobs, finish, stop=stop)
 
     def _ready(self, finish: str | None, cut: bool) -> tuple[TokenLogprob, ...]:
-        """Log probabilities go out with their text; those of a stop string that was cut away are dropped with it."""
+        """The log probabilities of the text that is sent now. Those of a stop string that was cut are dropped."""
         ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
         self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
         return tuple(ready)
@@ -205,8 +205,8 @@ class Generation:
 class Scoring:
     """The log probabilities of one prompt, on the engine's thread.
 
-    What is computed twice (after a preemption) is scored once. Pieces are those of `special=True`, and offsets count
-    characters of the text that they join to.
+    A token that is computed again after a preemption is scored once. Pieces of control tokens have their text
+    (`special=True`), and offsets count the characters of all pieces.
     """
 
     def __init__(self, prompt: Sequence[int], vocabulary: Vocabulary, alternatives: int) -> None:

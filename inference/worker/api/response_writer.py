@@ -25,7 +25,7 @@ def new_id(kind: Literal["chat", "completion"]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole request; `reasoning` are those of `completion` that came before an answer."""
+    """Token counts of a whole request. `completion` includes `reasoning`."""
 
     prompt: int
     completion: int
@@ -47,8 +47,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text at the beginning of a completion. `hidden` is the number of characters by which the texts of
-    the prompt's tokens are longer, such as the text of an added BOS.
+    """The prompt's text at the beginning of a completion. `hidden` is the number of characters that the texts of its
+    tokens have beyond `text`, such as the text of an added BOS.
     """
 
     text: str
@@ -158,8 +158,8 @@ class Stream:
         chunk of a chat carries the usage of the prompt instead, and the others have no `usage`.
 
         `echo` is the beginning of each choice of a completion, in order of choices. A `divided` answer may have no
-        content at all, so the content of its first chunk is null. If no call follows either, the last chunk has empty
-        content, as the whole answer has.
+        content at all, so the content of its first chunk is null. If the answer has neither content nor calls, the last
+        chunk has empty content, like a whole answer.
         """
         self._choices = choices
         self._chat = kind == "chat"

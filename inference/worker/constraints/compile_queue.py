@@ -23,13 +23,14 @@ from inference.worker.worker_errors import BadRequestError, GoneError, WorkerErr
 log = logging.getLogger("headgate.worker.constraints")
 
 MAX_WAITING = 16
-"""Limit of forms that are compiled or wait. One can take seconds, so that more would wait past their deadlines."""
+"""Limit of forms that are compiled or wait. One can take seconds, so the deadlines of more forms would pass."""
 FORM_SECONDS = 30.0
-"""Time for a form and for those before it to be compiled."""
+"""Time limit for the compilation of a form, including those before it in the queue."""
 HELP_SECONDS = 2.0
-"""The same for a form that only helps the model: answers without it are valid."""
+"""The time limit for a form that only helps the model: answers without the constraint are valid."""
 IDLE_SECONDS = 1.0
-"""A client with consecutive requests sends its next request within this time."""
+"""The vocabulary is read after this time without a request: a client with consecutive requests sends the next one
+earlier."""
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class FormQueue:
     async def constraint(
         self, form: Form, param: str, *, promised: bool, deadline: float | None, gone: Callable[[], bool]
     ) -> Constraint | None:
-        """The constraint of `form`; None where it was not `promised` and there is none within `help_seconds`.
+        """The constraint of `form`; None if it was not `promised` and is not compiled within `help_seconds`.
 
         `deadline` is the time by which the request needs its first token; `gone` returns whether its client has
         disconnected: then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form

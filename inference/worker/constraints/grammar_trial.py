@@ -1,6 +1,6 @@
 """Compiles grammars of requests in a child process with limits, before they are compiled in the worker.
 
-Some patterns and schemas take exponential time or memory to compile, which only compiling them shows.
+Some patterns and schemas take exponential time or memory to compile. Only a compilation shows which.
 """
 
 from __future__ import annotations

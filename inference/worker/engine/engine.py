@@ -281,7 +281,7 @@ class Engine:
     def _send(self, running: _Running, output: Output) -> None:
         """Sends an output that is not the last of its choice.
 
-        The first output of a choice leaves at once, later ones may wait for `max_delay_seconds`. A request with
+        The first output of a choice is sent at once, later ones may wait for `max_delay_seconds`. A request with
         too many unread outputs is suspended.
         """
         ticket = running.ticket
@@ -350,7 +350,7 @@ class Engine:
             self._scheduler.suspend(job)
         ticket.stalled = True
         if ticket.sent - ticket.read <= most_unread:
-            self._resume(ticket)  # the reader read before it could see `stalled`
+            self._resume(ticket)  # outputs were read before `stalled` was set
 
     def _resume(self, ticket: Ticket[Output]) -> None:
         self._unread_since.pop(ticket, None)

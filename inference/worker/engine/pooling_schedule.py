@@ -1,9 +1,9 @@
 """Decides which inputs of which requests are pooled in the next batch.
 
-The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS), plus the seconds computed
-for the request so far, each multiplied by the number of requests that shared them. Concurrent requests therefore make
-equal progress, independent of their number of inputs. No request starves, because later requests have a later place.
-The inputs of a request are served in their order.
+The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS), plus the computed seconds
+of the request so far, multiplied by the number of requests that shared them. Concurrent requests therefore make equal
+progress, independent of their number of inputs. No request starves, because later requests are ordered behind it. The
+inputs of a request are served in their order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Input(Generic[Owner]):
 class Batch(Generic[Owner]):
     """`chosen` inputs are computed together. `late` inputs are past their deadline, `unfit` inputs are too long.
 
-    All of them have left the queue.
+    All of them were removed from the queue.
     """
 
     chosen: Sequence[Input[Owner]]
@@ -133,7 +133,7 @@ class PoolQueue(Generic[Owner]):
         return Batch(chosen, [item for request in late for item in request.left()], unfit)
 
     def computed(self, seconds: float) -> None:
-        """Records the duration of the last batch: its requests move back by their share times their number."""
+        """Records the duration of the last batch: each of its requests moves back in the order of service."""
         total = max(1, sum(tokens for _request, tokens in self._computing))
         for request, tokens in self._computing:
             request.key += seconds * self._sharing * tokens / total

@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TOKEN_SECONDS = 0.002
-"""A prompt token that takes longer counts only this long. All limits below are longer in the same proportion on a slow
-model, because its streams are slower too. Without this rule, steps with less than one prompt each cost a slow model a
-sixth of its throughput."""
+"""The counted time of a prompt token is at most this. On a slow model, steps may therefore be longer than the limits
+below, because its streams are slower too. Without this rule a slow model loses a sixth of its throughput, because each
+step has less than one prompt."""
 
 SLOWEST = 6
-"""A prompt token counts at least its duration divided by this number."""
+"""The counted time of a prompt token is at least its duration divided by this number."""
 
 STEP_SECONDS = 0.4
-"""Time for prompts in a step that streams wait for; a stream pauses for this long."""
+"""Time for prompts in a step while streams wait, and so the pause of these streams."""
 
 LONGEST_SECONDS = 1.0
 """Maximum time for prompts in a step, and the longest delay of an abort or a new request.
 
-A step may take more than STEP_SECONDS where more prompts wait than streams are delayed, in the proportion of the two
-numbers: one stream pauses once, and all prompts start. It may take the maximum where no delayed stream has more than
-its first token: requests that arrived together wait for each other once."""
+If more prompts wait than streams decode, a step may take STEP_SECONDS times the ratio of both numbers: the streams
+pause once, and all prompts start. If no stream has more than its first token, a step may take the maximum: requests
+that arrived together wait for each other once."""
 
 MIXED_SECONDS = 0.08
 """Average time for prompts in a step that also decodes; a reader of a stream notices a longer pause."""
@@ -34,7 +34,7 @@ CREDIT_SECONDS = 4.0
 computed at once: a stream that pauses once ends earlier than a stream that is delayed at each token."""
 
 DEBT_SECONDS = LONGEST_SECONDS / 2
-"""Maximum debt that the following steps repay; equal to what the scheduler may exceed a budget by. Where a step was
+"""Maximum debt that the following steps repay. The scheduler may exceed a budget by the same time. Where a step was
 longer for another reason, the measured pace is corrected instead."""
 
 SMALLEST = 32
@@ -42,7 +42,7 @@ SMALLEST = 32
 
 
 def counted(tokens: int, seconds: float) -> float:
-    """The time that `tokens` of prompts count when they took `seconds`."""
+    """The counted time of `tokens` of prompts that took `seconds`."""
     return max(seconds / SLOWEST, min(seconds, tokens * TOKEN_SECONDS))
 
 
@@ -53,10 +53,10 @@ def weight(decoding: int, prompts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The measured pace: `tokens` of prompts count STEP_SECONDS. A step holds at most `most` prompt tokens.
+    """The measured pace: `tokens` prompt tokens have a counted time of STEP_SECONDS. A step has at most `most`.
 
     `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. A second in which more
-    prompts than streams wait counts in that proportion (`weight`).
+    prompts than streams wait counts less (`weight`).
 
     With constant costs, prompts stay within their time: a step holds at most what the last measured step would have
     computed in that time, and the estimate at most doubles per step. A prompt token is assumed to cost as much as a

@@ -25,14 +25,15 @@ _logits_ith: Any = without_gil_release("llama_get_logits_ith")
 _logits_ith.restype = ctypes.c_void_p
 
 WIDEST_GAP = 3
-"""llama.cpp computes sequences together only if their numbers are consecutive. Up to this many other sequences between
-two of a batch are computed with one token each, which is removed afterwards. On two cores one more row of a small model
-costs a third of one more pass over its weights, and less with larger models or devices.
+"""llama.cpp computes sequences together only if their numbers are consecutive. If up to
+this many other sequences are between two of a batch, one token of each of them is computed too and removed afterwards.
+On two cores an additional row of a small model takes a third of the time of an additional pass over its weights; with
+larger models or on devices it takes less.
 """
 
 COPIED_PART = 128
-"""A copy moves all cells of a sequence. On two cores it took as long as the prefill of 1/60 of them with 15 M
-parameters, and of 1/320 with 135 M. Larger models compute longer per byte of a cell.
+"""A copy moves all cells of a sequence. On two cores a copy of N cells took as long as the prefill of N/60 tokens with
+15 M parameters, and of N/320 with 135 M. Larger models compute longer per byte of a cell.
 """
 LEAST_COPIED = 16
 
