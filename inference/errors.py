@@ -153,7 +153,7 @@ class MemoryLimitExceededError(RefusedError):
 
 
 class MemoryRefused(RefusedError):
-    """A device refused memory that the plan had allowed. Nothing is held; `retry_after` is the backoff."""
+    """A device refused memory that the plan had allowed. No memory is reserved; `retry_after` is the backoff."""
 
     code = Code.MEMORY_LIMIT_EXCEEDED
 

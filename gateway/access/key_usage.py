@@ -50,7 +50,7 @@ class Limiter:
         return Meter(self, key, exchange, number)
 
     def apply(self, keys: Sequence[Key]) -> None:
-        """Applies new keys; accounts that no limit needs are dropped."""
+        """Applies new keys; accounts without an effect on limits are dropped."""
         now = self._clock()
         self._limits = {key.name: key.limits for key in keys}
         self._accounts = {
@@ -106,10 +106,10 @@ def _headers(limit_statuses: Sequence[core.LimitStatus]) -> tuple[tuple[str, str
 
 
 class Meter:
-    """Counts what one request of a limited key takes, while the context is open.
+    """Counts the tokens of one request of a limited key, while the context is open.
 
     An answer with a usage is charged that usage, and at least one token per piece: the usage of a resumed answer is
-    that of its last attempt. An answer that was cut is charged the estimate of its prompt and a token per piece; where
+    that of its last attempt. An interrupted answer is charged the estimate of its prompt and a token per piece; where
     tokens are limited, pieces of local answers are single tokens. A request that ends in an error is charged none.
     """
 

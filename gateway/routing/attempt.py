@@ -92,7 +92,7 @@ class Attempt:
         self.note_begun()
 
     def note_begun(self) -> None:
-        """Records, once, that content came: the success of a probe and the time to the first token."""
+        """Records, once, that content has arrived: the success of a probe and the time to the first token."""
         if self._begun or not self.reader.answered:
             return
         self._begun = True
@@ -110,7 +110,7 @@ class Attempt:
         return self._settled
 
     def settle(self, observation: Observation, message: str = "") -> Verdict:
-        """Records the end of the attempt; later calls change nothing."""
+        """Records the end of the attempt; later calls are ignored."""
         verdict = judge(observation)
         if self._settled:
             return verdict

@@ -1,7 +1,7 @@
-"""Gathers what is known about each candidate of a request and decides which of them are worth an attempt.
+"""Collects the facts about each candidate of a request and decides which candidates are tried.
 
-`select` uses facts that are at hand. `judge` runs when the turn of a candidate comes: it counts the prompt and predicts
-the wait, and only where the result could change the order.
+`select` uses known facts. `judge` runs when the turn of a candidate comes: it counts the prompt and predicts
+the wait, but only if the result could change the order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CandidateFilter:
         return select(self._candidates, self._known, self._requirements)
 
     def select_again(self) -> Selection:
-        """The same with current facts, after an answer was interrupted; the record keeps the first ones."""
+        """Like `select`, with current facts, after an answer was interrupted. The record keeps the first facts."""
         return select(self._candidates, self.facts, self._requirements)
 
     def facts(self, candidate: Candidate) -> Facts:
@@ -101,11 +101,11 @@ class CandidateFilter:
         return self._considered[candidate.position].facts
 
     def may_change(self, candidate: Candidate, later: Collection[Candidate]) -> bool:
-        """Whether `judge` could find a reason against `candidate`, with `later` still to come."""
+        """Whether `judge` could exclude `candidate` if the candidates `later` are left."""
         return candidate.is_local and bool(later or self._counts)
 
     async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        """Why `candidate`, for which `may_change` holds, is not tried now; None when it is."""
+        """Why `candidate` is not tried now; None if it is tried. Call it only if `may_change` is true."""
         return await self._by_length(candidate, later, budget) or self._by_speed(candidate, later, budget)
 
     def ready_in(self, candidate: Candidate) -> float:
@@ -131,7 +131,7 @@ class CandidateFilter:
             case Fit.NOTHING:
                 return checks.too_long(candidate, tokens, max_tokens, context)
             case Fit.PROMPT if max_tokens is not None:
-                better = await self._roomier(later, context, budget)
+                better = await self._next_larger_context(later, context, budget)
                 if better is not None:
                     return checks.little_room(candidate, tokens, max_tokens, context, better.name)
         return None
@@ -143,7 +143,7 @@ class CandidateFilter:
             return False
         return any(checks.is_alternative(self._known(other).context_length, context) for other in later)
 
-    async def _roomier(self, later: Sequence[Candidate], context: int, budget: Budget) -> Candidate | None:
+    async def _next_larger_context(self, later: Sequence[Candidate], context: int, budget: Budget) -> Candidate | None:
         """The next local candidate that is known to hold prompt and answer.
 
         Clouds do not count: their contexts are unknown, and a `max_tokens` that clients often set high is no reason to

@@ -1,4 +1,4 @@
-"""Selects the candidates of a request that are worth an attempt, and gives a reason for each of the others.
+"""Selects the candidates of a request that are tried, and gives a reason for each of the others.
 
 The facts may be stale: they only save attempts. The permit of the breaker, taken when an attempt starts, decides.
 """
@@ -230,7 +230,7 @@ def passes_on(verdict: Ignore, candidate: Candidate, *, larger_context_left: boo
     """Whether the client gets the provider's own 4xx instead of an answer of the next candidate.
 
     The client is not at fault when only a fallback finds the prompt too long, when a remaining candidate may hold it
-    (`larger_context_left`), or when the unknown model name stands in the configuration.
+    (`larger_context_left`), or when the unknown model name is in the configuration.
     """
     if verdict.reason is Reason.CONTEXT_LENGTH:
         return candidate.position == 0 and not larger_context_left

@@ -26,8 +26,8 @@ from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
 
 WHOLE_ANSWER_INTERVAL_SECONDS = 0.25
-"""Longest time between two frames of a local answer that the client gets as one object. The frames keep the deadline
-for silence from passing."""
+"""Longest time between two frames of a local answer that the client gets as one object. Without frames
+the deadline for silence would pass."""
 
 
 class RequestContext(NamedTuple):
@@ -116,7 +116,7 @@ class RequestState:
     cancel_reason: Callable[[], End] = lambda: End.CLIENT_LEFT
     stream_interval: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    """Kept: each call of `get_running_loop` costs a system call."""
+    """Cached, because each call of `get_running_loop` costs a system call."""
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,9 +163,7 @@ class RequestState:
         return body if bound == wanted else changed(body, max_tokens=bound)
 
     def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
-        """Permits for an attempt at `candidate`, or the refusal. A permit expires after the time to commit and one
-        silence.
-        """
+        """Permits for an attempt at `candidate`, or the refusal. A permit expires after `total` plus `inter_token`."""
         limits, gateway = self.budget.limits, self.gateway
         expires_at = time.monotonic() + limits.total + limits.inter_token
         return gateway.breakers.acquire(

@@ -63,7 +63,7 @@ class StreamReader:
         self._idle_noted_at = self._started
         self._waiting = self._sent = False
         self.answered = False
-        """Whether content or a finish reason came."""
+        """Whether content or a finish reason has arrived."""
         self.longest_silence = 0.0
         """The longest wait in seconds that ended with a frame."""
         self._last = last
@@ -110,7 +110,9 @@ class StreamReader:
             self._expire(Deadline(self._loop.time(), Due.SILENCE))
 
     async def next(self) -> Frame:
-        """The next frame, after `ready` returned none; raises UpstreamError or ExpiredError. Not after Done."""
+        """The next frame, after `ready` returned none; raises UpstreamError or ExpiredError. Must not be called after
+        Done.
+        """
         assert self._frames is not None, "the stream is opened first"
         self._begin_wait()
         try:
@@ -177,7 +179,7 @@ class StreamReader:
             log.exception("the connection to %s did not close properly", self._provider.name)
 
     def _begin_wait(self) -> None:
-        """Starts the clock of a silence; the time in which this process did other work does not count."""
+        """Starts to measure silence. Only the time of waiting counts, not that of other work of this process."""
         self._last_activity = self._loop.time()
         if self._idle_since is not None:
             self._idle_since += self._last_activity - self._idle_noted_at
@@ -187,7 +189,7 @@ class StreamReader:
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
-            # after the commit only a meter and comments need a look at each frame
+            # after the commit single frames matter only to a meter, and comments to deadlines
             if not self.answered or self._on_frame is not None or not isinstance(frame, Data):
                 self._note(frame)
             else:
@@ -227,7 +229,7 @@ class StreamReader:
         self._timer = None
 
     def _arm(self) -> None:
-        """Sets the timer; in its own turn of the loop, after the request was sent."""
+        """Sets the timer. It is a callback of the loop, so that it runs after the request was sent."""
         self._timer = None if self._task is None else self._loop.call_at(self._deadline().at, self._fire)
 
     def _deadline(self) -> Deadline:

@@ -1,7 +1,7 @@
 """The hot path: passes a request to the worker of its model and relays the answer as bytes.
 
 The body is read once; only `model` and `stream` are decoded. When the client disconnects, the worker's request ends at
-once. If the model is not ready, a stream begins after FIRST_WORD_SECONDS with progress comments; errors before that
+once. If the model is not ready, a stream begins after FIRST_COMMENT_SECONDS with progress comments; errors before that
 have an HTTP status, later ones are error frames.
 """
 
@@ -53,14 +53,14 @@ WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 """Interval of comments on a waiting stream: shorter than documented, so that a busy machine keeps it."""
 _EXIT_SECONDS = 0.5
 BODY_SECONDS = 60.0
-"""Time for a body to arrive."""
+"""Time limit for the arrival of a body."""
 CONNECT_SECONDS = 5.0
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 _FRAME_END = b"\n\n"
 _DATA = b"\ndata:"
 
 
-class _WorkerLeftError(Exception):
+class _WorkerEndedError(Exception):
     """The worker ended normally before it took the request, which is sent to another worker once."""
 
 
@@ -73,7 +73,7 @@ class Relay:
         self._vocabulary = cold_tokenizer.Vocabulary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; raises nothing except cancellations."""
+        """Answers one request; raises only cancellations."""
         headers = {**headers_of(scope), H_REQUEST_ID: request_id(scope)}
         out = Response(send, headers[H_REQUEST_ID], wire.take(scope))
         body = await self._body(headers, receive, out)
@@ -114,14 +114,14 @@ class Relay:
                 return
             try:
                 await self._serve(model, request, out)
-            except _WorkerLeftError:
+            except _WorkerEndedError:
                 model = self._authority.resolve(request.model)  # a reload may have removed it and added it again
                 if request.probe and await self._probe(model, out):
                     return
                 await self._serve(model, request, out)
         except InferenceError as error:
             await out.fail(error)
-        except _WorkerLeftError:
+        except _WorkerEndedError:
             await out.fail(ModelFailed("the model was unloaded twice before it took the request", retry_after=1.0))
         except OSError:
             log.debug("the client of %s disconnected", out.request_id)
@@ -167,7 +167,7 @@ class Relay:
         ) as ticket:
             lease = await (self._wait_with_progress(ticket, out) if request.stream else ticket.wait())
             assert lease is not None
-            await rerun.admit(model)  # the same request may have been convicted meanwhile
+            await rerun.admit(model)  # the same request may be in quarantine meanwhile
             alone = lease.alone
             lease.shape = lambda: {**request.shape(), "alone": alone}
             answer = self._stream if request.stream else self._whole
@@ -239,7 +239,7 @@ class Relay:
 
     @staticmethod
     async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Response) -> None:
-        """Sends an answer without a stream as a whole, so that a crash in the middle gives a proper error."""
+        """Sends an answer without a stream as a whole, so that a crash before its end results in an error response."""
         if out.started:
             await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
             await out.end()
@@ -254,14 +254,14 @@ class Relay:
             return ModelFailed(f"the worker of {model!r} closed the connection ({type(error).__name__})")
         exit = worker.exited.result()
         if exit.cause is ExitCause.REQUESTED and not relayed:
-            return _WorkerLeftError()
+            return _WorkerEndedError()
         if exit.cause is ExitCause.DEVICE_LOST:
             return self._authority.loss(model, lease.devices, exit.message)
         cause = exit.cause
         if cause is ExitCause.BROKEN_BUILD:
             if not await self._authority.build_holds():
                 return BrokenBuild()
-            cause = ExitCause.ASSERT  # like every later exit of this kind
+            cause = ExitCause.ASSERT  # later exits of this kind have the same cause
         failure = ModelFailed(
             f"the worker of {model!r} ended before the answer did: {exit.message}",
             retry_after=self._authority.model(model).backoff.delay_seconds or None,

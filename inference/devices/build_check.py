@@ -2,7 +2,7 @@
 
 The check runs in a helper (`inference/devices/build_proof_job.py`). A record in the state directory, or that of the
 set-up in the virtual environment, contains the CPU, libraries and folder for which it passed; a start with the same
-ones does not check. A build that fails while the service runs is recorded and checked at every start.
+values does not check again. A build that fails while the service runs is recorded and checked at every start.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class GgmlProbe(Probe):
         return self._readings
 
     async def start(self) -> None:
-        """Lists the devices once. Logs a failure, which counts as no device."""
+        """Lists the devices once. After a failure, which is logged, there are none."""
         try:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:

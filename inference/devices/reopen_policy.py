@@ -1,4 +1,4 @@
-"""Backoff for restarting a failed helper, and the point from which restarts are not expected to help.
+"""Decides when a failed helper is restarted, and when further restarts are not expected to help.
 
 The first restart is immediate, the next ones after 1 s, 2 s, 4 s and then every 8 s. Times are seconds of one clock.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 MOST_SECONDS = 8.0
 BEYOND_AFTER = 5
-"""New processes in a row that the driver refused, after which new processes are not expected to help. With the delays
-this takes at least 15 s, longer than the replacement of a driver.
+"""After this number of consecutive new processes that the driver refused, further ones are not expected to help. With
+the delays this takes at least 15 s, longer than the replacement of a driver.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Reopening:
-    """Failures in a row, refused new processes in a row, and the time of the next restart."""
+    """Consecutive failures, consecutive refused new processes, and the time of the next restart."""
 
     failures: int = 0
     refused: int = 0

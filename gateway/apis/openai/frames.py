@@ -85,7 +85,7 @@ _CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool
 
 
 def frame_of(payload: bytes) -> Data:
-    """The frame for the bytes of a JSON object, with the chunk where they are one."""
+    """The frame for `payload`, with the parsed chunk if `payload` is a JSON object."""
     try:
         chunk = loads(payload)
     except ValueError:
@@ -132,7 +132,7 @@ class Finishes:
         if self._choices == 1:
             self._finished.add(0)
             return
-        with suppress(ValueError):  # invalid JSON finishes no choice
+        with suppress(ValueError):  # invalid JSON has no finish reason
             for choice in objects(frame.parsed(), "choices"):
                 if choice.get("finish_reason") is not None and isinstance(index := choice.get("index", 0), int):
                     self._finished.add(index)

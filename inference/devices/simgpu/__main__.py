@@ -64,7 +64,7 @@ class Machine:
             order = parse(json.loads(line), [device.id for device in self.devices])
             for device in self.devices:
                 if order.device in (None, device.id):
-                    await device.obey(order)
+                    await device.run_command(order)
         except ValueError as error:  # includes JSONDecodeError
             return {"error": str(error), "of_state": isinstance(error, StateError)}
         if order.do != "status":

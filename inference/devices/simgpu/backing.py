@@ -14,12 +14,12 @@ from inference.workers.child_environment import child_environment
 
 START_SECONDS = 30.0
 MOST_SPARES = 2
-"""Spare servers: the replacement of a used one, and one that was returned meanwhile."""
+"""Maximum number of spare servers: one that replaces a used server, and one that was returned."""
 
 
 LEAST_MOVE_SECONDS = 10.0
 SLOWEST_MOVE_BYTES_PER_SECOND = 100e6
-"""A copy within memory on busy cores."""
+"""The speed of a copy within memory on busy cores."""
 
 
 class NoServerError(Exception):

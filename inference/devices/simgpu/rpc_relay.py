@@ -54,7 +54,7 @@ class Relay:
         """Relays until one side ends; `first` has already come from the client. Raises OSError and WireError."""
         await self._pass(self._talk.from_client(first))
         pumps = [
-            asyncio.create_task(self._pump(source, step))
+            asyncio.create_task(self._relay_direction(source, step))
             for source, step in ((self._client, self._talk.from_client), (self._server, self._talk.from_server))
         ]
         try:
@@ -90,8 +90,8 @@ class Relay:
             self._passed.clear()
             await self._passed.wait()
 
-    async def _pump(self, source: socket.socket, step: Callable[[Piece], Flow]) -> None:
-        """One direction, until its source ends."""
+    async def _relay_direction(self, source: socket.socket, step: Callable[[Piece], Flow]) -> None:
+        """Relays one direction until its source ends."""
         gates = (self._pace.passing, self._open) if source is self._client else (self._pace.passing,)
         buffer = memoryview(bytearray(BUFFER_BYTES))
         while count := await self._loop.sock_recv_into(source, buffer):

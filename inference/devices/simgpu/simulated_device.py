@@ -88,7 +88,7 @@ class Device:
         self._listening = asyncio.create_task(self._listen(listener))
 
     async def close(self) -> None:
-        """Stops listening and cuts every connection; returns when their servers are gone."""
+        """Stops listening and cuts every connection; returns when their servers have ended."""
         listening, self._listening = self._listening, None
         tasks = [*self._connections.values(), *([listening] if listening else [])]
         for task in tasks:
@@ -120,7 +120,7 @@ class Device:
             **asdict(memory.counters),
         }
 
-    async def obey(self, order: Order) -> None:
+    async def run_command(self, order: Order) -> None:
         """Runs one command; raises ValueError if it is not possible."""
         amount = order.amount
         match order.do:
@@ -217,7 +217,7 @@ class Device:
     async def _moved(self, pid: int, links: Mapping[int, _Link], moving: Coroutine[Any, Any, None]) -> None:
         """Waits for one server; after a failure all connections of the process are closed.
 
-        A connection or server that has ended is a state of the device, not a failed move.
+        If a connection or a server has ended, the error is a StateError.
         """
         try:
             await moving
