@@ -91,10 +91,10 @@ class ChainRunner:
         return self._first(work)
 
     def whole(self) -> Awaitable[tuple[dict[str, Any], Answer | None]]:
-        """The whole answer as one object; a candidate that breaks off is replaced by the next one.
+        """The whole answer as one object; after an interrupted stream the next candidate answers.
 
-        For a local candidate the answer is returned too, and the caller concludes it after sending the object. The
-        stream of a cloud is closed first: until then the request keeps its place.
+        For a local candidate the answer is returned too, and the caller closes it after sending the object. The stream
+        of a cloud is closed before this returns.
         """
 
         async def work(attempt: Attempt) -> tuple[dict[str, Any], Answer | None]:

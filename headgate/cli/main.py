@@ -148,7 +148,7 @@ def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the module of the t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. Shows a traceback only with HEADGATE_DEBUG."""
-    from headgate.cli.terminal import ReaderLeftError, Terminal, open_missing_streams, writing
+    from headgate.cli.terminal import StdoutClosedError, Terminal, open_missing_streams, writing
     from headgate.shared.errors import HeadgateError
 
     if argv is None:
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         terminal.say("")
         return 130
-    except ReaderLeftError:
+    except StdoutClosedError:
         return 0
     except Exception as error:
         if os.environ.get("HEADGATE_DEBUG"):

@@ -2,7 +2,7 @@
 
 HeadgateError
 └── OutputError       stdout cannot be written
-ReaderLeftError       the reader closed stdout (`headgate list | head -1`), which is not an error
+StdoutClosedError       the reader closed stdout (`headgate list | head -1`), which is not an error
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OutputError(HeadgateError):
     """The output cannot be written to stdout."""
 
 
-class ReaderLeftError(Exception):
+class StdoutClosedError(Exception):
     """The reader closed stdout. Not an OSError, so that it is not taken for a broken connection."""
 
 
@@ -78,7 +78,7 @@ class Terminal:
         return self.out.isatty()
 
     def data(self, text: str, *, end: str = "\n") -> None:
-        """Writes the result of a command to stdout. Raises ReaderLeftError, OutputError."""
+        """Writes the result of a command to stdout. Raises StdoutClosedError, OutputError."""
         self.clear_status()
         with writing(self.out):
             self.out.write(text + end)
@@ -140,7 +140,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def writing(stream: TextIO) -> Iterator[None]:
-    """Turns errors of stdout into ReaderLeftError or OutputError, and redirects it to the null device."""
+    """Turns errors of stdout into StdoutClosedError or OutputError, and redirects it to the null device."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -149,7 +149,7 @@ def writing(stream: TextIO) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not a file
             abandon(stream)
         if isinstance(error, BrokenPipeError):
-            raise ReaderLeftError from error
+            raise StdoutClosedError from error
         raise OutputError(f"cannot write to stdout: {error.strerror or error}") from error
 
 

@@ -63,7 +63,7 @@ class SseSplitter:
                 frames.append(frame)
             begin = look = end
         self._rest = rest[begin:]
-        # the next search starts where a blank line may begin that this piece has cut: at most `\r\n\r`
+        # the next search starts before an incomplete blank line at the end of this piece: at most `\r\n\r`
         self._searched = max(0, len(self._rest) - 3)
         if len(self._rest) > self._limit:
             raise ValueError(f"a frame of the stream exceeds {self._limit} bytes")

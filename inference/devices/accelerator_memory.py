@@ -114,7 +114,7 @@ class AcceleratorRecord:
 
 
 def _record(data: Any) -> Record | None:
-    """The record in the file's content; none of another version."""
+    """The record in the file's content; empty for a file of another version."""
     under = data["under"]
     if data["version"] != _VERSION or data["count"] < 1:
         return None

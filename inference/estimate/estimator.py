@@ -221,5 +221,5 @@ def _size(path: str) -> int:
 
 
 def _entries(data: Any) -> dict[str, dict[str, Any]]:
-    """The estimates in the file; none of another version."""
+    """The estimates in the file; empty for a file of another version."""
     return dict(data["entries"]) if data["version"] == _VERSION else {}

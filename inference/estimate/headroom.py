@@ -16,9 +16,11 @@ FIRST_SHARE = 16
 MOST_SHARE = 4
 """The limit of each kind is a quarter of the need."""
 ENOUGH_GOOD = 3
-"""This many workers in a row that ended normally halve it."""
+"""The head-room is halved after this number of consecutive workers that ended normally."""
 HALF_LIFE_SECONDS = 3600.0
-"""Each such time without a shortage halves it, because foreign use may have caused the shortage."""
+"""The head-room is halved after each such period without a shortage, because foreign use may have caused the
+shortage.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Headroom:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to remember."""
+        """Whether the entry can be deleted."""
         return self.total_bytes == 0
 
 
@@ -59,7 +61,7 @@ def _more(bytes_before: int, need_bytes: int) -> int:
 
 
 def eased(room: Headroom, now: float) -> Headroom:
-    """The head-room at `now`, after decay; a clock that was set back changes nothing."""
+    """The head-room at `now`, after decay; a clock that was set back is ignored."""
     halvings = int(max(0.0, now - room.at) / HALF_LIFE_SECONDS)
     return _halved(room, halvings, room.at + halvings * HALF_LIFE_SECONDS) if halvings else room
 

@@ -126,7 +126,7 @@ def _key(spec: ModelSpec, device: Reading) -> str:
 
 
 def _learned(data: Any) -> dict[str, _Entry]:
-    """The entries in the file; none of another version."""
+    """The entries in the file; empty for a file of another version."""
     if data["version"] != _VERSION:
         return {}
     return {str(key): _entry(item) for key, item in list(data["learned"].items())[-_MOST_KEYS:]}

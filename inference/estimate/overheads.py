@@ -74,7 +74,7 @@ def key_of(device: Reading) -> str:
 
 
 def _observations(data: Any) -> dict[str, list[int]]:
-    """The valid observations in the file; none of another version."""
+    """The valid observations in the file; empty for a file of another version."""
     if data["version"] != _VERSION:
         return {}
     return {

@@ -140,7 +140,7 @@ def test_grammar_cannot_refer_to_internal_grammars(name: str) -> None:
         COMPILER.compile(Grammar(f'start: "a" @{name}?'), "grammar")
 
 
-def test_masked_token_is_explained_by_other_parameters() -> None:
+def test_error_of_a_masked_token_names_other_parameters_as_the_cause() -> None:
     mask = COMPILER.compile(Grammar('start: "a" r\nr: "b" r'), "grammar").start()
     with pytest.raises(ConstraintError, match="other parameters exclude every token"):
         mask.accept(min(VOCABULARY.end_tokens))

@@ -92,7 +92,7 @@ def test_share_of_host_memory_that_other_programs_fill_is_lowered() -> None:
     assert site.alerts() == {}
 
 
-def test_models_that_swap_and_do_not_fit_together_stay_longer() -> None:
+def test_longer_residency_is_recommended_for_models_that_swap_and_do_not_fit_together() -> None:
     site = Site("a", "b", gpus=(), memory_limit_gb=0.3)
     site.world.used(*["a", "b"] * (SWAPS // 2), "a")
     recommended = site.alerts()[Kind.THRASH]

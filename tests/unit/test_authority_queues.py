@@ -35,7 +35,7 @@ def queue_full(world: StepWorld, name: str = "a", priority: Priority = Priority.
     return error
 
 
-def test_each_priority_has_its_own_places() -> None:
+def test_each_priority_has_its_own_queue_limit() -> None:
     world = begin({"a": {}}, queue_high=1, queue_normal=2, queue_low=3)
     for priority, places in ((Priority.HIGH, 1), (Priority.NORMAL, 2), (Priority.LOW, 3)):
         for _ in range(places):
@@ -86,7 +86,7 @@ def test_deadline_names_the_wait_or_the_load() -> None:
     assert (error.retry_after or 0) >= 1
 
 
-def test_deadline_while_a_model_is_restored_names_the_load() -> None:
+def test_deadline_while_a_model_is_restored_is_a_model_loading_error() -> None:
     world = begin({"a": {}})
     world.used("a")
     world.command(events.Offload("a"))

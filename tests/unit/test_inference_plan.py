@@ -145,7 +145,7 @@ def test_memory_of_an_evicted_model_counts_as_free() -> None:
     assert decision.evict == ("idle",)
 
 
-def test_reading_is_kept_when_the_allowance_changes() -> None:
+def test_foreign_bytes_are_kept_when_the_limit_of_a_device_changes() -> None:
     ledger = machine(cpu=1000).observe("cpu", 300, 700).open(Account("cpu", 500, 500))
     assert ledger.balance("cpu").foreign_bytes == 300
     assert ledger.balance("cpu").room_bytes == 200

@@ -84,7 +84,7 @@ def test_cases_expire(crashes: list[Crash], seconds: float) -> None:
     assert "a" not in quarantine.crashed("b", TOGETHER, seconds).cases
 
 
-def test_model_that_answers_nothing_is_at_fault_instead_of_its_requests() -> None:
+def test_crashes_of_a_model_that_never_answers_are_not_attributed_to_its_requests() -> None:
     quarantine = Quarantine()
     for number in range(MOST_IN_A_ROW):
         quarantine = _after(TOGETHER, ALONE, key=f"k{number}", quarantine=quarantine)

@@ -153,7 +153,7 @@ async def test_wire_is_not_used_for_a_response_with_a_length() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_wire_is_not_free_when_the_client_left_or_does_not_read(leaves: bool) -> None:
+async def test_wire_is_not_free_when_the_client_disconnected_or_does_not_read(leaves: bool) -> None:
     busy = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -130,7 +130,7 @@ def _serve() -> None:
 
 
 def _listening() -> list[int]:
-    """Ports of the TCP sockets on which this process listens: ggml's server does not tell which one it got."""
+    """Ports of the TCP sockets on which this process listens: ggml's server does not report its port."""
     ports: list[int] = []
     for number in range(3, _MOST_DESCRIPTORS):
         with contextlib.suppress(OSError):  # no such descriptor

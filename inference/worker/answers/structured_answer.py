@@ -53,7 +53,7 @@ class DividedGeneration(Generation):
         self._ends = vocabulary.end_tokens | reading.ends
         self._parts: list[Part] = []
         self._content = 0
-        """Characters that the parser called content; those that are shown are `_shown`."""
+        """Characters that the parser classified as content; those that are shown are `_shown`."""
         self._before: int | None = None
         """Number of characters before the content that is emitted now: reasoning, calls and their markers. An upper
         bound, because the parser may hold back content; None before such content.
@@ -105,8 +105,8 @@ class DividedGeneration(Generation):
         return self._added(finish)
 
     def _take(self, parts: Iterable[Part], *, drops: bool = False) -> None:
-        """Adds parts of the parser; nothing after a stop string or after the last allowed call. `drops`: content is
-        dropped, with the stop strings in it.
+        """Adds parts of the parser until a stop string or the last allowed call. `drops`: content is dropped, and stop
+        strings in it are ignored.
         """
         for part in parts:
             if self._stops.matched is not None or self._complete:
@@ -142,7 +142,7 @@ class DividedGeneration(Generation):
         self._parts.append(call if call.id else replace(call, id=self._reading.call_id()))
 
     def _count(self, part: Part) -> None:
-        """Counts reasoning tokens. Of the tokens without text after it, one counts as the mark that ends it."""
+        """Counts reasoning tokens. One token without text after the reasoning counts too, as the mark of its end."""
         if isinstance(part, Reasoning):
             self._reasoning_tokens += self._undecided
             self._reasons = True

@@ -21,7 +21,7 @@ from inference.worker.worker_requests import Facts
 BIG_BODY_BYTES = 2**18
 """Larger bodies are decoded one at a time, because decoding takes many times their size."""
 TURN_SECONDS = 30.0
-"""Time for the large bodies before this one to be decoded."""
+"""Time limit for waiting until earlier large bodies are decoded."""
 
 T = TypeVar("T")
 
