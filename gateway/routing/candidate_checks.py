@@ -1,8 +1,8 @@
 """The checks of a candidate when its turn comes: whether the prompt fits its context, and whether it is worth the wait.
 
 A body is not counted when its bytes fit the context at LEAST_BYTES_PER_TOKEN, together with TEMPLATE_TOKENS and
-`max_tokens`. Ordinary text has twice as many bytes per token. A prompt with fewer is refused by the model itself, and
-the next candidate is tried.
+`max_tokens`. Ordinary text has twice as many bytes per token. A prompt with fewer bytes per token is rejected
+by the model itself, and the next candidate is tried.
 
     time to first token = load + queue + prompt tokens / prefill rate
 
@@ -79,7 +79,7 @@ def too_long(candidate: Candidate, prompt_tokens: int, max_tokens: int | None, c
 
 
 def little_room(candidate: Candidate, prompt_tokens: int, max_tokens: int, context_length: int, to: str) -> Dropped:
-    """The reason for a prompt that fits with an answer that may not, where candidate `to` holds both."""
+    """The reason to defer: the prompt fits but the answer may not, and candidate `to` has room for both."""
     message = f"{prompt_tokens} tokens and max_tokens of {max_tokens} exceed its context of {context_length}"
     return Dropped(candidate, Drop.ROOM, f"{message}; {to} holds both and is tried first")
 
@@ -117,7 +117,7 @@ class Prediction:
         return self.load_seconds is not None and self.queue_seconds is not None
 
     def is_quicker_than(self, other: Prediction) -> bool:
-        """Whether this one is known to begin before the lower bound of `other`."""
+        """Whether this candidate answers before `other` can, as far as it was measured."""
         if not self.is_wait_known:
             return False
         if self.prefill_seconds is None:
@@ -153,7 +153,7 @@ def deferral(
     allowed: Allowed,
     later: Sequence[tuple[Candidate, Prediction]],
 ) -> Dropped | None:
-    """Why `candidate` is tried after `later`: an attempt now would be left before it answers. None keeps its place.
+    """Why `candidate` is tried after `later`: an attempt now would end before its answer. None if it keeps its place.
 
     A candidate is deferred only when one of `later` is known to be quicker, or is a cloud, which loads nothing.
     """

@@ -214,7 +214,7 @@ class _Writer:
 
 
 def _flat(form: Sequence) -> list[Form]:
-    """The parts of sequences in sequences, in one row."""
+    """The parts with nested sequences flattened."""
     flat: list[Form] = []
     for part in form.parts:
         flat += _flat(part) if isinstance(part, Sequence) else [part]
@@ -318,7 +318,9 @@ def _of_gbnf(source: str) -> str:
 
 
 def _for_lark(source: str) -> str:
-    """A rule named `start` under another name: in Lark the first rule is called so. Brackets as patterns have them."""
+    """Renames a rule `start`, because Lark uses this name for the first rule, and translates brackets to those of
+    patterns.
+    """
     names = set(_GBNF_PIECE.findall(source))
     name = "start"
     while name in names:
@@ -331,7 +333,7 @@ def _for_lark(source: str) -> str:
 
 
 def _class(brackets: str) -> str:
-    """Characters and ranges; in a pattern `&&`, `~~` and `--` between brackets would be operators."""
+    """Characters and ranges, escaped, because `&&`, `~~` and `--` are operators between the brackets of a pattern."""
     negation, inside = ("^", brackets[2:-1]) if brackets.startswith("[^") else ("", brackets[1:-1])
 
     def item(found: re.Match[str]) -> str:
@@ -341,7 +343,7 @@ def _class(brackets: str) -> str:
 
 
 def _separate(node: Any, gbnf: Any) -> None:
-    """Puts parentheses between a repetition and the repetition in it."""
+    """Adds parentheses around a repetition that is directly inside another one."""
     for part in node.children():
         _separate(part, gbnf)
     if isinstance(node, gbnf.RepetitionNode) and isinstance(node.node, gbnf.RepetitionNode):
@@ -349,7 +351,7 @@ def _separate(node: Any, gbnf: Any) -> None:
 
 
 def _plain(escape: re.Match[str]) -> str:
-    """The character that a \\u or \\U escape stands for, where it means nothing else in a grammar."""
+    """The character of a \\u or \\U escape, or an escape if the character has a meaning in grammars."""
     digits = escape[1] or escape[2]
     if digits is None or int(digits, 16) > 0x10FFFF:
         return escape[0]

@@ -40,10 +40,12 @@ def finite(lowered: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_merges(lowered: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Raises SchemaError when references in place are chained or multiplied beyond what can be merged."""
+    """Raises SchemaError for too long chains of references, and for too many references that are merged into one
+    schema.
+    """
     defs: Mapping[str, Any] = lowered.get("$defs", {})
     sizes: dict[str, tuple[int, int]] = {}
-    for name in _from_the_leaves(defs):
+    for name in _referenced_first(defs):
         hops, size = 0, 1
         for other, count in _merged(defs[name]).items():
             below = sizes.get(other, (0, 1))
@@ -76,7 +78,7 @@ class _Ends:
 
     def find(self, names: Mapping[str, str]) -> None:
         """Repeats until nothing changes; raises SchemaError if that takes too long."""
-        order = list(_from_the_leaves(self._defs))
+        order = list(_referenced_first(self._defs))
         for _round in range(MAX_VISITS // sum(1 for _node in _nodes({"$defs": self._defs}))):
             is_changed = False
             for name in order:
@@ -88,7 +90,7 @@ class _Ends:
         raise SchemaError(names[order[-1]], "the references are too complex to decide whether a finite value exists")
 
     def of(self, node: Any) -> frozenset[str]:
-        """Of one schema."""
+        """The JSON types of the finite values of one schema."""
         if not isinstance(node, Mapping):
             return kinds({}) if node else _NONE
         left = kinds(node)
@@ -138,7 +140,7 @@ def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _merged(node: Any) -> dict[str, int]:
-    """How often each definition is merged into a schema, and not just named where a value begins."""
+    """How often each definition is merged into a schema. References of nested values do not count."""
     found: dict[str, int] = {}
     waiting = [node]
     while waiting:
@@ -151,8 +153,8 @@ def _merged(node: Any) -> dict[str, int]:
     return found
 
 
-def _from_the_leaves(defs: Mapping[str, Any]) -> Iterator[str]:
-    """The definitions in order of their references, as far as there are no cycles."""
+def _referenced_first(defs: Mapping[str, Any]) -> Iterator[str]:
+    """The definitions, each after those that it refers to, except in cycles."""
     seen: set[str] = set()
     for root in defs:
         stack: list[tuple[str, Iterator[Any]]] = []
@@ -173,7 +175,7 @@ def _from_the_leaves(defs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prune(schema: Any, dead: set[str]) -> None:
-    """Writes false where a schema is a reference to nothing."""
+    """Replaces references to definitions without finite values by false."""
     for node in _nodes(schema):
         for key in ("properties", "patternProperties"):
             for name, item in node.get(key, {}).items():

@@ -88,7 +88,7 @@ class Document:
     # --- for one node ------------------------------------------------------------------------------------------------
     @property
     def has_tuples_in_items(self) -> bool:
-        """Whether the dialect may write the items of a tuple as a list in `items`; one that is not named may."""
+        """Whether `items` may be a list for the items of a tuple: in versions before 2020-12, and without `$schema`."""
         return "2020-12" not in self._dialect
 
     def reference(self, value: Any, at: str, base: str, scope: Scope) -> str:
