@@ -1,4 +1,4 @@
-"""Follows one answer over the attempts that give its pieces, and starts the next attempt after a break.
+"""Follows one answer over the attempts that generate its pieces, and starts the next attempt after a break.
 
 A break after the commit is settled like every other end of an attempt. Then each candidate that may resume is tried
 once, all within one deadline, and its frames are joined to the answer. When no candidate can, the error of the break is
@@ -128,7 +128,7 @@ class Answer:
             await self.attempt.close()
 
     def note_end(self) -> None:
-        """Records that the answer reached its true end."""
+        """Records that the answer reached its regular end."""
         if self._splice is not None:
             self._count("resumed")
 
@@ -177,7 +177,7 @@ class Answer:
         return self._hops + (self._splice is not None)
 
     def _is_replaceable(self) -> bool:
-        """Whether another attempt could resume, if the current one were left now."""
+        """Whether another attempt could resume the answer if the current one ended now."""
         sent, state = self._sent, self._state
         if sent.is_finished:
             return True

@@ -20,7 +20,7 @@ MAX_OVERLAP = 400
 
 _REASONING = ("reasoning_content", "reasoning")
 _TEXTS = frozenset({"role", "content", *_REASONING, "thinking_blocks"})
-"""Fields of a delta that can be resumed. Signed thinking can be only when text has followed it."""
+"""Fields of a delta that can be resumed. Signed thinking can be resumed only after text has followed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Splice:
         return self._choice(chunk, chunk["choices"][0])
 
     def _drop_repeated_role(self, choice: dict[str, Any]) -> None:
-        """Clients would concatenate a repeated role."""
+        """Removes a repeated role, which clients would append to the first one."""
         delta, index = choice.get("delta"), choice.get("index", 0)
         if delta and "role" in delta:
             if index in self._roles:

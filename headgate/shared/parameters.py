@@ -20,14 +20,14 @@ _INT32 = 2**31 - 1
 Kind = Literal["integer", "number", "boolean", "strings"]
 Clouds = Literal["sent", "renamed", "left out", "tier skipped"]
 """`sent`: where the provider has the parameter. `renamed`: the gateway sends the other parameter that it stands for.
-`tier skipped`: unless the value asks for nothing (false, 0)."""
+`tier skipped`: the tier is skipped, unless the value has no effect (false, 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter. `low` and `high` bound a number, both allowed. `minus_one`: -1 is allowed below `low` and counts
-    as absent. `only` is the only value of a boolean that is accepted. `samples`: it is a field of `Sampling`, which
-    gives `name` and `default`. `because` is the reason for `clouds`.
+    """One parameter. `low` and `high` are the inclusive bounds of a number. `minus_one`: -1 is allowed below `low` and
+    counts as absent. `only` is the only value of a boolean that is accepted. `samples`: it is a field of `Sampling`,
+    which gives `name` and `default`. `because` is the reason for `clouds`.
     """
 
     kind: Kind

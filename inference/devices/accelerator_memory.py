@@ -1,4 +1,4 @@
-"""Makes a start fail that would run models of accelerators on the CPU, because no accelerators were found.
+"""Makes a start fail if accelerators that earlier starts found are missing, because models would run on the CPU.
 
 Every start stores the number of accelerators and its circumstances in the state directory. A service that ends because
 its processes cannot reach them marks the record. Under the same circumstances the next start fails if it finds no

@@ -25,7 +25,8 @@ entropy would not be a number with a probability of zero."""
 
 _NEGLIGIBLE = 1e-8
 """Share of the likeliest token's probability below which a token is dropped before Mirostat, which sorts all others:
-8 ms for 144,000 tokens, and of a language model's vocabulary nearly all are below."""
+sorting
+144,000 tokens takes 8 ms, and nearly all tokens of a vocabulary are below this share."""
 
 _MARGIN = 1e-3
 """Added to a distance, so that rounding drops no token that the chain would keep."""

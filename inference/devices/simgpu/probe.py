@@ -1,7 +1,6 @@
-"""Starts the simulator and reads its devices. The end of the simulator is the loss of its devices.
-
-It is restarted after the loss was reported, with the delays of `inference.devices.reopen_policy`. Its devices are then
-empty, with the same identity and another endpoint, like GPUs after a reset of the driver.
+"""Starts the simulator and reads its devices. When the simulator ends, its devices are lost. It is restarted after the
+loss was reported, with the delays of `inference.devices.reopen_policy`. Its devices are then empty, with the same
+identity and another endpoint, like GPUs after a reset of the driver.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_BODY_BYTES = 32 * 2**20
 MAX_DISCARDED_BYTES = 256 * 2**20
 """The rest of a body over the limit is received up to this size, so that the client reads the error."""
 BODY_SECONDS = 30.0
-"""Time for a body to arrive."""
+"""Time limit for the arrival of a body."""
 MAX_STREAM_INTERVAL_SECONDS = 1.0
 """Upper bound of the requested interval: a stream that is silent for longer looks hung."""
 
@@ -60,7 +60,7 @@ class Exchange(Response):
             raise BadRequestError(f"{H_PRIORITY} must be high, normal or low", H_PRIORITY) from None
 
     def deadline(self, now: float) -> float | None:
-        """Time by which the first token must be there, on the clock of `now`; None without a deadline."""
+        """Time by which the first token must be generated, on the clock of `now`; None without a deadline."""
         milliseconds = self._milliseconds(H_DEADLINE)
         return None if milliseconds is None else now + milliseconds / 1000
 

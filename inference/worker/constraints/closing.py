@@ -27,12 +27,12 @@ _DESCRIBING = _VALUES | {
 """Keywords that take part in the description of an object or an array."""
 
 Find = Callable[[str, str], tuple[Any, str] | None]
-"""(reference, base) -> the schema and its base, None where the reference leads nowhere."""
+"""(reference, base) -> the schema and its base, None if the reference has no target."""
 
 
 class Scope(NamedTuple):
-    """How a schema object is closed. `begins`: the whole description of a value begins here. `open_values` are the
-    properties whose values stay open, None: all values.
+    """How a schema object is closed. `begins`: this object describes a value from the start, and is not a part of
+    another description. `open_values` are the properties whose values stay open, None: all values.
     """
 
     begins: bool
@@ -40,9 +40,9 @@ class Scope(NamedTuple):
 
 
 ALONE = Scope(True, frozenset())
-"""The only description of its value."""
+"""The object is the only description of its value, and closed."""
 OPEN = Scope(False, None)
-"""Nothing is closed here or below."""
+"""Neither this object nor those in it are closed."""
 
 
 class Description(NamedTuple):

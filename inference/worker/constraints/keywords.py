@@ -295,7 +295,7 @@ class Node:
         if key == "propertyNames" and self._lists_names(value):
             return
         if not _IN_PLACE & self._node.keys():
-            # Beside keywords of the same schema only, "unevaluated" is "additional".
+            # Without references and combined schemas, "unevaluated" means the same as "additional".
             if key == "unevaluatedProperties":
                 if "additionalProperties" not in self._node:
                     self._out["additionalProperties"] = self._sub(value, key)
@@ -307,7 +307,9 @@ class Node:
         self._give_up(key, f"{key} cannot be enforced")
 
     def _lists_names(self, value: Any) -> bool:
-        """Where names are listed or follow one pattern, other properties are none; False where they do neither."""
+        """Lowers `propertyNames` to the listed names or one pattern, without other properties. False if it has neither
+        form.
+        """
         if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
             return False
         if value.get("type", "string") != "string" or len(value.keys() & {"enum", "pattern"}) > 1:

@@ -16,11 +16,11 @@ MAX_MULTIPLE = 20_000
 MAX_COUNT = 100_000
 """Limit of `minItems`, `maxLength` and similar keywords."""
 MAX_HOPS = 256
-"""References in place (beside keywords or in allOf) from one to the next: llguidance merges them by recursion."""
+"""The length of a chain of references to schemas of the same value: llguidance merges them by recursion."""
 MAX_MERGED = 10_000
-"""References in place behind one reference: llguidance copies each target."""
+"""The number of references that are merged into one schema: llguidance copies each target."""
 MAX_VISITS = 200_000
-"""Schemas seen until it is known which references have an end, half a second. Without circles each is seen twice."""
+"""Visits of schemas to find references without an end; takes half a second. Without cycles each is visited twice."""
 EXACT = 2**53
 """Largest number that compares exactly."""
 MAX_PATTERNS = 64

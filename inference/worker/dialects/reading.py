@@ -164,7 +164,7 @@ class Reader(ABC):
             raise NoCallError
 
     def run(self, pattern: re.Pattern[str], most: int | None = None) -> Steps[str]:
-        """Reads what `pattern`, one or more of a set of characters, matches; of more than `most` one character more."""
+        """Reads the characters that `pattern` (one or more of a set) matches, at most `most` + 1 of them."""
         found: list[str] = []
         length = 0
         while (most is None or length <= most) and (yield from self.more()):
@@ -224,8 +224,8 @@ class Reader(ABC):
     # Calls.
 
     def attempt(self, call: Steps[None], *read: str) -> Steps[bool]:
-        """Reads a call. Text that is not a call is emitted as content, including `read`; after the beginning of a call
-        only the text after it. Returns whether a call began.
+        """Reads a call. If the text is not a call, it is emitted as content, together with `read`. If a call has begun,
+        only the text after the call is content. Returns whether a call began.
         """
         count = self.out.calls
         self._read[:] = read

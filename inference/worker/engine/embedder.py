@@ -64,7 +64,7 @@ class Embedder:
         self._clock = clock
         self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
         self._unanswered: Sequence[_Input] = []
-        """Inputs that have left the queue and have no result yet."""
+        """Inputs that were taken from the queue and have no result yet."""
         self._lock = threading.Lock()
         self._runner = EngineThread("embedder", self._iterate, self._close, on_fatal)
 

@@ -1,7 +1,7 @@
 """Transfers outputs from the engine thread to the requests on the event loop.
 
 Each delivered output costs time in every process on its way. Text that may wait is therefore joined with the next text
-of its choice. It leaves no later than its due time, estimated from the next step, and with the end of its choice.
+of its choice. It is sent by its due time at the latest, estimated from the next step, and with the end of its choice.
 """
 
 from __future__ import annotations

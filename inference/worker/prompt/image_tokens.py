@@ -16,9 +16,10 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def undivided(tokens: Sequence[int], start: int, end: int, most: int) -> int:
-    """Where a batch of the tokens from `start` on may end that was to end at `end`, so that no image is divided.
+    """The end of a batch of the tokens from `start` on, moved so that no image is divided; `end` is the wanted end.
 
-    Before the image that `end` lies in; behind it when the batch begins with it and `most` tokens may go; else `start`.
+    If `end` is inside an image, the batch ends before that image. If it begins with the image, it ends after the image
+    if that is at most `most` tokens, and is empty (`start`) otherwise.
     """
     if not _goes_on(tokens, end):
         return end

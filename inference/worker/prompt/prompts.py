@@ -37,8 +37,9 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "prompt": ("the prompt", "the prompt takes"),
     "answer_so_far": ("the prompt", "the prompt and the answer so far take"),
 }
-"""For messages about length: the name of a parameter's value, and the beginning of the sentence. Other parameters
-use their own names."""
+"""For messages about length: how the value of a parameter is called, and the beginning of the sentence. Other
+parameters are called by their names.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +253,14 @@ class Prompts:
         return [*begin, before, *prompt, after, *self._tokenizer.tokenize(suffix), middle]
 
     def _answer_prefix(self, so_far: AnswerSoFar, tokens: int) -> AnswerPrefix:
-        """`so_far`, which has this number of tokens; the mark that ends reasoning counts as reasoning."""
+        """The prefix of the answer from `so_far`, which has `tokens` tokens. The marker after reasoning counts as
+        reasoning.
+        """
         content = len(self._tokenizer.tokenize(so_far.content)) if so_far.reasoning_content else tokens
         return AnswerPrefix(tokens, max(0, tokens - content), so_far.content)
 
     def _generated(self, prompt: Prompt, text: str) -> list[int]:
-        """Tokens of `text`, generated after a completion's prompt. No text in it means a control token."""
+        """Tokens of `text`, which was generated after the prompt of a completion. It contains no control tokens."""
         tokens = self._tokenizer.tokenize(text)
         is_plain = tokens == self._tokenizer.tokenize(text, parse_special=True)
         return self._tokens_after(prompt, [text]) if is_plain and isinstance(prompt, str) else tokens

@@ -62,7 +62,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def compile(self, source: str) -> None:
-        """Raises ValueError with a sentence when the template does not compile."""
+        """Raises ValueError with a message when the template does not compile."""
         try:
             kind, problem = self._run(source, None)
         except RefusedError as error:
@@ -147,7 +147,7 @@ class ChatTemplate:
         """`with_tools` is the file's other template, for requests with tools, where it has one. `process` renders; by
         default it is that of `with_tools` or a new one.
 
-        Raises ValueError with a sentence when the template does not compile or is too long.
+        Raises ValueError with a message when the template does not compile or is too long.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")

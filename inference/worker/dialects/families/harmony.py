@@ -44,10 +44,10 @@ class HarmonyParser(Reader):
     """A message on the channel `analysis` is reasoning, a message to `functions.NAME` is a call, others are content.
     The recipient may be before or after the channel.
 
-    The recipient is unique, so a call of an unknown function counts as a call. To anything else but the assistant
-    itself (a tool of the vendor's own) it is content, its header included. Two messages of one kind are parted by an
-    empty line; otherwise no white space is added or dropped but around arguments and between messages. A header that
-    the end of the answer cuts off is dropped.
+    The recipient is unique, so a call of an unknown function counts as a call. A message to another recipient, such as
+    a tool of the vendor, is content, including its header. Two messages of one kind are separated by an empty line;
+    other white space is kept, except around arguments and between messages. A header that the end of the answer cuts
+    off is dropped.
     """
 
     def __init__(self, opened: str, names: Collection[str]) -> None:
@@ -223,7 +223,7 @@ def _begun(opened: str) -> str:
 
 
 def _open_header(opened: str) -> str | None:
-    """The header of the message in whose text the prompt ends; None where it ends before or in a header."""
+    """The header of the message that the prompt has begun; None if the prompt does not end in the text of a message."""
     header, message, _ = _begun(opened).partition(MESSAGE)
     return header if message else None
 
