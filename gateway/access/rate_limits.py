@@ -112,7 +112,7 @@ def settled(account: Account, limits: Limits, now: float) -> Account:
 
 
 def enter(account: Account, limits: Limits, number: int, now: float) -> tuple[Account, Refusal | None]:
-    """Request `number` starts and is counted, or is refused and changes nothing."""
+    """Request `number` starts and is counted, or is refused without an effect."""
     account = settled(account, limits, now)
     refusals = [
         refusal for refusal in (_too_many(account, limits, now), _too_often(account, limits)) if refusal is not None

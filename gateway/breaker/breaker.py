@@ -254,7 +254,7 @@ class Breaker:
     def settle_recovery_probe(self, permit: Permit, finding: Finding, detail: str) -> None:
         """Record the finding of the probe under `permit`: GOOD ends the open period now, BAD extends it.
 
-        UNKNOWN changes nothing, and neither does a late finding. The next attempt still is a probe.
+        UNKNOWN has no effect, and neither has a late finding. The next attempt still is a probe.
         """
         self._permits.outstanding -= 1
         self.last_probe = detail

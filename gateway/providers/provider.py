@@ -52,7 +52,7 @@ class Provider(Protocol):
         ...
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
-        """Opens `call` (chat or completions) as a stream, also if the client wants none.
+        """Opens `call` (chat or completions) as a stream, also if the client requested none.
 
         Entering raises UpstreamError if the stream could not be opened or the status is an error.
         """

@@ -138,11 +138,11 @@ class Budget(NamedTuple):
 class Phase(NamedTuple):
     """The progress of one attempt.
 
-    `last_activity` is when the last frame or comment came (at first: when the attempt started). `waiting`: the last
-    progress comment says that the request is queued or the model loads. `answered`: content came. `sent`: the client
-    has a part of the answer. `last`: no other candidate could answer, or resume, after it. `whole`: the client gets
-    nothing before the end. `opened`: the stream is open, and the client of a resumed answer gets its comments.
-    `idle_since` is since when only keep-alives came; None when the last frame was content or progress.
+    `last_activity` is when the last frame or comment arrived (at first: when the attempt started). `waiting`: the last
+    progress comment says that the request is queued or the model loads. `answered`: content has arrived. `sent`: the
+    client has a part of the answer. `last`: no other candidate could answer, or resume, after it. `whole`: the client
+    gets nothing before the end. `opened`: the stream is open, and the client of a resumed answer gets its comments.
+    `idle_since` is since when only keep-alives have arrived; None when the last frame was content or progress.
     """
 
     started: float

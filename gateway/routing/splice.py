@@ -37,7 +37,7 @@ class SentAnswer:
     def __init__(self, obstacle: str | None = None, choices: int = 1) -> None:
         self._obstacle = obstacle
         self._is_signed = False
-        """Whether signed thinking came last; only its own model can continue it."""
+        """Whether the last text was signed thinking; only its own model can continue it."""
         self.has_begun = False
         self._beginning: list[dict[str, Any]] = []
         """Chunks up to the first content, with role and id."""

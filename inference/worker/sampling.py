@@ -24,9 +24,8 @@ _VANISHING = 1e-30
 entropy would not be a number with a probability of zero."""
 
 _NEGLIGIBLE = 1e-8
-"""Share of the likeliest token's probability below which a token is dropped before Mirostat, which sorts all others:
-sorting
-144,000 tokens takes 8 ms, and nearly all tokens of a vocabulary are below this share."""
+"""Share of the likeliest token's probability below which a token is dropped before Mirostat, which sorts all others.
+Sorting 144,000 tokens takes 8 ms, and nearly all tokens of a vocabulary are below this share."""
 
 _MARGIN = 1e-3
 """Added to a distance, so that rounding drops no token that the chain would keep."""

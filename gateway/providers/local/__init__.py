@@ -1,1 +1,1 @@
-"""The inference service as a provider, and what the gateway knows about it."""
+"""The inference service as a provider, and its last known state."""

@@ -1,1 +1,1 @@
-"""Providers that speak OpenAI's API."""
+"""Providers with OpenAI's API."""
