@@ -86,7 +86,7 @@ class BreakerFile(BreakerStore):
         try:
             found, written = await asyncio.to_thread(_read, self._directory)
         except HeadgateError as error:
-            log.warning("breakers start closed: %s", error)
+            log.warning("all breakers start closed: %s", error)
             return
         # no open period is longer than when it was written, even if the wall clock was set back since
         now, providers = max(self._wall(), written), self._providers()

@@ -148,7 +148,7 @@ class Attempt:
         if isinstance(error, asyncio.CancelledError):
             return Observation(self._state.cancel_reason()), "cancelled"
         log.error(
-            "request %s: %s: defect in the gateway or its adapter", self._state.record.id, self.candidate.name,
+            "request %s: the attempt at %s failed: defect in the gateway", self._state.record.id, self.candidate.name,
             exc_info=error,
         )  # fmt: skip
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"

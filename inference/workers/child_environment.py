@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from headgate.shared import child_process
 
 NOTICE = b"!\n"
-"""A line from a serving helper between two answers: its next answer has something new."""
+"""A line that a serving helper sends between two answers, when its next answer will contain an event."""
 _SECRET_NAME = re.compile(
     r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|_PASS|_PWD|_AUTH|_DSN)$|SECRET", re.IGNORECASE
 )
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _SPILLS = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
-"""Would let a model that does not fit use host memory silently."""
+"""A variable that lets llama.cpp use host memory silently for a model that does not fit. It is removed."""
 
 
 def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -100,7 +100,7 @@ async def test_client_timeout_ends_a_count_and_is_divided_between_the_tiers(
     assert shared.headers["x-headgate-reason"] == "timeout"
 
 
-async def test_model_that_does_not_fit_is_counted_for_only_without_another_tier(
+async def test_tokens_are_counted_for_a_model_that_does_not_fit_only_without_another_tier(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     """Counting needs no memory. With another tier, the count of the model that would answer is the right one."""

@@ -74,7 +74,7 @@ def test_outstanding_requests_lengthen_the_reported_queue() -> None:
     assert queue_seconds(30.0, 9, 4, 2.0) == 30
 
 
-def test_high_priority_waits_for_one_place_only() -> None:
+def test_request_of_high_priority_waits_only_for_the_next_free_place() -> None:
     assert queue_seconds(30.0, 9, 4, 2.0, first=True) == 2
     assert queue_seconds(1.0, 0, 4, 2.0, first=True) == 1
     assert queue_seconds(30.0, 9, 4, None, first=True) == 30
