@@ -30,7 +30,7 @@ def _local(code: Code, status: int | None = None, wait: float | None = None, kin
 
 CASES: list[tuple[str, Observation, Verdict]] = [
     ("a complete answer", Observation(End.FINISHED), Success()),
-    ("the client left", Observation(End.CLIENT_LEFT), Ignore(Reason.CLIENT_LEFT)),
+    ("the client disconnected", Observation(End.CLIENT_LEFT), Ignore(Reason.CLIENT_LEFT)),
     ("the caller's deadline", Observation(End.CALLER_DEADLINE), Ignore(Reason.CALLER_DEADLINE)),
     ("a spill", Observation(End.SPILLED), Ignore(Reason.SPILLED)),
     ("the budget is spent", Observation(End.OUT_OF_TIME), Ignore(Reason.OUT_OF_TIME)),
