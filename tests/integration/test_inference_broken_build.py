@@ -72,7 +72,7 @@ def test_service_with_a_broken_build_ends_with_70_before_it_is_ready(
     assert "the inference service listens on" not in stack.inference.log
 
 
-def test_doubted_build_that_computes_is_recorded_and_served(stack: Stack) -> None:
+def test_suspected_build_that_computes_is_recorded_and_used(stack: Stack) -> None:
     record = _state_with_doubted_build(stack)
     stack.start()
     assert "passed" in json.loads(record.read_text())

@@ -37,7 +37,7 @@ def shown(*probes: FakeAccelerator) -> tuple[Reading, ...]:
 
 
 async def test_readings_of_unified_memory_are_those_of_the_host() -> None:
-    """What the host has left, of what the accelerator may use of it."""
+    """The free memory of the host, limited to the share that the accelerator may use."""
     accelerator, _host = shown(UnifiedAccelerator(), FakeHost())
     assert accelerator.total_bytes == HOST * 2 // 3
     assert accelerator.free_bytes == HOST * 2 // 3

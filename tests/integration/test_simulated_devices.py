@@ -105,7 +105,7 @@ def state_of(stack: Stack, device: str) -> str:
 
 
 def test_failed_planned_allocation_is_reported_and_can_be_repeated(stack: Stack) -> None:
-    """Memory only seemed free: the load fails with its cause, holds nothing, and the next one succeeds."""
+    """The memory was not free: the load fails with the cause, its memory is released, and the next load succeeds."""
     with control(stack) as rig:
         rig.tell("refuse", count=1)
         status, message = refusal(stack, "/models/demo/load", {}, direct=True)

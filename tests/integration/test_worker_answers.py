@@ -174,7 +174,7 @@ def test_stop_strings_are_found_across_tokens(worker: WorkerRig) -> None:
         assert streamed(worker.chunks(CHAT, body)) == expected
 
 
-def test_two_choices_differ_and_seeds_repeat(worker: WorkerRig) -> None:
+def test_choices_differ_and_the_same_seed_repeats_the_answer(worker: WorkerRig) -> None:
     # Short, because results in other batches differ in the last bits.
     body = ask("two", temperature=1.5, seed=42, n=2, top_k=0, max_tokens=6)
     first, second = answer(worker, body), answer(worker, body)

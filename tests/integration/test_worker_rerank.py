@@ -44,7 +44,7 @@ def scores(worker: WorkerRig, query: str, documents: list[Any]) -> list[float]:
     ]
 
 
-def test_best_first_with_scores_between_0_and_1(worker: WorkerRig) -> None:
+def test_documents_are_sorted_by_scores_between_0_and_1(worker: WorkerRig) -> None:
     results = ranked(worker, "water", ["the mill", "a gate of water", {"text": "stream"}, ""])
     found = [item["relevance_score"] for item in results]
     assert sorted(found, reverse=True) == found

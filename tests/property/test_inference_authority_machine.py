@@ -351,7 +351,7 @@ pytestmark = pytest.mark.timeout(0 if LONG else 600)
 
 
 def test_dry_runs_are_compared_with_decisions() -> None:
-    """The comparisons of the machine above happen, also for a model that others are decided on before."""
+    """The state machine above makes these comparisons, also for a model that is decided on after others."""
     found = models("fail_fast", warm=True, pinned=False, dedicated=False)
     world = CheckedWorld(configuration(found), SIZES, GPUS[:1])
     for name in "abc":

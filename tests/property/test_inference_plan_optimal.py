@@ -183,7 +183,7 @@ def test_plan_over_several_devices_is_within_a_tenth_of_the_lowest_cost(
 def test_plan_can_be_executed(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
-    """No protected model leaves; after the evictions the ledger accepts exactly the plan, layer by layer."""
+    """No protected model is evicted; after the evictions the ledger accepts exactly the plan, layer by layer."""
     ledger, held = machine
     decision = plan(request_of(spread, dedicated=dedicated), ledger, held, policy)
     if isinstance(decision, Refusal):

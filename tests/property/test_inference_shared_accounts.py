@@ -91,7 +91,7 @@ POLICY: dict[str, Any] = {"now": 100.0}
 
 
 def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> None:
-    """A model on the CPU leaves for one on the accelerator, because they use the same memory."""
+    """A model on the CPU is evicted for one on the accelerator, because they use the same memory."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
     held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]

@@ -75,8 +75,8 @@ def test_warm_models_leave_enough_memory_for_the_new_model(
         assert all(size > spare - need_host * GIB for size in left), "a model was dropped although it had room"
 
 
-def test_no_model_is_kept_where_the_newcomer_does_not_fit() -> None:
-    """If more is missing than the leaving models release, nothing is kept."""
+def test_no_model_is_kept_warm_if_the_new_model_does_not_fit() -> None:
+    """If the evicted models release too little memory, no model is kept warm."""
     ledger = Ledger().open(Account(HOST, GIB, GIB)).reserve("h", "m", {HOST: 10})
     leaver = Leaver("m", "h", Warm("m", 5, 1.0, 0.0))
     assert kept_of([leaver], {HOST: 2 * GIB}, ledger, NOW) == frozenset()

@@ -207,7 +207,7 @@ def test_crash_under_twenty_requests_is_one_failure() -> None:
     assert set(breakers.states().values()) == {BreakerState.CLOSED}
 
 
-def test_concurrent_refusals_count_each() -> None:
+def test_each_of_several_concurrent_refusals_counts() -> None:
     breakers = Breakers(Rule(), _Clock())
     for lease in _leases(breakers, 5):
         lease.settle(REFUSAL)

@@ -53,7 +53,7 @@ def test_error_of_google_is_a_list_with_a_delay() -> None:
         (b"\xff\xfe", "\ufffd"),
     ],
 )
-def test_each_body_gives_a_message(body: bytes, message: str) -> None:
+def test_error_message_is_read_from_each_kind_of_body(body: bytes, message: str) -> None:
     assert message in read(502, body).message
 
 

@@ -80,7 +80,7 @@ def test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe(brea
     assert not _lease(breakers).is_probe
 
 
-def test_success_resets_failures_in_a_row(breakers: Breakers) -> None:
+def test_success_resets_consecutive_failures(breakers: Breakers) -> None:
     _fail(breakers, 4)
     _lease(breakers).settle(Success())
     _fail(breakers, 4)
@@ -419,7 +419,7 @@ def test_expired_attempts_do_not_count_as_silent(breakers: Breakers, clock: Cloc
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
-def test_first_byte_proves_inference_service_but_not_its_model(breakers: Breakers, clock: Clock) -> None:
+def test_first_byte_is_a_success_of_the_service_but_not_of_the_model(breakers: Breakers, clock: Clock) -> None:
     """While one request waited for its model to load, which may take minutes, all others were refused."""
     for provider in ("local", "cloud"):
         for _ in range(5):
@@ -516,7 +516,7 @@ def test_each_transition_is_one_log_line(breakers: Breakers, clock: Clock, caplo
 
 
 def test_log_names_the_reason_for_opening(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Every reason was logged as failures in a row."""
+    """Every reason was logged as consecutive failures."""
     for _ in range(10):
         _lease(breakers, "share").settle(Success())
         _lease(breakers, "share").settle(PAIR, "flaky")

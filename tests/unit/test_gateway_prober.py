@@ -335,7 +335,7 @@ def test_failure_is_confirmed_every_quarter_second_until_an_answer() -> None:
     assert probe_schedule.due_at(probe_schedule.suspected(watch, 101.0), CLOSED) == 101.25
 
 
-def test_pace_of_recovery_probes_is_a_tenth_of_the_trouble() -> None:
+def test_interval_of_recovery_probes_is_a_tenth_of_the_outage() -> None:
     watch = probe_schedule.opened(probe_schedule.suspected(Watch(), 99.0), 100.0)
     assert probe_schedule.due_at(watch, OPEN) == 100.5
     for at, following in ((100.5, 101.0), (110.0, 111.0), (130.0, 133.0), (1000.0, 1004.0)):

@@ -66,7 +66,7 @@ def test_warm_model_that_is_cheaper_to_restore_is_dropped(a: Look, b: Look, goes
 
 
 @pytest.mark.parametrize(("a", "b", "goes"), CHOICES)
-def test_leaving_model_that_is_more_expensive_to_restore_is_kept_warm(a: Look, b: Look, goes: str) -> None:
+def test_evicted_model_that_is_more_expensive_to_restore_is_kept_warm(a: Look, b: Look, goes: str) -> None:
     """The host has memory for one."""
     ledger = Ledger().open(Account("gpu-0", 2 * SIZE, 2 * SIZE)).open(Account(HOST, SIZE, SIZE))
     leavers = []

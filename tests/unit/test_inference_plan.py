@@ -97,7 +97,7 @@ def test_device_with_more_expensive_evictions_is_not_used() -> None:
     assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("small",))
 
 
-def test_plan_waits_for_its_own_leaving_predecessor() -> None:
+def test_plan_waits_for_the_unload_of_the_same_model() -> None:
     ledger, held = hold(machine(gpu_0=1000), "new", {"gpu-0": 800}, Standing.LEAVING)
     decision = rejected(ask(gpu(800)), ledger, [held])
     assert decision.waits_for == ("new",)

@@ -220,7 +220,7 @@ def test_reasoning_at_the_end_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("text", ["ls", "", "half \ud83d emoji", "ä"])
-def test_sealed_reasoning_is_restored_and_foreign_reasoning_is_dropped(text: str) -> None:
+def test_reasoning_from_encrypted_content_is_restored_and_that_of_other_services_is_dropped(text: str) -> None:
     assert unseal(seal(text)) == text
     assert unseal("gAAAAABo") == ""
     assert unseal("headgate.1.***") == ""

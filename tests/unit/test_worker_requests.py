@@ -168,7 +168,7 @@ def test_completion_has_16_tokens_by_default_and_no_limit_for_minus_one() -> Non
     assert generation_body.completion({"prompt": "a"}, FACTS).max_tokens == 16
 
 
-def test_second_names_have_the_same_effect() -> None:
+def test_alternative_parameter_names_have_the_same_effect() -> None:
     assert chat(enable_thinking=False) == chat(chat_template_kwargs={"enable_thinking": False})
     both = chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
     assert both.template_arguments == {"enable_thinking": True}
