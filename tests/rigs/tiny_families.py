@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.rigs import tiny_gguf
 
-FAMILIES = ("dense", "gqa", "moe", "window", "hybrid")
+FAMILIES = ("dense", "gqa", "moe", "window", "hybrid", "recurrent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def path(form: Form) -> Path:
     return tiny_gguf.cached(f"family-{form.family}", recipe, _ARCHITECTURES[form.family], lambda out: _write(out, form))
 
 
-_ARCHITECTURES = {"dense": "llama", "gqa": "llama", "moe": "llama", "window": "gemma3", "hybrid": "lfm2"}
+_ARCHITECTURES = {"dense": "llama", "gqa": "llama", "moe": "llama", "window": "gemma3", "hybrid": "lfm2", "recurrent": "mamba"}
 EXPERTS = 4
 WINDOW_TOKENS = 512
 
@@ -64,6 +64,9 @@ class _Weights:
 
 def _write(writer: gguf.GGUFWriter, form: Form) -> None:
     tokens = tiny_gguf.write_vocabulary(writer, form.words)
+    if form.family == "recurrent":
+        _write_recurrent(writer, form, tokens)
+        return
     heads_kv: int | Sequence[int] = form.heads if form.family == "dense" else form.heads_kv
     if form.family == "hybrid":
         heads_kv = [0 if layer % 3 else form.heads_kv for layer in range(form.layers)]
@@ -97,6 +100,44 @@ def _write(writer: gguf.GGUFWriter, form: Form) -> None:
     for layer in range(form.layers):
         keyed = (heads_kv[layer] if isinstance(heads_kv, list) else int(heads_kv)) * form.per_head  # type: ignore[call-overload]
         _layer(weights, form, f"blk.{layer}", keyed)
+
+
+STATE_SIZE = 16
+CONVOLUTION = 4
+
+
+def _write_recurrent(writer: gguf.GGUFWriter, form: Form, tokens: int) -> None:
+    """A Mamba model: layers with a state instead of attention."""
+    inner, rank = 2 * form.width, max(1, form.width // 16)
+    writer.add_name(form.family)
+    writer.add_context_length(form.context)
+    writer.add_embedding_length(form.width)
+    writer.add_block_count(form.layers)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(CONVOLUTION)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(STATE_SIZE)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_vocab_size(tokens)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    weights = _Weights(writer)
+    weights.noise("token_embd", tokens, form.width)
+    weights.ones("output_norm", form.width)
+    weights.noise("output", tokens, form.width)
+    for layer in range(form.layers):
+        block = f"blk.{layer}"
+        weights.ones(f"{block}.attn_norm", form.width)
+        weights.noise(f"{block}.ssm_in", 2 * inner, form.width)
+        weights.noise(f"{block}.ssm_conv1d", inner, CONVOLUTION)
+        weights.noise(f"{block}.ssm_x", rank + 2 * STATE_SIZE, inner)
+        weights.noise(f"{block}.ssm_dt", inner, rank)
+        weights.noise(f"{block}.ssm_out", form.width, inner)
+        writer.add_tensor(f"{block}.ssm_conv1d.bias", np.zeros(inner, dtype=np.float32))
+        writer.add_tensor(f"{block}.ssm_dt.bias", np.zeros(inner, dtype=np.float32))
+        writer.add_tensor(f"{block}.ssm_a", -np.tile(np.arange(1, STATE_SIZE + 1, dtype=np.float32), (inner, 1)))
+        writer.add_tensor(f"{block}.ssm_d", np.ones(inner, dtype=np.float32))
 
 
 def _layer(weights: _Weights, form: Form, block: str, keyed: int) -> None:
