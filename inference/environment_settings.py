@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from headgate.shared.configfile import Duration
+from headgate.shared.configfile import Bytes, Duration
 from headgate.shared.errors import Problem
 from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 from headgate.shared.units import GIB, MIB, format_bytes, parse_bytes
@@ -102,6 +102,10 @@ class InferenceSettings(BaseSettings):
     ubatch: int = Field(512, ge=1)
     threads: OptionalInt = Field(None, ge=1)
     flash_attention: bool = True
+    swa_full: bool = Field(False, description="sliding-window layers keep the whole context instead of their window")
+    kv_checkpoints: Bytes = Field(
+        2**29, ge=0, description="host memory per sequence for checkpoints of recurrent and sliding-window layers"
+    )
     model_idle_timeout_seconds: Duration = 300.0
     min_residency_seconds: Duration = 5.0
     oom_policy: Literal["fail_fast", "reduce", "cpu"] = "fail_fast"

@@ -41,6 +41,8 @@ class ModelEntry(BaseModel):
     ubatch: int | None = Field(None, ge=1)
     threads: int | None = Field(None, ge=1)
     flash_attention: bool | None = None
+    swa_full: bool | None = None
+    kv_checkpoints: Bytes | None = None
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
     idle_timeout: Duration | None = None
@@ -77,6 +79,8 @@ class ModelSpec:
     ubatch: int
     threads: int | None
     flash_attention: bool
+    swa_full: bool
+    kv_checkpoints: int
     lora: tuple[str, ...]
     mmproj: str | None
     idle_timeout: float

@@ -83,6 +83,9 @@ class Grant:
     ubatch: int = 512
     threads: int | None = None
     flash_attention: bool = True
+    swa_full: bool = False
+    checkpoint_bytes: int = 0
+    """Host memory for the checkpoints of each sequence."""
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
     capabilities: tuple[str, ...] | None = None

@@ -29,8 +29,9 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
     `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
     of each when there are several. Returns `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
-    "note": ..., "output_bytes": ..., "projector_bytes": {device: ...}, "layers": [[weights, kv, grows], ...],
-    "facts": {...}, "capabilities": [...]}`, or `{"error": message}` for an unusable file.
+    "note": ..., "output_bytes": ..., "checkpoint_bytes": ..., "projector_bytes": {device: ...},
+    "layers": [[weights, kv, grows], ...], "facts": {...}, "capabilities": [...]}`, or `{"error": message}` for an
+    unusable file.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -47,7 +48,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     trace = LayerTrace()
     found, source, note = rough, "header", ""
     capabilities: tuple[str, ...] = ()
-    output_bytes = 0
+    output_bytes = checkpoint_bytes = 0
     mmproj: str | None = job.get("mmproj")
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
@@ -55,7 +56,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
     if is_exact:
         try:
-            exact, output_bytes, capabilities = _exact(
+            exact, output_bytes, checkpoint_bytes, capabilities = _exact(
                 path, parameters, accelerators, counts, job.get("capabilities"), mmproj, trace
             )
         except _UnusableError as error:
@@ -79,6 +80,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "source": source,
         "note": note,
         "output_bytes": output_bytes,
+        "checkpoint_bytes": checkpoint_bytes,
         "projector_bytes": projector,
         "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
         "facts": _facts(facts),
@@ -102,14 +104,16 @@ def _exact(
     wanted: Sequence[str] | None,
     mmproj: str | None,
     trace: LayerTrace,
-) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
+) -> tuple[dict[str, Parts], int, int, tuple[str, ...]]:
     """Opens model and context as a worker does, without allocating memory.
 
-    Returns the parts, the host memory for outputs (allocated with the first large batch), and the capabilities.
+    Returns the parts, the host memory for outputs (allocated with the first large batch) and for the checkpoints of all
+    sequences, and the capabilities.
     """
     from inference.worker import llama, loading
     from inference.worker.llama import ggml_library
     from inference.worker.llama.llama_process import LogTail
+    from inference.worker.steps import most_checkpoints
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant, Grant
 
@@ -141,6 +145,7 @@ def _exact(
         batch=parameters.batch,
         ubatch=parameters.ubatch,
         flash_attention=parameters.flash_attention,
+        swa_full=parameters.swa_full,
         capabilities=tuple(wanted) if wanted is not None else None,
         mmproj=mmproj,
     )
@@ -160,7 +165,10 @@ def _exact(
         here = sums.setdefault(owner, [0, 0, 0])
         for index, count in enumerate((weights, kv, compute)):
             here[index] += count
-    return {device: Parts(*counts) for device, counts in sums.items()}, context.output_bytes, capabilities
+    each = trace.checkpoint_bytes(parameters.parallel, context.window) if pooling is None else 0
+    checkpoint_bytes = parameters.parallel * each * most_checkpoints(each, parameters.kv_checkpoints)
+    parts = {device: Parts(*counts) for device, counts in sums.items()}
+    return parts, context.output_bytes, checkpoint_bytes, capabilities
 
 
 def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:
@@ -294,6 +302,16 @@ class LayerTrace:
                 for layer in self._waiting:
                     self._found[layer] = (float(match["size"]) * 2**20 / len(self._waiting), cells)
                 self._waiting = []
+
+    def checkpoint_bytes(self, parallel: int, window: int) -> int:
+        """The bytes of the states and of the `window` tokens of one sequence."""
+        most = max((cells for _size, cells in self._found.values()), default=0)
+        shares = (
+            (size, window / cells if cells else 1.0)
+            for size, cells in self._found.values()
+            if cells < most or not cells
+        )
+        return round(sum(size * share for size, share in shares) / parallel)
 
     def layers(self, facts: Facts, kv_bytes: int) -> list[tuple[int, int, bool]]:
         """(weight bytes, cache bytes, whether the cache grows with the context) of each layer.

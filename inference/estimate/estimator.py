@@ -32,8 +32,18 @@ from inference.workers.helper_client import HelperError, run_helper
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 9
-_KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
+_VERSION = 10
+_KEPT = (
+    "parts",
+    "source",
+    "note",
+    "output_bytes",
+    "checkpoint_bytes",
+    "projector_bytes",
+    "layers",
+    "facts",
+    "capabilities",
+)
 """The cached fields of a helper's answer."""
 _MOST_ENTRIES = 2000
 _MOST_TRIES = 3
@@ -184,7 +194,7 @@ class Estimator:
         overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
         if spec.memory_overhead is not None:
             overhead = {device.id: spec.memory_overhead for device in devices}
-        overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
+        overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"]) + int(entry["checkpoint_bytes"])
         for where, count in entry["projector_bytes"].items():
             overhead[names[where]] = overhead.get(names[where], 0) + int(count)
         if extra := sum(_size(path) for path in spec.lora):

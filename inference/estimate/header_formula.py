@@ -52,6 +52,8 @@ class Parameters:
     ubatch: int = 512
     gpu_layers: int = 0
     flash_attention: bool = True
+    swa_full: bool = False
+    kv_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)

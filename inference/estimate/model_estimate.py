@@ -70,4 +70,6 @@ def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
         ubatch=spec.ubatch,
         gpu_layers=0 if device.id == CPU else spec.gpu_layers,
         flash_attention=spec.flash_attention,
+        swa_full=spec.swa_full,
+        kv_checkpoints=spec.kv_checkpoints,
     )

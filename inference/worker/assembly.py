@@ -25,7 +25,7 @@ from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
 from inference.worker.prompt.vision import Vision
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
-from inference.worker.steps import Limits
+from inference.worker.steps import Limits, most_checkpoints
 from inference.worker_link import Grant
 
 
@@ -79,6 +79,9 @@ def engines_of(
         can_trim=context.can_trim,
         outputs=context.n_outputs,
         copied=context.worth_copying,
+        window=context.window,
+        window_cells=context.window_cells,
+        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
     )
 
     def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:

@@ -70,6 +70,17 @@ class Backend(Protocol):
         """Copies the first `count` tokens of `source` to the empty slot `target`."""
         ...
 
+    def save(self, slot: int) -> Any:
+        """The state of `slot` that later tokens overwrite, for `restore`; None if there is no memory for it."""
+        ...
+
+    def restore(self, slot: int, state: Any, count: int) -> bool:
+        """Puts back a state of the first `count` tokens of `slot`, and removes the others.
+
+        Returns False, with an empty slot, if llama.cpp rejects the state.
+        """
+        ...
+
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
         """Computes one batch; returns the status and the batch index of the last token of each row."""
         ...
@@ -149,6 +160,11 @@ class Vocabulary(Protocol):
     @property
     def fill_tokens(self) -> tuple[int, int, int] | None:
         """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
+        ...
+
+    @property
+    def message_tokens(self) -> np.ndarray:
+        """Control tokens (int32) that do not end a generation; templates begin messages with them."""
         ...
 
     def piece(self, token: int, *, special: bool = False) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from inference.protocol import Priority
 
@@ -44,6 +44,9 @@ class Limits:
     `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
     `copied`: the minimum number of tokens that are copied from another slot instead of computed.
+    `window`: tokens that sliding-window layers attend to; 0 if all layers keep all tokens. `window_cells`: cells of a
+    slot in these layers. `checkpoints`: the most checkpoints of a slot, in a prompt one at least every `checkpoint_tokens`,
+    and at least `checkpoint_gap` tokens apart.
     """
 
     slots: int
@@ -53,11 +56,30 @@ class Limits:
     can_trim: bool = True
     outputs: int = 0
     copied: int = 1
+    window: int = 0
+    window_cells: int = 0
+    checkpoints: int = 0
+    checkpoint_tokens: int = 2048
+    checkpoint_gap: int = 16
+    """Computing so few tokens again costs less than a checkpoint."""
 
     def __post_init__(self) -> None:
         fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
+        fits = (
+            fits
+            and self.window <= self.window_cells
+            and self.checkpoints >= 0 < self.checkpoint_gap <= self.checkpoint_tokens
+        )
         if not (fits and self.queue >= 0 and (self.outputs == 0 or self.outputs >= self.slots)):
             raise ValueError(f"invalid limits of an engine: {self}")
+
+
+MOST_CHECKPOINTS = 16
+
+
+def most_checkpoints(checkpoint_bytes: int, room_bytes: int) -> int:
+    """How many checkpoints of this size a slot may have; 0 for a model that needs none."""
+    return min(MOST_CHECKPOINTS, room_bytes // checkpoint_bytes) if checkpoint_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +89,7 @@ class Job:
     `deadline`: limit for the first token of the `request`, in any of its jobs. A job without `request` is a request of
     its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
     `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
+    `message_starts`: positions in the prompt at which a message begins, ascending; later prompts often depart there.
     """
 
     id: int
@@ -78,6 +101,7 @@ class Job:
     group: int | None = None
     score: bool = False
     request: int | None = None
+    message_starts: Sequence[int] = ()
 
     @property
     def key(self) -> tuple[float, int]:
@@ -102,6 +126,38 @@ class Copy:
     count: int
 
 
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The part of a slot's state that its later tokens overwrite, as it was after `position` tokens.
+
+    `oldest`: the first position that the sliding-window layers still had. `state`: opaque data of the backend; None
+    until it is saved, and if the memory for it was missing.
+    """
+
+    position: int
+    oldest: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Fill `checkpoint` with the present state of `slot`."""
+
+    slot: int
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Go back to `checkpoint` in `slot`, which holds at least its tokens, and remove the tokens behind it."""
+
+    slot: int
+    checkpoint: Checkpoint
+
+
+Operation = Remove | Copy | Save | Restore
+
+
 class Row(NamedTuple):
     """Tokens of one job to compute, starting at position `start`. A tuple, because each step creates one per sequence.
 
@@ -123,7 +179,7 @@ class Step(NamedTuple):
     of all tokens. `expired`: jobs that ended because of their deadline.
     """
 
-    operations: Sequence[Remove | Copy] = ()
+    operations: Sequence[Operation] = ()
     rows: Sequence[Row] = ()
     expired: Sequence[int] = ()
     prefill: int = 0

@@ -12,36 +12,105 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from inference.protocol import Priority
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.kv.slots import common_prefix
-from inference.worker.steps import Copy, Job, Limits, Phase, Remove, Step
+from inference.worker.steps import Copy, Job, Limits, Phase, Remove, Restore, Save, Step
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@dataclass
+class Window:
+    """The cells of the sliding-window layers of a slot: a position each, None if it is empty.
+
+    As llama.cpp does, a token takes the next cell that is empty or behind the window (`llama_kv_cache::find_slot`).
+    """
+
+    cells: list[int | None]
+    head: int = 0
+
+    def add(self, first: int, count: int, window: int) -> None:
+        """Adds the tokens of a physical batch."""
+        if self.head > sum(cell is not None for cell in self.cells) + 2 * count:
+            self.head = 0
+        for position in range(first, first + count):
+            for _ in self.cells:
+                at, self.head = self.head % len(self.cells), self.head % len(self.cells) + 1
+                held = self.cells[at]
+                if held is None or first - held >= window:
+                    break
+            else:
+                raise AssertionError("no cell is free")
+            self.cells[at] = position
+
+    def remove(self, start: int) -> None:
+        """Empties the cells from position `start` on."""
+        freed = [at for at, held in enumerate(self.cells) if held is not None and held >= start]
+        for at in freed:
+            self.cells[at] = None
+        self.head = min([self.head, *freed])
+
+    def check(self, position: int, window: int) -> None:
+        """A token at `position` attends to all positions of its window."""
+        assert set(range(max(0, position - window + 1), position)) <= set(self.cells), "the window has a hole"
+
+
+PHYSICAL = 2
+"""Tokens of a physical batch in these tests."""
 
 
 class Memory:
     """The cells of llama.cpp: per cell of a slot the token and its tenant.
 
-    Every mistake is an assertion.
+    Every mistake is an assertion. `copied_states`: slots whose recurrent state is that of a longer sequence.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.slots: list[list[tuple[int, str]]] = [[] for _ in range(limits.slots)]
+        self.windows = [Window([None] * limits.window_cells) for _ in range(limits.slots)]
+        self.copied_states: set[int] = set()
 
     def tokens(self, slot: int) -> list[int]:
         return [token for token, _tenant in self.slots[slot]]
 
     def run(self, step: Step) -> None:
         for operation in step.operations:
-            if isinstance(operation, Remove):
-                if not self.limits.can_trim:
-                    assert operation.start == 0, "a running state cannot be cut"
-                del self.slots[operation.slot][operation.start :]
-            else:
-                assert isinstance(operation, Copy)
-                assert self.limits.can_trim, "a running state cannot be shared"
-                assert not self.slots[operation.target], "copied over tokens"
-                assert self.limits.copied <= operation.count <= len(self.slots[operation.source])
-                self.slots[operation.target] = self.slots[operation.source][: operation.count]
+            match operation:
+                case Remove(slot, start):
+                    assert start == 0 or self.limits.can_trim, "a running state cannot be cut"
+                    self.cut(slot, start)
+                case Copy(source, target, count):
+                    assert not self.slots[target], "copied over tokens"
+                    assert self.limits.copied <= count <= len(self.slots[source])
+                    self.slots[target] = self.slots[source][:count]
+                    self.windows[target] = Window(self.windows[source].cells[:], self.windows[source].head)
+                    self.windows[target].remove(count)
+                    if not self.limits.can_trim:
+                        self.copied_states.add(target)
+                case Save(slot, checkpoint):
+                    assert checkpoint.position == len(self.slots[slot])
+                    checkpoint.state = self.slots[slot][:]
+                    self.windows[slot].check(checkpoint.position, self.limits.window)
+                case Restore(slot, checkpoint):
+                    assert self.slots[slot][: checkpoint.position] == checkpoint.state, "the state of other tokens"
+                    assert slot not in [one.target for one in step.operations if isinstance(one, Copy)] or (
+                        not self.limits.window
+                    ), "window cells of a copy come with the next batch"
+                    self.cut(slot, checkpoint.position)
+                    self.refill(slot, checkpoint.position)
+                    self.copied_states.discard(slot)
+
+    def cut(self, slot: int, start: int) -> None:
+        del self.slots[slot][start:]
+        self.windows[slot].remove(start)
+        if start == 0:
+            self.copied_states.discard(slot)
+
+    def refill(self, slot: int, count: int) -> None:
+        """The window layers have only what the checkpoint has."""
+        if self.limits.window:
+            first = max(0, count - self.limits.window)
+            self.windows[slot].remove(0)
+            self.windows[slot].add(first, count - first, self.limits.window)
 
     def decode(self, step: Step, tenants: Mapping[int, str]) -> None:
         slots = [row.slot for row in step.rows]
@@ -49,12 +118,18 @@ class Memory:
         for row in step.rows:
             assert row.start == len(self.slots[row.slot]), "a hole in the positions"
             assert row.tokens
+            assert row.slot not in self.copied_states, "the state is that of later tokens"
         total = sum(len(row.tokens) for row in step.rows)
         assert total == step.tokens <= self.limits.batch
         assert sum(len(row.tokens) if row.every else row.sample for row in step.rows) <= self.limits.outputs
         for row in step.rows:
             self.slots[row.slot] += [(token, tenants[row.job]) for token in row.tokens]
             assert len(self.slots[row.slot]) <= self.limits.context, "a sequence has no cells but its own"
+            if self.limits.window:
+                for first in range(row.start, row.start + len(row.tokens), PHYSICAL):
+                    self.windows[row.slot].check(first, self.limits.window)
+                    count = min(PHYSICAL, row.start + len(row.tokens) - first)
+                    self.windows[row.slot].add(first, count, self.limits.window)
 
 
 @dataclass
@@ -74,14 +149,33 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(1, 4),
-        context=st.integers(14, 24),
+        context=st.integers(14, 40),
         batch=st.integers(4, 16),
         outputs=st.integers(0, 3),
         can_trim=st.booleans(),
         copied=st.integers(1, 6),
+        window=st.sampled_from((0, 0, 2, 3, 5)),
+        checkpoints=st.integers(0, 3),
+        apart=st.integers(2, 5),
     )
-    def begin(self, slots: int, context: int, batch: int, outputs: int, can_trim: bool, copied: int) -> None:
-        self.limits = Limits(slots, context, batch, 6, can_trim, slots + outputs, copied)
+    def begin(
+        self,
+        slots: int,
+        context: int,
+        batch: int,
+        outputs: int,
+        can_trim: bool,
+        copied: int,
+        window: int,
+        checkpoints: int,
+        apart: int,
+    ) -> None:
+        if can_trim and not window:
+            checkpoints = 0
+        self.limits = Limits(
+            slots, context, batch, 6, can_trim, slots + outputs, copied, window,
+            window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2),
+        )  # fmt: skip
         self.scheduler = Scheduler(self.limits)
         self.memory = Memory(self.limits)
         self.now = 0.0
@@ -89,6 +183,17 @@ class Traffic(RuleBasedStateMachine):
         self.live: dict[int, Live] = {}
         self.ended: list[int] = []
         self.begun: set[int | None] = set()
+        self.past: list[tuple[list[int], str]] = []
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data(), more=TOKENS, answer=st.integers(1, 8), steps=st.integers(0, 12))
+    def follow_up(self, data: st.DataObject, more: list[int], answer: int, steps: int) -> None:
+        """A prompt that departs somewhere in an earlier sequence, and some steps."""
+        tokens, tenant = data.draw(st.sampled_from(self.past))
+        prompt = [*tokens[: len(tokens) - data.draw(st.integers(0, 8))], *more][: self.limits.context - 1]
+        self.submit(prompt, tenant, Priority.NORMAL, 1, None, answer, score=False, alone=True)
+        for _ in range(steps):
+            self.advance(8)
 
     @rule(
         prompt=TOKENS,
@@ -117,7 +222,10 @@ class Traffic(RuleBasedStateMachine):
         deadline = None if wait is None else self.now + wait
         group = None if score else ids[0]
         request = None if alone else ids[0]
-        jobs = [Job(id, tuple(prompt), tenant, priority, self.now, deadline, group, score, request) for id in ids]
+        starts = [at for at, token in enumerate(prompt) if token == 2]
+        jobs = [
+            Job(id, tuple(prompt), tenant, priority, self.now, deadline, group, score, request, starts) for id in ids
+        ]
         before = self.scheduler.queued
         free = self.limits.slots - self.scheduler.active
         taken = self.scheduler.submit(jobs)
@@ -266,7 +374,8 @@ class Traffic(RuleBasedStateMachine):
         assert step.prefill <= max(budget + budget // LAST_PART, len(prompts))
 
     def end(self, job: int) -> None:
-        del self.live[job]
+        known = self.live.pop(job)
+        self.past = [*self.past[-5:], (known.tokens, known.job.tenant)]
         assert job not in self.ended
         self.ended.append(job)
 

@@ -19,7 +19,7 @@ from inference.worker.engine.output_tickets import Delivery
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
-from inference.worker.steps import Limits
+from inference.worker.steps import Limits, most_checkpoints
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)
@@ -92,6 +92,9 @@ def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
         can_trim=context.can_trim,
         outputs=context.n_outputs,
         copied=context.worth_copying,
+        window=context.window,
+        window_cells=context.window_cells,
+        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
     )
     delivered: list[Delivery] = []
 

@@ -19,6 +19,7 @@ class ByteVocabulary:
     """Every byte is a token; 256 ends."""
 
     end_tokens = frozenset({END})
+    message_tokens = np.array([], np.int32)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The byte itself."""
@@ -51,6 +52,16 @@ class FakeBackend:
     def copy(self, source: int, target: int, count: int) -> None:
         """Shares a head."""
         self.held[target] = self.held[source][:count]
+
+    def save(self, slot: int) -> list[int]:
+        """The tokens."""
+        return self.held[slot][:]
+
+    def restore(self, slot: int, state: list[int], count: int) -> bool:
+        """Removes a tail."""
+        assert state == self.held[slot][:count], "the state of other tokens"
+        del self.held[slot][count:]
+        return True
 
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
         """Checks positions and takes the tokens."""

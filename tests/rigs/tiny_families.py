@@ -42,7 +42,14 @@ def path(form: Form) -> Path:
     return tiny_gguf.cached(f"family-{form.family}", recipe, _ARCHITECTURES[form.family], lambda out: _write(out, form))
 
 
-_ARCHITECTURES = {"dense": "llama", "gqa": "llama", "moe": "llama", "window": "gemma3", "hybrid": "lfm2", "recurrent": "mamba"}
+_ARCHITECTURES = {
+    "dense": "llama",
+    "gqa": "llama",
+    "moe": "llama",
+    "window": "gemma3",
+    "hybrid": "lfm2",
+    "recurrent": "mamba",
+}
 EXPERTS = 4
 WINDOW_TOKENS = 512
 

@@ -124,6 +124,8 @@ class CoreSparingBackend:
         self.can_trim = backend.can_trim
         self.remove = backend.remove
         self.copy = backend.copy
+        self.save = backend.save
+        self.restore = backend.restore
         self.logits = backend.logits
         self._backend = backend
         self._set_spared = spare

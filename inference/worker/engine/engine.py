@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code, Progress
 from inference.worker.answers.generation import Generation, Output, Scoring
@@ -28,7 +30,7 @@ from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.sampling import Distribution
-from inference.worker.steps import Limits, Phase, Remove, Row
+from inference.worker.steps import Copy, Limits, Operation, Phase, Remove, Restore, Row, Save
 from inference.worker.worker_errors import WorkerError
 
 log = logging.getLogger("headgate.worker.engine")
@@ -189,11 +191,10 @@ class Engine:
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
-        for operation in step.operations:
-            if isinstance(operation, Remove):
-                self._backend.remove(operation.slot, operation.start)
-            else:
-                self._backend.copy(operation.source, operation.target, operation.count)
+        if lost := [slot for operation in step.operations if (slot := self._perform(operation)) is not None]:
+            log.warning("checkpoints could not be restored: the prompts of %d slots are computed again", len(lost))
+            self._scheduler.not_restored(lost)
+            return
         if not step.rows:
             return
         self.counters.begin(step.tokens)
@@ -229,6 +230,21 @@ class Engine:
         self._next_seconds = seconds if not step.prefill else math.inf
         self.counters.prefill = self.counters.prefill.read(step.prefill + reused, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
+
+    def _perform(self, operation: Operation) -> int | None:
+        """Runs a memory operation; returns the slot that could not be restored."""
+        match operation:
+            case Remove():
+                self._backend.remove(operation.slot, operation.start)
+            case Copy():
+                self._backend.copy(operation.source, operation.target, operation.count)
+            case Save():
+                operation.checkpoint.state = self._backend.save(operation.slot)
+            case Restore():
+                checkpoint = operation.checkpoint
+                if not self._backend.restore(operation.slot, checkpoint.state, checkpoint.position):
+                    return operation.slot
+        return None
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a computed row; `index` is the batch index of its last token."""
@@ -306,7 +322,8 @@ class Engine:
         if ticket.gone:
             return
         ids = [next(self._ids) for _ in range(work.sequences)]
-        jobs = work.jobs(ids, arrival)
+        starts = self._message_starts if self._scheduler.limits.checkpoints else None
+        jobs = work.jobs(ids, arrival, starts)
         if not self._scheduler.submit(jobs):
             self._refuse(ticket, self._queue_estimate.queue_full(len(jobs), self._scheduler.room))
             return
@@ -332,6 +349,10 @@ class Engine:
             self._running[job.id] = _Running(
                 ticket, generation, work.logprobs, most_unread, max_delay_seconds, answers, scoring
             )
+
+    def _message_starts(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The positions of control tokens that do not end a message."""
+        return np.flatnonzero(np.isin(np.asarray(prompt, np.int32), self._vocabulary.message_tokens)).tolist()
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
         self._outbox.put(ticket, Output(0, "", 0, error=error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headgate.shared.parameters import Sampling
@@ -52,13 +52,19 @@ class Work:
         """Number of answers of all prompts."""
         return len(self.prompts) * self.n
 
-    def jobs(self, ids: Sequence[int], arrival: float) -> list[Job]:
-        """One job per answer, in the order of choices. Jobs of one prompt share its computed cells."""
+    def jobs(
+        self, ids: Sequence[int], arrival: float, message_starts: Callable[[Sequence[int]], Sequence[int]] | None = None
+    ) -> list[Job]:
+        """One job per answer, in the order of choices. Jobs of one prompt share its computed cells.
+
+        `message_starts` returns the positions in a prompt at which a message begins.
+        """
+        starts = [message_starts(prompt) if message_starts else () for prompt in self.prompts]
         prompts = [prompt for prompt in range(len(self.prompts)) for _choice in range(self.n)]
         groups = [None if self.score_prompt else ids[prompt * self.n] for prompt in prompts]
         common = (self.tenant, self.priority, arrival, self.deadline)
         return [
-            Job(id, self.prompts[prompt], *common, group, self.score_prompt, ids[0])
+            Job(id, self.prompts[prompt], *common, group, self.score_prompt, ids[0], starts[prompt])
             for id, prompt, group in zip(ids, prompts, groups, strict=True)
         ]
 

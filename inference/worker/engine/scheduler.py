@@ -47,7 +47,8 @@ class _Run:
     """A job and its state.
 
     `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
-    `passed`: an image of the prompt did not fit into the last step.
+    `passed`: an image of the prompt did not fit into the last step. `stops`: positions at which a step ends, so that
+    the slot gets a checkpoint there, ascending.
     """
 
     job: Job
@@ -59,6 +60,25 @@ class _Run:
     generated: int = 0
     scored: int = 0
     passed: bool = False
+    stops: Sequence[int] = ()
+
+
+def checkpoint_stops(job: Job, start: int, limits: Limits) -> list[int]:
+    """Positions in the prompt of `job` for checkpoints, if it is computed from `start` on.
+
+    They are at its last two messages, because the next prompt often departs in one of them, or before the last token
+    of a prompt without messages; and every `checkpoint_tokens` before. The logits of the last token are needed.
+    """
+    gap = limits.checkpoint_gap
+    stops: list[int] = []
+    limit = len(job.prompt) - 1
+    for position in reversed(job.message_starts or (limit,)):
+        if start + gap <= position <= limit and len(stops) < 2:
+            stops.append(position)
+            limit = position - gap
+    last = min(stops, default=len(job.prompt))
+    apart = limits.checkpoint_tokens
+    return [*range(start + apart, last - gap, apart), *reversed(stops)]
 
 
 def _order(run: _Run) -> tuple[float, int]:
@@ -212,6 +232,8 @@ class Scheduler:
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
             self._admit()
+        if self.limits.checkpoints:
+            self._take_checkpoints()
         rows = self._decoding()
         decoding = len(rows)
         if decoding < len(self._running):
@@ -247,6 +269,18 @@ class Scheduler:
             self._slots.invalidate(self._slot_of(run))
             self._end(run)
         return tuple(run.job.id for run in ended)
+
+    def not_restored(self, slots: Sequence[int]) -> None:
+        """Records that the last `plan` could not restore these slots: they are empty, and none of its rows is computed.
+
+        The next plan computes their prompts from the beginning.
+        """
+        self._pending = ()
+        for run in self._running:
+            if self._slot_of(run).number in slots:
+                self._slots.invalidate(self._slot_of(run))
+                self._slot_of(run).tokens = run.tokens
+                run.stops = checkpoint_stops(run.job, 0, self.limits)
 
     def failed(self) -> tuple[int, ...]:
         """Records that the batch failed in the middle: its jobs end and their slots are emptied. Returns these jobs.
@@ -304,6 +338,8 @@ class Scheduler:
             if run.tokens is run.job.prompt:
                 run.tokens = run.tokens[:]  # not earlier, so that waiting choices share one prompt
             run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
+            if self.limits.checkpoints:
+                run.stops = checkpoint_stops(run.job, run.slot.computed, self.limits)
             insort(self._running, run, key=_order)
             self._move(run, "admit")
 
@@ -317,7 +353,8 @@ class Scheduler:
     def _is_prefilled_by_sibling(self, run: _Run) -> bool:
         """Whether another choice is prefilling the same prompt, so that this one can copy its cells later."""
         group = run.job.group
-        if group is None or not self.limits.can_trim or self._reusable(run) < self.limits.copied:
+        can_share = self.limits.can_trim or self.limits.checkpoints
+        if group is None or not can_share or self._reusable(run) < self.limits.copied:
             return False
         return any(
             other.phase is PREFILL and other.job.group == group and self._left(other) > 1 for other in self._running
@@ -328,6 +365,13 @@ class Scheduler:
         if run.job.score and run.scored < len(run.job.prompt):
             return min(run.scored, len(run.tokens) - 1)
         return len(run.tokens) - 1
+
+    def _take_checkpoints(self) -> None:
+        """Saves the state of slots that have reached a stop, or have computed their prompt."""
+        for run in self._running:
+            slot = self._slot_of(run)
+            if slot.computed in run.stops or (run.generated == 1 and slot.computed == len(run.job.prompt)):
+                self._slots.save(slot)
 
     def _decoding(self) -> list[Row]:
         """A row for each job with exactly one token to compute."""
@@ -370,6 +414,8 @@ class Scheduler:
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
             count = min(count, self.limits.batch - planned)  # an image may have taken what was kept for the oldest
+            if stop := next((stop for stop in run.stops if stop > slot.computed), 0):
+                count = min(count, stop - slot.computed)
             if 0 < count < left:
                 count = self._undivided(run, slot, count, planned)
             if count > 0:

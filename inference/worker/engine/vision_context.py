@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,17 @@ class VisionBackend:
         """Copies the first `count` cells of `source` to `target`."""
         self._backend.copy(source, target, self._position(source, count))
         self._image_offsets[target] = tuple(offset for offset in self._image_offsets[source] if offset.start < count)
+
+    def save(self, slot: int) -> Any:
+        """See `Backend`."""
+        return self._backend.save(slot)
+
+    def restore(self, slot: int, state: Any, count: int) -> bool:
+        """See `Backend`; `count` is in cells."""
+        done = self._backend.restore(slot, state, self._position(slot, count))
+        kept = count if done else 0
+        self._image_offsets[slot] = tuple(offset for offset in self._image_offsets[slot] if offset.start < kept)
+        return done
 
     def logits(self, index: int) -> np.ndarray:
         """Logits at a batch index, valid until the next decode."""

@@ -84,6 +84,7 @@ def key(grant: Grant, file: Sequence[int]) -> dict[str, Any]:
         "flash_attention": grant.flash_attention,
         "context_length": grant.context_length,
         "parallel": grant.parallel,
+        "swa_full": grant.swa_full,
         "library": list(stamp(lib._lib._name)),
     }
 
@@ -111,7 +112,7 @@ def save(
     """
     sound = [item for item in retained if _is_text(item) and _fits_tokens(context, item)]
     sizes = {
-        item.slot: _rounded(sequence_state.count_bytes(context, item.slot)) + _rounded(4 * len(item.tokens))
+        item.slot: _rounded(sequence_state.count_bytes(context.handle, item.slot)) + _rounded(4 * len(item.tokens))
         for item in sound
     }
     overhead = _rounded(_TABLE_BYTES + 512 * len(sound) + sum(len(item.tenant) * 6 for item in sound))
@@ -127,14 +128,13 @@ def save(
         for item in wanted:
             tokens_at, state_at = at, at + _rounded(4 * len(item.tokens))
             memory[tokens_at : tokens_at + 4 * len(item.tokens)] = item.tokens.tobytes()
-            size = sequence_state.read(context, item.slot, address + state_at, at + sizes[item.slot] - state_at)
+            size = sequence_state.read(context.handle, item.slot, address + state_at, at + sizes[item.slot] - state_at)
             at += sizes[item.slot]
             if size:
-                first, last = sequence_state.bounds(context, item.slot)
                 table.append(
                     {
                         "slot": item.slot, "tenant": item.tenant, "tokens_at": tokens_at, "tokens": len(item.tokens),
-                        "state_at": state_at, "state_bytes": size, "first": first, "last": last,
+                        "state_at": state_at, "state_bytes": size,
                     }
                 )  # fmt: skip
     text = json.dumps({"under": dict(under), "sequences": table}).encode()
@@ -164,11 +164,9 @@ def restore(context: llama.Context, store: SequenceStore, under: Mapping[str, An
         for row in reversed(kept["sequences"]):
             tokens = array("i")
             tokens.frombytes(memory[row["tokens_at"] : row["tokens_at"] + 4 * row["tokens"]])
-            taken = sequence_state.write(context, row["slot"], address + row["state_at"], row["state_bytes"])
-            if taken != row["state_bytes"] or sequence_state.bounds(context, row["slot"]) != (
-                row["first"],
-                row["last"],
-            ):
+            taken = sequence_state.write(context.handle, row["slot"], address + row["state_at"], row["state_bytes"])
+            last = sequence_state.bounds(context.memory, row["slot"])[1]
+            if taken != row["state_bytes"] or last != row["tokens"] - 1:
                 log.warning("sequence not restored: tokens=%d", row["tokens"])
                 context.remove(row["slot"])
                 continue
@@ -183,9 +181,9 @@ def _is_text(item: Retained) -> bool:
 
 def _fits_tokens(context: llama.Context, item: Retained) -> bool:
     """Removes surplus cells; returns whether the sequence then holds exactly its tokens."""
-    if sequence_state.bounds(context, item.slot)[1] >= len(item.tokens):
+    if sequence_state.bounds(context.memory, item.slot)[1] >= len(item.tokens):
         context.remove(item.slot, len(item.tokens))
-    return sequence_state.bounds(context, item.slot)[1] == len(item.tokens) - 1
+    return sequence_state.bounds(context.memory, item.slot)[1] == len(item.tokens) - 1
 
 
 def _rounded(count: int) -> int:

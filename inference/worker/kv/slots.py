@@ -2,6 +2,9 @@
 
 A slot is one llama.cpp sequence id. It retains its tokens when its job ends, so that a later prompt of the same tenant
 with the same beginning need not compute them. Each slot has its own cells, so a prefix of another slot is copied.
+
+Recurrent layers keep only the newest state, and sliding-window layers only the newest tokens. A slot of such a model
+goes back to an earlier position by a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from inference.worker.kv.saved_sequences import Retained
-from inference.worker.steps import Copy, Limits, Remove
+from inference.worker.steps import Checkpoint, Copy, Limits, Operation, Remove, Restore, Save
 
 MOST_MOVED = 64
 """Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
@@ -20,7 +24,11 @@ sequences costs a step about as much as one or two tokens, and few answers have 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A sequence: the first `computed` of `tokens` are in KV cells. A taken slot shares the array of its job."""
+    """A sequence: the first `computed` of `tokens` are in KV cells. A taken slot shares the array of its job.
+
+    `checkpoints` are in the order of their positions. `oldest` and `freed` bound which tokens the window layers have:
+    the position from which on they were complete when the slot was filled, and the cells that were freed since.
+    """
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -28,6 +36,17 @@ class Slot:
     tenant: str = ""
     taken: bool = False
     used_at: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    oldest: int = 0
+    freed: int = 0
+
+
+class Reuse(NamedTuple):
+    """The first `count` tokens of `slot` can be reused, after going back to `checkpoint` if there is one."""
+
+    slot: Slot | None
+    count: int = 0
+    checkpoint: Checkpoint | None = None
 
 
 class Slots:
@@ -36,7 +55,7 @@ class Slots:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._slots = [Slot(number) for number in range(limits.slots)]
-        self._operations: list[Remove | Copy] = []
+        self._operations: list[Operation] = []
         self._clock = 0
 
     @property
@@ -55,7 +74,7 @@ class Slots:
         taken = sum(slot.computed for slot in self._slots if slot.taken)
         return taken, sum(slot.computed for slot in self._slots) - taken
 
-    def operations(self) -> tuple[Remove | Copy, ...]:
+    def operations(self) -> tuple[Operation, ...]:
         """Returns and clears the memory operations to run before the next batch."""
         operations, self._operations = self._operations, []
         return tuple(operations)
@@ -67,26 +86,28 @@ class Slots:
         retained prefix, and short retained tails are dropped.
         """
         self._clock += 1
-        best, shared = self._longest_prefix(tokens, tenant, reusable)
+        best, shared, checkpoint = self._longest_prefix(tokens, tenant, reusable)
         free = [slot for slot in self._slots if not slot.taken]
         target = min(free, key=self._dispensable)
         pays = shared >= self._limits.copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.copied
-            if loses_little or (target.computed and pays):  # a prefix is lost anyway: drop the tail of this one
-                target = best
+            stays = checkpoint is not None and not self._restores_copies
+            if loses_little or stays or (target.computed and pays):
+                target = best  # a prefix is lost anyway: drop the tail of this one
         moves = False
-        if (near := self._nearer(target, free)) is not None:
+        if checkpoint is None and (near := self._nearer(target, free)) is not None:
             moves = target is best and pays
             best = self._clear(near, best, free)
             target = near
         if target is best:
-            self._forget(target, shared)
+            self._go_back(target, shared, checkpoint)
         else:
             self._forget(target, 0)
             if best is not None and pays:
-                self._operations.append(Copy(best.number, target.number, shared))
-                target.computed = shared
+                self._copy(best, target, shared)
+                if checkpoint is not None:
+                    self._restore(target, checkpoint)
                 if moves:
                     self._forget(best, 0)
         target.tokens, target.tenant, target.taken = tokens, tenant, True
@@ -106,6 +127,21 @@ class Slots:
         """Removes all tokens of a sequence whose state in llama.cpp is unknown."""
         slot.computed = 0
         self._operations.append(Remove(slot.number, 0))
+        self._emptied(slot)
+
+    def save(self, slot: Slot) -> None:
+        """Takes a checkpoint of the present state, unless an earlier one is near. Replaces the least useful one."""
+        kept = slot.checkpoints
+        if (
+            not self._limits.checkpoints
+            or slot.computed < (kept[-1].position if kept else 0) + self._limits.checkpoint_gap
+        ):
+            return
+        if len(kept) >= self._limits.checkpoints:
+            del kept[least_useful([item.position for item in kept], slot.computed)]
+        oldest = max(self._first_position(slot), slot.computed - self._limits.window) if self._limits.window else 0
+        kept.append(Checkpoint(slot.computed, oldest))
+        self._operations.append(Save(slot.number, kept[-1]))
 
     def _dispensable(self, slot: Slot) -> tuple[bool, int, bool, int]:
         """Sort key; the smallest slot is assigned first: an empty one, else the least recently used one.
@@ -138,9 +174,8 @@ class Slots:
             self._forget(slot, 0)
             return None if slot is best else best
         self._forget(shelter, 0)
-        self._operations.append(Copy(slot.number, shelter.number, slot.computed))
-        shelter.tokens, shelter.computed, shelter.tenant = slot.tokens, slot.computed, slot.tenant
-        shelter.used_at = slot.used_at
+        self._copy(slot, shelter, slot.computed)
+        shelter.tokens, shelter.tenant, shelter.used_at = slot.tokens, slot.tenant, slot.used_at
         self._forget(slot, 0)
         return shelter if slot is best else best
 
@@ -153,10 +188,11 @@ class Slots:
         ]
 
     def adopt(self, held: Retained) -> None:
-        """Registers a sequence that the context already holds in a free slot."""
+        """Registers a sequence that the context already holds in a free slot, with the newest window of its tokens."""
         self._clock += 1
         slot = self._slots[held.slot]
         slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
+        self._holds_only(slot, max(0, slot.computed - self._limits.window))
 
     def forget(self) -> None:
         """Drops the tokens in free slots."""
@@ -164,25 +200,86 @@ class Slots:
             if not slot.taken:
                 self._forget(slot, 0)
 
+    # --- positions of a slot ------------------------------------------------------------------------------------------
+    @property
+    def _restores_copies(self) -> bool:
+        """Whether a checkpoint can be restored into a copy. llama.cpp copies window cells only at the next batch."""
+        return not self._limits.window
+
+    def _first_position(self, slot: Slot) -> int:
+        """The position from which on the window layers have all tokens; cells are overwritten oldest first."""
+        if not self._limits.window:
+            return 0
+        return max(slot.oldest, slot.computed + slot.freed - self._limits.window_cells)
+
+    def _holds_only(self, slot: Slot, oldest: int) -> None:
+        """Records that the window layers have the tokens from `oldest` on, and that their next token may overwrite."""
+        if self._limits.window:
+            slot.oldest, slot.freed = oldest, self._limits.window_cells - (slot.computed - oldest)
+
+    def _emptied(self, slot: Slot) -> None:
+        slot.tokens = array("i")
+        slot.checkpoints, slot.oldest, slot.freed = [], 0, 0
+
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
+            slot.freed += slot.computed - start
             slot.computed = start
             self._operations.append(Remove(slot.number, start))
+            slot.checkpoints = [item for item in slot.checkpoints if item.position <= start]
         if start == 0:
-            slot.tokens = array("i")
+            self._emptied(slot)
 
-    def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> tuple[Slot | None, int]:
-        best: Slot | None = None
-        longest = 0
+    def _restore(self, slot: Slot, checkpoint: Checkpoint) -> None:
+        slot.computed = checkpoint.position
+        slot.checkpoints = [item for item in slot.checkpoints if item.position <= checkpoint.position]
+        self._holds_only(slot, checkpoint.oldest)
+        self._operations.append(Restore(slot.number, checkpoint))
+
+    def _go_back(self, slot: Slot, count: int, checkpoint: Checkpoint | None) -> None:
+        """Makes `slot` hold its first `count` tokens. They get a checkpoint, because later prompts may depart here."""
+        if checkpoint is not None:
+            self._restore(slot, checkpoint)
+        else:
+            self._forget(slot, count)
+            self.save(slot)
+
+    def _copy(self, source: Slot, target: Slot, count: int) -> None:
+        self._operations.append(Copy(source.number, target.number, count))
+        target.computed = count
+        target.oldest, target.freed = source.oldest, source.freed + source.computed - count
+        target.checkpoints = [item for item in source.checkpoints if item.position <= count]
+
+    def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> Reuse:
+        best = Reuse(None)
         for slot in self._slots:
-            if slot.tenant != tenant or slot.computed < max(1, longest):
+            if slot.tenant != tenant or slot.computed < max(1, best.count):
                 continue
-            shared = common_prefix(slot.tokens, tokens, min(slot.computed, reusable))
-            whole = shared == slot.computed and not slot.taken
-            spares_copy = best is not None and best.taken and not slot.taken
-            if shared >= longest + (not spares_copy) and (self._limits.can_trim or whole):
-                best, longest = slot, shared
-        return best, longest
+            found = self._resumable(slot, common_prefix(slot.tokens, tokens, min(slot.computed, reusable)))
+            spares_copy = best.slot is not None and best.slot.taken and not slot.taken
+            if found.slot is not None and found.count >= best.count + (not spares_copy):
+                best = found
+        return best
+
+    def _resumable(self, slot: Slot, shared: int) -> Reuse:
+        """The most of the first `shared` tokens of `slot` from which a job can go on."""
+        has_window = self._first_position(slot) <= max(0, shared - self._limits.window)
+        if (self._limits.can_trim and has_window) or (shared == slot.computed and not slot.taken):
+            return Reuse(slot, shared)
+        if slot.taken and not self._restores_copies:
+            return Reuse(None)
+        saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
+        return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)
+
+
+def least_useful(positions: Sequence[int], end: int) -> int:
+    """The index of the checkpoint to drop from a sequence of `end` tokens.
+
+    Prompts mostly depart near the end. So distances between checkpoints should grow with the distance from the end: the
+    one is dropped whose neighbors are closest to each other in relation to that distance.
+    """
+    places = [0, *positions, end]
+    return min(range(len(positions)), key=lambda at: (places[at + 2] - places[at]) / max(1, end - positions[at]))
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:

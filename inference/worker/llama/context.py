@@ -12,6 +12,7 @@ import numpy as np
 
 from inference.protocol import ExitCause
 from inference.worker.backend import OK, BatchRow, Decode
+from inference.worker.llama import sequence_state
 from inference.worker.llama.binding import lib
 from inference.worker.llama.llama_model import Model
 from inference.worker.llama.llama_process import without_gil_release
@@ -36,6 +37,9 @@ COPIED_PART = 128
 15 M parameters, and of N/320 with 135 M. Larger models compute longer per byte of a cell.
 """
 LEAST_COPIED = 16
+
+CELLS_STEP = 256
+"""llama.cpp rounds the cells of sliding-window layers up to a multiple of this."""
 
 
 class Context:
@@ -70,6 +74,15 @@ class Context:
         if not self._in_pieces:
             self.pool_tokens = min(self.pool_tokens, self.n_ubatch)
         self.can_trim = False
+        swa_cells = min(self.n_ctx_seq, int(lib.llama_model_n_swa(model.handle)) + self.n_ubatch)
+        self.window_cells = -(-swa_cells // CELLS_STEP) * CELLS_STEP
+        """Cells of a sequence in sliding-window layers (`llama_kv_cache_iswa`)."""
+        self.window = 0 if params.swa_full else int(lib.llama_model_n_swa(model.handle))
+        """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
+        if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
+            self.window = 0
+        self.checkpoint_bytes = 0
+        """The size of a checkpoint: of the states and windows of one sequence. Set by `warm_up`."""
         self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
         first = self._sequence_ids.ctypes.data
         self._sequence_pointers = [first + 4 * slot for slot in range(self.n_slots)]
@@ -144,10 +157,10 @@ class Context:
         self._use(adapters)
 
     def inherit(self, before: Context) -> None:
-        """Takes over adapters and `can_trim` of an earlier context of the same model, instead of a warm-up."""
+        """Takes over adapters and what `warm_up` finds of an earlier context of the same model."""
         if before._adapters:
             self._use(before._adapters)
-        self.can_trim = before.can_trim
+        self.can_trim, self.checkpoint_bytes = before.can_trim, before.checkpoint_bytes
 
     def _use(self, adapters: list[Any]) -> None:
         self._adapters = adapters
@@ -169,6 +182,22 @@ class Context:
         _seq_cp(self.memory, source, target, -1, -1)
         _seq_rm(self.memory, target, count, -1)
 
+    def save(self, slot: int) -> np.ndarray | None:
+        """The recurrent state and the window cells of `slot`, for `restore`; None if there is no memory for them."""
+        try:
+            state = np.empty(sequence_state.count_bytes(self.handle, slot, partial=True), np.uint8)
+        except MemoryError:
+            return None
+        return state if sequence_state.read(self.handle, slot, state.ctypes.data, state.size, partial=True) else None
+
+    def restore(self, slot: int, state: np.ndarray, count: int) -> bool:
+        """Puts back a `state` of the first `count` tokens of `slot`, and removes the others; False empties the slot."""
+        taken = sequence_state.write(self.handle, slot, state.ctypes.data, state.size, partial=True)
+        if taken == state.size and self.remove(slot, count) and _pos_max(self.memory, slot) == count - 1:
+            return True
+        self.remove(slot)
+        return False
+
     def decode(self, rows: Sequence[BatchRow], *, every: bool = False) -> tuple[Decode, list[int]]:
         """Computes `rows` as one batch. Returns the status and the batch index of the last token of each row.
 
@@ -176,7 +205,7 @@ class Context:
         all tokens, as pooling needs. Token ids and lengths must be valid, because llama.cpp asserts on some invalid
         ones. A batch with more outputs than reserved returns BAD_BATCH, because llama.cpp would assert.
         """
-        gap = self._gap(rows) if self.can_trim and len(rows) > 1 else []
+        gap = self._gap(rows) if self.can_trim and not self.window and len(rows) > 1 else []
         if not gap:
             return self._decode(rows, every)
         together = sorted([*rows, *gap], key=_slot_of)
@@ -315,6 +344,9 @@ class Context:
         many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx // self.n_slots)
         row = _Row(0, 0, (token,) * many, every=self.pooling <= 0)
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
+        if self.pooling <= 0 and (self.window or self.model.keeps_whole_state):
+            size = sequence_state.count_bytes(self.handle, 0, partial=True)
+            self.checkpoint_bytes = size * self.window // many if self.window else size
         self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
         self.forget_all()
         if status is not OK:

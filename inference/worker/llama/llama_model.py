@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from inference.protocol import ExitCause
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
@@ -233,6 +235,12 @@ class Model:
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a generation."""
         return self._special.ends
+
+    @functools.cached_property
+    def message_tokens(self) -> np.ndarray:
+        """Control tokens (int32) that do not end a generation; templates begin messages with them."""
+        control = (token for token in range(self.n_vocab) if _vocab_attr(self.vocab, token) & _ATTRIBUTE_CONTROL)
+        return np.array([token for token in control if token not in self.end_tokens], np.int32)
 
     @property
     def control_texts(self) -> tuple[str, ...]:

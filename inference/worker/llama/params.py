@@ -69,6 +69,7 @@ def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False
     params.n_batch = grant.batch
     params.n_ubatch = min(grant.ubatch, grant.batch)
     params.kv_unified = pooling is not None
+    params.swa_full = grant.swa_full
     params.type_k = params.type_v = KV_TYPES[grant.kv_type]
     params.flash_attn_type = (
         lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if grant.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED

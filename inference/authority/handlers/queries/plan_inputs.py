@@ -134,6 +134,8 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement)
         ubatch=spec.ubatch,
         threads=spec.threads,
         flash_attention=spec.flash_attention,
+        swa_full=spec.swa_full,
+        checkpoint_bytes=spec.kv_checkpoints,
         lora=spec.lora,
         mmproj=spec.mmproj,
         capabilities=spec.capabilities,
