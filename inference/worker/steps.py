@@ -45,8 +45,8 @@ class Limits:
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
     `copied`: the minimum number of tokens that are copied from another slot instead of computed.
     `window`: tokens that sliding-window layers attend to; 0 if all layers keep all tokens. `window_cells`: cells of a
-    slot in these layers. `checkpoints`: the most checkpoints of a slot, in a prompt one at least every `checkpoint_tokens`,
-    and at least `checkpoint_gap` tokens apart.
+    slot in these layers. `checkpoints`: the most checkpoints of a slot, at least `checkpoint_gap` tokens apart and in a
+    prompt at most `checkpoint_tokens`.
     """
 
     slots: int

@@ -73,11 +73,14 @@ class Memory:
         return [token for token, _tenant in self.slots[slot]]
 
     def run(self, step: Step) -> None:
+        copies: set[int] = set()
         for operation in step.operations:
             match operation:
                 case Remove(slot, start):
                     assert start == 0 or self.limits.can_trim, "a running state cannot be cut"
                     self.cut(slot, start)
+                    if start == 0:
+                        copies.discard(slot)
                 case Copy(source, target, count):
                     assert not self.slots[target], "copied over tokens"
                     assert self.limits.copied <= count <= len(self.slots[source])
@@ -86,15 +89,16 @@ class Memory:
                     self.windows[target].remove(count)
                     if not self.limits.can_trim:
                         self.copied_states.add(target)
+                    if self.limits.window:
+                        copies.add(target)
                 case Save(slot, checkpoint):
                     assert checkpoint.position == len(self.slots[slot])
                     checkpoint.state = self.slots[slot][:]
                     self.windows[slot].check(checkpoint.position, self.limits.window)
+                    assert slot not in copies, "window cells of a copy come with the next batch"
                 case Restore(slot, checkpoint):
                     assert self.slots[slot][: checkpoint.position] == checkpoint.state, "the state of other tokens"
-                    assert slot not in [one.target for one in step.operations if isinstance(one, Copy)] or (
-                        not self.limits.window
-                    ), "window cells of a copy come with the next batch"
+                    assert slot not in copies, "window cells of a copy come with the next batch"
                     self.cut(slot, checkpoint.position)
                     self.refill(slot, checkpoint.position)
                     self.copied_states.discard(slot)
@@ -176,6 +180,10 @@ class Traffic(RuleBasedStateMachine):
             slots, context, batch, 6, can_trim, slots + outputs, copied, window,
             window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2),
         )  # fmt: skip
+        self.restart()
+
+    def restart(self) -> None:
+        """A new scheduler with the present limits."""
         self.scheduler = Scheduler(self.limits)
         self.memory = Memory(self.limits)
         self.now = 0.0
@@ -480,3 +488,42 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     step = scheduler.plan(0.0, 8)
     assert {row.job: len(row.tokens) for row in step.rows} == {1: 1, 2: 2, 3: 6}
     assert [entry[:2] for entry in scheduler.progress()] == [(2, Phase.PREFILL), (3, Phase.PREFILL)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    slots=st.integers(1, 3),
+    can_trim=st.booleans(),
+    window=st.sampled_from((0, 2, 3, 5)),
+    checkpoints=st.integers(1, 4),
+    apart=st.integers(2, 6),
+    copied=st.integers(1, 6),
+    turns=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 20), TOKENS, st.integers(1, 8), st.booleans()),
+        min_size=4,
+        max_size=25,
+    ),
+)
+def test_prompts_depart_anywhere_in_earlier_sequences(
+    slots: int,
+    can_trim: bool,
+    window: int,
+    checkpoints: int,
+    apart: int,
+    copied: int,
+    turns: list[tuple[int, int, list[int], int, bool]],
+) -> None:
+    """Slots with windows, states and checkpoints compute every prompt with the state of its own tokens."""
+    traffic = Traffic()
+    traffic.limits = Limits(
+        slots, 64, 16, 6, can_trim, slots + 1, copied, window, window + PHYSICAL if window else 0,
+        checkpoints if window or not can_trim else 0, apart, 2,
+    )  # fmt: skip
+    traffic.restart()
+    for which, back, more, answer, waits in turns:
+        tokens, tenant = traffic.past[which % len(traffic.past)] if traffic.past else ([], "x")
+        prompt = [*tokens[: max(0, len(tokens) - back)], *more][:60]
+        traffic.submit(prompt, tenant, Priority.NORMAL, 1, None, answer, score=False, alone=True)
+        while waits and traffic.live:
+            traffic.advance(8)
+    traffic.teardown()

@@ -245,6 +245,8 @@ class Scheduler:
 
     def computed(self) -> None:
         """Records that the batch of the step was computed."""
+        if self.limits.window:
+            self._slots.arrived()
         for row in self._pending:
             run = self._runs[row.job]
             self._slot_of(run).computed += len(row.tokens)

@@ -39,6 +39,8 @@ class Slot:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     oldest: int = 0
     freed: int = 0
+    arriving: bool = False
+    """Whether it is a copy whose window cells llama.cpp moves with the next batch; until then they are not usable."""
 
 
 class Reuse(NamedTuple):
@@ -92,7 +94,7 @@ class Slots:
         pays = shared >= self._limits.copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.copied
-            stays = checkpoint is not None and not self._restores_copies
+            stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
             if loses_little or stays or (target.computed and pays):
                 target = best  # a prefix is lost anyway: drop the tail of this one
         moves = False
@@ -113,6 +115,11 @@ class Slots:
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 
+    def arrived(self) -> None:
+        """Records that a batch was computed, so that llama.cpp has copied what was to be copied."""
+        for slot in self._slots:
+            slot.arriving = False
+
     def release(self, slot: Slot) -> None:
         """Frees the slot and retains its tokens."""
         self._clock += 1
@@ -132,10 +139,8 @@ class Slots:
     def save(self, slot: Slot) -> None:
         """Takes a checkpoint of the present state, unless an earlier one is near. Replaces the least useful one."""
         kept = slot.checkpoints
-        if (
-            not self._limits.checkpoints
-            or slot.computed < (kept[-1].position if kept else 0) + self._limits.checkpoint_gap
-        ):
+        last = kept[-1].position if kept else 0
+        if not self._limits.checkpoints or slot.arriving or slot.computed < last + self._limits.checkpoint_gap:
             return
         if len(kept) >= self._limits.checkpoints:
             del kept[least_useful([item.position for item in kept], slot.computed)]
@@ -201,11 +206,6 @@ class Slots:
                 self._forget(slot, 0)
 
     # --- positions of a slot ------------------------------------------------------------------------------------------
-    @property
-    def _restores_copies(self) -> bool:
-        """Whether a checkpoint can be restored into a copy. llama.cpp copies window cells only at the next batch."""
-        return not self._limits.window
-
     def _first_position(self, slot: Slot) -> int:
         """The position from which on the window layers have all tokens; cells are overwritten oldest first."""
         if not self._limits.window:
@@ -219,7 +219,7 @@ class Slots:
 
     def _emptied(self, slot: Slot) -> None:
         slot.tokens = array("i")
-        slot.checkpoints, slot.oldest, slot.freed = [], 0, 0
+        slot.checkpoints, slot.oldest, slot.freed, slot.arriving = [], 0, 0, False
 
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
@@ -247,6 +247,7 @@ class Slots:
     def _copy(self, source: Slot, target: Slot, count: int) -> None:
         self._operations.append(Copy(source.number, target.number, count))
         target.computed = count
+        target.arriving = self._limits.window > 0
         target.oldest, target.freed = source.oldest, source.freed + source.computed - count
         target.checkpoints = [item for item in source.checkpoints if item.position <= count]
 
@@ -266,7 +267,7 @@ class Slots:
         has_window = self._first_position(slot) <= max(0, shared - self._limits.window)
         if (self._limits.can_trim and has_window) or (shared == slot.computed and not slot.taken):
             return Reuse(slot, shared)
-        if slot.taken and not self._restores_copies:
+        if slot.arriving or (slot.taken and self._limits.window):
             return Reuse(None)
         saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
         return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)
