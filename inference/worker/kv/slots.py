@@ -44,10 +44,10 @@ class Slot:
 
 
 class Reuse(NamedTuple):
-    """The first `count` tokens of `slot` can be reused, after going back to `checkpoint` if there is one."""
+    """The first `tokens` tokens of `slot` can be reused, after going back to `checkpoint` if there is one."""
 
     slot: Slot | None
-    count: int = 0
+    tokens: int = 0
     checkpoint: Checkpoint | None = None
 
 
@@ -254,11 +254,11 @@ class Slots:
     def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> Reuse:
         best = Reuse(None)
         for slot in self._slots:
-            if slot.tenant != tenant or slot.computed < max(1, best.count):
+            if slot.tenant != tenant or slot.computed < max(1, best.tokens):
                 continue
             found = self._resumable(slot, common_prefix(slot.tokens, tokens, min(slot.computed, reusable)))
             spares_copy = best.slot is not None and best.slot.taken and not slot.taken
-            if found.slot is not None and found.count >= best.count + (not spares_copy):
+            if found.slot is not None and found.tokens >= best.tokens + (not spares_copy):
                 best = found
         return best
 
