@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from inference.worker.steps import most_checkpoints
+from tests.rigs.engine_rig import engine_rig
 from tests.rigs.estimate_rig import MIB, Case, EstimateRig
 from tests.rigs.tiny_families import FAMILIES, Form
 
@@ -13,8 +16,9 @@ CASES = {
     "dense": [("q8_0", 0, 4, ()), ("f16", -1, 2, (3, 4))],
     "gqa": [("q8_0", -1, 4, ()), ("f16", 0, 2, ())],
     "moe": [("q4_0", 5, 1, ())],
-    "window": [("f16", -1, 2, ())],
+    "window": [("f16", -1, 2, ()), ("q8_0", 0, 2, ())],
     "hybrid": [("f16", 4, 4, ()), ("f16", -1, 1, (2, 5))],
+    "recurrent": [("f16", 0, 4, ()), ("f16", -1, 2, ())],
 }
 """By family: KV type, layers on the accelerator, parallel sequences, layers per device."""
 
@@ -30,6 +34,23 @@ async def test_estimated_bytes_equal_allocated_bytes(family: str, tmp_path: Path
             assert outcome.source == "llama.cpp"
             assert outcome.worst <= 1, f"{case.name}: {list(outcome.errors())}"
             assert set(outcome.counted) == ({"gpu-0", "gpu-1"} if counts else {"gpu-0"} if gpu_layers else set())
+
+
+@pytest.mark.parametrize("family", ["dense", "window", "hybrid", "recurrent"])
+async def test_host_memory_for_checkpoints_is_reserved(family: str, tmp_path: Path) -> None:
+    """The checkpoints of all sequences are a part of the estimate; a model without windows and states has none."""
+    form = Form(family, heads_kv=4)
+    spec = Case(form, 8192, 2, "f16", 0).spec()
+    async with EstimateRig(tmp_path, []) as rig:
+        (cpu,) = rig.devices(Case(form, 8192, 2, "f16", 0))
+        with_none = await rig.estimator.get(replace(spec, kv_checkpoints=0), cpu)
+        estimate = await rig.estimator.get(replace(spec, kv_checkpoints=8 * MIB), cpu)
+    with engine_rig(spec.path, context_length=8192, parallel=2, checkpoint_bytes=8 * MIB) as opened:
+        each = opened.context.checkpoint_bytes
+        most = most_checkpoints(each, 8 * MIB)
+    reserved = estimate.need["cpu"] - with_none.need["cpu"]
+    assert reserved == pytest.approx(2 * most * each, rel=0.05, abs=MIB / 8)
+    assert (reserved > 0) == (family != "dense")
 
 
 async def test_estimate_applies_to_every_device_of_one_model(tmp_path: Path) -> None:
