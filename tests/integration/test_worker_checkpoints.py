@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module", params=("window", "hybrid", "recurrent"))
 def rig(request: pytest.FixtureRequest) -> Iterator[EngineRig]:
     """An engine with two slots, and room for 16 checkpoints in each."""
-    path = tiny_families.path(tiny_families.Form(request.param))
+    path = tiny_families.path(tiny_families.Form(request.param, layers=3, width=128, heads=4, feed=128))
     with engine_rig(path, context_length=8192, parallel=2, batch=512, ubatch=128, checkpoint_bytes=2**26) as opened:
         yield opened
 
