@@ -127,6 +127,7 @@ class _Special:
     control_texts: tuple[str, ...]
     longest: int
     cutter: Cutter
+    messages: np.ndarray
 
 
 class Model:
@@ -236,11 +237,10 @@ class Model:
         """Tokens that end a generation."""
         return self._special.ends
 
-    @functools.cached_property
+    @property
     def message_tokens(self) -> np.ndarray:
         """Control tokens (int32) that do not end a generation; templates begin messages with them."""
-        control = (token for token in range(self.n_vocab) if _vocab_attr(self.vocab, token) & _ATTRIBUTE_CONTROL)
-        return np.array([token for token in control if token not in self.end_tokens], np.int32)
+        return self._special.messages
 
     @property
     def control_texts(self) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ class Model:
     @functools.cached_property
     def _special(self) -> _Special:
         """Properties of special tokens, from one pass over the vocabulary."""
-        ends, texts, longest = set(), set(), 1
+        ends, texts, messages, longest = set(), set(), [], 1
         atoms, cuttable = set(), set()
         for token in range(self.n_vocab):
             raw = _text(self.vocab, token) or b""
@@ -268,11 +268,14 @@ class Model:
             is_end = bool(_is_eog(self.vocab, token))
             if is_end:
                 ends.add(token)
+            elif attributes & _ATTRIBUTE_CONTROL:
+                messages.append(token)
             if is_end or attributes & _ATTRIBUTE_CONTROL:
                 texts.add(self.text_of(token))
         texts.discard("")
         by_length = tuple(sorted(texts, key=lambda text: (-len(text), text)))
-        return _Special(frozenset(ends), by_length, longest, Cutter(cuttable, atoms, _PART_CHARS))
+        cutter = Cutter(cuttable, atoms, _PART_CHARS)
+        return _Special(frozenset(ends), by_length, longest, cutter, np.array(messages, np.int32))
 
     @functools.cached_property
     def bos(self) -> int | None:
