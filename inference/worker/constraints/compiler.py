@@ -31,8 +31,9 @@ log = logging.getLogger("headgate.worker.constraints")
 STACK_BYTES = 256 << 20
 """Stack of the thread that compiles; only used pages are allocated. llguidance follows references by recursion, at most
 10,000 of them with about 8 KiB each; an overflow would end the process."""
-MOST_AHEAD = 300_000
-"""Largest vocabulary, in tokens, that an idle worker reads in advance. It takes 0.4 kB per token."""
+MOST_AHEAD = 130_000
+"""Largest vocabulary, in tokens, that an idle worker reads in advance. It takes 0.4 kB per token, which stays below the
+growth that a reservation allows."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 """llguidance's own tables except the one for blanks, which takes a sixth of the memory and saves 1 to 2 us per mask.
