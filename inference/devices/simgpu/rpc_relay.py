@@ -123,7 +123,7 @@ class Relay:
             if not data or len(held) >= MOST_HELD_BYTES:
                 self._loop.remove_reader(source)
 
-        over: asyncio.Future[Any] = asyncio.gather(*(gate.wait() for gate in gates))
+        over = asyncio.create_task(_all_open(gates))
         self._loop.add_reader(source, take)
         try:
             await asyncio.wait({over, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,3 +153,9 @@ class Relay:
             pieces = (b"".join(pieces),)
         for piece in pieces:
             await self._loop.sock_sendall(target, piece)
+
+
+async def _all_open(gates: Sequence[asyncio.Event]) -> None:
+    """Waits until each of `gates` has been open."""
+    for gate in gates:
+        await gate.wait()
