@@ -42,14 +42,14 @@ async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
 
 @shows(
     "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
-    "lora", "mmproj", "capabilities",
+    "lora", "mmproj", "capabilities", "swa_full",
 )  # fmt: skip
 async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     other = directory / "other.gguf"
     other.write_bytes(b"GGUF")
     settings_of: dict[str, dict[str, Any]] = {
         "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
-        "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False},
+        "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True},
         "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"]},
     }
     behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
@@ -59,6 +59,14 @@ async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     for name, keys in settings_of.items():
         assert {key: granted[name][key] for key in keys} == keys
         assert all(granted["plain"][key] != value for key, value in keys.items())
+
+
+@shows("kv_checkpoints")
+async def _checkpoints(directory: Path, start: Start) -> None:
+    file = directory / "a.json"
+    service = await start({"a": {"kv_checkpoints": "3MiB"}}, {"a": {"grant_file": str(file)}})
+    await load(service, "a")
+    assert json.loads(file.read_text())["checkpoint_bytes"] == 3 * MIB
 
 
 @shows("aliases")

@@ -197,13 +197,17 @@ async def _body_limit(bench: Bench) -> None:
 
 
 # --- what models do not say themselves -------------------------------------------------------------------------------
-@shows("GPU_LAYERS", "CONTEXT_LENGTH", "PARALLEL", "KV_TYPE", "BATCH", "UBATCH", "THREADS", "FLASH_ATTENTION")
+@shows(
+    "GPU_LAYERS", "CONTEXT_LENGTH", "PARALLEL", "KV_TYPE", "BATCH", "UBATCH", "THREADS", "FLASH_ATTENTION", "SWA_FULL",
+    "KV_CHECKPOINTS",
+)  # fmt: skip
 async def _grant_of_the_worker(bench: Bench) -> None:
     other = {
         "GPU_LAYERS": "3", "CONTEXT_LENGTH": "777", "PARALLEL": "3", "KV_TYPE": "q8_0", "BATCH": "128", "UBATCH": "64",
-        "THREADS": "1",
+        "THREADS": "1", "SWA_FULL": "true", "KV_CHECKPOINTS": "3MiB",
     }  # fmt: skip
     granted = await bench.grant(**other)
+    assert (granted["swa_full"], granted["checkpoint_bytes"]) == (True, 3 * 2**20)
     assert (granted["gpu_layers"], granted["context_length"], granted["parallel"], granted["kv_type"]) == (
         3,
         777,

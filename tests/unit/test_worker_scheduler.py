@@ -27,7 +27,7 @@ from inference.worker.engine.prefill_pacing import (
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 from inference.worker.kv.saved_sequences import Retained, chosen, differing
-from inference.worker.steps import Copy, Job, Limits, Remove, Row
+from inference.worker.steps import Copy, Job, Limits, Remove, Restore, Row, Save, most_checkpoints
 
 
 def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
@@ -606,3 +606,36 @@ def test_adopted_sequence_is_reused_as_a_retained_prefix() -> None:
         if tenant == "alice":
             assert scheduler.retained() == []
             scheduler.extend(number, 8)
+
+
+def test_prompt_whose_checkpoint_is_rejected_is_computed_from_its_beginning() -> None:
+    """The checkpoints are at the last two messages; the restored slot is emptied, and another job is not disturbed."""
+    limits = Limits(slots=2, context=40, batch=30, queue=4, can_trim=False, copied=40, checkpoints=4, checkpoint_gap=2)
+    scheduler = Scheduler(limits)
+    scheduler.submit([Job(1, tuple(range(10)), message_starts=(0, 4, 8))])
+    saved = []
+    for _step in range(4):
+        step = scheduler.plan(0.0, 30)
+        for operation in step.operations:
+            assert isinstance(operation, Save)
+            operation.checkpoint.state = b"state"
+            saved.append(operation.checkpoint.position)
+        scheduler.computed()
+        if any(row.sample for row in step.rows):
+            scheduler.extend(1, 50)
+    assert saved == [4, 8, 10]
+    scheduler.finish(1)
+    scheduler.submit([Job(2, (0, 1, 2, 3, 4, 5, 6, 7, 8, 77, 78), message_starts=(0, 4, 8)), Job(3, (60, 61, 62))])
+    step = scheduler.plan(0.0, 30)
+    assert [type(operation) for operation in step.operations] == [Restore]
+    assert [(row.job, row.start) for row in step.rows] == [(2, 8), (3, 0)]
+    scheduler.not_restored([operation.slot for operation in step.operations if isinstance(operation, Restore)])
+    step = scheduler.plan(0.0, 30)
+    assert [(row.job, row.start, len(row.tokens)) for row in step.rows] == [(2, 0, 4), (3, 0, 2)]
+
+
+def test_number_of_checkpoints_follows_from_their_size() -> None:
+    """A model without windows and states has none."""
+    assert most_checkpoints(0, 2**30) == 0
+    assert most_checkpoints(100, 350) == 3
+    assert most_checkpoints(1, 2**30) == 16
