@@ -94,11 +94,6 @@ class Grant:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to set before llama.cpp initializes, for a worker that was started before its devices were known."""
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether all devices are CPUs."""
-        return all(device.kind == "cpu" for device in self.devices)
-
 
 @dataclass(frozen=True, slots=True)
 class Hold:

@@ -14,12 +14,10 @@ from inference.worker.api.pooled_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler, FormQueue
-from inference.worker.engine.core_sparing_context import CoreSparingBackend
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.engine.vision_context import VisionBackend
-from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
@@ -89,17 +87,8 @@ def engines_of(
         chain = ChainSampler(loaded.model, context, sampling, choice, most)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
-    backend = _backend(context, grant, vision)
+    backend: Backend = context if vision is None else VisionBackend(context, context.n_slots, vision.tiles)
     return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
-
-
-def _backend(context: Context, grant: Grant, vision: Vision | None) -> Backend:
-    backend: Backend = context
-    if vision is not None:
-        backend = VisionBackend(context, context.n_slots, vision.tiles)
-    if grant.on_cpu:
-        backend = CoreSparingBackend(backend, context.spare)
-    return backend
 
 
 def app_of(

@@ -15,13 +15,13 @@ def usable_cores() -> int:
     With the default of llama.cpp, 4 threads compete for two cores. Hyper-threads do not make matrix products faster.
     """
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {siblings(cpu) for cpu in allowed}
+    cores = {_siblings(cpu) for cpu in allowed}
     count = len(cores) if None not in cores else len(allowed)
     return max(1, min(count, _quota()))
 
 
 @functools.cache
-def siblings(cpu: int) -> str | None:
+def _siblings(cpu: int) -> str | None:
     """The hyper-threads of the core of `cpu`, None if the kernel does not report them."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()

@@ -54,8 +54,6 @@ class Context:
             raise LoadError(ExitCause.OOM_LOAD, "llama.cpp could not allocate the context")
         self.memory = lib.llama_get_memory(self.handle)
         self.pooling = int(lib.llama_pooling_type(self.handle))
-        self._threads = int(params.n_threads)
-        self._spared = 0
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
@@ -118,16 +116,6 @@ class Context:
 
     def use_threads(self, count: int) -> None:
         """Sets the maximum number of threads from the next step on; may be called while a step runs."""
-        self._threads = count
-        self._set_threads()
-
-    def spare(self, count: int) -> None:
-        """Uses `count` threads fewer than the maximum, at least one, from the next step on (core sparing)."""
-        self._spared = count
-        self._set_threads()
-
-    def _set_threads(self) -> None:
-        count = max(1, self._threads - self._spared)
         lib.llama_set_n_threads(self.handle, count, count)
 
     def close(self) -> None:
