@@ -111,9 +111,9 @@ def _exact(
     sequences, and the capabilities.
     """
     from inference.worker import llama, loading
+    from inference.worker.kv.checkpoints import most_checkpoints
     from inference.worker.llama import ggml_library
     from inference.worker.llama.llama_process import LogTail
-    from inference.worker.steps import most_checkpoints
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant, Grant
 

@@ -18,12 +18,13 @@ from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.engine.vision_context import VisionBackend
+from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
 from inference.worker.prompt.vision import Vision
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
-from inference.worker.steps import Limits, most_checkpoints
+from inference.worker.steps import Limits
 from inference.worker_link import Grant
 
 

@@ -74,14 +74,6 @@ class Limits:
             raise ValueError(f"invalid limits of an engine: {self}")
 
 
-MOST_CHECKPOINTS = 16
-
-
-def most_checkpoints(checkpoint_bytes: int, room_bytes: int) -> int:
-    """How many checkpoints of this size a slot may have; 0 for a model that needs none."""
-    return min(MOST_CHECKPOINTS, room_bytes // checkpoint_bytes) if checkpoint_bytes else 0
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One sequence to generate. Times are seconds on the caller's clock.

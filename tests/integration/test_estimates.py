@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker.steps import most_checkpoints
+from inference.worker.kv.checkpoints import most_checkpoints
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.estimate_rig import MIB, Case, EstimateRig
 from tests.rigs.tiny_families import FAMILIES, Form

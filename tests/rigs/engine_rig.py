@@ -16,10 +16,11 @@ from inference.worker.backend import Constraint
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
+from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
-from inference.worker.steps import Limits, most_checkpoints
+from inference.worker.steps import Limits
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)

@@ -26,8 +26,9 @@ from inference.worker.engine.prefill_pacing import (
 )
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
+from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.kv.saved_sequences import Retained, chosen, differing
-from inference.worker.steps import Copy, Job, Limits, Remove, Restore, Row, Save, most_checkpoints
+from inference.worker.steps import Copy, Job, Limits, Remove, Restore, Row, Save
 
 
 def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:

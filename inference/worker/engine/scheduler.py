@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from inference.worker.kv.checkpoints import checkpoint_stops
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.kv.slots import Slot, Slots
 from inference.worker.prompt.image_tokens import undivided
@@ -61,24 +62,6 @@ class _Run:
     scored: int = 0
     passed: bool = False
     stops: Sequence[int] = ()
-
-
-def checkpoint_stops(job: Job, start: int, limits: Limits) -> list[int]:
-    """Positions in the prompt of `job` for checkpoints, if it is computed from `start` on.
-
-    They are at its last two messages, because the next prompt often departs in one of them, or before the last token
-    of a prompt without messages; and every `checkpoint_tokens` before. The logits of the last token are needed.
-    """
-    gap = limits.checkpoint_gap
-    stops: list[int] = []
-    limit = len(job.prompt) - 1
-    for position in reversed(job.message_starts or (limit,)):
-        if start + gap <= position <= limit and len(stops) < 2:
-            stops.append(position)
-            limit = position - gap
-    last = min(stops, default=len(job.prompt))
-    apart = limits.checkpoint_tokens
-    return [*range(start + apart, last - gap, apart), *reversed(stops)]
 
 
 def _order(run: _Run) -> tuple[float, int]:

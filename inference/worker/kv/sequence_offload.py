@@ -2,7 +2,7 @@
 
 The memory starts with a mark, which is written last, and a table in JSON. Tokens and states follow. The memory may
 outlive the process that wrote it (the inference service holds the descriptor too), so the table also contains all
-properties that must be equal when the states are restored. The data stays in memory.
+properties that must be equal when the states are restored. Nothing is written to a disk.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from inference.worker.kv.checkpoints import least_useful
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.steps import Checkpoint, Copy, Limits, Operation, Remove, Restore, Save
 
@@ -271,16 +272,6 @@ class Slots:
             return Reuse(None)
         saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
         return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)
-
-
-def least_useful(positions: Sequence[int], end: int) -> int:
-    """The index of the checkpoint to drop from a sequence of `end` tokens.
-
-    Prompts mostly depart near the end. So distances between checkpoints should grow with the distance from the end: the
-    one is dropped whose neighbors are closest to each other in relation to that distance.
-    """
-    places = [0, *positions, end]
-    return min(range(len(positions)), key=lambda at: (places[at + 2] - places[at]) / max(1, end - positions[at]))
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Holds a model file in memory without a device: a warm model of an accelerator.
+"""Keeps a model file in host memory, so that a later load onto an accelerator does not read it from the disk.
 
 The file is copied to anonymous memory and sealed, and the modules for a load are imported. The memory has no name in a
 file system, so the kernel frees it when the last process that holds it ends.

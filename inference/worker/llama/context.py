@@ -145,7 +145,7 @@ class Context:
         self._use(adapters)
 
     def inherit(self, before: Context) -> None:
-        """Takes over adapters and what `warm_up` finds of an earlier context of the same model."""
+        """Copies the adapters and the results of `warm_up` from an earlier context of the same model."""
         if before._adapters:
             self._use(before._adapters)
         self.can_trim, self.checkpoint_bytes = before.can_trim, before.checkpoint_bytes
