@@ -12,6 +12,7 @@ One JSON object per line, in this order (`*`: any number of times):
     service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
     worker -> service   offloaded    done
     service -> worker   limit *      the number of concurrent sequences
+    service -> worker   kv_budget *  the host memory for sequences without a slot
     service -> worker   forget *     drop retained prefixes
     service -> worker   threads *    the number of compute threads
     service -> worker   drain        finish running requests, take no new ones, then exit with status 0
@@ -63,6 +64,22 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class KvTiers:
+    """Where sequences are stored that have no slot. `directory` None means not on disk.
+
+    `policy`: lru, priority or hybrid. `threshold`: the share of slots in use from which on idle sequences are saved
+    while others run. `prefetch`: waiting requests have their sequences read from disk.
+    """
+
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    directory: str | None = None
+    policy: str = "lru"
+    threshold: float = 0.9
+    prefetch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """The model to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
 
@@ -86,6 +103,7 @@ class Grant:
     swa_full: bool = False
     checkpoint_bytes: int = 0
     """Host memory for the checkpoints of each sequence."""
+    kv: KvTiers = KvTiers()
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
     capabilities: tuple[str, ...] | None = None
@@ -177,6 +195,40 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class KvCounts:
+    """Stored sequences of a worker. The counters start with the process.
+
+    `hits_hot`, `hits_ram`, `hits_disk`, `misses`: prompts that were continued from a slot, from host memory, from disk,
+    or not at all. `evicted`: sequences removed for room. `invalid`: damaged or foreign entries that were removed.
+    `prefetched`, `prefetched_used`: sequences read from disk, and how many of them were restored.
+    """
+
+    ram_sequences: int = 0
+    ram_bytes: int = 0
+    ram_tokens: int = 0
+    disk_sequences: int = 0
+    disk_bytes: int = 0
+    hits_hot: int = 0
+    hits_ram: int = 0
+    hits_disk: int = 0
+    misses: int = 0
+    evicted: int = 0
+    invalid: int = 0
+    prefetched: int = 0
+    prefetched_used: int = 0
+    saves: int = 0
+    saved_bytes: int = 0
+    save_seconds: float = 0.0
+    loads: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    disk_written_bytes: int = 0
+    disk_write_seconds: float = 0.0
+    disk_read_bytes: int = 0
+    disk_read_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Heartbeat. `step_seconds` is the time of the running step so far, None between steps; `step_tokens` is its batch
     size. The counters start when the worker becomes ready.
@@ -195,6 +247,7 @@ class Heartbeat:
     """KV cells of retained prefixes."""
     prefill_tokens_per_second: float | None = None
     """Recent prefill rate, including reused tokens; None before the first prompt."""
+    kv: KvCounts = KvCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +256,14 @@ class Limit:
 
     tag: ClassVar[str] = "limit"
     sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Store at most `ram_bytes` of sequences in host memory."""
+
+    tag: ClassVar[str] = "kv_budget"
+    ram_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +308,7 @@ Message = (
     | Offloaded
     | Limit
     | Forget
+    | KvBudget
     | Threads
     | Drain
     | Stop

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from inference import worker_link
-from inference.worker_link import Drain, Forget, Grant, Hold, Limit, Offload, Stop, Threads
+from inference.worker_link import Drain, Forget, Grant, Hold, KvBudget, Limit, Offload, Stop, Threads
 
 MAX_LINE_BYTES = 1 << 20
 
-Order = Drain | Stop | Offload | Limit | Forget | Threads
+Order = Drain | Stop | Offload | Limit | Forget | KvBudget | Threads
 """What a worker with a model carries out."""
 
 
@@ -73,7 +73,7 @@ class Channel:
         match message:
             case Grant() | Hold():
                 self._loads.put(message)
-            case Drain() | Stop() | Offload() | Limit() | Forget() | Threads():
+            case Drain() | Stop() | Offload() | Limit() | Forget() | KvBudget() | Threads():
                 self._on_order(message)
             case _:
                 self._leave(f"the authority sent {message.tag}, which only workers send")

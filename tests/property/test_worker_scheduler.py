@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inference.protocol import Priority
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
-from inference.worker.kv.slots import common_prefix
+from inference.worker.kv.catalog import common_prefix
 from inference.worker.steps import Copy, Job, Limits, Phase, Remove, Restore, Save, Step
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from inference.worker.kv.catalog import common_prefix
 from inference.worker.kv.checkpoints import least_useful
 from inference.worker.kv.saved_sequences import Retained
 from inference.worker.steps import Checkpoint, Copy, Limits, Operation, Remove, Restore, Save
@@ -272,18 +273,3 @@ class Slots:
             return Reuse(None)
         saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
         return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
-    """Length of the longest common prefix of two token lists, at most `limit`.
-
-    A binary search that compares slices in C instead of single tokens.
-    """
-    low, high = 0, max(0, min(len(left), len(right), limit))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -1,0 +1,66 @@
+"""The interface of the store that moves sequences between the context, host memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from inference.worker.kv.catalog import Catalog
+from inference.worker.kv.stored_sequences import StoredSequence
+from inference.worker.steps import Checkpoint
+from inference.worker_link import KvCounts
+
+
+class SequenceStore(Protocol):
+    """Moves sequences between the context, host memory and disk. All methods are called on the engine thread.
+
+    `save` and `load` copy at once; the rest of the work is done in the background.
+    """
+
+    @property
+    def catalog(self) -> Catalog:
+        """The sequences that can be restored."""
+        ...
+
+    @property
+    def enabled(self) -> bool:
+        """Whether sequences can be saved at present."""
+        ...
+
+    def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+        """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if there is no room.
+
+        `checkpoints` belong to `sequence.checkpoints`; those without a state are left out.
+        """
+        ...
+
+    def load(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+        """Restores a sequence that is in host memory into the empty `slot` and fills the states of `checkpoints`.
+
+        If that fails, the slot is empty, the sequence is removed from the catalog, and the result is False.
+        """
+        ...
+
+    def fetch(self, sequence: StoredSequence) -> None:
+        """Begins to read a sequence from disk. It is `fetching` until it is in host memory or was removed."""
+        ...
+
+    def run(self) -> None:
+        """Applies the results of background work. Called before each step."""
+        ...
+
+    def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
+        """Keeps `sequences` until the Unix time `until`."""
+        ...
+
+    def drop(self, sequences: Collection[StoredSequence]) -> None:
+        """Removes `sequences` from the catalog, from host memory and from disk."""
+        ...
+
+    def limit(self, ram_bytes: int) -> None:
+        """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
+        ...
+
+    def counts(self) -> KvCounts:
+        """Numbers for the heartbeat."""
+        ...
