@@ -42,6 +42,7 @@ from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
 from gateway.telemetry.quote_redaction import without_quotes
 from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
+from headgate.shared.kv_hint import parse_kv_hint
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
 log = logging.getLogger("gateway.requests")
@@ -319,7 +320,7 @@ def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | No
     retries = _count(headers.get(RETRY_COUNT_HEADER))
     return RequestContext(
         exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
-        headers.get(H_KV), gap_seconds, meter,
+        _kv_hint(headers), gap_seconds, meter,
     )  # fmt: skip
 
 
@@ -335,6 +336,17 @@ def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], defau
             param=name,
         )
     return allowed[allowed.index(value)]
+
+
+def _kv_hint(headers: Mapping[str, str]) -> str | None:
+    """The hint about the KV cache as the client sent it; None without one."""
+    if (value := headers.get(H_KV)) is None:
+        return None
+    try:
+        parse_kv_hint(value)
+    except ValueError as error:
+        raise RequestError(Code.INVALID_REQUEST, f"the header {H_KV} {error}", param=H_KV) from None
+    return value
 
 
 def _timeout(header: str | None) -> float | None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from headgate.shared.asgi import Headers
+from headgate.shared.kv_hint import parse_kv_hint
 from inference.errors import InvalidRequestError
 from inference.estimate import cold_tokenizer
 from inference.protocol import (
@@ -111,6 +112,7 @@ async def read_request(path: str, headers: Headers, body: bytes) -> RelayedReque
         raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
     if stream is not None and not isinstance(stream, bool):
         raise InvalidRequestError("`stream` must be true or false", param="stream")
+    _check_kv_hint(headers)
     return RelayedRequest(
         path,
         headers,
@@ -143,6 +145,15 @@ def _priority(headers: Headers) -> Priority:
     except ValueError:
         names = ", ".join(Priority)
         raise InvalidRequestError(f"{H_PRIORITY} is one of {names}, not {value[:50]!r}", param=H_PRIORITY) from None
+
+
+def _check_kv_hint(headers: Headers) -> None:
+    if (value := headers.get(H_KV)) is None:
+        return
+    try:
+        parse_kv_hint(value)
+    except ValueError as error:
+        raise InvalidRequestError(f"{H_KV} {error}", param=H_KV) from None
 
 
 def _deadline(headers: Headers) -> float | None:

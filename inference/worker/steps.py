@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
 
 HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
@@ -82,6 +83,7 @@ class Job:
     its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
     `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
     `message_starts`: positions in the prompt at which a message begins, ascending; later prompts often depart there.
+    `kv`: what happens to the tokens after the job.
     """
 
     id: int
@@ -94,6 +96,7 @@ class Job:
     score: bool = False
     request: int | None = None
     message_starts: Sequence[int] = ()
+    kv: KvHint | None = None
 
     @property
     def key(self) -> tuple[float, int]:

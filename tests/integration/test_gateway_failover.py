@@ -78,13 +78,13 @@ async def test_first_candidate_answers_whole_and_streamed(gateway: Gateway, fake
 
 
 async def test_local_hop_is_a_stream_with_token_tenant_and_priority(gateway: Gateway, fake: FakeInference) -> None:
-    await gateway.chat(headers={"x-request-id": "mine-1", "x-headgate-priority": "low", "x-headgate-kv": "keep"})
+    await gateway.chat(headers={"x-request-id": "mine-1", "x-headgate-priority": "low", "x-headgate-kv": "pin:60s"})
     seen = fake.seen[0]
     assert seen.body["stream"] is True
     assert seen.body["stream_options"] == {"include_usage": True, "prompt_usage": True}
     assert seen.headers["authorization"] == "Bearer token"
     assert seen.headers["x-request-id"] == "mine-1"
-    assert (seen.headers["x-headgate-priority"], seen.headers["x-headgate-kv"]) == ("low", "keep")
+    assert (seen.headers["x-headgate-priority"], seen.headers["x-headgate-kv"]) == ("low", "pin:60s")
     assert len(seen.headers["x-headgate-tenant"]) == 32
     assert 0 < int(seen.headers["x-headgate-deadline-ms"]) <= 8000
 

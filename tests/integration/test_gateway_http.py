@@ -165,10 +165,25 @@ async def test_invalid_input_is_a_4xx_with_the_parameter(
     assert gateway.runtime.admission.in_flight == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("x-headgate-priority", "urgent"), ("x-headgate-policy", "maybe")])
-async def test_invalid_header_values_are_refused(gateway: Gateway, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-headgate-priority", "urgent"),
+        ("x-headgate-policy", "maybe"),
+        ("x-headgate-kv", "forever"),
+        ("x-headgate-kv", "pin:2h"),
+    ],
+)
+async def test_invalid_header_values_are_refused(gateway: Gateway, fake: FakeInference, name: str, value: str) -> None:
     answer = await gateway.chat(headers={name: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+    answer = await gateway.client.post("/v1/messages", json=body, headers={name: value})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert name in answer.json()["error"]["message"]
+    answer = await gateway.client.post("/v1/responses", json={"model": "demo", "input": "Hi"}, headers={name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert fake.seen == []
 
 
 async def test_body_beyond_the_limit_is_413_with_and_without_a_content_length(

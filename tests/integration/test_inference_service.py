@@ -399,7 +399,11 @@ def test_every_error_has_the_envelope(
 
 
 def test_invalid_headers_are_refused(shared: Rig) -> None:
-    for name, value in (("x-headgate-priority", "urgent"), ("x-headgate-deadline-ms", "soon")):
+    for name, value in (
+        ("x-headgate-priority", "urgent"),
+        ("x-headgate-deadline-ms", "soon"),
+        ("x-headgate-kv", "pin"),
+    ):
         status, answer, _ = shared.ask("/v1/chat/completions", chat(), headers={name: value})
         assert (status, answer["error"]["param"]) == (400, name)
 

@@ -31,11 +31,13 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class TellingEngine(Engine):
-    """Sets `given` at each submitted request."""
+    """Sets `given` at each submitted request, and `work` to it."""
 
     given: asyncio.Event
+    work: Work
 
     def submit(self, work: Work, ticket: Ticket[Any]) -> None:
+        self.work = work
         super().submit(work, ticket)
         self.given.set()
 

@@ -1,7 +1,7 @@
 """The worker's HTTP app on its Unix socket: routes, requests, streams.
 
 Plain ASGI without authentication: the socket is private to the user, and the services in front have checked the client.
-It reads the headers for request id, priority, tenant, deadline and stream interval.
+It reads the headers for request id, priority, tenant, KV hint, deadline and stream interval.
 """
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
             prefix=prepared.prefix,
+            kv=exchange.kv_hint(),
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images

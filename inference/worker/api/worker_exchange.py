@@ -22,7 +22,8 @@ from headgate.shared.asgi import (
     read_body,
     wait_for_disconnect,
 )
-from inference.protocol import H_DEADLINE, H_PRIORITY, H_REQUEST_ID, H_STREAM_INTERVAL, Code, Priority
+from headgate.shared.kv_hint import KvHint, parse_kv_hint
+from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_REQUEST_ID, H_STREAM_INTERVAL, Code, Priority
 from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -58,6 +59,14 @@ class Exchange(Response):
             return Priority(value.lower()) if value else Priority.NORMAL
         except ValueError:
             raise BadRequestError(f"{H_PRIORITY} must be high, normal or low", H_PRIORITY) from None
+
+    def kv_hint(self) -> KvHint | None:
+        """What happens to the tokens of the request after it; None without a hint."""
+        value = self.header(H_KV)
+        try:
+            return parse_kv_hint(value) if value else None
+        except ValueError as error:
+            raise BadRequestError(f"{H_KV} {error}", H_KV) from None
 
     def deadline(self, now: float) -> float | None:
         """Time by which the first token must be generated, on the clock of `now`; None without a deadline."""

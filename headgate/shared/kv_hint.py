@@ -1,0 +1,38 @@
+"""The hint of a request about its KV cache: what happens to its tokens after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headgate.shared.units import format_duration, parse_duration
+
+MOST_PIN_SECONDS = 3600.0
+"""A request cannot keep memory for longer; an operator can."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvHint:
+    """`keep`: more worth keeping than others. `drop`: not kept. `pin`: kept for `seconds` after the request."""
+
+    kind: Literal["keep", "drop", "pin"]
+    seconds: float = 0.0
+
+
+def parse_kv_hint(text: str) -> KvHint:
+    """The hint in `keep`, `drop` or `pin:60s`, in any case. Raises ValueError that says what is allowed."""
+    value = text.strip().lower()
+    if value == "keep":
+        return KvHint("keep")
+    if value == "drop":
+        return KvHint("drop")
+    kind, _, duration = value.partition(":")
+    if kind != "pin":
+        raise ValueError(f"must be keep, drop or pin with a duration (pin:60s); it is {text[:40]!r}")
+    try:
+        seconds = parse_duration(duration)
+    except ValueError:
+        raise ValueError(f"needs a duration after `pin:`, for example pin:60s; it is {text[:40]!r}") from None
+    if not 0 < seconds <= MOST_PIN_SECONDS:
+        raise ValueError(f"pins for more than 0 s and at most {format_duration(MOST_PIN_SECONDS)}; it is {text[:40]!r}")
+    return KvHint("pin", seconds)
