@@ -30,7 +30,7 @@ from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.wire import QuietServer, server_config
 from inference import settings
-from inference.api import local_model_routes, memory_routes, service_routes
+from inference.api import kv_routes, local_model_routes, memory_routes, service_routes
 from inference.api.relay import Relay
 from inference.api.service_routes import OPEN_PATHS
 from inference.authority.clock import Clock
@@ -125,6 +125,7 @@ class Service:
         app.include_router(service_routes.router(app, self.authority, self.metrics, lambda: self.draining))
         app.include_router(local_model_routes.router(self.authority, self.crashes))
         app.include_router(memory_routes.router(self.authority, Dumps(self.authority, self.crashes)))
+        app.include_router(kv_routes.router(self.authority))
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]

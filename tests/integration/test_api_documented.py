@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from inference.app import HOT_PATHS, Service
 from inference.authority.events import CrashReported
 from inference.authority.quarantine import Crash
 from inference.protocol import ExitCause
+from inference.worker.kv.sequence_control import SequenceRow
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start
 
@@ -71,7 +73,8 @@ async def _busy_service(start: Start) -> Service:
     estimator.sizes = {"large": 5000}
     gpu = SharedDevice()
     models: dict[str, dict[str, Any]] = {"a": {}, "kept": {}, "large": {}, "broken": {}, "other": {}}
-    behavior = {"broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
+    behavior = {"a": {"kv": [SEQUENCE]}, "broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
+    behavior["other"] = {"kv": None}
     service: Service = await start(
         models, behavior, accelerator=gpu, estimator=estimator, ENABLE_MEMORY_GOVERNOR="false"
     )
@@ -92,6 +95,7 @@ async def _busy_service(start: Start) -> Service:
     return service
 
 
+SEQUENCE = asdict(SequenceRow("00ff", ("ram", "disk"), 10, 1000, "team", 1.5, 2, 1_800_000_000.0))
 REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/memory/history"): [("/memory/history?minutes=5", None)],
     ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large")],
@@ -99,6 +103,7 @@ REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large")],
     ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "unknown"], "seconds": 10})],
     ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
+    ("POST", "/memory/kv/pin"): [("/memory/kv/pin", {"ids": ["00ff"], "seconds": 60})],
     ("POST", "/memory/dump"): [("/memory/dump", {"large_objects": 1}), ("/memory/dump", None)],
     ("POST", "/memory/dump/compare"): [("/memory/dump/compare", {"before": "dump-1", "after": "dump-2"})],
 }

@@ -9,7 +9,8 @@ FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail
 retained prefixes are dropped), `abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival
 in a body aborts it; `last_words`: what it writes then; `after_chunks`: after this number of chunks), `answer_seconds`
 (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves),
-`offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
+`kv` (rows of its sequences; null: it is too busy to list them), `offload`, `hold` and `restore` (`die` or `hang` then),
+`grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Site:
         first = asyncio.ensure_future(reader.read(1))
         while byte := await first:
             head = (byte + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
-            (length,) = (int(line.split(":")[1]) for line in head if line.startswith("content-length:"))
+            length = sum(int(line.split(":")[1]) for line in head if line.startswith("content-length:"))
             body = await reader.readexactly(length)
             first = asyncio.ensure_future(reader.read(1))
             answer = asyncio.create_task(self._answer(head[0].split()[1], body, writer))
@@ -168,6 +169,8 @@ class Site:
     async def _answer(self, path: str, raw: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/tokenize":
             return _tell(writer, 200, {"tokens": [1, 2, 3]})
+        if path.startswith("/kv/"):
+            return self._operate(writer, path.removeprefix("/kv/"), raw)
         body = json.loads(raw)
         if body.get("max_tokens") == -1:
             error = {"message": "max_tokens", "type": "invalid_request_error", "param": "max_tokens", "code": "x"}
@@ -185,6 +188,22 @@ class Site:
             return await self._stream(writer, dies=is_poison)
         finally:
             self.active -= 1
+
+    def _operate(self, writer: asyncio.StreamWriter, what: str, raw: bytes) -> None:
+        """Lists, clears or pins the sequences in `kv`."""
+        rows: list[dict[str, Any]] | None = self.how.get("kv", [])
+        if rows is None:
+            return _tell(writer, 504, {"error": {"message": "busy", "code": "deadline_exceeded"}})
+        if what == "sequences":
+            return _tell(writer, 200, {"sequences": rows})
+        body = json.loads(raw)
+        tenant = body.get("tenant")
+        chosen = [row for row in rows if row["id"] in body.get("ids", ()) or row["tenant"] == tenant]
+        if what == "clear":
+            chosen = chosen if tenant is not None else rows[:]
+            rows[:] = [row for row in rows if row not in chosen]
+            return _tell(writer, 200, {"cleared": len(chosen)})
+        return _tell(writer, 200, {"pinned": len(chosen)})
 
     def _die(self) -> None:
         _abort(self.how.get("last_words", "GGML_ASSERT(n > 0) failed"))

@@ -29,6 +29,7 @@ from inference.worker.answers.answer_shape import Shape
 from inference.worker.answers.generation import Output
 from inference.worker.api import generation_body, response_writer
 from inference.worker.api.body_intake import Intake
+from inference.worker.api.kv_api import Sequences
 from inference.worker.api.pooled_api import Reranker, Vectors
 from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
 from inference.worker.api.tokenize_api import Counting
@@ -39,6 +40,7 @@ from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Ticket
+from inference.worker.kv.sequence_control import SequenceControl
 from inference.worker.prompt.prompts import Prepared, Prompts
 from inference.worker.prompt.vision import Vision
 from inference.worker.worker_errors import BadRequestError, GoneError, UnloadedError, WorkerError
@@ -57,7 +59,7 @@ class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
     writes for an embedder whose model ranks, `forms` compiles required forms of answers, `vision` reads images.
     `prepare_sampling` does the slow part of creating a sampler before the request reaches the engine, on neither the
-    event loop nor the engine's thread.
+    event loop nor the engine's thread. `control` lists, clears and pins sequences.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class App:
         forms: FormQueue | None = None,
         vision: Vision | None = None,
         prepare_sampling: Callable[[Sampling], None] = lambda _sampling: None,
+        control: SequenceControl | None = None,
     ) -> None:
         self.in_flight = 0
         self.draining = False
@@ -87,6 +90,7 @@ class App:
         self._prepare_sampling = prepare_sampling
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
+        sequences = Sequences(control, self._intake)
         self._forms = forms
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, generation_body.chat)),
@@ -95,6 +99,9 @@ class App:
             "/v1/rerank": ("POST", vectors.rerank),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenized),
+            "/kv/sequences": ("GET", sequences.show),
+            "/kv/clear": ("POST", sequences.clear),
+            "/kv/pin": ("POST", sequences.pin),
             "/livez": ("GET", self._livez),
         }
 
