@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
+
 from inference.worker.llama.binding import lib
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
@@ -38,3 +40,45 @@ def bounds(memory: Any, slot: int) -> tuple[int, int]:
     """First and last position of a sequence; (-1, -1) if it is empty."""
     first = int(lib.llama_memory_seq_pos_min(memory, slot))
     return first, int(lib.llama_memory_seq_pos_max(memory, slot))
+
+
+_HEAD_BYTES = 8
+"""A state begins with a mark and the number of its slot, 4 bytes each."""
+
+
+def partial_at(context: Any, slot: int) -> int:
+    """Where the partial state begins in the whole state; 0 if the whole state is all of it."""
+    at = count_bytes(context, slot) - count_bytes(context, slot, partial=True) + _HEAD_BYTES
+    return at if at > _HEAD_BYTES else 0
+
+
+def streams(state: np.ndarray) -> int:
+    """The number of streams that the attention cache of the context had, from a state (uint8) that begins with it."""
+    return int.from_bytes(state[_HEAD_BYTES : _HEAD_BYTES + 4].tobytes(), "little")
+
+
+def empty_streams(context: Any, slot: int) -> int:
+    """The number of streams that the attention cache of a context has. `slot` must be empty."""
+    state = np.empty(count_bytes(context, slot), np.uint8)
+    return streams(state) if read(context, slot, state.ctypes.data, state.size) else 0
+
+
+def with_streams(state: np.ndarray, count: int, second_at: int = 0, *, second_has_streams: bool = False) -> np.ndarray:
+    """A copy of `state` for a context whose attention caches have `count` streams.
+
+    llama.cpp writes the number of cells in each stream, which is 0 for all but that of the slot, and rejects a state
+    with another number of streams (`llama_kv_cache::state_write`). `second_at`: where a second part begins, which has
+    the same form if it belongs to an attention cache.
+    """
+    slot = int.from_bytes(state[4:_HEAD_BYTES].tobytes(), "little")
+    first = state[_HEAD_BYTES : second_at or state.size]
+    second = state[second_at:] if second_at else state[:0]
+    parts = [state[:_HEAD_BYTES], *_with_streams(first, slot, count)]
+    return np.concatenate([*parts, *(_with_streams(second, slot, count) if second_has_streams else [second])])
+
+
+def _with_streams(part: np.ndarray, slot: int, count: int) -> list[np.ndarray]:
+    before = int.from_bytes(part[:4].tobytes(), "little")
+    cells = part[4 + 4 * slot : part.size - 4 * (before - 1 - slot)]
+    head = np.array([count], np.uint32).view(np.uint8)
+    return [head, cells, np.zeros(4 * (count - 1), np.uint8)]

@@ -1,0 +1,48 @@
+"""Decides which stored sequence is removed first when there is no room: the one of the lowest worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from inference.protocol import Priority
+from inference.worker.kv.stored_sequences import StoredSequence
+
+Policy = Callable[[StoredSequence, float], float]
+"""The worth of a sequence at a Unix time. Only the order of the worths of one policy at one time has a meaning."""
+
+PRIORITY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 600.0, Priority.NORMAL: 0.0, Priority.LOW: -600.0}
+"""A high priority counts as much as a use that was so much later."""
+POSITION_SECONDS = 60.0
+"""So does half the length, because the beginning of a prompt is what others share."""
+HALF_LIFE_SECONDS = 600.0
+"""After this time without use, another use is half as likely."""
+
+
+def lru(sequence: StoredSequence, now: float) -> float:
+    """The time of the last use. A later one than `now`, from a clock that was changed, counts as `now`."""
+    return min(sequence.used_at, now)
+
+
+def priority(sequence: StoredSequence, now: float) -> float:
+    """The time of the last use, moved by the priority of the request and by the position of the last token."""
+    position = POSITION_SECONDS * math.log2(len(sequence.tokens) + 1)
+    return lru(sequence, now) + PRIORITY_SECONDS[sequence.priority] - position
+
+
+def hybrid(sequence: StoredSequence, now: float) -> float:
+    """The expected time that a byte saves: compute time per byte, times the chance of another use.
+
+    The chance grows with the number of earlier uses and falls with the time since the last one.
+    """
+    age = now - lru(sequence, now)
+    chance = (1 + sequence.hits) / (1 + age / HALF_LIFE_SECONDS)
+    return sequence.compute_seconds / max(1, sequence.count_bytes) * chance
+
+
+POLICIES: Mapping[str, Policy] = {"lru": lru, "priority": priority, "hybrid": hybrid}
+
+
+def leaves_after(sequence: StoredSequence, policy: Policy, now: float) -> tuple[bool, float]:
+    """The sort key of the order in which sequences are removed: pinned ones last, else the lowest worth first."""
+    return sequence.pinned_until > now, policy(sequence, now)
