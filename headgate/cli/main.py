@@ -69,6 +69,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "circuit breakers; `breakers reset NAME` closes one",
             "headgate breakers reset local/demo",
         ),
+        Verb("kv", "kv", "stored sequences: list, remove or keep them", "headgate kv pin 3f9c2a71b04e88d5 --for 2h"),
         Verb(
             "quarantine",
             "operate",
@@ -84,7 +85,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"kv", "pull", "doctor", "config import"})
+LATER = frozenset({"pull", "doctor", "config import"})
 """Verbs of a later version, for which spelling suggestions would be misleading."""
 
 PATHS = frozenset({"config_dir", "write"})

@@ -173,6 +173,54 @@ def test_quarantined_requests_are_listed_and_cleared(serve: Any, capsys: Any) ->
     assert service.requests[-1].path == "/quarantine/1234"
 
 
+def test_stored_sequences_are_listed(serve: Any, capsys: Any) -> None:
+    sequence = {
+        "model_name": "demo", "id": "00ff", "tiers": ["ram", "disk"], "tokens": 4096, "bytes": 2**20, "tenant": "team",
+        "idle_seconds": 7.0, "hits": 3, "pinned_until": None,
+    }  # fmt: skip
+    hot = {**sequence, "id": "aa", "tiers": ["hot"], "tenant": "", "pinned_until": time.time() + 60.4}
+    answer = {"sequences": [hot, sequence], "not_loaded": ["org/big"], "errors": []}
+    service = serve({"GET /memory/kv/sequences": Canned(answer)})
+    assert main(["kv", "list"]) == 0
+    output = capsys.readouterr()
+    assert re.search(r"^demo +aa +hot +4096 +1\.0 MiB +7s +3 +60s +-$", output.out, re.MULTILINE)
+    assert re.search(r"^demo +00ff +ram\+disk +4096 +1\.0 MiB +7s +3 +- +team$", output.out, re.MULTILINE)
+    assert output.err == "not loaded, so left out: org/big\n"
+    assert main(["kv", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+    empty = {"sequences": [], "not_loaded": [], "errors": [{"model_name": "demo", "message": "it is busy"}]}
+    service.answers["GET /memory/kv/sequences?model=org/big&tenant=team"] = Canned(empty)
+    assert main(["kv", "list", "--model", "org/big", "--tenant", "team"]) == 1
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("no loaded model has stored sequences\n", "demo: it is busy\n")
+
+
+def test_stored_sequences_are_cleared_and_pinned(serve: Any, capsys: Any) -> None:
+    def counted(name: str, count: int) -> Canned:
+        models = [{"model_name": "demo", name: count}]
+        return Canned({name: count, "models": models, "not_loaded": [], "errors": []})
+
+    service = serve({"POST /memory/kv/clear": counted("cleared", 2), "POST /memory/kv/pin": counted("pinned", 1)})
+    assert main(["kv", "clear"]) == 0
+    assert capsys.readouterr().err == "demo: 2 sequences removed\n"
+    assert main(["kv", "clear", "--model", "demo", "--tenant", "team", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cleared"] == 2
+    assert main(["kv", "pin", "--for", "2h", "00ff", "aa"]) == 0
+    assert capsys.readouterr().err == "demo: 1 sequence kept for 2h 0m\n"
+    assert main(["kv", "pin", "--tenant", "team", "--for", "0s"]) == 0
+    assert capsys.readouterr().err == "demo: 1 sequence no longer pinned\n"
+    assert [request.body for request in service.requests] == [
+        {},
+        {"model": "demo", "tenant": "team"},
+        {"seconds": 7200.0, "ids": ["00ff", "aa"]},
+        {"seconds": 0.0, "ids": [], "tenant": "team"},
+    ]
+    assert main(["kv", "pin"]) == 2
+    assert "which sequences?" in capsys.readouterr().err
+    assert main(["kv", "pin", "aa", "--for", "never"]) == 2
+    assert main(["kv"]) == 2
+
+
 def test_commands_about_a_model_print_its_new_state(serve: Any, capsys: Any) -> None:
     ready, cold = Canned(READY.to_json()), Canned(ModelStatus("demo", ModelState.COLD).to_json())
     service = serve(

@@ -92,7 +92,7 @@ async def test_sequences_are_pinned_by_id_and_by_tenant(app: App, control: FakeC
     assert control.pins == {"aa": 60.0, "bb": 60.0, "cc": 60.0}
     assert (await ask(app, "POST", "/kv/pin", {"ids": ["aa"], "seconds": 0})).body == {"pinned": 1}
     assert control.pins["aa"] == 0
-    assert (await ask(app, "POST", "/kv/pin", {"tenant": "nobody", "seconds": 1})).body == {"pinned": 0}
+    assert (await ask(app, "POST", "/kv/pin", {"tenant": "other", "seconds": 1})).body == {"pinned": 0}
 
 
 @pytest.mark.parametrize(
