@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.figures import Bar, Middle
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.plan import Held, Option, Policy, Request, Standing, plan
+from inference.authority.placement.plan import EvictionState, Held, Option, Policy, Request, plan
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
 from inference.estimate.layers import Layers, Sizes
@@ -31,12 +31,12 @@ NOW = 10_000.0
 BOUNDS = {(100, 8): 5.0, (1000, 64): 100.0}
 """Target for the 99th percentile of a decision in milliseconds, by numbers of models and devices."""
 STANDINGS = {
-    Standing.IDLE: 12,
-    Standing.YOUNG: 2,
-    Standing.BUSY: 4,
-    Standing.LOADING: 1,
-    Standing.LEAVING: 1,
-    Standing.FIXED: 1,
+    EvictionState.IDLE: 12,
+    EvictionState.YOUNG: 2,
+    EvictionState.BUSY: 4,
+    EvictionState.LOADING: 1,
+    EvictionState.LEAVING: 1,
+    EvictionState.FIXED: 1,
 }
 RAW = Path("benchmarks/results/planner.json")
 
@@ -75,8 +75,8 @@ def _state(chance: random.Random, models: int, devices: int) -> State:
         if ledger.lacks(need):
             continue
         ledger = ledger.reserve(id, id, need).commit(id, need)
-        standing = chance.choices(list(STANDINGS), weights=list(STANDINGS.values()))[0]
-        held.append(Held(id, id, standing, need, NOW - chance.uniform(0, 3600), chance.uniform(0.5, 60)))
+        eviction_state = chance.choices(list(STANDINGS), weights=list(STANDINGS.values()))[0]
+        held.append(Held(id, id, eviction_state, need, NOW - chance.uniform(0, 3600), chance.uniform(0.5, 60)))
     return State(_request(chance, ledger, names), ledger, held, _policy(chance, len(held)))
 
 

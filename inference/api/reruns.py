@@ -1,4 +1,4 @@
-"""Requests that may end their worker: suspects run again, each alone, and convicted ones are refused."""
+"""Requests that may end their worker: suspects run again, each alone, and confirmed ones are rejected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import orjson
 
 from headgate.shared.units import format_duration
 from inference.authority.events import CrashReported, RequestAnswered
-from inference.authority.quarantine import Crash, Standing
+from inference.authority.quarantine import Crash, Suspicion
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, PoisonRequest
 
 MOST_RUNS = 3
-"""Runs of one request: with others, and twice alone, which an abort without a message needs for a conviction."""
+"""Runs of one request: with others, and twice alone, because one abort without a message confirms nothing."""
 BIG_BODY_BYTES = 2**18
 IRRELEVANT = frozenset(
     {
@@ -66,13 +66,13 @@ class Rerun:
             self.alone = False
             return
         key = await self._get_key()
-        standing = self._authority.model(model).quarantine.standing(key, self._authority.now)
-        if standing is Standing.CONVICTED:
+        suspicion = self._authority.model(model).quarantine.suspicion(key, self._authority.now)
+        if suspicion is Suspicion.CONFIRMED:
             raise self._refusal(model, key)
-        self.alone = standing is not Standing.INNOCENT
+        self.alone = suspicion is not Suspicion.NONE
 
     async def crashed(self, model: str, error: CrashedError) -> bool:
-        """Records a crash; returns whether the request is run again. Raises PoisonRequest if it was convicted.
+        """Records a crash; returns whether the request is run again. Raises PoisonRequest if it is confirmed.
 
         A request whose client has a part of the answer is not run again, nor one that ran out of memory alone.
         """
@@ -81,10 +81,10 @@ class Rerun:
         key = await self._get_key()
         self._authority.dispatch(CrashReported(model, key, crash))
         quarantine = self._authority.model(model).quarantine
-        if quarantine.standing(key, self._authority.now) is Standing.CONVICTED and not error.relayed:
+        if quarantine.suspicion(key, self._authority.now) is Suspicion.CONFIRMED and not error.relayed:
             raise self._refusal(model, key)
         self.alone = True
-        is_vain = crash.alone and not crash.is_telling
+        is_vain = crash.alone and not crash.is_evidence
         return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MOST_RUNS
 
     def answered(self, model: str) -> None:

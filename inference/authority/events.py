@@ -25,7 +25,7 @@ class DevicesFound:
     """The devices were found at the start; with the names of the drivers that can suspend processes."""
 
     readings: tuple[Reading, ...]
-    carriers: Mapping[str, str]
+    suspenders: Mapping[str, str]
     unix: float
 
 

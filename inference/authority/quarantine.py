@@ -1,10 +1,10 @@
 """Which requests of a model are suspected of ending its worker, and which are rejected.
 
 After an abort all requests in flight become suspects and run alone. A suspect that completes is cleared. A request that
-ends a worker while it runs alone is convicted and rejected; an abort without a message may be a signal from outside, so
-two of them are needed. Out-of-memory errors convict no request, because they depend on other requests. When several
-requests in a row are convicted and none completes, the model is at fault, and no request is convicted until one
-completes.
+ends a worker while it runs alone is confirmed as a poison request and rejected; an abort without a message may be a
+signal from outside, so two of them are needed. Out-of-memory errors confirm nothing, because they depend on other
+requests. When several requests in a row are confirmed and none completes, the model is at fault, and no request is
+confirmed until one completes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from inference.protocol import ExitCause
 SUSPICIOUS = frozenset({ExitCause.ASSERT, ExitCause.OOM_COMPUTE})
 """Exit causes that a request may be responsible for. A kill comes from outside, a lost device from the device."""
 SUSPECT_SECONDS = 900.0
-CONVICTED_SECONDS = 3600.0
+CONFIRMED_SECONDS = 3600.0
 MOST_CASES = 256
 """Limit per model; the oldest cases are removed."""
 MOST_IN_A_ROW = 3
-"""After this many convictions without a completed request the model is assumed to be at fault."""
+"""After this many confirmed requests without a completed one the model is assumed to be at fault."""
 
 
-class Standing(StrEnum):
-    """The status of a request."""
+class Suspicion(StrEnum):
+    """How strongly a request is suspected of ending its worker. `GET /quarantine` shows these values."""
 
-    INNOCENT = "innocent"
+    NONE = "innocent"
     SUSPECT = "suspect"
     """was in flight when the worker ended; runs alone"""
-    ACCUSED = "accused"
+    STRONG = "accused"
     """ran alone once when the worker ended without a message; runs alone again"""
-    CONVICTED = "convicted"
+    CONFIRMED = "convicted"
     """is rejected"""
 
 
@@ -47,20 +47,20 @@ class CrashKind(StrEnum):
     """alone, by an abort without a message"""
 
 
-_S, _E = Standing, CrashKind
-TABLE: Mapping[tuple[Standing, CrashKind], Standing] = {
-    (_S.INNOCENT, _E.CRASHED): _S.SUSPECT,
-    (_S.INNOCENT, _E.CRASHED_ALONE): _S.SUSPECT,
-    (_S.INNOCENT, _E.CRASHED_UNEXPLAINED): _S.SUSPECT,
+_S, _E = Suspicion, CrashKind
+TABLE: Mapping[tuple[Suspicion, CrashKind], Suspicion] = {
+    (_S.NONE, _E.CRASHED): _S.SUSPECT,
+    (_S.NONE, _E.CRASHED_ALONE): _S.SUSPECT,
+    (_S.NONE, _E.CRASHED_UNEXPLAINED): _S.SUSPECT,
     (_S.SUSPECT, _E.CRASHED): _S.SUSPECT,
-    (_S.SUSPECT, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.SUSPECT, _E.CRASHED_UNEXPLAINED): _S.ACCUSED,
-    (_S.ACCUSED, _E.CRASHED): _S.ACCUSED,
-    (_S.ACCUSED, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.ACCUSED, _E.CRASHED_UNEXPLAINED): _S.CONVICTED,
-    (_S.CONVICTED, _E.CRASHED): _S.CONVICTED,
-    (_S.CONVICTED, _E.CRASHED_ALONE): _S.CONVICTED,
-    (_S.CONVICTED, _E.CRASHED_UNEXPLAINED): _S.CONVICTED,
+    (_S.SUSPECT, _E.CRASHED_ALONE): _S.CONFIRMED,
+    (_S.SUSPECT, _E.CRASHED_UNEXPLAINED): _S.STRONG,
+    (_S.STRONG, _E.CRASHED): _S.STRONG,
+    (_S.STRONG, _E.CRASHED_ALONE): _S.CONFIRMED,
+    (_S.STRONG, _E.CRASHED_UNEXPLAINED): _S.CONFIRMED,
+    (_S.CONFIRMED, _E.CRASHED): _S.CONFIRMED,
+    (_S.CONFIRMED, _E.CRASHED_ALONE): _S.CONFIRMED,
+    (_S.CONFIRMED, _E.CRASHED_UNEXPLAINED): _S.CONFIRMED,
 }
 """An answer, the expiry of a case or an operator clears a request. A request without a case that crashes alone first
 becomes a suspect."""
@@ -76,14 +76,14 @@ class Crash:
     unexplained: bool = False
 
     @property
-    def is_telling(self) -> bool:
+    def is_evidence(self) -> bool:
         """Whether it is evidence against this request."""
         return self.alone and self.cause is not ExitCause.OOM_COMPUTE
 
     @property
     def event(self) -> CrashKind:
         """What it means for the request."""
-        if not self.is_telling:
+        if not self.is_evidence:
             return _E.CRASHED
         return _E.CRASHED_UNEXPLAINED if self.unexplained else _E.CRASHED_ALONE
 
@@ -92,7 +92,7 @@ class Crash:
 class Case:
     """The evidence against one request, and when it expires; times are monotonic seconds."""
 
-    standing: Standing
+    suspicion: Suspicion
     since: float
     until: float
     crashes: int = 1
@@ -102,33 +102,33 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The cases of one model by request key, oldest first. `in_a_row`: requests convicted since the last answer."""
+    """The cases of one model by request key, oldest first. `in_a_row`: requests confirmed since the last answer."""
 
     cases: Mapping[str, Case] = field(default_factory=dict)
     in_a_row: tuple[str, ...] = ()
     doubted: bool = False
-    """The model is assumed to be at fault: no request is convicted."""
+    """The model is assumed to be at fault: no request is confirmed."""
 
-    def standing(self, key: str, now: float) -> Standing:
-        """The status of a request."""
+    def suspicion(self, key: str, now: float) -> Suspicion:
+        """How strongly a request is suspected."""
         case = self.cases.get(key)
-        return case.standing if case is not None and now < case.until else _S.INNOCENT
+        return case.suspicion if case is not None and now < case.until else _S.NONE
 
     def crashed(self, key: str, crash: Crash, now: float) -> Quarantine:
         """The worker ended while this request was in flight."""
-        old = self.cases.get(key) if self.standing(key, now) is not _S.INNOCENT else None
-        before = old.standing if old is not None else _S.INNOCENT
-        standing = TABLE[before, crash.event]
+        old = self.cases.get(key) if self.suspicion(key, now) is not _S.NONE else None
+        before = old.suspicion if old is not None else _S.NONE
+        suspicion = TABLE[before, crash.event]
         quarantine = self
-        if standing is _S.CONVICTED and before is not _S.CONVICTED:
+        if suspicion is _S.CONFIRMED and before is not _S.CONFIRMED:
             if self.doubted or len(self.in_a_row) >= MOST_IN_A_ROW:
-                quarantine, standing = self._doubt(), before
+                quarantine, suspicion = self._doubt(), before
             else:
                 quarantine = replace(self, in_a_row=(*self.in_a_row, key))
         case = Case(
-            standing,
+            suspicion,
             old.since if old is not None else now,
-            now + (CONVICTED_SECONDS if standing is _S.CONVICTED else SUSPECT_SECONDS),
+            now + (CONFIRMED_SECONDS if suspicion is _S.CONFIRMED else SUSPECT_SECONDS),
             1 + (old.crashes if old is not None else 0),
             crash.cause,
             crash.message,

@@ -218,8 +218,8 @@ class Authority:
         accelerators = len(self.inventory.accelerators())
         found(accelerators)
         self.inventory.listen(lambda: self.dispatch(events.DeviceNoticed()))
-        carriers = {kind: carrier.label for kind, carrier in self.inventory.carriers.items()}
-        self.dispatch(events.DevicesFound(self.inventory.measured(), carriers, self._clock.unix()))
+        suspenders = {kind: suspender.label for kind, suspender in self.inventory.suspenders.items()}
+        self.dispatch(events.DevicesFound(self.inventory.measured(), suspenders, self._clock.unix()))
         await self.reached(lambda state: state.started)
         return check_devices(self._state.config, accelerators)
 

@@ -18,7 +18,7 @@ from inference.authority.device_health import DeviceHealth
 from inference.authority.lifecycle import Backoff, Departure, Eviction
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.observed_overhead import Before
-from inference.authority.placement.plan import Placement, Standing
+from inference.authority.placement.plan import EvictionState, Placement
 from inference.authority.placement.repack import Shift
 from inference.authority.placement.smaller_settings import Reduction
 from inference.authority.placement.turns import Claim
@@ -365,7 +365,7 @@ class Devices:
     """trials that wait for a read: its number, and the number of the trial"""
     published: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
     """the published status of each device; None for a removed one"""
-    carriers: Mapping[str, str] = field(default_factory=dict)
+    suspenders: Mapping[str, str] = field(default_factory=dict)
     """names of drivers that can suspend processes, by kind of device"""
     suspension: Mapping[str, str | None] = field(default_factory=dict)
     """why processes on a kind of device are not suspended; None where they are"""
@@ -595,23 +595,23 @@ class State:
         """The estimates of these settings, by placement."""
         return self.estimates.get(spec, {})
 
-    def standing(self, model: ModelRecord, now: float) -> Standing:
-        """Whether a model could leave now."""
+    def eviction_state(self, model: ModelRecord, now: float) -> EvictionState:
+        """Whether the memory of a model can be evicted now."""
         if model.state in (ModelState.DRAINING, ModelState.UNLOADING):
-            return Standing.LEAVING
+            return EvictionState.LEAVING
         if model.state is ModelState.OFFLOADING and self.workers[model.worker or ""].predecessor is None:
-            return Standing.LEAVING  # its process stays; its device memory is being released
+            return EvictionState.LEAVING  # its process stays; its device memory is being released
         if model.state in (ModelState.LOADING, ModelState.OFFLOADING, ModelState.RESTORING):
-            return Standing.LOADING
+            return EvictionState.LOADING
         if model.state is ModelState.WARM:
-            return Standing.BUSY if model.queue.waiters else Standing.WARM
+            return EvictionState.BUSY if model.queue.waiters else EvictionState.WARM
         if model.spec.pinned or model.spec.dedicated:
-            return Standing.FIXED
+            return EvictionState.FIXED
         if self.in_flight(model) or model.queue.waiters:
-            return Standing.BUSY
+            return EvictionState.BUSY
         if now - model.last_used_at < model.spec.min_residency:
-            return Standing.YOUNG
-        return Standing.IDLE
+            return EvictionState.YOUNG
+        return EvictionState.IDLE
 
     def is_measuring(self, spec: ModelSpec) -> bool:
         """Whether a measurement with these settings is under way."""

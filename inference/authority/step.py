@@ -20,7 +20,7 @@ from inference.authority.handlers.running import (
     device_care,
     endings,
     estimates,
-    oom_ladder,
+    oom_recovery,
     request_events,
     thread_shares,
     tickets,
@@ -150,7 +150,7 @@ def _periodic(draft: Draft) -> None:
     request_events.idle_models_leave(draft)
     worker_memory.tick(draft)
     device_care.tick(draft)
-    oom_ladder.tick(draft)
+    oom_recovery.tick(draft)
     moving.check_fallbacks(draft)
     governor.tick(draft)
     device_care.publish(draft)
@@ -257,7 +257,7 @@ _HANDLERS: dict[type, Callable[[Draft, Any], object]] = {
     events.FilesChecked: estimates.files_checked,
     events.BuildChecked: worker_life.build_checked,
     events.ShortageLearned: worker_life.shortage_learned,
-    events.HeadroomChanged: oom_ladder.headroom_changed,
+    events.HeadroomChanged: oom_recovery.headroom_changed,
     events.SettingsChanged: configuration.apply,
     events.Commanded: commands.begin,
     events.Abandoned: commands.abandoned,

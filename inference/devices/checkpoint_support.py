@@ -35,7 +35,7 @@ class Trouble:
     of_state: bool = False
 
 
-class Carrier(Protocol):
+class Suspender(Protocol):
     """Suspends and resumes processes on one kind of device. Methods return None on success."""
 
     label: str
@@ -45,12 +45,12 @@ class Carrier(Protocol):
         """Tests whether both operations work here."""
         ...
 
-    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
         """Runs `operation` (suspend or resume) on `pid`, which uses only this device. `seconds` limits one copy."""
         ...
 
 
-class DriversCarrier:
+class DriverSuspender:
     """Checkpoints of NVIDIA's driver."""
 
     label = "the NVIDIA driver"
@@ -58,12 +58,12 @@ class DriversCarrier:
     async def test(self, device: Reading) -> Trouble | None:  # noqa: D102
         return await _run_job({"operation": "test", "seconds": CALL_SECONDS}, TEST_SECONDS)
 
-    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
         job = {"operation": operation, "pid": pid, "seconds": seconds}
         return await _run_job(job, 3 * seconds + SPARE_SECONDS)
 
 
-class SimulatorsCarrier:
+class SimulatorSuspender:
     """Checkpoints of the simulator that listens at `socket_path`."""
 
     label = "the simulator"
@@ -74,7 +74,7 @@ class SimulatorsCarrier:
     async def test(self, device: Reading) -> Trouble | None:  # noqa: D102
         return None if sys.platform == "linux" else Trouble("simulated devices suspend processes on Linux only")
 
-    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
         try:
             await send_command(self._socket_path, operation, device, seconds=seconds, pid=pid)
         except SimulatorError as error:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from inference.devices.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
+from inference.devices.checkpoint_support import DriverSuspender, SimulatorSuspender, Suspender
 from inference.devices.device import CPU, Reading
 from inference.devices.device_probe import Probe
 from inference.devices.ggml_devices import GgmlProbe
@@ -22,9 +22,9 @@ NVIDIA = "cuda"
 class Inventory:
     """The readings of several probes. The CPU is always present and last."""
 
-    def __init__(self, probes: Sequence[Probe], carriers: Mapping[str, Carrier] | None = None) -> None:
+    def __init__(self, probes: Sequence[Probe], suspenders: Mapping[str, Suspender] | None = None) -> None:
         self._probes = tuple(probes)
-        self.carriers: Mapping[str, Carrier] = {NVIDIA: DriversCarrier()} if carriers is None else carriers
+        self.suspenders: Mapping[str, Suspender] = {NVIDIA: DriverSuspender()} if suspenders is None else suspenders
         """Support for suspended processes, by the kind of device."""
         self._turn = asyncio.Lock()
 
@@ -38,7 +38,7 @@ class Inventory:
             return cls([CpuProbe()])
         if settings.simulated_bytes:
             simulator = SimProbe(settings.simulated_bytes, sockets)
-            return cls([simulator, CpuProbe()], {SIMULATED: SimulatorsCarrier(simulator.socket_path)})
+            return cls([simulator, CpuProbe()], {SIMULATED: SimulatorSuspender(simulator.socket_path)})
         return cls([GgmlProbe(), CpuProbe()])
 
     async def start(self) -> None:

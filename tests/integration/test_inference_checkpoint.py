@@ -13,7 +13,7 @@ import pytest
 from inference.app import Service
 from inference.authority.events import SuspensionTested
 from inference.authority.lifecycle import Action
-from inference.devices.checkpoint_support import DriversCarrier, Trouble
+from inference.devices.checkpoint_support import DriverSuspender, Trouble
 from inference.devices.device import Reading
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper
@@ -104,11 +104,11 @@ async def test_suspended_model_uses_only_host_memory_and_is_restored_exactly(sta
     ],
 )
 async def test_failed_driver_call_is_named(driver: CudaStub, way: str, call: str, how: str) -> None:
-    carrier, process = DriversCarrier(), await asyncio.create_subprocess_exec("sleep", "60")
+    suspender, process = DriverSuspender(), await asyncio.create_subprocess_exec("sleep", "60")
     if way == "resume":
-        assert await carrier.carry("suspend", "gpu-0", process.pid, 10) is None
+        assert await suspender.run("suspend", "gpu-0", process.pid, 10) is None
     driver.say(f"{how} {call} 999")
-    trouble = await carrier.carry(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
+    trouble = await suspender.run(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
     process.kill()
     await process.wait()
     assert trouble is not None
@@ -176,7 +176,7 @@ class FakeCarrier:
         self.operations.append("test")
         return self.troubles.get("test")
 
-    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
         self.operations.append(operation)
         return self.troubles.get(operation)
 

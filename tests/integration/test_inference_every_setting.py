@@ -21,7 +21,7 @@ from headgate.shared.errors import ConfigError
 from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
-from inference.authority.placement.plan import Standing
+from inference.authority.placement.plan import EvictionState
 from inference.devices.device import CPU
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
@@ -263,9 +263,9 @@ async def _checkpoints(bench: Bench) -> None:
 @shows("MIN_RESIDENCY_SECONDS")
 async def _min_residency(bench: Bench) -> None:
     models: dict[str, dict[str, Any]] = {"a": {"min_residency": None}}
-    for seconds, standing in (("0", Standing.IDLE), ("1000", Standing.YOUNG)):
+    for seconds, eviction_state in (("0", EvictionState.IDLE), ("1000", EvictionState.YOUNG)):
         service, model = await bench.loaded(models, MIN_RESIDENCY_SECONDS=seconds)
-        assert service.authority.state.standing(model.record, service.authority.now) is standing
+        assert service.authority.state.eviction_state(model.record, service.authority.now) is eviction_state
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

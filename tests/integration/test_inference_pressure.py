@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.pressure.relief import Rung
+from inference.authority.pressure.relief import Restriction
 from inference.devices.device import Reading
 from inference.errors import MemoryLimitExceededError
 from tests.rigs.asgi import ask
@@ -55,7 +55,7 @@ async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
 
-async def test_shared_memory_has_one_level_and_one_ladder(start: Start) -> None:
+async def test_shared_memory_has_one_level_and_one_restriction(start: Start) -> None:
     """An accelerator without memory of its own is as full as the host, and refuses what the host refuses."""
     host = SharedDevice(id="cpu", kind="cpu")
 
@@ -82,7 +82,7 @@ async def test_shared_memory_has_one_level_and_one_ladder(start: Start) -> None:
     host.foreign_mib = 990
     for _ in range(5):
         authority.check(regular=True)
-    assert authority.rungs() == {"cpu": Rung.NO_LOADS}
+    assert authority.restrictions() == {"cpu": Restriction.NO_LOADS}
     host.foreign_mib = 830
     with pytest.raises(MemoryLimitExceededError, match="cpu is too full"):
         await load(service, "b")

@@ -14,7 +14,7 @@ import pytest
 from headgate.shared.state_directory import StateDir
 from inference.app import Service
 from inference.authority.handlers.operating.startup import TICK_SECONDS
-from inference.authority.handlers.running.oom_ladder import HEADROOM_CHECK_SECONDS
+from inference.authority.handlers.running.oom_recovery import HEADROOM_CHECK_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
 from inference.errors import MemoryRefused
 from inference.estimate.headroom import HALF_LIFE_SECONDS

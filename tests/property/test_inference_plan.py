@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.authority.placement.plan import (
+    EvictionState,
+    Held,
+    Option,
+    Placement,
+    Policy,
+    Refusal,
+    Request,
+    Result,
+    plan,
+)
 
 DEVICES = ("gpu-0", "gpu-1")
 
@@ -28,7 +38,7 @@ def machines(draw: st.DrawFn) -> tuple[Ledger, list[Held]]:
             Held(
                 f"m{number}",
                 id,
-                draw(st.sampled_from([standing for standing in Standing if standing is not Standing.WARM])),
+                draw(st.sampled_from([state for state in EvictionState if state is not EvictionState.WARM])),
                 need,
                 draw(st.floats(0, 100)),
                 draw(st.floats(0.1, 60)),
@@ -52,7 +62,7 @@ def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(
         assert set(decision.waits_for) <= {item.model for item in held}
         return
     by_name = {item.model: item for item in held}
-    assert all(by_name[name].standing is Standing.IDLE for name in decision.evict)
+    assert all(by_name[name].eviction_state is EvictionState.IDLE for name in decision.evict)
     assert (decision.result is Result.FULL) == bool(decision.evict)
     after = ledger
     for name in decision.evict:
@@ -78,6 +88,6 @@ def test_final_refusal_stays_without_other_models(machine: tuple[Ledger, list[He
     if isinstance(decision, Placement) or decision.waits_for:
         return
     for item in held:
-        if item.standing is not Standing.FIXED:
+        if item.eviction_state is not EvictionState.FIXED:
             ledger = ledger.release(item.holding)
     assert ledger.lacks({"gpu-0": need})

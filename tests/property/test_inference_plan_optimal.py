@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.authority.placement.plan import (
+    EvictionState,
+    Held,
+    Option,
+    Placement,
+    Policy,
+    Refusal,
+    Request,
+    Result,
+    plan,
+)
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.stage import EVICTABLE, Stage
 from inference.estimate.header_formula import Parameters
@@ -27,7 +37,7 @@ ROUNDING = 1 + 1e-9
 
 @st.composite
 def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledger, list[Held]]:
-    """Devices with foreign use, sometimes a limit, and up to six models of any standing on one or two devices.
+    """Devices with foreign use, sometimes a limit, and up to six models of any eviction_state on one or two devices.
 
     A `crowded` machine is small and full, mostly of idle models.
     """
@@ -45,11 +55,11 @@ def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledg
             continue
         id = f"m{number}"
         ledger = ledger.reserve(id, id, need).commit(id, need)
-        standing = draw(st.sampled_from([Standing.IDLE] * (30 if crowded else 3) + list(Standing)))
-        if standing is Standing.WARM:
+        eviction_state = draw(st.sampled_from([EvictionState.IDLE] * (30 if crowded else 3) + list(EvictionState)))
+        if eviction_state is EvictionState.WARM:
             need = {"cpu": need["cpu"]}
             ledger = ledger.shrink(id, need)
-        held.append(Held(id, id, standing, need, draw(st.floats(0, 100)), draw(st.floats(0.1, 60))))
+        held.append(Held(id, id, eviction_state, need, draw(st.floats(0, 100)), draw(st.floats(0.1, 60))))
     return ledger, held
 
 
@@ -104,7 +114,7 @@ def cheapest_by_force(
     request: Request, ledger: Ledger, held: list[Held], policy: Policy, ways: Sequence[dict[str, int]]
 ) -> float | None:
     """The lowest cost of evictions after which one of these ways is possible, or None."""
-    movable = [item for item in held if item.standing in EVICTABLE]
+    movable = [item for item in held if item.eviction_state in EVICTABLE]
     found = None
     for size in range(len(movable) + 1):
         for gone in itertools.combinations(movable, size):
@@ -126,7 +136,7 @@ def leaving_models_make_room(
     ways: Sequence[dict[str, int]],
 ) -> bool:
     """Whether it waits only for models that leave anyway, and fits once they are gone."""
-    leavers = [item for item in held if item.standing is Standing.LEAVING]
+    leavers = [item for item in held if item.eviction_state is EvictionState.LEAVING]
     stage = Stage.of(ledger.without({item.holding for item in leavers}), [x for x in held if x not in leavers])
     return {*refusal.waits_for} == {item.model for item in leavers} and fits_at_all(request, stage, policy, ways)
 
@@ -189,7 +199,7 @@ def test_plan_can_be_executed(
     if isinstance(decision, Refusal):
         return
     by_name = {item.model: item for item in held}
-    assert all(by_name[name].standing in EVICTABLE for name in decision.evict)
+    assert all(by_name[name].eviction_state in EVICTABLE for name in decision.evict)
     after = ledger
     for name in decision.evict:
         after = after.release(by_name[name].holding)
@@ -216,7 +226,7 @@ def test_final_refusal_is_correct_and_its_suggestion_works(
     decision = plan(request, ledger, held, policy)
     if isinstance(decision, Placement) or decision.waits_for:
         return
-    fixed = [item for item in held if item.standing is Standing.FIXED]
+    fixed = [item for item in held if item.eviction_state is EvictionState.FIXED]
     ledger = ledger.without({item.holding for item in held if item not in fixed})
     assert not fits_at_all(request, Stage.of(ledger, fixed), policy, list(divisions(spread)))
     if decision.fix:

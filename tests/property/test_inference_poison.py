@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Quarantine, Standing
+from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Quarantine, Suspicion
 from inference.protocol import ExitCause
 
 KEYS = st.sampled_from("abcdef")
@@ -25,17 +25,17 @@ def test_refusal_needs_evidence_of_that_request(steps: list[tuple[str, Crash | N
         if crash is None:
             quarantine = quarantine.answered(key)
             telling.pop(key, None)
-            assert quarantine.standing(key, now) is Standing.INNOCENT
+            assert quarantine.suspicion(key, now) is Suspicion.NONE
         else:
             quarantine = quarantine.crashed(key, crash, now)
-            telling[key] = telling.get(key, 0) + crash.is_telling
-            assert quarantine.standing(key, now) is not Standing.INNOCENT
+            telling[key] = telling.get(key, 0) + crash.is_evidence
+            assert quarantine.suspicion(key, now) is not Suspicion.NONE
         for other in "abcdef":
-            standing = quarantine.standing(other, now)
-            if standing in (Standing.CONVICTED, Standing.ACCUSED):
+            suspicion = quarantine.suspicion(other, now)
+            if suspicion in (Suspicion.CONFIRMED, Suspicion.STRONG):
                 assert telling[other] > 0
             if other != key and not quarantine.doubted:
-                assert standing is before.standing(other, now), "other requests are not affected"
+                assert suspicion is before.suspicion(other, now), "other requests are not affected"
         assert len(quarantine.in_a_row) <= MOST_IN_A_ROW
         assert len(quarantine.cases) <= len("abcdef")
         assert not (quarantine.doubted and quarantine.in_a_row)

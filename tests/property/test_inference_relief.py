@@ -1,4 +1,4 @@
-"""Memory pressure: no protected model leaves, every action has a reason, and the ladder moves in steps."""
+"""Memory pressure: no protected model leaves, every action has a reason, and restrictions change one at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.authority.placement.stage import EVICTABLE, Standing
+from inference.authority.placement.stage import EVICTABLE, EvictionState
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settle
 from inference.authority.pressure.relief import (
     Leave,
     Limit,
     PressureInput,
+    Restriction,
     Rules,
-    Rung,
     Tenant,
     Watch,
     Watches,
@@ -34,7 +34,7 @@ def scenes(draw: st.DrawFn) -> PressureInput:
     tenants = tuple(
         Tenant(
             f"m{number}",
-            draw(st.sampled_from(list(Standing))),
+            draw(st.sampled_from(list(EvictionState))),
             draw(st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 300), min_size=1)),
             draw(st.floats(0, 400)),
             parallel := draw(st.integers(1, 32)),
@@ -70,7 +70,7 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
         assert len({action.model for action in gone}) == len(gone)
         for leave in gone:
             tenant = tenants[leave.model]
-            assert tenant.standing in EVICTABLE
+            assert tenant.eviction_state in EVICTABLE
             worst = max(
                 state[device].gauge.level for device, count in tenant.bytes.items() if count and device in state
             )
@@ -85,34 +85,34 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
             assert all(
                 isinstance(action, Limit) and action.sequences == tenants[action.model].parallel for action in actions
             )
-            assert all(watch.rung is Rung.NONE for watch in state.values())
+            assert all(watch.restriction is Restriction.NONE for watch in state.values())
 
 
 @given(checks)
 @settings(max_examples=50)
-def test_ladder_moves_one_rung_at_a_time_and_only_by_the_level(
+def test_restrictions_change_one_at_a_time_and_only_by_the_level(
     story: list[tuple[PressureInput, bool]],
 ) -> None:
     state: Watches = {}
     for scene, regular in story:
         after, _ = step(state, scene, Rules(), regular=regular)
         for device, watch in after.items():
-            before = state.get(device, Watch()).rung
-            assert abs(watch.rung - before) <= 1
-            if watch.rung > before:
+            before = state.get(device, Watch()).restriction
+            assert abs(watch.restriction - before) <= 1
+            if watch.restriction > before:
                 assert watch.gauge.level is Level.EMERGENCY
-                assert regular or watch.rung is Rung.WARN
-            if watch.rung < before:
+                assert regular or watch.restriction is Restriction.WARN
+            if watch.restriction < before:
                 assert regular
                 assert watch.gauge.level < Level.HIGH or watch.gauge.planned
-            assert (refusal(after, device, extras=False) is not None) == (watch.rung is Rung.NO_LOADS)
+            assert (refusal(after, device, extras=False) is not None) == (watch.restriction is Restriction.NO_LOADS)
         state = after
 
 
 @given(st.integers(0, 250), st.lists(st.integers(0, 5), max_size=20))
 def test_full_budget_is_kept_when_other_use_varies_slightly(foreign: int, noise: list[int]) -> None:
     """Nothing happens for hours to one idle model that uses all memory that others leave."""
-    model = Tenant("a", Standing.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
+    model = Tenant("a", EvictionState.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
     state, _ = step({}, PressureInput((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
     state, actions = step(state, PressureInput((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
     for more in noise:

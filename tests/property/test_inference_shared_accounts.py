@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger, LedgerError
-from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Standing, plan
+from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Policy, Refusal, Request, plan
 
 NAMES = ("metal", "cpu", "gpu-1")
 needs = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 300), min_size=1)
@@ -94,7 +94,7 @@ def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> No
     """A model on the CPU is evicted for one on the accelerator, because they use the same memory."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
-    held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]
+    held = [Held("old", "a", EvictionState.IDLE, ledger.holdings["a"].bytes, 0.0)]
     wish = Request("new", (Option("metal", {"metal": 500, "cpu": 100}),))
     decision = plan(wish, ledger, held, Policy(**POLICY))
     assert isinstance(decision, Placement)
@@ -116,7 +116,7 @@ def test_limits_per_device_count_models_on_both_sides() -> None:
     """A dedicated model has the memory for itself, by either name."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"metal": 100}).commit("a", {"metal": 100})
-    held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]
+    held = [Held("old", "a", EvictionState.IDLE, ledger.holdings["a"].bytes, 0.0)]
     option = Option("metal", {"metal": 100})
     for wish, policy in (
         (Request("new", (option,), dedicated=True), Policy(**POLICY)),

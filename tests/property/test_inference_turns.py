@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing
+from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Policy, Refusal, Request, Result
 from inference.authority.placement.turns import (
     MOST_SWAP_SECONDS,
     Claim,
@@ -51,14 +51,14 @@ class Simulated:
     called: float = math.inf
     turns: int = 0
 
-    def standing(self, now: float) -> Standing:
+    def eviction_state(self, now: float) -> EvictionState:
         if self.state in ("draining", "releasing"):
-            return Standing.LEAVING
+            return EvictionState.LEAVING
         if self.state == "loading":
-            return Standing.LOADING
+            return EvictionState.LOADING
         if self.in_flight:
-            return Standing.BUSY
-        return Standing.YOUNG if now - self.last_used_at < self.min_residency else Standing.IDLE
+            return EvictionState.BUSY
+        return EvictionState.YOUNG if now - self.last_used_at < self.min_residency else EvictionState.IDLE
 
 
 class World:
@@ -154,7 +154,7 @@ class World:
         }
         held = [
             Held(
-                item.name, item.name, item.standing(self.now), self.ledger.holdings[item.name].bytes,
+                item.name, item.name, item.eviction_state(self.now), self.ledger.holdings[item.name].bytes,
                 item.last_used_at, item.load_seconds,
             )
             for item in self.models.values()
@@ -168,7 +168,7 @@ class World:
             young = [
                 item.last_used_at + item.min_residency
                 for item in self.models.values()
-                if item.standing(self.now) is Standing.YOUNG
+                if item.eviction_state(self.now) is EvictionState.YOUNG
             ]
             self.wake(min((*young, decision.again_at or math.inf)), model)
         elif decision.outcome.result is Result.FULL:
@@ -185,7 +185,7 @@ class World:
 
     def evict(self, victim: Simulated, demand: Demand, residents: Mapping[str, Resident]) -> None:
         assert victim.state == "ready"
-        if victim.standing(self.now) is not Standing.IDLE:
+        if victim.eviction_state(self.now) is not EvictionState.IDLE:
             assert turn_ends_at(residents[victim.name], demand) <= self.now
             assert self.now - victim.ready_at >= victim.min_residency
         victim.state = "draining"
@@ -238,7 +238,7 @@ def test_every_request_is_answered_within_the_promised_time(made: tuple[World, i
 
 def test_waiting_model_gets_its_claimed_room_and_a_smaller_one_only_the_rest() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100)).reserve("a", "a", {"gpu": 60}).commit("a", {"gpu": 60})
-    held = [Held("a", "a", Standing.LEAVING, {"gpu": 60}, 0.0)]
+    held = [Held("a", "a", EvictionState.LEAVING, {"gpu": 60}, 0.0)]
 
     def ask(name: str, count: int, ahead: list[Claim]) -> Decision:
         request = Request(name, (Option("gpu", {"gpu": count}),))
@@ -260,7 +260,7 @@ def test_claim_is_on_the_room_that_is_free_first() -> None:
     held, residents = [], {}
     for name, ready_at in (("late", 20.0), ("early", 10.0), ("later", 30.0)):
         ledger = ledger.reserve(name, name, {"gpu": 30}).commit(name, {"gpu": 30})
-        held.append(Held(name, name, Standing.BUSY, {"gpu": 30}, 40.0))
+        held.append(Held(name, name, EvictionState.BUSY, {"gpu": 30}, 40.0))
         residents[name] = Resident(ready_at, 15.0, 1.0)
     request = Request("b", (Option("gpu", {"gpu": 65}),))
 
@@ -275,14 +275,14 @@ def test_claim_is_on_the_room_that_is_free_first() -> None:
     assert isinstance(leaving.outcome, Placement)
     assert set(leaving.outcome.evict) == {"late", "early"}
     assert leaving.claim == Claim("b", {"gpu": 65}, leaving.outcome.evict)
-    assert at(24.0, [replace(item, standing=Standing.LOADING) for item in held]).again_at is None
+    assert at(24.0, [replace(item, eviction_state=EvictionState.LOADING) for item in held]).again_at is None
 
 
 def test_load_without_waiting_requests_is_cancelled_only_for_a_model_that_needs_its_room() -> None:
     ledger = Ledger().open(Account("x", 100, 100)).open(Account("y", 100, 100))
     for name, device in (("a", "x"), ("b", "y"), ("c", "y")):
         ledger = ledger.reserve(name, name, {device: 50})
-    held = tuple(Held(name, name, Standing.LOADING, ledger.holdings[name].bytes, 0.0) for name in "abc")
+    held = tuple(Held(name, name, EvictionState.LOADING, ledger.holdings[name].bytes, 0.0) for name in "abc")
     occupancy = Occupancy(ledger, held, {}, Policy(0.0), frozenset("ab"))
     request = Request("d", (Option("y", {"y": 40}),))
     decision = decide(request, Demand(0.0, 1.0), occupancy, [])
@@ -312,7 +312,7 @@ def test_changing_bytes_are_waited_for_and_impossible_needs_are_refused() -> Non
     ledger = ledger.observe("gpu", 70, 30)  # 30 more than a's: its context, or another program
 
     def ask(count: int, books: Ledger) -> Placement | Refusal:
-        held = (Held("a", "a", Standing.FIXED, {"gpu": 40}, 0.0),)
+        held = (Held("a", "a", EvictionState.FIXED, {"gpu": 40}, 0.0),)
         request = Request("b", (Option("gpu", {"gpu": count}),))
         return decide(request, Demand(0.0, 1.0), Occupancy(books, held, {}, Policy(0.0)), []).outcome
 

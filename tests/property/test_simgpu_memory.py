@@ -32,7 +32,7 @@ class Device(RuleBasedStateMachine):
     @rule(target=buffers, connection=CONNECTIONS, size=SIZES, comes=st.booleans(), extra=st.integers(0, 3))
     def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
         before = self.memory
-        fits = size <= before.free_bytes and not before.refusing and before.sparing != 0
+        fits = size <= before.free_bytes and not before.failures_left and before.successes_left != 0
         after, granted = before.ask(connection, size)
         assert granted == fits
         self.pointers += 1
@@ -76,7 +76,7 @@ class Device(RuleBasedStateMachine):
     def resume(self, connections: set[int]) -> None:
         before = self.memory
         theirs = {key: size for key, size in self.away.items() if key[0] in connections}
-        fits = sum(theirs.values()) <= before.free_bytes and not before.refusing and before.sparing != 0
+        fits = sum(theirs.values()) <= before.free_bytes and not before.failures_left and before.successes_left != 0
         self.memory, granted = before.resume(connections)
         assert granted == fits
         assert self.memory.counters.refusals == before.counters.refusals + (not fits)
@@ -98,11 +98,11 @@ class Device(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([0, 1, ALL]))
     def refuse(self, count: float) -> None:
-        self.memory = replace(self.memory, refusing=count)
+        self.memory = replace(self.memory, failures_left=count)
 
     @rule(count=st.sampled_from([None, 0, 1]))
     def spare(self, count: int | None) -> None:
-        self.memory = replace(self.memory, sparing=count)
+        self.memory = replace(self.memory, successes_left=count)
 
     @rule(capacity=st.integers(0, CAPACITY))
     def resize(self, capacity: int) -> None:
@@ -159,7 +159,7 @@ def test_late_bytes_return_on_command() -> None:
 
 def test_one_allocation_in_the_middle_is_refused() -> None:
     """Allocations before it succeed, it fails once, and later ones succeed."""
-    memory = replace(Memory(100), sparing=2)
+    memory = replace(Memory(100), successes_left=2)
     answers = []
     for _ in range(4):
         memory, granted = memory.ask(1, 10)
@@ -175,8 +175,8 @@ def test_suspended_bytes_return_only_if_there_is_room() -> None:
     assert (memory.free_bytes, memory.suspended_bytes, memory.counters.frees) == (100, 60, 1)
     full, granted = memory.taken(50).resume([1])
     assert (granted, full.suspended_bytes, full.counters.refusals) == (False, 60, 1)
-    refused, granted = replace(memory, refusing=1).resume([1])
-    assert (granted, refused.refusing) == (False, 0)
+    refused, granted = replace(memory, failures_left=1).resume([1])
+    assert (granted, refused.failures_left) == (False, 0)
     back, granted = refused.resume([1])
     assert (granted, back.free_bytes, back.suspended_bytes, back.counters.allocations) == (True, 40, 0, 2)
     assert memory.end(1, 0.0).suspended_bytes == 0

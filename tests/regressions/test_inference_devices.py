@@ -14,7 +14,7 @@ from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start
 
 
-class Carrier:
+class Suspender:
     """Every operation succeeds."""
 
     label = "the fake"
@@ -22,14 +22,14 @@ class Carrier:
     async def test(self, device: Reading) -> Trouble | None:
         return None
 
-    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
         return None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
 async def test_eviction_record_of_a_suspended_model_names_the_device_and_its_state(start: Start) -> None:
     accelerator = FakeAccelerator(2, "sim")
-    service = await start({"a": {}}, accelerator=accelerator, carriers={"sim": Carrier()})
+    service = await start({"a": {}}, accelerator=accelerator, suspenders={"sim": Suspender()})
     model = service.authority.resolve("a")
     for _ in range(2):
         lease = await service.authority.ask(model).wait(20)

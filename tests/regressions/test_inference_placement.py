@@ -16,6 +16,7 @@ from inference import settings
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import (
+    EvictionState,
     Held,
     Option,
     Placement,
@@ -24,7 +25,6 @@ from inference.authority.placement.plan import (
     Request,
     Result,
     Scene,
-    Standing,
     plan,
     prospect,
 )
@@ -131,7 +131,7 @@ def test_refusal_has_the_numbers_of_the_device_that_lacks_memory() -> None:
         ledger = ledger.open(Account(name, 150 * MIB, 135 * MIB)).observe(name, 0, 150 * MIB)
     holding = {"gpu-0": 7 * MIB}
     ledger = ledger.reserve("owner#1", "owner", holding).commit("owner#1", holding)
-    owner = Held("owner", "owner#1", Standing.FIXED, holding, 0.0, 1.0, dedicated=True)
+    owner = Held("owner", "owner#1", EvictionState.FIXED, holding, 0.0, 1.0, dedicated=True)
     ledger = ledger.observe("gpu-1", 120 * MIB, 30 * MIB)
     options = tuple(Option(name, {name: 60 * MIB}) for name in ("gpu-0", "gpu-1"))
     refusal = plan(Request("new", options), ledger, [owner], Policy(0.0))
@@ -179,7 +179,7 @@ def crowd(count: int, devices: int = 1) -> tuple[Request, Ledger, list[Held]]:
             id, need = f"{name}-{number}", {name: size}
             ledger = ledger.reserve(id, id, need).commit(id, need)
             used_at, reload_seconds = chance.uniform(0, 900), chance.uniform(0.5, 30)
-            held.append(Held(id, id, Standing.IDLE, need, used_at, reload_seconds))
+            held.append(Held(id, id, EvictionState.IDLE, need, used_at, reload_seconds))
     options = tuple(Option(name, {name: account.capacity_bytes // 2}) for name, account in ledger.accounts.items())
     return Request("new", options), ledger, held
 

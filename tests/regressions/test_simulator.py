@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.devices.checkpoint_support import SimulatorsCarrier
+from inference.devices.checkpoint_support import SimulatorSuspender
 from inference.devices.simgpu.backing import ServerEndedError, Servers
 from inference.devices.simgpu.probe import SimProbe
 from inference.protocol import DeviceState
@@ -48,7 +48,7 @@ FAULTS: dict[str, Callable[[SimDevices], object]] = {
 async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault: str) -> None:
     """The servers are stopped, so that the transfer runs when the fault occurs."""
     with SimDevices(SIZE) as devices:
-        carrier = SimulatorsCarrier(devices.socket_path)
+        suspender = SimulatorSuspender(devices.socket_path)
         endpoint = devices.status()["endpoint"]
         stopped: list[int] = []
         subject = subprocess.Popen(
@@ -59,9 +59,9 @@ async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault:
         try:
             assert subject.stdout is not None
             assert subject.stdout.readline() == b"ready\n"
-            assert await carrier.carry("suspend", "gpu-0", subject.pid, SECONDS) is None
+            assert await suspender.run("suspend", "gpu-0", subject.pid, SECONDS) is None
             stopped = signalled(devices, signal.SIGSTOP)
-            resuming = asyncio.create_task(carrier.carry("resume", "gpu-0", subject.pid, SECONDS))
+            resuming = asyncio.create_task(suspender.run("resume", "gpu-0", subject.pid, SECONDS))
             async with asyncio.timeout(SECONDS):
                 while devices.status()["suspended_bytes"]:
                     await asyncio.sleep(0.01)
@@ -79,8 +79,8 @@ async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault:
 
 async def test_missing_simulator_does_not_disable_checkpoints() -> None:
     with SimDevices(SIZE) as devices:
-        carrier = SimulatorsCarrier(devices.socket_path.with_name("missing"))
-        trouble = await carrier.carry("suspend", "gpu-0", os.getpid(), SECONDS)
+        suspender = SimulatorSuspender(devices.socket_path.with_name("missing"))
+        trouble = await suspender.run("suspend", "gpu-0", os.getpid(), SECONDS)
     assert trouble is not None
     assert trouble.of_state, trouble.why
 

@@ -15,10 +15,10 @@ from inference.authority.handlers.running import device_care, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, Phase
-from inference.authority.placement.plan import Placement, Refusal, Result, Standing
+from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
 from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
-from inference.authority.pressure.relief import Rung
-from inference.authority.quarantine import Standing as Verdict
+from inference.authority.pressure.relief import Restriction
+from inference.authority.quarantine import Suspicion
 from inference.authority.retention import Mechanism
 from inference.authority.state import (
     LeaseRecord,
@@ -71,7 +71,7 @@ class CheckedWorld(World):
         self._check_counters(before)
         self._check_loads(before)
         self._check_limits(before)
-        self._check_verdicts(before, event)
+        self._check_suspicions(before, event)
         self._check_failed_load(before, event)
         for id, outcome in expected:
             self._compare(id, outcome)
@@ -408,7 +408,7 @@ class CheckedWorld(World):
             if model.state not in (_S.LOADING, _S.RESTORING) or was is None or was.worker == model.worker:
                 continue
             worker = self.state.workers[model.worker or ""]
-            held = [item for item in held_models(self.state, self.now) if item.standing is not Standing.WARM]
+            held = [item for item in held_models(self.state, self.now) if item.eviction_state is not EvictionState.WARM]
             most = self.state.settings.max_models
             assert most is None or len(held) <= most, "INFERENCE_MAX_MODELS holds"
             for device in worker.placement.devices:
@@ -437,30 +437,35 @@ class CheckedWorld(World):
             assert (self.alive[worker.id].limit or most) == (worker.limit or most), f"the limit of {worker.id}"
             if checked and was is not None and was.state in (_S.READY, _S.BUSY) and was.worker == worker.id:
                 held = state.ledger.holdings[worker.holding].bytes
-                rung = max((watch.rung for name, watch in state.pressure.watches.items() if held.get(name)), default=0)
-                expected = most if rung < Rung.HALVE else max(1, most >> (rung - 1))
+                restriction = max(
+                    (watch.restriction for name, watch in state.pressure.watches.items() if held.get(name)), default=0
+                )
+                expected = most if restriction < Restriction.HALVE else max(1, most >> (restriction - 1))
                 assert (worker.limit or most) == expected, "the pressure decides how many run at once"
         for device, watch in state.pressure.watches.items():
             old = before.pressure.watches.get(device)
-            assert watch.rung - (old.rung if old else 0) in (-1, 0, 1) or not state.settings.enable_memory_governor
+            assert (
+                watch.restriction - (old.restriction if old else 0) in (-1, 0, 1)
+                or not state.settings.enable_memory_governor
+            )
 
-    def _check_verdicts(self, before: State, event: events.Event) -> None:
-        """Nothing is held against a request that was answered, and convicted is what crashed alone twice."""
+    def _check_suspicions(self, before: State, event: events.Event) -> None:
+        """An answered request is not suspected, and a request that crashed alone twice is confirmed."""
         if not isinstance(event, events.CrashReported | events.RequestAnswered | events.CaseCleared):
             return
         model, was = self.state.models.get(event.model), before.models.get(event.model)
         if model is None or was is None:
             return
-        verdict, old = model.quarantine.standing(event.key, self.now), was.quarantine.standing(event.key, self.now)
+        new, old = model.quarantine.suspicion(event.key, self.now), was.quarantine.suspicion(event.key, self.now)
         if not isinstance(event, events.CrashReported):
-            assert verdict is Verdict.INNOCENT
-        elif old is Verdict.CONVICTED or model.quarantine.doubted:
+            assert new is Suspicion.NONE
+        elif old is Suspicion.CONFIRMED or model.quarantine.doubted:
             return
-        elif event.crash.is_telling and not event.crash.unexplained and old is not Verdict.INNOCENT:
-            assert verdict is Verdict.CONVICTED
+        elif event.crash.is_evidence and not event.crash.unexplained and old is not Suspicion.NONE:
+            assert new is Suspicion.CONFIRMED
         else:
-            assert verdict is not Verdict.INNOCENT
-            assert verdict is not Verdict.CONVICTED or old is Verdict.ACCUSED
+            assert new is not Suspicion.NONE
+            assert new is not Suspicion.CONFIRMED or old is Suspicion.STRONG
 
     def _check_failed_load(self, before: State, event: events.Event) -> None:
         """A load that failed and is not tried again at once, or a failed estimate, ends the waits of its requests."""
@@ -722,7 +727,7 @@ class CheckedWorld(World):
         limit = state.ledger.limit_bytes
         assert limit is None or state.ledger.loaded_bytes <= limit
         for watch in state.pressure.watches.values():
-            assert watch.rung is Rung.NONE
+            assert watch.restriction is Restriction.NONE
 
     def _check_empty(self) -> None:
         state = self.state

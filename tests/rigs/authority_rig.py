@@ -19,7 +19,7 @@ from headgate.shared.state_directory import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.ledger import Phase
-from inference.devices.checkpoint_support import Carrier
+from inference.devices.checkpoint_support import Suspender
 from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
@@ -152,7 +152,7 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         *,
         accelerator: FakeAccelerator | None = None,
         estimator: Any = None,
-        carriers: Mapping[str, Carrier] | None = None,
+        suspenders: Mapping[str, Suspender] | None = None,
         probes: Sequence[Any] = (),
         parts: Mapping[str, Any] = MappingProxyType({}),
         begins: bool = True,
@@ -170,7 +170,7 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             state,
             "token",
             command=COMMAND,
-            inventory=Inventory(probes, carriers),
+            inventory=Inventory(probes, suspenders),
             estimator=estimator or FakeEstimator(),
             **parts,
         )

@@ -184,8 +184,8 @@ class World:
         self.is_broken = False
         """a check has failed: nothing that follows counts"""
         self.shown = self._measured()
-        carriers = {"sim": "the simulator"} if self.kind == "sim" else {}
-        self.send(events.DevicesFound(self.readings(), carriers, self.now))
+        suspenders = {"sim": "the simulator"} if self.kind == "sim" else {}
+        self.send(events.DevicesFound(self.readings(), suspenders, self.now))
 
     # --- devices -----------------------------------------------------------------------------------------------------
     def _measured(self) -> dict[str, Reading]:

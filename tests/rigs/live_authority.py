@@ -198,9 +198,9 @@ class LiveAuthority:
         self.shell.observe()
         return pressure_view.levels(self.shell.state, self.shell.now)
 
-    def rungs(self) -> Mapping[str, Any]:
-        """How far the ladder is climbed."""
-        return pressure_view.rungs(self.shell.state)
+    def restrictions(self) -> Mapping[str, Any]:
+        """The restriction of every device."""
+        return pressure_view.restrictions(self.shell.state)
 
     def alerts(self) -> Any:
         """Alerts, freshly read."""

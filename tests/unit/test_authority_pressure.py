@@ -13,7 +13,7 @@ from inference.authority.handlers.watching import advisor
 from inference.authority.handlers.watching.governor import limits
 from inference.authority.lifecycle import Reason
 from inference.authority.pressure.levels import Level
-from inference.authority.pressure.relief import Rung
+from inference.authority.pressure.relief import Restriction
 from inference.errors import MemoryLimitExceededError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.step_world import MIB, StepWorld
@@ -114,12 +114,12 @@ def test_below_critical_a_model_is_evicted_only_if_eager_and_idle_for_long(
     assert (world.model("a").state is not S.READY) == leaves
 
 
-def test_ladder_limits_workers_refuses_loads_and_is_left_again() -> None:
+def test_restrictions_limit_workers_refuse_loads_and_end_again() -> None:
     world = begin({"busy": {"parallel": 16}, "b": {}}, {"busy": 300, "b": 80})
     world.leased("busy")
     world.foreign_mib(GPU, 690)
     world.check_pressure(6)
-    assert pressure_view.rungs(world.state) == {GPU: Rung.NO_LOADS, "cpu": Rung.NONE}
+    assert pressure_view.restrictions(world.state) == {GPU: Restriction.NO_LOADS, "cpu": Restriction.NONE}
     world.foreign_mib(GPU, 510)
     world.check_pressure()
     error = refused(world, "b")
@@ -130,7 +130,7 @@ def test_ladder_limits_workers_refuses_loads_and_is_left_again() -> None:
     assert "too full" in world.answers[plan].outcome.reason
     world.foreign_mib(GPU, 100)
     world.check_pressure(5)
-    assert pressure_view.rungs(world.state)[GPU] is Rung.NONE
+    assert pressure_view.restrictions(world.state)[GPU] is Restriction.NONE
     world.used("b")
     halved = [line.split(":")[0] for line in world.log if "admits at" in line]
     assert halved == [f"busy admits at most {count} sequences at a time" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
@@ -146,7 +146,7 @@ def test_models_with_vision_or_adapters_are_refused_before_others() -> None:
     world.leased("busy")
     world.foreign_mib(GPU, 690)
     world.check_pressure(4)
-    assert pressure_view.rungs(world.state)[GPU] is Rung.NO_EXTRAS
+    assert pressure_view.restrictions(world.state)[GPU] is Restriction.NO_EXTRAS
     world.foreign_mib(GPU, 510)
     world.check_pressure()
     for name in extras:
@@ -184,7 +184,7 @@ def test_lost_device_has_no_pressure() -> None:
     assert GPU in [alert.subject for alert in alerts if alert.kind == "pressure"]
     lost = [replace(reading, state=DeviceState.LOST) if reading.id == GPU else reading for reading in world.readings()]
     world.send(events.PressureChecked(tuple(lost), regular=True))
-    assert set(pressure_view.rungs(world.state)) == {"cpu"}
+    assert set(pressure_view.restrictions(world.state)) == {"cpu"}
     alerts = advisor.alerts(world.state, world.now)
     assert GPU not in [alert.subject for alert in alerts if alert.kind == "pressure"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inference.authority import events
-from inference.authority.handlers.running import oom_ladder
+from inference.authority.handlers.running import oom_recovery
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
@@ -82,7 +82,7 @@ def test_reduce_fails_after_all_smaller_settings_were_tried() -> None:
     model = world.model("a")
     assert (model.backoff.failures, model.reduced) == (1, None)
     refusal = Refusal((Shortage("gpu-0", 2, 1, "it"),), "it does not fit")
-    assert not oom_ladder.can_reduce(model, refusal, world.now)
+    assert not oom_recovery.can_reduce(model, refusal, world.now)
 
 
 def test_model_that_lacked_memory_while_it_computed_is_loaded_with_a_smaller_batch() -> None:
@@ -101,7 +101,7 @@ def test_cpu_policy_loads_the_model_on_the_cpu_and_later_moves_it_back() -> None
     world.arrive()
     assert ticket in world.grants
     assert (devices(world), world.model("a").backoff.failures) == (("cpu",), 0)
-    assert oom_ladder.is_fallback(world.state, world.model("a"))
+    assert oom_recovery.is_fallback(world.state, world.model("a"))
     world.finish(world.grants[ticket])
     rest = cooldown_seconds(world.model("a"), world.now)
     assert rest > 0
@@ -109,7 +109,7 @@ def test_cpu_policy_loads_the_model_on_the_cpu_and_later_moves_it_back() -> None
     assert devices(world) == ("cpu",)
     world.live(rest)
     assert (devices(world), world.model("a").state) == (("gpu-0",), S.READY)
-    assert not oom_ladder.is_fallback(world.state, world.model("a"))
+    assert not oom_recovery.is_fallback(world.state, world.model("a"))
 
 
 def test_model_that_was_moved_to_the_cpu_by_hand_stays_there() -> None:
@@ -117,7 +117,7 @@ def test_model_that_was_moved_to_the_cpu_by_hand_stays_there() -> None:
     world.command(events.Move("a", "cpu", None))
     world.live(100)
     assert devices(world) == ("cpu",)
-    assert not oom_ladder.is_fallback(world.state, world.model("a"))
+    assert not oom_recovery.is_fallback(world.state, world.model("a"))
 
 
 def test_error_of_a_later_failure_does_not_name_memory() -> None:

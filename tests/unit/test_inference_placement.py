@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inference.authority.handlers.running.thread_shares import shares
 from inference.authority.placement.ledger import Account, Ledger, LedgerError
-from inference.authority.placement.plan import Held, Option, Placement, Policy, Request, Standing, plan
+from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Policy, Request, plan
 from inference.authority.placement.smaller_settings import (
     LEAST_REDUCED_CONTEXT,
     LEAST_UBATCH,
@@ -44,7 +44,7 @@ def evicted(looks: Sequence[Look]) -> tuple[str, ...]:
     for name, (seconds, idle) in zip("abc", looks, strict=False):
         need = {"gpu-0": SIZE}
         ledger = ledger.reserve(name, name, need).commit(name, need)
-        held.append(Held(name, name, Standing.IDLE, need, NOW - idle, seconds))
+        held.append(Held(name, name, EvictionState.IDLE, need, NOW - idle, seconds))
     decision = plan(Request("new", (Option("gpu-0", {"gpu-0": SIZE}),)), ledger, held, Policy(NOW))
     assert isinstance(decision, Placement)
     return decision.evict
@@ -83,21 +83,21 @@ def test_warm_model_is_not_dropped_for_one_that_loads_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("standing", "seconds", "idle", "cost"),
+    ("eviction_state", "seconds", "idle", "cost"),
     [
-        (Standing.IDLE, 2.0, 0.0, 2_000.0),
-        (Standing.IDLE, 2.0, 60.0, 1_000.0),
-        (Standing.IDLE, 2.0, 540.0, 200.0),
-        (Standing.IDLE, 0.0, 0.0, 10.0),
-        (Standing.IDLE, 2.0, -5.0, 2_000.0),
-        (Standing.WARM, 2.0, 60.0, 1e-9),
+        (EvictionState.IDLE, 2.0, 0.0, 2_000.0),
+        (EvictionState.IDLE, 2.0, 60.0, 1_000.0),
+        (EvictionState.IDLE, 2.0, 540.0, 200.0),
+        (EvictionState.IDLE, 0.0, 0.0, 10.0),
+        (EvictionState.IDLE, 2.0, -5.0, 2_000.0),
+        (EvictionState.WARM, 2.0, 60.0, 1e-9),
     ],
 )
-def test_cost_of_eviction(standing: Standing, seconds: float, idle: float, cost: float) -> None:
+def test_cost_of_eviction(eviction_state: EvictionState, seconds: float, idle: float, cost: float) -> None:
     """Of 1,000 bytes; halved after a minute of idle time."""
-    held = Held("a", "a", standing, {"gpu-0": 600, "cpu": 400}, NOW - idle, seconds)
+    held = Held("a", "a", eviction_state, {"gpu-0": 600, "cpu": 400}, NOW - idle, seconds)
     assert held.cost(NOW) == pytest.approx(cost)
-    if standing is Standing.IDLE:
+    if eviction_state is EvictionState.IDLE:
         assert Warm("a", 1000, seconds, NOW - idle).worth(NOW) == pytest.approx(cost)
 
 

@@ -10,6 +10,7 @@ import pytest
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import (
     Allocation,
+    EvictionState,
     Held,
     Option,
     Placement,
@@ -18,7 +19,6 @@ from inference.authority.placement.plan import (
     Request,
     Result,
     Scene,
-    Standing,
     plan,
     prospect,
 )
@@ -38,10 +38,14 @@ def machine(**sizes: int) -> Ledger:
 
 
 def hold(
-    ledger: Ledger, model: str, need: Mapping[str, int], standing: Standing = Standing.IDLE, **more: float | bool
+    ledger: Ledger,
+    model: str,
+    need: Mapping[str, int],
+    eviction_state: EvictionState = EvictionState.IDLE,
+    **more: float | bool,
 ) -> tuple[Ledger, Held]:
     ledger = ledger.reserve(model, model, need).commit(model, need)
-    return ledger, Held(model, model, standing, need, more.pop("last_used_at", 0.0), **more)  # type: ignore[arg-type]
+    return ledger, Held(model, model, eviction_state, need, more.pop("last_used_at", 0.0), **more)  # type: ignore[arg-type]
 
 
 def ask(*options: Option, dedicated: bool = False, spread: Spread | None = None) -> Request:
@@ -98,7 +102,7 @@ def test_device_with_more_expensive_evictions_is_not_used() -> None:
 
 
 def test_plan_waits_for_the_unload_of_the_same_model() -> None:
-    ledger, held = hold(machine(gpu_0=1000), "new", {"gpu-0": 800}, Standing.LEAVING)
+    ledger, held = hold(machine(gpu_0=1000), "new", {"gpu-0": 800}, EvictionState.LEAVING)
     decision = rejected(ask(gpu(800)), ledger, [held])
     assert decision.waits_for == ("new",)
 
@@ -151,23 +155,23 @@ def test_foreign_bytes_are_kept_when_the_limit_of_a_device_changes() -> None:
     assert ledger.balance("cpu").room_bytes == 200
 
 
-@pytest.mark.parametrize("standing", [Standing.YOUNG, Standing.BUSY, Standing.LOADING])
-def test_plan_waits_for_models_that_cannot_be_evicted_yet(standing: Standing) -> None:
-    ledger, held = hold(machine(gpu_0=1000), "other", {"gpu-0": 800}, standing)
+@pytest.mark.parametrize("eviction_state", [EvictionState.YOUNG, EvictionState.BUSY, EvictionState.LOADING])
+def test_plan_waits_for_models_that_cannot_be_evicted_yet(eviction_state: EvictionState) -> None:
+    ledger, held = hold(machine(gpu_0=1000), "other", {"gpu-0": 800}, eviction_state)
     decision = rejected(ask(gpu(400)), ledger, [held])
     assert decision.waits_for == ("other",)
-    assert str(standing) in decision.reason
+    assert str(eviction_state) in decision.reason
 
 
 def test_no_more_models_are_evicted_while_one_is_unloaded() -> None:
-    ledger, leaver = hold(machine(gpu_0=1000), "leaver", {"gpu-0": 500}, Standing.LEAVING)
+    ledger, leaver = hold(machine(gpu_0=1000), "leaver", {"gpu-0": 500}, EvictionState.LEAVING)
     ledger, idle = hold(ledger, "idle", {"gpu-0": 500})
     decision = rejected(ask(gpu(500)), ledger, [leaver, idle])
     assert decision.waits_for == ("leaver",)
 
 
 def test_pinned_models_stay_and_the_rejection_has_numbers() -> None:
-    ledger, held = hold(machine(gpu_0=1000), "pinned", {"gpu-0": 800}, Standing.FIXED)
+    ledger, held = hold(machine(gpu_0=1000), "pinned", {"gpu-0": 800}, EvictionState.FIXED)
     decision = rejected(ask(gpu(400)), ledger, [held])
     (lack,) = decision.lacks
     assert (lack.need_bytes, lack.free_bytes, decision.waits_for) == (400, 200, ())
@@ -181,10 +185,10 @@ def test_limits_on_the_number_of_models_evict() -> None:
 
 
 def test_dedicated_model_uses_a_device_exclusively() -> None:
-    ledger, held = hold(machine(gpu_0=1000, gpu_1=1000), "other", {"gpu-0": 10}, Standing.BUSY)
+    ledger, held = hold(machine(gpu_0=1000, gpu_1=1000), "other", {"gpu-0": 10}, EvictionState.BUSY)
     decision = placed(ask(gpu(10), gpu(10, "gpu-1"), dedicated=True), ledger, [held])
     assert (decision.allocation, decision.device) == (Allocation.WHOLE, "gpu-1")
-    ledger, owner = hold(machine(gpu_0=1000), "owner", {"gpu-0": 10}, Standing.FIXED, dedicated=True)
+    ledger, owner = hold(machine(gpu_0=1000), "owner", {"gpu-0": 10}, EvictionState.FIXED, dedicated=True)
     refusal = rejected(ask(gpu(10)), ledger, [owner])
     assert "dedicated to owner" in refusal.reason
 
@@ -301,8 +305,8 @@ def test_one_device_is_preferred_unless_its_evictions_cost_over_a_tenth_more(
 
 def test_division_waits_for_leaving_and_busy_models() -> None:
     spread = layered(("gpu-0", "gpu-1"))
-    for standing in (Standing.LEAVING, Standing.BUSY):
-        ledger, held = hold(machine(gpu_0=700, gpu_1=700, cpu=100), "other", {"gpu-0": 700}, standing)
+    for eviction_state in (EvictionState.LEAVING, EvictionState.BUSY):
+        ledger, held = hold(machine(gpu_0=700, gpu_1=700, cpu=100), "other", {"gpu-0": 700}, eviction_state)
         decision = rejected(ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread), ledger, [held])
         assert decision.waits_for == ("other",)
 
@@ -312,7 +316,7 @@ def test_division_respects_all_limits() -> None:
     spread = layered(("gpu-0", "gpu-1"))
     wanted = ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread)
     base = machine(gpu_0=700, gpu_1=700, cpu=100)
-    ledger, held = hold(base, "owner", {"gpu-0": 1}, Standing.FIXED, dedicated=True)
+    ledger, held = hold(base, "owner", {"gpu-0": 1}, EvictionState.FIXED, dedicated=True)
     rejected(wanted, ledger, [held])
     ledger, held = hold(base, "idle", {"gpu-0": 1, "cpu": 10})
     for policy in (Policy(NOW, max_models=1), Policy(NOW, max_models_per_device=1)):
@@ -328,7 +332,7 @@ def test_division_respects_all_limits() -> None:
 
 
 def test_no_fix_is_suggested_if_the_number_of_models_is_the_limit() -> None:
-    ledger, held = hold(machine(gpu_0=900, cpu=0), "pinned", {"gpu-0": 100}, Standing.FIXED)
+    ledger, held = hold(machine(gpu_0=900, cpu=0), "pinned", {"gpu-0": 100}, EvictionState.FIXED)
     spread = layered(parallel=4)
     for most, has_fix in ((2, True), (1, False)):
         decision = rejected(ask(alone(spread), spread=spread), ledger, [held], Policy(NOW, max_models=most))
@@ -346,7 +350,7 @@ def test_models_on_other_devices_are_not_evicted_for_a_division() -> None:
 
 def test_dedicated_model_may_use_several_devices_exclusively() -> None:
     spread = layered(("gpu-0", "gpu-1", "gpu-2"))
-    ledger, held = hold(machine(gpu_0=700, gpu_1=700, gpu_2=700, cpu=100), "other", {"gpu-0": 1}, Standing.BUSY)
+    ledger, held = hold(machine(gpu_0=700, gpu_1=700, gpu_2=700, cpu=100), "other", {"gpu-0": 1}, EvictionState.BUSY)
     wanted = ask(*(gpu(1300, name) for name in spread.over), dedicated=True, spread=spread)
     decision = placed(wanted, ledger, [held])
     assert decision.allocation is Allocation.WHOLE

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inference.authority.handlers.running.worker_memory import GROWTH_SLACK_BYTES, growth_bytes
 from inference.authority.placement.ledger import Account, Ledger, LedgerError, Phase
-from inference.authority.placement.stage import EVICTABLE, Held, Policy, Standing
+from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy
 from inference.authority.pressure.advice import (
     MIB,
     REJECTIONS,
@@ -34,8 +34,8 @@ from inference.authority.pressure.relief import (
     Limit,
     PressureInput,
     Relief,
+    Restriction,
     Rules,
-    Rung,
     Tenant,
     Watches,
     refusal,
@@ -172,7 +172,7 @@ RULES = Rules()
 
 
 def idle(model: str, seconds: float, count: int = 100) -> Tenant:
-    return Tenant(model, Standing.IDLE, {GPU: count}, seconds)
+    return Tenant(model, EvictionState.IDLE, {GPU: count}, seconds)
 
 
 def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> PressureInput:
@@ -216,7 +216,7 @@ def test_below_critical_models_are_evicted_only_if_memory_is_needed() -> None:
 
 
 def test_busy_model_is_evicted_when_idle_if_foreign_use_grew_since_its_load() -> None:
-    then, now = Tenant("a", Standing.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
+    then, now = Tenant("a", EvictionState.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
     assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
     assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "the use was the same at the load"
 
@@ -228,18 +228,18 @@ def test_only_as_many_models_are_evicted_as_needed() -> None:
 
 
 def test_warm_models_are_unloaded_first() -> None:
-    tenants = (idle("loaded", 500, 400), Tenant("warm", Standing.WARM, {GPU: 400}, 130))
+    tenants = (idle("loaded", 500, 400), Tenant("warm", EvictionState.WARM, {GPU: 400}, 130))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"warm": False}
 
 
-@pytest.mark.parametrize("standing", [item for item in Standing if item not in EVICTABLE])
-def test_models_that_are_not_idle_stay_at_each_level(standing: Standing) -> None:
-    tenant = Tenant("a", standing, {GPU: 500}, 1000.0)
+@pytest.mark.parametrize("eviction_state", [item for item in EvictionState if item not in EVICTABLE])
+def test_models_that_are_not_idle_stay_at_each_level(eviction_state: EvictionState) -> None:
+    tenant = Tenant("a", eviction_state, {GPU: 500}, 1000.0)
     assert leaving(after(scene(), scene(tenant, foreign=499))[1]) == {}
 
 
 def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
-    tenant = Tenant("a", Standing.IDLE, {GPU: 100, "cpu": 100}, 500.0)
+    tenant = Tenant("a", EvictionState.IDLE, {GPU: 100, "cpu": 100}, 500.0)
     for order in ((GPU, "cpu"), ("cpu", GPU)):
         full = {GPU: 850, "cpu": 550}
         uses = tuple(Use(device, 1000, 100, full[device]) for device in order)
@@ -249,16 +249,16 @@ def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
 
 
 def test_idle_model_on_another_device_stays() -> None:
-    tenant = Tenant("a", Standing.IDLE, {"gpu-1": 100}, 500.0)
+    tenant = Tenant("a", EvictionState.IDLE, {"gpu-1": 100}, 500.0)
     scenes = PressureInput((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
     assert after(scenes)[1] == ()
 
 
 def busy(model: str = "a", parallel: int = 16, limit: int | None = None) -> Tenant:
-    return Tenant(model, Standing.BUSY, {GPU: 500}, 0.0, parallel, limit)
+    return Tenant(model, EvictionState.BUSY, {GPU: 500}, 0.0, parallel, limit)
 
 
-def test_ladder_moves_one_rung_per_check() -> None:
+def test_restrictions_change_by_one_per_check() -> None:
     state, _ = step({}, scene(busy()), RULES)
     limit: int | None = None
     seen = []
@@ -267,46 +267,46 @@ def test_ladder_moves_one_rung_per_check() -> None:
         limits = [action.sequences for action in actions if isinstance(action, Limit)]
         limit = limits[0] if limits else limit
         forgot = any(isinstance(action, Forget) for action in actions)
-        seen.append((state[GPU].rung, limit, forgot))
+        seen.append((state[GPU].restriction, limit, forgot))
     assert seen == [
-        (Rung.WARN, None, False),
-        (Rung.HALVE, 8, False),
-        (Rung.FORGET, 4, True),
-        (Rung.NO_EXTRAS, 2, True),
-        (Rung.NO_LOADS, 1, True),
-        (Rung.NO_LOADS, 1, True),
-        (Rung.NO_LOADS, 1, False),  # high: neither better nor worse
-        (Rung.NO_EXTRAS, 2, False),
-        (Rung.FORGET, 4, False),
-        (Rung.HALVE, 8, False),
-        (Rung.WARN, 16, False),
-        (Rung.NONE, 16, False),
-        (Rung.NONE, 16, False),
+        (Restriction.WARN, None, False),
+        (Restriction.HALVE, 8, False),
+        (Restriction.FORGET, 4, True),
+        (Restriction.NO_EXTRAS, 2, True),
+        (Restriction.NO_LOADS, 1, True),
+        (Restriction.NO_LOADS, 1, True),
+        (Restriction.NO_LOADS, 1, False),  # high: neither better nor worse
+        (Restriction.NO_EXTRAS, 2, False),
+        (Restriction.FORGET, 4, False),
+        (Restriction.HALVE, 8, False),
+        (Restriction.WARN, 16, False),
+        (Restriction.NONE, 16, False),
+        (Restriction.NONE, 16, False),
     ]
 
 
-def test_ladder_is_left_when_only_admitted_use_remains() -> None:
-    model = Tenant("a", Standing.FIXED, {GPU: 850}, 0.0, 4)
+def test_restrictions_end_when_only_admitted_use_remains() -> None:
+    model = Tenant("a", EvictionState.FIXED, {GPU: 850}, 0.0, 4)
     state, _ = step({}, scene(model, foreign=40), RULES)
     for _ in range(3):
         state, _ = step(state, scene(model, foreign=140), RULES)
-    assert state[GPU].rung is Rung.FORGET
+    assert state[GPU].restriction is Restriction.FORGET
     for _ in range(3):
         state, _ = step(state, scene(model, foreign=40), RULES)
-    assert (state[GPU].rung, state[GPU].gauge.level) == (Rung.NONE, Level.HIGH)
+    assert (state[GPU].restriction, state[GPU].gauge.level) == (Restriction.NONE, Level.HIGH)
 
 
 def test_irregular_check_warns_at_most() -> None:
     state, _ = step({}, scene(busy()), RULES)
     for _ in range(3):
         state, actions = step(state, scene(busy(), foreign=490), RULES, regular=False)
-    assert state[GPU].rung is Rung.WARN
+    assert state[GPU].restriction is Restriction.WARN
     assert actions == ()
     state, _ = step(state, scene(busy()), RULES, regular=False)
-    assert state[GPU].rung is Rung.WARN, "an irregular check does not leave a rung"
+    assert state[GPU].restriction is Restriction.WARN, "an irregular check does not remove a restriction"
 
 
-def test_ladder_rejects_models_with_extras_and_then_all_models() -> None:
+def test_restrictions_reject_models_with_extras_and_then_all_models() -> None:
     state: Watches = {}
     assert refusal(state, GPU, extras=True) is None
     refused = []
@@ -319,11 +319,11 @@ def test_ladder_rejects_models_with_extras_and_then_all_models() -> None:
 
 def test_only_running_models_of_the_device_get_limits() -> None:
     tenants = (
-        Tenant("loading", Standing.LOADING, {GPU: 100}, 0.0, 8),
-        Tenant("leaving", Standing.LEAVING, {GPU: 100}, 0.0, 8),
-        Tenant("warm", Standing.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
-        Tenant("elsewhere", Standing.BUSY, {"gpu-1": 100}, 0.0, 8),
-        Tenant("here", Standing.BUSY, {GPU: 100}, 0.0, 8),
+        Tenant("loading", EvictionState.LOADING, {GPU: 100}, 0.0, 8),
+        Tenant("leaving", EvictionState.LEAVING, {GPU: 100}, 0.0, 8),
+        Tenant("warm", EvictionState.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
+        Tenant("elsewhere", EvictionState.BUSY, {"gpu-1": 100}, 0.0, 8),
+        Tenant("here", EvictionState.BUSY, {GPU: 100}, 0.0, 8),
     )
     _, actions = after(scene(*tenants), *[scene(*tenants, foreign=690)] * 3)
     assert {action.model for action in actions} == {"here"}
@@ -338,29 +338,29 @@ def test_disabled_governor_computes_levels_without_acting() -> None:
     off = Rules(enabled=False)
     tenants = (idle("a", 500, 100), busy("b", 4))
     state, actions = after(*[scene(*tenants, foreign=399)] * 4, rules=off)
-    assert (state[GPU].gauge.level, state[GPU].rung, actions) == (Level.HIGH, Rung.NONE, ())
+    assert (state[GPU].gauge.level, state[GPU].restriction, actions) == (Level.HIGH, Restriction.NONE, ())
     state, _ = after(scene(), *[scene(*tenants, foreign=395)] * 4)
     state, actions = step(state, scene(idle("a", 500, 100), busy("b", 4, 2), foreign=395), off)
     assert actions == (Limit("b", 4, f"{GPU}: no restrictions"),)
 
 
 NOW = 100.0
-KINDS = (Standing.WARM, Standing.IDLE, Standing.YOUNG, Standing.BUSY, Standing.FIXED)
+KINDS = (EvictionState.WARM, EvictionState.IDLE, EvictionState.YOUNG, EvictionState.BUSY, EvictionState.FIXED)
 
 
-def books(*models: tuple[str, Standing, dict[str, int]], limit: int | None = None) -> tuple[Limits, list[Held]]:
+def books(*models: tuple[str, EvictionState, dict[str, int]], limit: int | None = None) -> tuple[Limits, list[Held]]:
     """Two devices and a host of 1,000 bytes each, and the holdings of models."""
     ledger = Ledger(limit_bytes=limit)
     for device in ("gpu-0", "gpu-1", "cpu"):
         ledger = ledger.open(Account(device, 1000, 1000))
     held = []
-    for name, standing, need in models:
+    for name, eviction_state, need in models:
         ledger = ledger.reserve(name, name, need).commit(name, need)
-        if standing is Standing.WARM:
+        if eviction_state is EvictionState.WARM:
             ledger = ledger.put_aside(name)
-        if standing is Standing.LEAVING:
+        if eviction_state is EvictionState.LEAVING:
             ledger = ledger.leave(name)
-        held.append(Held(name, name, standing, need, NOW - 10, 1.0))
+        held.append(Held(name, name, eviction_state, need, NOW - 10, 1.0))
     return Limits(ledger, Policy(NOW)), held
 
 
@@ -378,7 +378,7 @@ def names(before: Limits, now: Limits, held: list[Held]) -> list[str]:
 
 def test_models_stay_while_no_limit_is_lowered() -> None:
     """Use above an unchanged or raised limit, and new devices, are handled elsewhere."""
-    before, held = books(("a", Standing.IDLE, {"gpu-0": 600}), limit=1000)
+    before, held = books(("a", EvictionState.IDLE, {"gpu-0": 600}), limit=1000)
     over = Limits(before.ledger.observe("gpu-0", 1500, 0), before.policy)
     assert surplus(over, over, held).leavers == ()
     assert names(over, lowered(over, Account("gpu-0", 1100, 1100), limit=1100), held) == []
@@ -389,7 +389,7 @@ def test_models_stay_while_no_limit_is_lowered() -> None:
 def test_idle_models_are_evicted_before_busy_ones_and_pinned_ones_last() -> None:
     sizes = {kind: 20 * (place + 1) for place, kind in enumerate(KINDS)}
     before, held = books(*((str(kind), kind, {"cpu": size}) for kind, size in reversed(sizes.items())))
-    gone: list[Standing] = []
+    gone: list[EvictionState] = []
     for kind in KINDS:
         gone.append(kind)
         left = sum(size for other, size in sizes.items() if other not in gone)
@@ -397,7 +397,7 @@ def test_idle_models_are_evicted_before_busy_ones_and_pinned_ones_last() -> None
 
 
 def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
-    before, held = books(("a", Standing.IDLE, {"gpu-0": 400}), ("b", Standing.WARM, {"cpu": 300}))
+    before, held = books(("a", EvictionState.IDLE, {"gpu-0": 400}), ("b", EvictionState.WARM, {"cpu": 300}))
     found = surplus(before, lowered(before, limit=500), held)
     assert (found.leavers, found.reasons) == ((), ())
     found = surplus(before, lowered(before, limit=399), held)
@@ -406,17 +406,17 @@ def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
 
 
 def test_model_that_is_being_unloaded_counts_as_unloaded() -> None:
-    before, held = books(("a", Standing.LEAVING, {"gpu-0": 400}), ("b", Standing.IDLE, {"gpu-0": 400}))
+    before, held = books(("a", EvictionState.LEAVING, {"gpu-0": 400}), ("b", EvictionState.IDLE, {"gpu-0": 400}))
     assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []
 
 
 def test_limits_on_the_number_of_models() -> None:
     """In total and per device; a warm model is not loaded."""
     before, held = books(
-        ("a", Standing.IDLE, {"gpu-0": 10}),
-        ("b", Standing.IDLE, {"gpu-0": 400}),
-        ("c", Standing.BUSY, {"gpu-1": 10}),
-        ("d", Standing.WARM, {"cpu": 1}),
+        ("a", EvictionState.IDLE, {"gpu-0": 10}),
+        ("b", EvictionState.IDLE, {"gpu-0": 400}),
+        ("c", EvictionState.BUSY, {"gpu-1": 10}),
+        ("d", EvictionState.WARM, {"cpu": 1}),
     )
     assert names(before, lowered(before, policy=Policy(NOW, max_models=2)), held) == ["a"]
     assert names(before, lowered(before, policy=Policy(NOW, max_models=3)), held) == []
@@ -425,7 +425,7 @@ def test_limits_on_the_number_of_models() -> None:
 
 def test_foreign_use_reduces_a_lowered_device_limit() -> None:
     """Foreign use is 300: of a limit of 600 models may use 300, and of 200 nothing."""
-    before, held = books(("a", Standing.IDLE, {"gpu-0": 100}), ("b", Standing.BUSY, {"gpu-0": 300}))
+    before, held = books(("a", EvictionState.IDLE, {"gpu-0": 100}), ("b", EvictionState.BUSY, {"gpu-0": 300}))
     before = Limits(before.ledger.observe("gpu-0", 700, 300), before.policy)
     assert names(before, lowered(before, Account("gpu-0", 600, 600)), held) == ["a"]
     assert names(before, lowered(before, Account("gpu-0", 200, 200)), held) == ["a", "b"]
@@ -438,11 +438,11 @@ models = st.lists(
 
 @given(models, st.integers(0, 300), st.integers(0, 300), st.integers(1, 600))
 def test_lowered_limits_hold_without_needless_evictions(
-    drawn: list[tuple[Standing, int, int, int]], on_gpu: int, on_host: int, limit: int
+    drawn: list[tuple[EvictionState, int, int, int]], on_gpu: int, on_host: int, limit: int
 ) -> None:
     """All lowered limits hold afterwards, and would not hold with any one of the leaving models."""
     described = [
-        (f"m{at}", kind, {"cpu": host} if kind is Standing.WARM else {"gpu-0": gpu, "gpu-1": other, "cpu": host})
+        (f"m{at}", kind, {"cpu": host} if kind is EvictionState.WARM else {"gpu-0": gpu, "gpu-1": other, "cpu": host})
         for at, (kind, gpu, other, host) in enumerate(drawn)
     ]
     before, held = books(*described)
@@ -494,11 +494,11 @@ def changes(alert: Alert | None) -> tuple[Kind, dict[str, str]]:
 
 
 def test_pressure_alert_has_its_numbers() -> None:
-    assert changes(pressure_alert(FULL, Level.CRITICAL, Rung.NONE)) == (Kind.PRESSURE, {})
-    alert = pressure_alert(FULL, Level.HIGH, Rung.HALVE)
+    assert changes(pressure_alert(FULL, Level.CRITICAL, Restriction.NONE)) == (Kind.PRESSURE, {})
+    alert = pressure_alert(FULL, Level.HIGH, Restriction.HALVE)
     assert alert is not None
     assert alert.message.endswith("600.0 MiB of it by others; 1/2 of the sequences are admitted at a time")
-    assert pressure_alert(FULL, Level.HIGH, Rung.NONE) is None
+    assert pressure_alert(FULL, Level.HIGH, Restriction.NONE) is None
 
 
 def test_recommended_limit_beside_foreign_use_is_sufficient() -> None:
@@ -539,7 +539,7 @@ def test_alert_as_json() -> None:
     assert alert.to_json() == {"kind": "queue_full", "subject": alert.subject, "message": alert.message}
     about = {"kind": "queue_full", "subject": alert.subject}
     assert alert.recommendations() == [{**about, "setting": "INFERENCE_QUEUE_NORMAL", "value": "55"}]
-    alert = pressure_alert(FULL, Level.CRITICAL, Rung.NONE)
+    alert = pressure_alert(FULL, Level.CRITICAL, Restriction.NONE)
     assert alert is not None
     assert alert.recommendations() == []
 

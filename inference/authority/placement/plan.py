@@ -18,13 +18,23 @@ from headgate.shared.units import format_bytes
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.smaller_settings import nearest_fix
 from inference.authority.placement.spread import Spread, fits, split_free, split_full
-from inference.authority.placement.stage import EVICTABLE, Held, Policy, Scene, Stage, Standing
+from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Scene, Stage
 from inference.authority.placement.victims import cheapest, least_cost
 from inference.errors import Shortage
 from inference.estimate.layers import Layers
 
 __all__ = (
-    "Allocation", "Held", "Option", "Placement", "Policy", "Refusal", "Request", "Result", "Scene", "Standing", "plan",
+    "Allocation",
+    "EvictionState",
+    "Held",
+    "Option",
+    "Placement",
+    "Policy",
+    "Refusal",
+    "Request",
+    "Result",
+    "Scene",
+    "plan",
     "prospect",
 )  # fmt: skip
 
@@ -142,7 +152,7 @@ def prospect(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
 
 def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Placement | Refusal:
     for held in scene.now.models:
-        if held.model == request.model and held.standing not in (Standing.LEAVING, Standing.WARM):
+        if held.model == request.model and held.eviction_state not in (EvictionState.LEAVING, EvictionState.WARM):
             kind = _allocation(request.dedicated, len(held.devices))
             trace = (f"{request.model} is on {', '.join(held.devices)} already",)
             return Placement(Result.DEPLOYED, kind, held.device, held.bytes, (), trace, held.devices)
@@ -203,7 +213,7 @@ class _Decision:
         scene = self.scene
         if scene.left is scene.now:
             return None
-        names = tuple(held.model for held in scene.now.models if held.standing is Standing.LEAVING)
+        names = tuple(held.model for held in scene.now.models if held.eviction_state is EvictionState.LEAVING)
         for option in (*self.request.options, None):
             if option is None:
                 option = self._split(scene.left)
@@ -266,13 +276,13 @@ class _Decision:
 
     def _refusal(self) -> Refusal:
         now, emptied = self.scene.now, self.scene.emptied
-        movable = [held for held in now.models if held.standing is not Standing.FIXED]
+        movable = [held for held in now.models if held.eviction_state is not EvictionState.FIXED]
         possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
         if (possible := possible or self._split(emptied)) is not None:
             waits = tuple(held.model for held in movable)  # at least one: it does not fit now
             self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
             reason = "room is held by models that cannot leave yet: " + ", ".join(
-                f"{held.model} ({held.standing})" for held in movable
+                f"{held.model} ({held.eviction_state})" for held in movable
             )
             return Refusal(now.ledger.lacks(possible.need), reason, waits, trace=tuple(self.trace))
         option = min(self.request.options, key=self._unfitness)
@@ -345,7 +355,7 @@ class _Cover:
         idle = [
             held
             for held in now.models
-            if held.standing in EVICTABLE
+            if held.eviction_state in EVICTABLE
             and (everywhere or any(device in held.bytes for device in (*lacking, *devices)))
         ]
         costs = {held.holding: held.cost(policy.now) for held in idle}
@@ -354,7 +364,7 @@ class _Cover:
             (
                 *(held.bytes.get(device, 0) for device in lacking),
                 held.loaded_bytes,
-                int(held.standing is Standing.IDLE),
+                int(held.eviction_state is EvictionState.IDLE),
                 *(
                     count
                     for device in devices

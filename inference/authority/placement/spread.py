@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from inference.authority.placement.stage import EVICTABLE, Held, Policy, Stage, Standing
+from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Stage
 from inference.authority.placement.victims import cheapest_where
 from inference.estimate.layers import HOST, Layers
 
@@ -98,7 +98,7 @@ def split_full(
 
     None if it does not fit without all idle models, or if the evictions cost `below` or more.
     """
-    idle = [held for held in stage.models if held.standing in EVICTABLE and held.cost(policy.now) < below]
+    idle = [held for held in stage.models if held.eviction_state in EVICTABLE and held.cost(policy.now) < below]
     costs = [held.cost(policy.now) for held in idle]
     removals = _Removals(spread, stage, policy, idle, dedicated=dedicated)
     worth = [sum(held.bytes.get(device, 0) for device in spread.over) for held in idle]
@@ -149,7 +149,7 @@ class _Removals:
         self._host_spare += sign * held.bytes.get(HOST, 0)
         if self._altogether is not None:
             self._altogether += sign * held.loaded_bytes
-        if self._places is not None and held.standing is not Standing.WARM:
+        if self._places is not None and held.eviction_state is not EvictionState.WARM:
             self._places += sign
 
     def rooms(self) -> dict[str, int]:

@@ -14,8 +14,8 @@ WARM_SCALE = 1e-12
 """The cost of a warm model as a share of its cost if it were loaded."""
 
 
-class Standing(StrEnum):
-    """Whether a model that holds memory could leave now."""
+class EvictionState(StrEnum):
+    """Whether a model that holds memory can be evicted now."""
 
     IDLE = "idle"
     YOUNG = "young"
@@ -29,7 +29,7 @@ class Standing(StrEnum):
     """in the warm pool: it is dropped before loaded models and does not count as a model of a device"""
 
 
-EVICTABLE = (Standing.IDLE, Standing.WARM)
+EVICTABLE = (EvictionState.IDLE, EvictionState.WARM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Held:
 
     model: str
     holding: str
-    standing: Standing
+    eviction_state: EvictionState
     bytes: Mapping[str, int]
     last_used_at: float
     reload_seconds: float = 1.0
@@ -52,14 +52,14 @@ class Held:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices on which it counts: its accelerators, or the host without any; none for a warm model."""
-        if self.standing is Standing.WARM:
+        if self.eviction_state is EvictionState.WARM:
             return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)
 
     @property
     def loaded_bytes(self) -> int:
         """The bytes that count for the memory limit; 0 for a warm model."""
-        return 0 if self.standing is Standing.WARM else sum(self.bytes.values())
+        return 0 if self.eviction_state is EvictionState.WARM else sum(self.bytes.values())
 
     def cost(self, now: float) -> float:
         """The cost of its eviction: bytes x seconds to load it again x recency (1 if just used, less with idle
@@ -68,7 +68,7 @@ class Held:
         All warm models together cost less than one loaded model.
         """
         idle = max(0.0, now - self.last_used_at)
-        scale = WARM_SCALE if self.standing is Standing.WARM else 1.0
+        scale = WARM_SCALE if self.eviction_state is EvictionState.WARM else 1.0
         return scale * sum(self.bytes.values()) * max(self.reload_seconds, 0.01) / (1.0 + idle / 60.0)
 
 
@@ -99,12 +99,12 @@ class Stage:
         for held in held_models:
             for device in held.devices:
                 there.setdefault(device, []).append(held)
-        loaded = sum(held.standing is not Standing.WARM for held in held_models)
+        loaded = sum(held.eviction_state is not EvictionState.WARM for held in held_models)
         return cls(ledger, held_models, {device: tuple(found) for device, found in there.items()}, loaded)
 
-    def without(self, *standings: Standing) -> Stage:
-        """The stage without the models of these standings."""
-        gone = {held.holding for held in self.models if held.standing in standings}
+    def without(self, *states: EvictionState) -> Stage:
+        """The stage without the models in these states."""
+        gone = {held.holding for held in self.models if held.eviction_state in states}
         if not gone:
             return self
         return Stage.of(self.ledger.without(gone), (held for held in self.models if held.holding not in gone))
@@ -162,5 +162,5 @@ class Scene:
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:
         """The stages of a ledger and the models that hold memory in it."""
         now = Stage.of(ledger, models)
-        movable = [standing for standing in Standing if standing is not Standing.FIXED]
-        return cls(now, now.without(Standing.LEAVING), now.without(*EVICTABLE), now.without(*movable))
+        movable = [state for state in EvictionState if state is not EvictionState.FIXED]
+        return cls(now, now.without(EvictionState.LEAVING), now.without(*EVICTABLE), now.without(*movable))

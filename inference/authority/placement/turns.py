@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inference.authority.placement.ledger import Ledger, Phase
-from inference.authority.placement.plan import Held, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.authority.placement.plan import EvictionState, Held, Placement, Policy, Refusal, Request, Result, plan
 from inference.authority.wait_queue import Waiter
 from inference.protocol import Priority
 
@@ -101,10 +101,10 @@ def decide(request: Request, demand: Demand, occupancy: Occupancy, ahead: Sequen
         return Decision(outcome, claim)
     if not outcome.waits_for:
         return Decision(_or_wait(outcome, occupancy.ledger))
-    leaving = tuple(item.model for item in occupancy.models if item.standing is Standing.LEAVING)
+    leaving = tuple(item.model for item in occupancy.models if item.eviction_state is EvictionState.LEAVING)
 
     def without(names: Sequence[str]) -> Placement | Refusal:
-        loading = {item.model for item in occupancy.models if item.standing is Standing.LOADING}
+        loading = {item.model for item in occupancy.models if item.eviction_state is EvictionState.LOADING}
         gone = {item.holding for item in occupancy.models if item.model in leaving or item.model in loading & {*names}}
         stay = [item for item in occupancy.models if item.holding not in gone]
         return _keeping(request, occupancy.ledger.without(gone), _movable(stay, names), ahead, occupancy.policy)
@@ -124,7 +124,7 @@ def decide(request: Request, demand: Demand, occupancy: Occupancy, ahead: Sequen
     assert isinstance(found, Placement)
     given_up = tuple(name for name in needed if name in occupancy.abandoned)
     loading = tuple(
-        item.model for item in occupancy.models if item.standing is Standing.LOADING and item.model in needed
+        item.model for item in occupancy.models if item.eviction_state is EvictionState.LOADING and item.model in needed
     )
     due = max((end for name, end in ends if name in needed), default=-math.inf)
     claim = Claim(request.model, found.need, (*leaving, *loading, *found.evict))
@@ -137,19 +137,19 @@ def _ends(occupancy: Occupancy, demand: Demand) -> list[tuple[str, float]]:
     ends = [
         (item.model, turn_ends_at(occupancy.residents[item.model], demand))
         for item in occupancy.models
-        if item.standing in (Standing.BUSY, Standing.YOUNG) and item.model in occupancy.residents
+        if item.eviction_state in (EvictionState.BUSY, EvictionState.YOUNG) and item.model in occupancy.residents
     ]
     loading = [
         (item.model, now if item.model in occupancy.abandoned else math.inf)
         for item in occupancy.models
-        if item.standing is Standing.LOADING
+        if item.eviction_state is EvictionState.LOADING
     ]
     return sorted([*ends, *loading], key=lambda end: end[1])
 
 
 def _movable(models: Sequence[Held], names: Sequence[str]) -> list[Held]:
     moving = frozenset(names)
-    return [replace(item, standing=Standing.IDLE) if item.model in moving else item for item in models]
+    return [replace(item, eviction_state=EvictionState.IDLE) if item.model in moving else item for item in models]
 
 
 def _keeping(

@@ -14,7 +14,7 @@ from typing import Any
 
 from headgate.shared.units import MIB, format_bytes
 from inference.authority.pressure.levels import BAND, Bounds, Level, Use
-from inference.authority.pressure.relief import SAYS, Rung
+from inference.authority.pressure.relief import RESTRICTION_TEXTS, Restriction
 
 SWAPS = 6
 """This many evictions of two models for each other within SWAP_SECONDS raise an alert."""
@@ -75,11 +75,11 @@ def changes_of(model: str, settings: Mapping[str, Any]) -> tuple[Change, ...]:
     return tuple(Change(f"models.{model}.{name}", str(value)) for name, value in settings.items())
 
 
-def pressure_alert(use: Use, level: Level, rung: Rung) -> Alert | None:
+def pressure_alert(use: Use, level: Level, restriction: Restriction) -> Alert | None:
     """The alert of a device that is too full."""
-    if level < Level.CRITICAL and rung is Rung.NONE:
+    if level < Level.CRITICAL and restriction is Restriction.NONE:
         return None
-    held = f"; {SAYS[rung]}" if rung else ""
+    held = f"; {RESTRICTION_TEXTS[restriction]}" if restriction else ""
     return Alert(Kind.PRESSURE, use.device, f"{use.device} is at {level}: {use.numbers}{held}")
 
 

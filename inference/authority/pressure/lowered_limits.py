@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from headgate.shared.units import format_bytes
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.stage import Held, Policy, Stage, Standing
+from inference.authority.placement.stage import EvictionState, Held, Policy, Stage
 from inference.authority.placement.victims import cheapest
 
 _RANKS = {
-    Standing.WARM: 0,
-    Standing.IDLE: 1,
-    Standing.YOUNG: 2,
-    Standing.BUSY: 3,
-    Standing.LOADING: 3,
-    Standing.FIXED: 4,
+    EvictionState.WARM: 0,
+    EvictionState.IDLE: 1,
+    EvictionState.YOUNG: 2,
+    EvictionState.BUSY: 3,
+    EvictionState.LOADING: 3,
+    EvictionState.FIXED: 4,
 }
 _STEP = 1e6
 """Cost factor between two groups; within a group the cheapest model counts at least a thousandth of all."""
@@ -57,7 +57,7 @@ def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
 
     Models that are already leaving count as gone. If foreign use alone exceeds a limit, all models there leave.
     """
-    stage = Stage.of(now.ledger, models).without(Standing.LEAVING)
+    stage = Stage.of(now.ledger, models).without(EvictionState.LEAVING)
     found = [item for item in _excesses(before, now, stage) if item.missing > 0]
     missing = [min(item.missing, sum(item.gives)) for item in found]
     gives = list(zip(*(item.gives for item in found), strict=True))
@@ -69,9 +69,9 @@ def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
 def _costs(models: Sequence[Held], now: float) -> list[float]:
     sums = dict.fromkeys(_RANKS.values(), 0.0)
     for held in models:
-        sums[_RANKS[held.standing]] += held.cost(now)
+        sums[_RANKS[held.eviction_state]] += held.cost(now)
     return [
-        _STEP ** _RANKS[held.standing] * max(1e-3, held.cost(now) / (sums[_RANKS[held.standing]] or 1.0))
+        _STEP ** _RANKS[held.eviction_state] * max(1e-3, held.cost(now) / (sums[_RANKS[held.eviction_state]] or 1.0))
         for held in models
     ]
 
@@ -90,7 +90,7 @@ def _excesses(before: Limits, now: Limits, stage: Stage) -> Iterator[_Excess]:
         yield _Excess(reason, over, tuple(held.loaded_bytes for held in models))
     most = now.policy.max_models
     if most is not None and _fell(before.policy.max_models, most):
-        loaded = tuple(int(held.standing is not Standing.WARM) for held in models)
+        loaded = tuple(int(held.eviction_state is not EvictionState.WARM) for held in models)
         yield _Excess(f"{sum(loaded)} models are loaded and INFERENCE_MAX_MODELS is {most}", sum(loaded) - most, loaded)
     most = now.policy.max_models_per_device
     if most is not None and _fell(before.policy.max_models_per_device, most):

@@ -1,8 +1,8 @@
 """Relief of full devices: which models leave, and which are slowed down.
 
 Only idle and warm models leave. Below CRITICAL this happens only if memory is wanted: a model waits for room, or
-foreign use grew since the last reservation. At EMERGENCY each regular check climbs one rung of a ladder of
-restrictions; when the use is below HIGH or as planned, each regular check goes down one rung.
+foreign use grew since the last reservation. At EMERGENCY each regular check adds the next `Restriction`; when
+the use is below HIGH or as planned, each regular check removes one.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from inference.authority.placement.stage import EVICTABLE, Standing
+from inference.authority.placement.stage import EVICTABLE, EvictionState
 from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, settle
 
 HIGH_IDLE_SECONDS = 30.0
 """At HIGH, models that are idle for this time leave, or for INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS if shorter."""
 
 
-class Rung(IntEnum):
-    """The rung of the EMERGENCY ladder of a device; each includes those below it."""
+class Restriction(IntEnum):
+    """A restriction of a device at EMERGENCY; each includes those with lower numbers."""
 
     NONE = 0
     WARN = 1
     HALVE = 2
-    """half of the sequences at a time; half of that on each further rung"""
+    """half of the sequences at a time; half of that with each further restriction"""
     FORGET = 3
     """retained prefixes are dropped"""
     NO_EXTRAS = 4
@@ -33,13 +33,13 @@ class Rung(IntEnum):
     """no model is loaded"""
 
 
-SAYS: Mapping[Rung, str] = {
-    Rung.NONE: "no restrictions",
-    Rung.WARN: "restrictions begin at the next check",
-    Rung.HALVE: "1/2 of the sequences are admitted at a time",
-    Rung.FORGET: "1/4 of the sequences are admitted at a time, and retained prefixes are dropped",
-    Rung.NO_EXTRAS: "1/8 of the sequences are admitted at a time, and models with vision or LoRA are not loaded",
-    Rung.NO_LOADS: "1/16 of the sequences are admitted at a time, and no model is loaded",
+RESTRICTION_TEXTS: Mapping[Restriction, str] = {
+    Restriction.NONE: "no restrictions",
+    Restriction.WARN: "restrictions begin at the next check",
+    Restriction.HALVE: "1/2 of the sequences are admitted at a time",
+    Restriction.FORGET: "1/4 of the sequences are admitted at a time, and retained prefixes are dropped",
+    Restriction.NO_EXTRAS: "1/8 of the sequences are admitted at a time, and models with vision or LoRA are not loaded",
+    Restriction.NO_LOADS: "1/16 of the sequences are admitted at a time, and no model is loaded",
 }
 
 
@@ -60,7 +60,7 @@ class Tenant:
     """
 
     model: str
-    standing: Standing
+    eviction_state: EvictionState
     bytes: Mapping[str, int]
     idle_seconds: float
     parallel: int = 1
@@ -69,7 +69,7 @@ class Tenant:
     @property
     def warm(self) -> bool:
         """Whether it is in the warm pool."""
-        return self.standing is Standing.WARM
+        return self.eviction_state is EvictionState.WARM
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class PressureInput:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One device's gauge and rung."""
+    """One device's gauge and restriction."""
 
     gauge: Gauge = field(default_factory=Gauge)
-    rung: Rung = Rung.NONE
+    restriction: Restriction = Restriction.NONE
 
 
 Watches = Mapping[str, Watch]
@@ -124,7 +124,7 @@ Relief = Leave | Limit | Forget
 def step(
     state: Watches, seen: PressureInput, rules: Rules, *, regular: bool = True
 ) -> tuple[Watches, tuple[Relief, ...]]:
-    """The state after a check, and the actions. A check that is not `regular` climbs to WARN at most.
+    """The state after a check, and the actions. A check that is not `regular` adds WARN at most.
 
     Devices that are missing in the input are removed.
     """
@@ -134,13 +134,13 @@ def step(
     for use in seen.uses:
         before = state.get(use.device, Watch())
         gauge = settle(before.gauge, use, rules.bounds)
-        after[use.device] = watch = Watch(gauge, _climb(before.rung, gauge, rules, regular=regular))
+        after[use.device] = watch = Watch(gauge, _next_restriction(before.restriction, gauge, rules, regular=regular))
         if not rules.enabled:
             continue
         for leave in _leaves(use, gauge, seen, rules):
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
-        if regular and gauge.level is Level.EMERGENCY and watch.rung >= Rung.FORGET:
+        if regular and gauge.level is Level.EMERGENCY and watch.restriction >= Restriction.FORGET:
             held = [tenant for tenant in _answering(seen.tenants) if tenant.bytes.get(use.device)]
             forgets |= {tenant.model: Forget(tenant.model, _full(use, gauge.level)) for tenant in held}
     staying = [tenant for tenant in _answering(seen.tenants) if tenant.model not in leaves]
@@ -149,23 +149,24 @@ def step(
 
 
 def refusal(state: Watches, device: str, *, extras: bool) -> str | None:
-    """Why the ladder rejects a load on `device`, or None. `extras`: the model has a projector or adapters."""
+    """Why the restriction of `device` rejects a load, or None. `extras`: the model has a projector or adapters."""
     watch = state.get(device, Watch())
-    if watch.rung >= Rung.NO_LOADS:
+    if watch.restriction >= Restriction.NO_LOADS:
         return f"{device} is too full ({watch.gauge.level}) for any load until its use is below HIGH"
-    if extras and watch.rung >= Rung.NO_EXTRAS:
+    if extras and watch.restriction >= Restriction.NO_EXTRAS:
         return f"{device} is too full ({watch.gauge.level}) to load a model with vision or LoRA until it is below HIGH"
     return None
 
 
-def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
+def _next_restriction(restriction: Restriction, gauge: Gauge, rules: Rules, *, regular: bool) -> Restriction:
     if not rules.enabled:
-        return Rung.NONE
+        return Restriction.NONE
     if gauge.level is Level.EMERGENCY:
-        return Rung(min(rung + 1, Rung.NO_LOADS)) if regular or rung is Rung.NONE else rung
-    if regular and rung and (gauge.level < Level.HIGH or gauge.planned):
-        return Rung(rung - 1)
-    return rung
+        is_next = regular or restriction is Restriction.NONE
+        return Restriction(min(restriction + is_next, Restriction.NO_LOADS))
+    if regular and restriction and (gauge.level < Level.HIGH or gauge.planned):
+        return Restriction(restriction - 1)
+    return restriction
 
 
 def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterable[Leave]:
@@ -182,7 +183,7 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
     }.get(level, 0.0)
     enough = use.total_bytes * (rules.bounds.of(level) - BAND) if level < Level.CRITICAL else -1.0
-    idle = [tenant for tenant in seen.tenants if tenant.standing in EVICTABLE and tenant.bytes.get(use.device)]
+    idle = [tenant for tenant in seen.tenants if tenant.eviction_state in EVICTABLE and tenant.bytes.get(use.device)]
     used = use.used_bytes
     for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
         if tenant.idle_seconds < idle_limit or used < enough:
@@ -195,18 +196,18 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
 def _limits(state: Watches, tenants: Iterable[Tenant]) -> Iterable[Limit]:
     for tenant in tenants:
         held = [device for device, count in tenant.bytes.items() if count and device in state]
-        device = max(held, key=lambda name: state[name].rung, default=None)
-        rung = Rung.NONE if device is None else state[device].rung
-        sequences = tenant.parallel if rung < Rung.HALVE else max(1, tenant.parallel >> (rung - 1))
+        device = max(held, key=lambda name: state[name].restriction, default=None)
+        restriction = Restriction.NONE if device is None else state[device].restriction
+        sequences = tenant.parallel if restriction < Restriction.HALVE else max(1, tenant.parallel >> (restriction - 1))
         if sequences != (tenant.limit or tenant.parallel):
-            why = SAYS[rung] if device is None else f"{device}: {SAYS[rung]}"
+            why = RESTRICTION_TEXTS[restriction] if device is None else f"{device}: {RESTRICTION_TEXTS[restriction]}"
             yield Limit(tenant.model, sequences, why)
 
 
 def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
     """The models with a worker that answers requests."""
-    silent = (Standing.WARM, Standing.LOADING, Standing.LEAVING)
-    return (item for item in tenants if item.standing not in silent)
+    silent = (EvictionState.WARM, EvictionState.LOADING, EvictionState.LEAVING)
+    return (item for item in tenants if item.eviction_state not in silent)
 
 
 def _full(use: Use, level: Level) -> str:

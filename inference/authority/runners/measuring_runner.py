@@ -86,7 +86,7 @@ class MeasuringRunner:
     async def _prove_suspension(self, effect: effects.CheckSuspension) -> None:
         problem: str | None = None
         try:
-            trouble = await self._inventory.carriers[effect.kind].test(effect.device)
+            trouble = await self._inventory.suspenders[effect.kind].test(effect.device)
             problem = None if trouble is None else trouble.why
         except Exception as error:
             log.exception("internal error in the suspension test on %s", effect.device.id)

@@ -148,13 +148,13 @@ class WorkerRunner:
         worker = self.workers.get(effect.worker)
         if worker is not None and effect.operation == "suspend":
             worker.process.suspend()  # at once: a stop that follows must kill, because the process cannot read it
-        return self._carry(effect, worker)
+        return self._run_checkpoint(effect, worker)
 
-    async def _carry(self, effect: effects.Checkpoint, worker: Worker | None) -> None:
+    async def _run_checkpoint(self, effect: effects.Checkpoint, worker: Worker | None) -> None:
         operation = effect.operation
         why, of_state = None, False
         try:
-            trouble = await self._inventory.carriers[effect.kind].carry(
+            trouble = await self._inventory.suspenders[effect.kind].run(
                 operation, effect.device, effect.pid, effect.seconds
             )
             if trouble is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import expectations
-from inference.authority.handlers.running.oom_ladder import is_fallback
+from inference.authority.handlers.running.oom_recovery import is_fallback
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.state import ModelRecord, State

@@ -113,7 +113,7 @@ class Device:
             "late_bytes": sum(size for _due, size in memory.late),
             "stalled": not self._pace.passing.is_set(),
             "slow_seconds": self._pace.delay_seconds,
-            "refusing": memory.refusing > 0 or memory.sparing is not None,
+            "refusing": memory.failures_left > 0 or memory.successes_left is not None,
             "connections": len(self._connections),
             "requests": self._pace.requests,
             "cuts": self._cuts,
@@ -125,9 +125,9 @@ class Device:
         amount = order.amount
         match order.do:
             case "refuse":
-                self.memory = replace(self.memory, refusing=amount, sparing=None)
+                self.memory = replace(self.memory, failures_left=amount, successes_left=None)
             case "refuse_after":
-                self.memory = replace(self.memory, sparing=int(amount))
+                self.memory = replace(self.memory, successes_left=int(amount))
             case "cut":
                 self._cuts += 1
                 await self.close()
@@ -154,7 +154,7 @@ class Device:
                 async with self._turn:
                     await self._resume(int(amount))
             case "heal":
-                healed = replace(self.memory, refusing=0, sparing=None, late_seconds=0.0, foreign_bytes=0)
+                healed = replace(self.memory, failures_left=0, successes_left=None, late_seconds=0.0, foreign_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
                 self._pace.delay_seconds = 0.0
                 self._pace.passing.set()

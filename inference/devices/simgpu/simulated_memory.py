@@ -32,9 +32,9 @@ class Counters:
 class Memory:
     """The memory of one device.
 
-    `refusing`: number of allocations to refuse (infinity: all). `sparing`: number of allocations that succeed before
-    one is refused (None: no refusal). `late_seconds`: delay of freed bytes (infinity: until `settle`). `late`: tuples
-    (due, bytes).
+    `failures_left`: number of allocations to refuse (infinity: all). `successes_left`: number of allocations that
+    succeed before one is refused (None: no refusal). `late_seconds`: delay of freed bytes (infinity: until `settle`).
+    `late`: tuples (due, bytes).
     """
 
     capacity_bytes: int
@@ -44,8 +44,8 @@ class Memory:
     pending: Mapping[int, int] = field(default_factory=dict)
     late: tuple[tuple[float, int], ...] = ()
     late_seconds: float = 0.0
-    refusing: float = 0
-    sparing: int | None = None
+    failures_left: float = 0
+    successes_left: int | None = None
     counters: Counters = Counters()
 
     @property
@@ -132,11 +132,11 @@ class Memory:
 
     def _judged(self, size_bytes: int) -> tuple[Memory, bool]:
         """Whether the allocation is granted, by free memory and requested refusals. Counts a refusal."""
-        if self.refusing > 0 or self.sparing == 0 or size_bytes > self.free_bytes:
+        if self.failures_left > 0 or self.successes_left == 0 or size_bytes > self.free_bytes:
             counters = replace(self.counters, refusals=self.counters.refusals + 1)
-            sparing = None if self.sparing == 0 else self.sparing
-            return replace(self, refusing=max(0, self.refusing - 1), sparing=sparing, counters=counters), False
-        return replace(self, sparing=None if self.sparing is None else self.sparing - 1), True
+            failures, successes = max(0, self.failures_left - 1), self.successes_left or None
+            return replace(self, failures_left=failures, successes_left=successes, counters=counters), False
+        return replace(self, successes_left=None if self.successes_left is None else self.successes_left - 1), True
 
     def _grown(self, buffers: Mapping[Buffer, int]) -> Memory:
         """Adds these buffers and counts them."""
@@ -168,4 +168,4 @@ def _parted(buffers: Mapping[Buffer, int], connections: Collection[int]) -> tupl
 
 
 ALL = math.inf
-"""As `refusing`: all allocations. As `late_seconds`: until `settle`. As a time to settle at: all late bytes."""
+"""As `failures_left`: all allocations. As `late_seconds`: until `settle`. As a time to settle at: all late bytes."""

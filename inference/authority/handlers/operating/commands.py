@@ -23,10 +23,10 @@ from inference.authority.events import (
 from inference.authority.handlers.placing import decision, defragmentation, moving
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, device_care, estimates, keeping, oom_ladder
+from inference.authority.handlers.running import departure, device_care, estimates, keeping, oom_recovery
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Reason
-from inference.authority.placement.plan import Placement, Refusal, Standing
+from inference.authority.placement.plan import EvictionState, Placement, Refusal
 from inference.authority.state import (
     CollectCommand,
     DefragmentCommand,
@@ -55,7 +55,7 @@ from inference.settings import ModelSpec
 
 LEAVE_SECONDS = 30.0
 """Time for the memory of a leaving model to become free, in addition to the time for its running requests."""
-_IDLE = (Standing.IDLE, Standing.WARM)
+_IDLE = (EvictionState.IDLE, EvictionState.WARM)
 _S = ModelState
 
 
@@ -145,7 +145,7 @@ def _collect(draft: Draft, id: int) -> None:
     idle = [
         model.id
         for model in draft.state.models.values()
-        if model.worker is not None and draft.state.standing(model, draft.now) in _IDLE
+        if model.worker is not None and draft.state.eviction_state(model, draft.now) in _IDLE
     ]
     draft.set_command(id, CollectCommand(frozenset(idle)))
     draft.timer(TimerKind.COMMAND, id, draft.now + draft.state.timing.return_seconds + LEAVE_SECONDS)
@@ -257,7 +257,7 @@ def _trim(draft: Draft, id: int, command: CollectCommand) -> None:
 def trimmed(draft: Draft, event: Trimmed) -> None:
     """Workers have dropped retained prefixes."""
     if isinstance(event.job, str):
-        oom_ladder.cleaned(draft, event)
+        oom_recovery.cleaned(draft, event)
         return
     command = draft.state.commands.get(event.job)
     if isinstance(command, DefragmentCommand):

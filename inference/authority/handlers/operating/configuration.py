@@ -10,7 +10,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import departure, estimates, keeping, tickets
 from inference.authority.lifecycle import Action, Reason
-from inference.authority.placement.stage import Standing
+from inference.authority.placement.stage import EvictionState
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.retention import HOST
 from inference.authority.state import ModelRecord, State
@@ -90,7 +90,7 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
         model = draft.state.models.get(held.model)
         if model is None:
             continue
-        if held.standing is Standing.FIXED:
+        if held.eviction_state is EvictionState.FIXED:
             draft.warning("%s is pinned or dedicated and must be unloaded: %s", model.id, "; ".join(found.reasons))
         action = Action.UNLOAD if is_host_short else keeping.action_of(draft.state, model)
         departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)

@@ -23,7 +23,7 @@ TICK_SECONDS = 0.5
 def devices_found(draft: Draft, event: DevicesFound) -> None:
     """The devices of the machine were found."""
     draft.set(unix_offset=event.unix - draft.now)
-    draft.set_devices(measured=event.readings, refreshed_at=draft.now, carriers=dict(event.carriers))
+    draft.set_devices(measured=event.readings, refreshed_at=draft.now, suspenders=dict(event.suspenders))
     device_care.take_readings(draft)
     draft.state = device_view.limited(device_view.entered(draft.state, draft.now))
     there = device_view.accelerators(draft.state, draft.now)
@@ -45,7 +45,7 @@ def _check_suspension(draft: Draft) -> None:
     mode = draft.state.settings.warm_checkpoint
     devices = {item.kind: item for item in reversed(device_view.accelerators(draft.state, draft.now))}
     suspension: dict[str, str | None] = {}
-    for kind in draft.state.devices.carriers:
+    for kind in draft.state.devices.suspenders:
         if mode == "off" or (mode == "simulated" and kind not in SIMULATED):
             suspension[kind] = f"INFERENCE_WARM_CHECKPOINT is {mode}"
         elif kind not in devices:
@@ -60,11 +60,11 @@ def _check_suspension(draft: Draft) -> None:
 def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
     """A suspension test has ended."""
     devices = draft.state.devices
-    carrier = devices.carriers.get(event.kind, event.kind)
+    suspender = devices.suspenders.get(event.kind, event.kind)
     if event.problem is None:
-        draft.info("warm models are kept by checkpoints of %s: the test succeeded", carrier)
+        draft.info("warm models are kept by checkpoints of %s: the test succeeded", suspender)
     else:
-        draft.warning("checkpoints of %s are not used: %s", carrier, event.problem)
+        draft.warning("checkpoints of %s are not used: %s", suspender, event.problem)
     draft.set_devices(suspension={**devices.suspension, event.kind: event.problem})
 
 

@@ -10,8 +10,8 @@ from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import keeping, oom_ladder
-from inference.authority.placement.plan import Placement, Refusal, Request, Scene, Standing, plan
+from inference.authority.handlers.running import keeping, oom_recovery
+from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
@@ -56,7 +56,7 @@ def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, 
     target = None if model.target is None else device_view.reading(state, model.target, now)
     if target is not None:
         return (target,) if target.state in USABLE else ()
-    return oom_ladder.options(model, device_view.devices_of(state, model.effective, now), now)
+    return oom_recovery.options(model, device_view.devices_of(state, model.effective, now), now)
 
 
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
@@ -114,7 +114,9 @@ def plan_on(
         return None
     held = held_models(state, now)
     own = {item.holding for item in held if item.model == model.id}
-    others = [item if evicts else replace(item, standing=Standing.BUSY) for item in held if item.holding not in own]
+    others = [
+        item if evicts else replace(item, eviction_state=EvictionState.BUSY) for item in held if item.holding not in own
+    ]
     return plan(request, state.ledger.without(own), others, device_view.policy(state.settings, now))
 
 
@@ -122,7 +124,7 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
     ledger, held = state.ledger, held_models(state, now)
     if model.state is ModelState.WARM:
         request, ledger = keeping.request_to_restore(state, model, request), keeping.ledger_to_restore(state, model)
-        held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
+        held = [item for item in held if item.model != model.id or item.eviction_state is EvictionState.LEAVING]
     occupancy = Occupancy(
         ledger,
         tuple(held),

@@ -15,7 +15,7 @@ from inference.authority.events import Move, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import departure, estimates, oom_ladder, request_events, tickets
+from inference.authority.handlers.running import departure, estimates, oom_recovery, request_events, tickets
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS
@@ -178,7 +178,7 @@ def check_fallbacks(draft: Draft) -> None:
     """Begins a check for each idle model that fell back, at intervals."""
     for model in draft.state.models.values():
         known = draft.state.cpu_returns.get(model.id)
-        if not oom_ladder.is_fallback(draft.state, model):
+        if not oom_recovery.is_fallback(draft.state, model):
             if known is not None:
                 _forget_fallback(draft, model.id)
             continue
@@ -208,7 +208,7 @@ def advance_returns(draft: Draft) -> None:
         if known.needs_read is None or draft.state.devices.done < known.needs_read:
             continue
         model = draft.state.models.get(id)
-        if model is None or not oom_ladder.is_fallback(draft.state, model) or not _is_idle(draft.state, model):
+        if model is None or not oom_recovery.is_fallback(draft.state, model) or not _is_idle(draft.state, model):
             _end_check(draft, id)
             continue
         key = decision.unmeasured(draft.state, model, draft.now)

@@ -20,14 +20,14 @@ from inference.authority.handlers.running import (
     device_care,
     estimates,
     keeping,
-    oom_ladder,
+    oom_recovery,
     tickets,
     warm_pool,
     worker_life,
 )
 from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
-from inference.authority.placement.plan import Placement, Refusal, Result, Standing
+from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
 from inference.authority.placement.turns import Decision, age_rank
 from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
@@ -217,7 +217,7 @@ def _refuse(draft: Draft, id: str, found: Decision) -> bool:
     error = refusal_error(draft.state, model.effective, refusal, draft.now)
     if worker_life.return_from_move(draft, id, error):
         return False
-    if oom_ladder.refused(draft, id, refusal):
+    if oom_recovery.refused(draft, id, refusal):
         return False
     advisor.note_refusal(draft, id)
     reason = "memory" if refusal.lacks else "limit"
@@ -247,7 +247,7 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     for name in refusal.waits_for:
         if name in models:
             other = draft.model(name)
-            if draft.state.standing(other, draft.now) is Standing.YOUNG:
+            if draft.state.eviction_state(other, draft.now) is EvictionState.YOUNG:
                 times.append(other.last_used_at + other.spec.min_residency - draft.now)
     if found.again_at is not None:
         times.append(found.again_at - draft.now)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for, readings
 from inference.authority.placement.ledger import Phase
-from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
+from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Refusal, Request
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
 from inference.authority.state import State, WorkerRecord
@@ -87,7 +87,7 @@ def held_models(state: State, now: float) -> list[Held]:
             Held(
                 model.id,
                 worker.holding,
-                state.standing(model, now),
+                state.eviction_state(model, now),
                 holdings[worker.holding].bytes,
                 model.last_used_at,
                 model.reload_again_seconds,
@@ -95,7 +95,7 @@ def held_models(state: State, now: float) -> list[Held]:
             )
         )
     held += [
-        Held(holding.owner, holding.id, Standing.LEAVING, holding.bytes, now)
+        Held(holding.owner, holding.id, EvictionState.LEAVING, holding.bytes, now)
         for holding in holdings.values()
         if holding.id not in current and holding.phase is Phase.RELEASING
     ]

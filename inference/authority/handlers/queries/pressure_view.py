@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from inference.authority.handlers.queries import device_view
 from inference.authority.placement.plan import Refusal
 from inference.authority.pressure.levels import Bounds, Level, Use, settle
-from inference.authority.pressure.relief import Rules, Rung, Watch, refusal
+from inference.authority.pressure.relief import Restriction, Rules, Watch, refusal
 from inference.authority.state import State
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
@@ -56,13 +56,13 @@ def levels(state: State, now: float) -> Mapping[str, tuple[Use, Level]]:
     return {name: (use, level(state, use)) for name, use in shared.items()}
 
 
-def rungs(state: State) -> Mapping[str, Rung]:
-    """The rung of every device."""
-    return {device: watch.rung for device, watch in state.pressure.watches.items()}
+def restrictions(state: State) -> Mapping[str, Restriction]:
+    """The restriction of every device."""
+    return {device: watch.restriction for device, watch in state.pressure.watches.items()}
 
 
 def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
-    """Those of `devices` on which the ladder allows a load of the model, or the refusal."""
+    """Those of `devices` whose restriction allows a load of the model, or the refusal."""
     extras = spec.mmproj is not None or bool(spec.lora)
     refusals = {
         item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=extras) for item in devices

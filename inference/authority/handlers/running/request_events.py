@@ -11,7 +11,7 @@ from inference.authority.events import CaseCleared, CrashReported, Released, Req
 from inference.authority.handlers.running import departure, device_care, expectations, keeping, tickets
 from inference.authority.lifecycle import ModelEvent, Reason
 from inference.authority.placement.plan import Result
-from inference.authority.quarantine import Standing
+from inference.authority.quarantine import Suspicion
 from inference.authority.state import Purpose, State, TicketRecord, TimerKind
 from inference.authority.wait_queue import QueueFullError, Waiter
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ModelNotFound, QueueFull, ShuttingDown
@@ -188,7 +188,7 @@ def crash_reported(draft: Draft, event: CrashReported) -> None:
     draft.set_model(model.id, quarantine=quarantine)
     draft.warning(
         "request %s to %s is %s: %s%s",
-        event.key, model.id, quarantine.standing(event.key, draft.now), event.crash.message,
+        event.key, model.id, quarantine.suspicion(event.key, draft.now), event.crash.message,
         " (alone)" if event.crash.alone else "",
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def request_answered(draft: Draft, event: RequestAnswered) -> None:
     quarantine = model.quarantine
     if not quarantine.cases and not quarantine.in_a_row and not quarantine.doubted:
         return
-    if quarantine.standing(event.key, draft.now) is not Standing.INNOCENT:
+    if quarantine.suspicion(event.key, draft.now) is not Suspicion.NONE:
         draft.info("request %s to %s is no longer suspected", event.key, model.id)
     draft.set_model(model.id, quarantine=quarantine.answered(event.key))
 
@@ -222,7 +222,7 @@ def cases(state: State, now: float) -> list[dict[str, Any]]:
         {
             "key": key,
             "model": model.id,
-            "standing": str(case.standing),
+            "standing": str(case.suspicion),
             "crashes": case.crashes,
             "cause": str(case.cause),
             "message": case.message,
@@ -231,5 +231,5 @@ def cases(state: State, now: float) -> list[dict[str, Any]]:
         }
         for model in state.models.values()
         for key, case in model.quarantine.cases.items()
-        if model.quarantine.standing(key, now) is not Standing.INNOCENT
+        if model.quarantine.suspicion(key, now) is not Suspicion.NONE
     ]

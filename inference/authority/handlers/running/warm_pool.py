@@ -310,8 +310,8 @@ def _end_unknown(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_
     if not of_state:
         suspension = {**devices.suspension, worker.device.kind: f"{worker.model} {what}: {why}"}
         draft.set_devices(suspension=suspension)
-        carrier = devices.carriers.get(worker.device.kind, "the driver")
-        then = f", and checkpoints of {carrier} are no longer used"
+        suspender = devices.suspenders.get(worker.device.kind, "the driver")
+        then = f", and checkpoints of {suspender} are no longer used"
     draft.warning(
         "%s (pid %s) %s: %s; its %s are released%s",
         worker.model, worker.pid, what, why,

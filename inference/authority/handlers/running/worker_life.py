@@ -24,7 +24,7 @@ from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_care,
     endings,
-    oom_ladder,
+    oom_recovery,
     tickets,
     warm_pool,
     worker_memory,
@@ -250,12 +250,12 @@ def exited(draft: Draft, event: Exited) -> None:
         return
     is_loading = draft.model(worker.model).state is _S.LOADING
     replaced = _replaced(worker, event.files) if is_loading else ""
-    if not replaced and oom_ladder.ran_out(event.exit):
+    if not replaced and oom_recovery.ran_out(event.exit):
         draft.set_worker(worker.id, ending=True)
-        oom_ladder.learn(draft, worker, event.exit)
+        oom_recovery.learn(draft, worker, event.exit)
         return
     if not replaced:
-        oom_ladder.ended_well(draft, worker, event.exit)
+        oom_recovery.ended_well(draft, worker, event.exit)
     _finish(draft, worker, event.exit, replaced=replaced)
 
 
@@ -264,7 +264,7 @@ def shortage_learned(draft: Draft, event: ShortageLearned) -> None:
     worker = draft.state.workers.get(event.worker)
     if worker is None or not worker.ending:
         return
-    tries_again = draft.is_current(worker) and oom_ladder.after_shortage(draft, worker, event)
+    tries_again = draft.is_current(worker) and oom_recovery.after_shortage(draft, worker, event)
     _finish(draft, worker, event.exit, tries_again=tries_again)
 
 
@@ -364,7 +364,7 @@ def _counts_as_failure(model: ModelRecord, worker: WorkerRecord, exit: WorkerExi
     A crash while one request ran alone is attributed to the request.
     """
     quarantine = model.quarantine
-    is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_telling
+    is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_evidence
     return (
         exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MOST_IN_A_ROW
     )

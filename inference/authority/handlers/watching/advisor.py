@@ -11,11 +11,11 @@ from headgate.shared.units import GIB, MIB
 from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for
-from inference.authority.handlers.queries.pressure_view import bounds_of, level, rungs, uses
+from inference.authority.handlers.queries.pressure_view import bounds_of, level, restrictions, uses
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan
+from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, plan
 from inference.authority.pressure.advice import (
     REJECTIONS_SECONDS,
     SWAP_SECONDS,
@@ -31,7 +31,7 @@ from inference.authority.pressure.advice import (
     swaps,
 )
 from inference.authority.pressure.levels import Level, Use
-from inference.authority.pressure.relief import Rung
+from inference.authority.pressure.relief import Restriction
 from inference.authority.state import ModelRecord, State
 from inference.devices.device import CPU, Reading
 
@@ -101,7 +101,7 @@ def _devices(state: State, now: float) -> Iterator[Alert | None]:
     bounds = bounds_of(state)
     for use in uses(state, now):
         device = use.device
-        yield pressure_alert(use, level(state, use), rungs(state).get(device, Rung.NONE))
+        yield pressure_alert(use, level(state, use), restrictions(state).get(device, Restriction.NONE))
         at, peak = state.advice.peaks.get(device, (-math.inf, 0))
         if now - at < LATELY_SECONDS:
             budget = state.ledger.accounts[device].budget_bytes
@@ -137,7 +137,7 @@ def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: floa
     if not isinstance(placed, Placement):
         return {}
     ledger = ledger.reserve("advice", first.id, placed.need)
-    beside = Held(first.id, "advice", Standing.FIXED, placed.need, now)
+    beside = Held(first.id, "advice", EvictionState.FIXED, placed.need, now)
     decision = _place(state, second, ledger, [*held, beside], now)
     if isinstance(decision, Refusal):
         return decision.fix
@@ -147,7 +147,7 @@ def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: floa
 def _staying(state: State, without: set[str], now: float) -> tuple[Ledger, list[Held]]:
     """The ledger with only pinned and dedicated models, and these models."""
     held = held_models(state, now)
-    stay = [item for item in held if item.standing is Standing.FIXED and item.model not in without]
+    stay = [item for item in held if item.eviction_state is EvictionState.FIXED and item.model not in without]
     kept = {item.holding for item in stay}
     return state.ledger.without(state.ledger.holdings.keys() - kept), stay
 

@@ -19,7 +19,16 @@ from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle
-from inference.authority.pressure.relief import SAYS, Leave, Limit, PressureInput, Relief, Tenant, Watch, step
+from inference.authority.pressure.relief import (
+    RESTRICTION_TEXTS,
+    Leave,
+    Limit,
+    PressureInput,
+    Relief,
+    Tenant,
+    Watch,
+    step,
+)
 from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
@@ -117,7 +126,7 @@ def _tenants(state: State, now: float) -> list[Tenant]:
         if model is not None:
             limit = worker.limit if worker is not None and worker.holding == item.holding else None
             idle = now - item.last_used_at
-            found.append(Tenant(item.model, item.standing, item.bytes, idle, model.effective.parallel, limit))
+            found.append(Tenant(item.model, item.eviction_state, item.bytes, idle, model.effective.parallel, limit))
     return found
 
 
@@ -133,16 +142,16 @@ def _wanted(state: State, now: float) -> Collection[str]:
 
 
 def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
-    if (before.gauge.level, before.rung) == (now.gauge.level, now.rung):
+    if (before.gauge.level, before.restriction) == (now.gauge.level, now.restriction):
         return
     rises = now.gauge.level > before.gauge.level and now.gauge.level >= Level.HIGH
-    write = draft.warning if rises or now.rung > before.rung else draft.info
+    write = draft.warning if rises or now.restriction > before.restriction else draft.info
     write(
         "%s is at %s (%s before): %s%s",
         use.device, now.gauge.level, before.gauge.level, use.numbers,
-        "" if now.rung == before.rung else f"; {SAYS[now.rung]}",
+        "" if now.restriction == before.restriction else f"; {RESTRICTION_TEXTS[now.restriction]}",
     )  # fmt: skip
-    data = {"device": use.device, "level": str(now.gauge.level), "rung": now.rung.name.lower()}
+    data = {"device": use.device, "level": str(now.gauge.level), "rung": now.restriction.name.lower()}
     draft.emit(Publish("pressure", data))
     draft.changed()
 

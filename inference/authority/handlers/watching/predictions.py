@@ -5,7 +5,7 @@ from __future__ import annotations
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running.oom_ladder import can_reduce
+from inference.authority.handlers.running.oom_recovery import can_reduce
 from inference.authority.placement.plan import Refusal, Scene, prospect
 from inference.authority.state import ModelRecord, State
 

@@ -19,7 +19,7 @@ from inference.authority.handlers.running import endings
 from inference.authority.handlers.running.estimates import forget_estimates
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Departure, Reason
-from inference.authority.placement.plan import Refusal, Standing
+from inference.authority.placement.plan import EvictionState, Refusal
 from inference.authority.placement.smaller_settings import (
     REST_SECONDS,
     Step,
@@ -215,7 +215,7 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
         return
     if model.cleans_host:
         for other in list(draft.state.models.values()):
-            if draft.state.standing(other, draft.now) is Standing.WARM:
+            if draft.state.eviction_state(other, draft.now) is EvictionState.WARM:
                 gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("all other steps were tried",))
                 endings.end(draft, other.id, gone)
     draft.info("out of memory for %s: dropping cached prefixes released %s", model.id, format_bytes(freed))
