@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from headgate.bootstrap import OUR_CMAKE_ARGS, Stamp
+from headgate.bootstrap import Stamp
+from headgate.engine_build import OUR_CMAKE_ARGS
 
 ENGINE = "llama-cpp-python"
 TARGETS = ("llama-server", "llama-batched-bench")

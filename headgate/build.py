@@ -1,6 +1,6 @@
 """The CPU, the C++ compiler, and the ways to compile llama.cpp for them: CMake arguments and their alternatives.
 
-It needs only the standard library, because `headgate/bootstrap.py` uses it before packages are installed.
+It needs only the standard library, because the set-up uses it before packages are installed.
 `python -m headgate.build` prints the machine.
 """
 
@@ -133,14 +133,16 @@ def compiler_of_macros(text: str) -> Compiler:
 
 
 @dataclass(frozen=True)
-class Rung:
+class CompileOptions:
     """One way to compile: the value of CMAKE_ARGS (the user's arguments first) and the reason for it."""
 
     arguments: str
     reason: str
 
 
-def ladder(cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = "") -> tuple[Rung, ...]:
+def compile_options(
+    cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = ""
+) -> tuple[CompileOptions, ...]:
     """The ways to compile llama.cpp, the fastest first. Each later one omits instructions that may not work.
 
     `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. When the user chooses the
@@ -150,24 +152,28 @@ def ladder(cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = "
     uses_amx = _uses_amx(words, cpu)
     safe_amx = _with_flags(words, cxx_flags)
     if uses_amx and compiler.breaks_amx:
-        rungs = [Rung(safe_amx, f"{compiler} miscompiles AMX; {KEEP_STORES} prevent that")]
+        choices = [CompileOptions(safe_amx, f"{compiler} miscompiles AMX; {KEEP_STORES} prevent that")]
     else:
-        rungs = [Rung(arguments, "compiling llama.cpp for this CPU")]
+        choices = [CompileOptions(arguments, "compiling llama.cpp for this CPU")]
         if uses_amx and compiler.name == "gcc":
-            rungs.append(Rung(safe_amx, f"{compiler} may miscompile AMX; {KEEP_STORES} prevent that"))
+            choices.append(CompileOptions(safe_amx, f"{compiler} may miscompile AMX; {KEEP_STORES} prevent that"))
     if chooses_instructions(arguments):
-        return tuple(rungs)
+        return tuple(choices)
     if cpu.is_x86:
         has = {option for option, needs in _X86_OPTIONS.items() if cpu.has(needs)}
         if cpu.has_amx:
-            rungs.append(Rung(_added(arguments, _x86(has)), "compiling without AMX"))
+            choices.append(CompileOptions(_added(arguments, _x86(has)), "compiling without AMX"))
         if cpu.has(_AVX512):
             narrow = {option for option in has if not option.startswith("GGML_AVX512")}
-            rungs.append(Rung(_added(arguments, _x86(narrow)), "compiling without AMX and AVX-512"))
-        rungs.append(Rung(_added(arguments, _x86(set())), "compiling with the instructions of every x86-64 CPU only"))
+            choices.append(CompileOptions(_added(arguments, _x86(narrow)), "compiling without AMX and AVX-512"))
+        choices.append(
+            CompileOptions(_added(arguments, _x86(set())), "compiling with the instructions of every x86-64 CPU only")
+        )
     else:
-        rungs.append(Rung(_added(arguments, "-DGGML_NATIVE=OFF"), "compiling without optimizations for this CPU"))
-    return tuple(rungs)
+        choices.append(
+            CompileOptions(_added(arguments, "-DGGML_NATIVE=OFF"), "compiling without optimizations for this CPU")
+        )
+    return tuple(choices)
 
 
 def chooses_instructions(arguments: str) -> bool:

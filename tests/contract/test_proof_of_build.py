@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.bootstrap import Setup
+from headgate.build import this_cpu
+from headgate.engine_build import EngineBuild
+from headgate.virtual_environment import VirtualEnvironment
 from inference.devices import build_proof_job
 from inference.devices.device import HIDDEN
 from inference.worker.backend import Decode
@@ -78,7 +80,8 @@ async def test_build_that_computes_zeros_fails(broken: BrokenLlama) -> None:
 )
 def test_set_up_detects_a_broken_build(broken: BrokenLlama, how: str, message: str) -> None:
     broken.breaks(how)
-    assert Setup(ROOT, {**os.environ, **broken.env})._proof() == message
+    environment = VirtualEnvironment(ROOT, {**os.environ, **broken.env})
+    assert EngineBuild(environment, this_cpu()).proof() == message
 
 
 # --- what counts as nonsense -----------------------------------------------------------------------------------------

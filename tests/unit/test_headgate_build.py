@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headgate import build
-from headgate.build import Compiler, Cpu, chooses_instructions, ladder
+from headgate.build import Compiler, Cpu, chooses_instructions, compile_options
 
 AVX512 = build._AVX512
 BASE = ("sse4_2", "avx", "f16c", "fma", "avx2", "bmi2")
@@ -25,8 +25,8 @@ KEEPS = "-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse"
 
 
 def _words(cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = "") -> list[list[str]]:
-    """The CMake arguments of each rung, as scikit-build-core takes CMAKE_ARGS apart."""
-    return [shlex.split(rung.arguments) for rung in ladder(cpu, compiler, arguments, cxx_flags)]
+    """The CMake arguments of each of the `compile_options`, as scikit-build-core takes CMAKE_ARGS apart."""
+    return [shlex.split(options.arguments) for options in compile_options(cpu, compiler, arguments, cxx_flags)]
 
 
 def _on(words: list[str]) -> set[str]:
@@ -34,9 +34,9 @@ def _on(words: list[str]) -> set[str]:
 
 
 def test_gcc_before_13_with_amx_starts_with_the_flags_that_keep_stores() -> None:
-    rungs = _words(SAPPHIRE_RAPIDS, GCC_12)
-    assert rungs[0] == [KEEPS]
-    assert len(rungs) == 4
+    choices = _words(SAPPHIRE_RAPIDS, GCC_12)
+    assert choices[0] == [KEEPS]
+    assert len(choices) == 4
 
 
 def test_amx_is_disabled_before_avx512_and_avx512_before_all_native_code() -> None:
@@ -49,23 +49,23 @@ def test_amx_is_disabled_before_avx512_and_avx512_before_all_native_code() -> No
 
 
 def test_later_gcc_with_amx_tries_the_flags_second() -> None:
-    rungs = _words(SAPPHIRE_RAPIDS, GCC_13)
-    assert rungs[:2] == [[], [KEEPS]]
-    assert len(rungs) == 5
+    choices = _words(SAPPHIRE_RAPIDS, GCC_13)
+    assert choices[:2] == [[], [KEEPS]]
+    assert len(choices) == 5
 
 
 @pytest.mark.parametrize("compiler", [CLANG, Compiler()])
 def test_other_compilers_do_not_get_flags_of_gcc(compiler: Compiler) -> None:
-    rungs = _words(SAPPHIRE_RAPIDS, compiler)
-    assert rungs[0] == []
-    assert not any(KEEPS in words for words in rungs)
+    choices = _words(SAPPHIRE_RAPIDS, compiler)
+    assert choices[0] == []
+    assert not any(KEEPS in words for words in choices)
 
 
-@pytest.mark.parametrize(("cpu", "rungs"), [(HASWELL, 2), (ICE_LAKE, 3), (GRAVITON, 2)])
-def test_cpu_without_amx_starts_with_the_arguments_of_the_user(cpu: Cpu, rungs: int) -> None:
+@pytest.mark.parametrize(("cpu", "choices"), [(HASWELL, 2), (ICE_LAKE, 3), (GRAVITON, 2)])
+def test_cpu_without_amx_starts_with_the_arguments_of_the_user(cpu: Cpu, choices: int) -> None:
     found = _words(cpu, GCC_12, "-DGGML_CUDA=ON")
     assert found[0] == ["-DGGML_CUDA=ON"]
-    assert len(found) == rungs
+    assert len(found) == choices
     assert all(words[0] == "-DGGML_CUDA=ON" for words in found)
     assert found[-1][1] == "-DGGML_NATIVE=OFF"
 
@@ -97,7 +97,7 @@ def test_cxxflags_of_the_environment_are_merged() -> None:
 )
 def test_instruction_sets_of_the_user_are_not_replaced(arguments: str) -> None:
     assert chooses_instructions(arguments)
-    assert [rung.arguments for rung in ladder(HASWELL, GCC_12, arguments)] == [arguments]
+    assert [options.arguments for options in compile_options(HASWELL, GCC_12, arguments)] == [arguments]
 
 
 def test_instruction_sets_of_the_user_without_amx_need_no_flags() -> None:
@@ -112,7 +112,7 @@ def test_amx_for_other_cpus_gets_the_flags_too(option: str) -> None:
 
 def test_unbalanced_quotes_raise() -> None:
     with pytest.raises(ValueError, match="quotation"):
-        ladder(HASWELL, GCC_12, "-DA='")
+        compile_options(HASWELL, GCC_12, "-DA='")
 
 
 CPUINFO = """processor\t: 0

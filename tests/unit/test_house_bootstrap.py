@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headgate import bootstrap, build
-from headgate.bootstrap import Interpreter, Setup, SetupError, Stamp
+from headgate import bootstrap, build, engine_build, virtual_environment
+from headgate.bootstrap import Setup, Stamp
 from headgate.build import Compiler, Cpu
+from headgate.engine_build import EngineBuild
+from headgate.virtual_environment import Interpreter, SetupError, VirtualEnvironment
 
 LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
 
@@ -28,7 +31,7 @@ LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
     ],
 )
 def test_backends_are_read_from_cmake_arguments(arguments: str, backends: list[str]) -> None:
-    assert bootstrap.wanted_backends(arguments) == backends
+    assert engine_build.wanted_backends(arguments) == backends
 
 
 def test_build_without_rpc_is_detected(tmp_path: Path) -> None:
@@ -36,18 +39,18 @@ def test_build_without_rpc_is_detected(tmp_path: Path) -> None:
     lib.mkdir()
     (lib / "libggml-base.so").write_bytes(b"\x7fELF ggml_backend_reg")
     (lib / "libggml.so").write_bytes(b"")
-    assert bootstrap.missing_backends(tmp_path, ["rpc"]) == ["rpc"]
+    assert engine_build.missing_backends(tmp_path, ["rpc"]) == ["rpc"]
 
 
 @pytest.mark.parametrize("name", ["libggml-rpc.so", "libggml-rpc.so.0.25.3", "libggml-rpc.dylib", "ggml-rpc.dll"])
 def test_backend_is_found_as_a_separate_library(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    assert bootstrap.missing_backends(tmp_path, ["rpc"]) == []
+    assert engine_build.missing_backends(tmp_path, ["rpc"]) == []
 
 
 def test_backend_is_found_as_a_symbol_of_a_static_build(tmp_path: Path) -> None:
     (tmp_path / "libggml.so").write_bytes(b"\x7fELF\0ggml_backend_rpc_add_server\0ggml_backend_cuda_reg\0")
-    assert bootstrap.missing_backends(tmp_path, ["cuda", "rpc", "vulkan"]) == ["vulkan"]
+    assert engine_build.missing_backends(tmp_path, ["cuda", "rpc", "vulkan"]) == ["vulkan"]
 
 
 def test_installed_engine_has_the_rpc_backend() -> None:
@@ -56,7 +59,7 @@ def test_installed_engine_has_the_rpc_backend() -> None:
     found = importlib.util.find_spec("llama_cpp")
     assert found is not None
     assert found.origin is not None
-    assert bootstrap.missing_backends(Path(found.origin).parent, ["rpc"]) == []
+    assert engine_build.missing_backends(Path(found.origin).parent, ["rpc"]) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_installed_engine_has_the_rpc_backend() -> None:
     ],
 )
 def test_progress_is_read_from_ninja_and_make(line: str, share: float | None) -> None:
-    assert bootstrap.progress(line) == share
+    assert virtual_environment.progress(line) == share
 
 
 def test_lock_is_split_at_the_engine() -> None:
@@ -80,17 +83,17 @@ def test_lock_is_split_at_the_engine() -> None:
 
 def test_message_of_a_missing_compiler_says_what_to_install() -> None:
     with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
-        bootstrap.compiler({}, which=lambda name: None)
+        engine_build.compiler_path({}, which=lambda name: None)
     with pytest.raises(SetupError, match="CXX is 'weird'"):
-        bootstrap.compiler({"CXX": "weird"}, which=lambda name: None)
-    assert bootstrap.compiler({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
+        engine_build.compiler_path({"CXX": "weird"}, which=lambda name: None)
+    assert engine_build.compiler_path({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
 
 
 def test_failed_step_shows_the_end_of_its_log_and_its_path(tmp_path: Path, capsys: Any) -> None:
     log = tmp_path / "log"
     script = "print('\\n'.join(f'line {n}' for n in range(100))); raise SystemExit(3)"
     with pytest.raises(SetupError) as caught:
-        bootstrap.run_logged("doing it", [sys.executable, "-c", script], log, {})
+        virtual_environment.run_logged("doing it", [sys.executable, "-c", script], log, {})
     message = str(caught.value)
     assert "line 99" in message
     assert "line 50" not in message
@@ -140,7 +143,7 @@ def test_query_of_the_running_interpreter() -> None:
 def test_interpreters_of_distributions_and_with_optimization_flags_are_optimized(
     configured: str, prefix: str, expected: bool
 ) -> None:
-    assert bootstrap.is_optimized(configured, prefix) is expected
+    assert virtual_environment.is_optimized(configured, prefix) is expected
 
 
 def test_query_of_a_hanging_interpreter_times_out(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_unreadable_folders_of_the_path_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     here = _python(tmp_path / "here", "python3.12", "3.12.1", True)
     path = os.pathsep.join([str(tmp_path / "file"), str(tmp_path / "gone"), str(here.parent)])
-    assert [found.executable for found in bootstrap.installed_interpreters(path)] == [str(here)]
+    assert [found.executable for found in virtual_environment.installed_interpreters(path)] == [str(here)]
 
 
 def test_unusable_interpreters_are_skipped(tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_unusable_interpreters_are_skipped(tmp_path: Path) -> None:
     _python(tmp_path / "a", "python3-config", "3.13.1", True)
     hidden = _python(tmp_path / "b", "python3.11", "3.11.2", True)
     path = os.pathsep.join(["", str(tmp_path / "a"), str(tmp_path / "gone"), str(tmp_path / "b")])
-    assert bootstrap.installed_interpreters(path) == [Interpreter(str(hidden), (3, 11, 2), True)]
+    assert virtual_environment.installed_interpreters(path) == [Interpreter(str(hidden), (3, 11, 2), True)]
 
 
 SLOW, SAME, NEWEST = (
@@ -190,12 +193,12 @@ SLOW, SAME, NEWEST = (
 def test_another_interpreter_is_chosen_only_if_it_is_optimized_and_the_own_is_not(
     own: Interpreter, others: list[Interpreter], best: Interpreter
 ) -> None:
-    assert bootstrap.best_interpreter(own, others) == best
+    assert virtual_environment.best_interpreter(own, others) == best
 
 
 def _base_of(root: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, own: Path) -> str:
     monkeypatch.setattr(sys, "_base_executable", str(own))
-    return Setup(root, environ)._base()
+    return VirtualEnvironment(root, environ)._base()
 
 
 def test_environment_uses_an_optimized_interpreter_and_prints_it(
@@ -229,57 +232,31 @@ GCC_12, GCC_14 = Compiler("gcc", (12, 2, 0)), Compiler("gcc", (14, 2, 0))
 STORES_KEPT = "'-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse'"
 
 
-class _Recorded(Setup):
-    """A set-up that records its steps.
+class _Environment(VirtualEnvironment):
+    """An environment that records the calls of pip. `builds`: the backends of each build of the engine."""
 
-    builds: the backends of each build of the engine. proofs: the result of each check of a build; None (also after the
-    last one) means that it computes.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        environ: dict[str, str],
-        builds: list[str],
-        proofs: list[str | None] | None = None,
-        cpu: Cpu = PLAIN_CPU,
-        compiles_with: Compiler = GCC_14,
-    ) -> None:
+    def __init__(self, root: Path, environ: dict[str, str], builds: list[str]) -> None:
         super().__init__(root, environ)
         self.steps: list[str] = []
         self.builds = builds
-        self.proofs = proofs or []
-        self.proven = 0
-        self.cpu = cpu
-        self.compiles_with = compiles_with
+        self.package = root / "llama_cpp"
 
-    def _compiler(self, path: str) -> Compiler:
-        return self.compiles_with
-
-    def _proof(self) -> str | None:
-        self.proven += 1
-        return self.proofs.pop(0) if self.proofs else None
-
-    def _venv(self) -> None:
+    def create(self) -> None:
         self.python.parent.mkdir(parents=True, exist_ok=True)
         self.python.touch()
 
-    def _package(self) -> Path:
-        return self.root / "llama_cpp"
-
-    def _pip(self, what: str, *words: str) -> None:
+    def pip(self, what: str, *words: str) -> None:
         self.steps.append(" ".join([self.environ.get("CMAKE_ARGS", ""), *words]))
         if what == "llama-cpp-python":
             if self.builds[0] == "fails":
                 raise SetupError(self.builds.pop(0))
             if not self.builds[0].startswith("cached"):
                 self.log.write_text("Building wheel for llama-cpp-python (pyproject.toml): started")
-            package = self._package()
-            package.mkdir(exist_ok=True)
-            for old in package.iterdir():
+            self.package.mkdir(exist_ok=True)
+            for old in self.package.iterdir():
                 old.unlink()
             for backend in self.builds.pop(0).split():
-                (package / f"libggml-{backend}.so").touch()
+                (self.package / f"libggml-{backend}.so").touch()
 
     @property
     def compiled(self) -> list[str]:
@@ -287,20 +264,57 @@ class _Recorded(Setup):
         return [step for step in self.steps if "--no-binary" in step]
 
 
+class _Engine(EngineBuild):
+    """An engine whose checks have the results `proofs`; None, and each check after them, means that it computes."""
+
+    def __init__(self, environment: _Environment, cpu: Cpu, compiler: Compiler, proofs: list[str | None]) -> None:
+        super().__init__(environment, cpu)
+        self._compiler = compiler
+        self._folder = environment.package
+        self._proofs = proofs
+        self.proven = 0
+
+    def compiler(self) -> Compiler:
+        return self._compiler
+
+    def package(self) -> Path:
+        return self._folder
+
+    def proof(self) -> str | None:
+        self.proven += 1
+        return self._proofs.pop(0) if self._proofs else None
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     (tmp_path / "headgate").mkdir()
-    (tmp_path / "requirements.lock").write_text(LOCK)
-    for name in ("pyproject.toml", "headgate/bootstrap.py", "headgate/build.py"):
-        (tmp_path / name).write_text("")
+    for name in bootstrap.INPUTS:
+        (tmp_path / name).write_text(LOCK if name == bootstrap.LOCK else "")
     return tmp_path
 
 
-def _set_up(clone: Path, builds: list[str], cmake_args: str = "", **more: Any) -> _Recorded:
-    environ = {"PATH": "/usr/bin:/bin", "CXX": sys.executable, "CMAKE_ARGS": cmake_args}
-    setup = _Recorded(clone, environ, builds, **more)
-    setup.run()
-    return setup
+@dataclass
+class _Done:
+    """What a set-up did: the steps of pip, those that build the engine, and the number of checks."""
+
+    steps: list[str]
+    compiled: list[str]
+    proven: int
+
+
+def _set_up(
+    clone: Path,
+    builds: list[str],
+    cmake_args: str = "",
+    *,
+    cpu: Cpu = PLAIN_CPU,
+    compiles_with: Compiler = GCC_14,
+    proofs: list[str | None] | None = None,
+) -> _Done:
+    environment = _Environment(clone, {"PATH": "/usr/bin:/bin", "CMAKE_ARGS": cmake_args}, builds)
+    engine = _Engine(environment, cpu, compiles_with, proofs or [])
+    Setup(environment, engine, cpu).run()
+    return _Done(environment.steps, environment.compiled, engine.proven)
 
 
 def test_second_set_up_does_nothing(clone: Path) -> None:
@@ -344,8 +358,10 @@ def test_changed_cmake_arguments_compile_without_the_cache(clone: Path) -> None:
 
 
 def test_missing_compiler_is_reported_before_anything_is_built(clone: Path, capsys: Any) -> None:
-    environ = {"PATH": "/nonexistent", "CXX": "no-such-compiler"}
-    assert bootstrap.main(environ, root=clone, setup=lambda root, given: _Recorded(root, dict(given), [])) == 1
+    environment = _Environment(clone, {"PATH": "/nonexistent", "CXX": "no-such-compiler"}, [])
+    setup = Setup(environment, EngineBuild(environment, PLAIN_CPU), PLAIN_CPU)
+    assert bootstrap.main({}, root=clone, setup=lambda root, environ: setup) == 1
+    assert environment.steps == []
     assert "CXX is 'no-such-compiler'" in capsys.readouterr().err
 
 
@@ -363,7 +379,7 @@ def test_build_that_computes_is_recorded_with_its_cpu_and_arguments(clone: Path)
     assert (found.rung, found.reason) == ("-DGGML_BLAS=ON", "compiling llama.cpp for this CPU")
     assert found.build is not None
     assert found.build["cpu"] == str(PLAIN_CPU)
-    assert found.build["place"] == str(setup._package())
+    assert found.build["place"] == str(clone / "llama_cpp")
 
 
 def test_known_bad_compiler_gets_its_flags_before_the_first_compilation(clone: Path, capsys: Any) -> None:
@@ -375,7 +391,7 @@ def test_known_bad_compiler_gets_its_flags_before_the_first_compilation(clone: P
 
 
 def test_build_that_crashes_is_compiled_again_with_the_next_arguments(clone: Path, capsys: Any) -> None:
-    crash = bootstrap.proof_failure(-11, b"", b"")
+    crash = engine_build.proof_failure(-11, b"", b"")
     setup = _set_up(clone, ["rpc", "rpc", "rpc"], cpu=AMX_CPU, proofs=[crash, crash])
     arguments = [step.split(" install")[0] for step in setup.compiled]
     assert arguments[:2] == ["-DGGML_RPC=ON", f"-DGGML_RPC=ON {STORES_KEPT}"]
@@ -461,12 +477,13 @@ def test_build_that_fails_on_another_cpu_is_compiled(clone: Path) -> None:
 
 
 def test_replaced_libraries_are_checked(clone: Path) -> None:
-    first = _set_up(clone, ["rpc"])
+    library = clone / "llama_cpp" / "libggml-rpc.so"
+    _set_up(clone, ["rpc"])
     assert _set_up(clone, []).proven == 0
-    (first._package() / "libggml-rpc.so").write_bytes(b"another build")
+    library.write_bytes(b"another build")
     assert _set_up(clone, []).proven == 1
     assert _set_up(clone, []).proven == 0
-    (first._package() / "libggml-rpc.so").unlink()
+    library.unlink()
     assert len(_set_up(clone, ["rpc"], proofs=["this build cannot be used"]).compiled) == 1
 
 
@@ -490,14 +507,14 @@ def test_stamp_of_an_earlier_version_keeps_the_users_arguments(clone: Path) -> N
     ],
 )
 def test_exit_status_and_output_of_the_check_give_the_failure(status: int, out: bytes, failure: str | None) -> None:
-    assert bootstrap.proof_failure(status, out, b"") == failure
+    assert engine_build.proof_failure(status, out, b"") == failure
 
 
 def test_library_that_cannot_be_loaded_is_not_compiled_again() -> None:
     with pytest.raises(SetupError, match=r"cannot be loaded: OSError: libcuda\.so\.1"):
-        bootstrap.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
+        engine_build.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
 
 
 def test_installed_build_passes_the_check() -> None:
-    setup = Setup(Path(__file__).resolve().parents[2], dict(os.environ))
-    assert setup._proof() is None
+    environment = VirtualEnvironment(Path(__file__).resolve().parents[2], os.environ)
+    assert EngineBuild(environment, build.this_cpu()).proof() is None

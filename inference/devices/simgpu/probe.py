@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headgate.bootstrap import missing_backends
+from headgate.engine_build import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
 from inference.devices.device import HIDDEN, Reading
 from inference.devices.device_probe import Probe
