@@ -171,7 +171,7 @@ async def serve(
         await running.authority.close()
     if stopping.status is Exit.RESTART_OUTSIDE:
         accelerator_record.note(len(running.authority.inventory.accelerators()))
-    log.info("inference has stopped")
+    log.info("the inference service has stopped")
     return stopping.status
 
 

@@ -294,5 +294,5 @@ def simulated_sizes(text: str) -> tuple[int, ...]:
             raise ValueError(f"a simulated device cannot be a cpu; write cpu, or for example {SIMULATED_EXAMPLE}")
         found += [size] * count
     if len(found) > MOST_SIMULATED:
-        raise ValueError(f"there can be {MOST_SIMULATED} simulated devices, not {len(found)}")
+        raise ValueError(f"there can be at most {MOST_SIMULATED} simulated devices, not {len(found)}")
     return tuple(found)

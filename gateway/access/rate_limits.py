@@ -126,7 +126,7 @@ def enter(account: Account, limits: Limits, number: int, now: float) -> tuple[Ac
 def reserve(account: Account, limits: Limits, number: int, tokens: int, now: float) -> tuple[Account, Refusal | None]:
     """Reserves `tokens` for the running request `number`, at most the whole limit, or refuses them.
 
-    So a request larger than the limit starts with a full bucket; its further tokens count as usage at its end.
+    So a request larger than the limit starts when the usage is 0; its further tokens count as usage at its end.
     """
     account = settled(account, limits, now)
     bound = limits.tokens_per_minute

@@ -238,7 +238,7 @@ class Breakers:
         return None
 
     def by_model(self, provider: str) -> Mapping[str, Breaker]:
-        """The breakers of a provider by model, its own under the empty name."""
+        """The breakers of a provider by model; the provider's own breaker has the empty name."""
         return {model: breaker for (name, model), breaker in self._breakers.items() if name == provider}
 
     def reset(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""HTTP plumbing: one exchange, connection limits, client disconnects, image downloads."""
+"""HTTP: one exchange, connection limits, client disconnects, image downloads."""

@@ -73,7 +73,7 @@ def _is_preflight(headers: Mapping[str, str]) -> bool:
 
 
 async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str], send: Send) -> None:
-    """Answers a preflight request, which carries no key; raises RequestError when the page's origin is not allowed."""
+    """Answers a preflight request, which has no key; raises RequestError when the page's origin is not allowed."""
     if not cors.is_allowed(origins, headers["origin"]):
         raise RequestError(
             Code.PERMISSION_DENIED,

@@ -47,7 +47,7 @@ class Registry:
         return provider
 
     def gone(self, newer: Registry) -> list[Provider]:
-        """Providers of this registry that `newer` does not use any more."""
+        """Providers of this registry that `newer` no longer uses."""
         kept = {id(provider) for provider in newer.providers.values()}
         return [provider for provider in self.providers.values() if id(provider) not in kept]
 

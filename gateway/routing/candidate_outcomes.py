@@ -14,7 +14,8 @@ from gateway.routing.explain_record import Record
 from inference.protocol import Code, context_overflow
 
 CLOCK_TOLERANCE_SECONDS = 0.1
-"""The inference service counts whole milliseconds on its own clock, so its deadline passes a little before ours."""
+"""The inference service counts whole milliseconds on its own clock, so its deadline passes a little before the
+gateway's."""
 
 _CODES = frozenset(Code)
 
@@ -212,7 +213,7 @@ def no_answer(
 
 
 def _is_too_long(outcome: CandidateOutcome) -> bool:
-    """Whether the request exceeds the context, by our count or by the provider's error."""
+    """Whether the request exceeds the context, by the gateway's count or by the provider's error."""
     return outcome.drop is Drop.CONTEXT or outcome.name == Reason.CONTEXT_LENGTH
 
 

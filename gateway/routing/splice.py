@@ -14,7 +14,7 @@ MAX_CHARACTERS = 2**20
 """A longer answer is not kept, and so not resumed."""
 
 MIN_OVERLAP = 8
-"""A shorter repetition may be chance: after `ee` may come another `e`."""
+"""A shorter repetition may be a coincidence: another `e` may follow `ee`."""
 MAX_OVERLAP = 400
 """Characters at the end of the text in which a repetition is searched."""
 

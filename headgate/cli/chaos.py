@@ -95,7 +95,7 @@ def run(session: Session) -> int:
     if session.args.fault is None:
         return _list(session)
     fault = FAULTS[session.args.fault]
-    check_sense(fault, session.args)
+    check_options(fault, session.args)
     check_simulated(addresses.inference(session).get("/devices")["devices"])
     done, undo = {"device": _device, "model": _worker, "service": _service}[fault.on](session, fault)
     seconds = session.args.seconds
@@ -110,7 +110,7 @@ def run(session: Session) -> int:
     return Exit.OK
 
 
-def check_sense(fault: Fault, args: argparse.Namespace) -> None:
+def check_options(fault: Fault, args: argparse.Namespace) -> None:
     """Raises UsageError for an option that does not apply to `fault`."""
     for option, given in (("device", args.device), ("model", args.model)):
         if given is not None and fault.on != option:

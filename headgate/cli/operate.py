@@ -60,7 +60,7 @@ def _recover(session: Session) -> int:
 def _named(session: Session, hint: str) -> str:
     """The name in the arguments, quoted for a path. Raises UsageError without one."""
     if not session.args.name:
-        raise UsageError(f"which one? {hint}")
+        raise UsageError(f"the name is missing; {hint}")
     return segment(session.args.name)
 
 

@@ -121,7 +121,7 @@ async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
     terminal = session.terminal
     colors = {"inference": "cyan", "gateway": "green"}
 
-    lines = LineWriter()  # a slow reader of our stderr must not block the services
+    lines = LineWriter()  # a slow reader of stderr must not block the services
 
     def line(name: str, text: str) -> None:
         lines.put(f"{terminal.paint_err(name.ljust(9), colors[name])} {text}")

@@ -170,7 +170,7 @@ class Response:
     """One response. An error is a status before the response has started, and the last frame of a stream after it."""
 
     def __init__(self, send: Send, request_id: str, wire: Wire | None = None) -> None:
-        """Without a `request_id` the response does not carry one."""
+        """Without a `request_id` the response has none."""
         self.request_id = request_id
         self.started = False
         self._send = send

@@ -3,7 +3,7 @@
 TABLE has the transitions; an event without a transition changes nothing. `step` adds the times: when to read again and
 how long to wait. The effects that give up the models of a device and request a restart happen once per incident.
 
-An unusable device is read again after a tenth of the time since the trouble began, within FIRST_READ_SECONDS and
+An unusable device is read again after a tenth of the time since the incident began, within FIRST_READ_SECONDS and
 LAST_READ_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
 """
 
@@ -110,8 +110,8 @@ TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect,
 class DeviceHealth:
     """The health of one device. Times are monotonic seconds.
 
-    `sign` is that of the newest reading, `note` the reason why the device is not healthy. `ill_since`: start of the
-    incident. `due_at`: when the state changes without an event. `emptied`: no model is left on the device.
+    `sign` is that of the newest reading, `note` the reason why the device is not healthy. `unhealthy_since`: start of
+    the incident. `due_at`: when the state changes without an event. `emptied`: no model is left on the device.
     `restart_requested`: the effect RESTART was returned. Both last until the end of the incident. `trial` is the number
     of the newest trial; results of older ones do not count. `reading_requested`: no reading has come since the request.
     """
@@ -119,7 +119,7 @@ class DeviceHealth:
     state: DeviceState = DeviceState.HEALTHY
     sign: Sign = Sign.FINE
     note: str = ""
-    ill_since: float = math.inf
+    unhealthy_since: float = math.inf
     due_at: float = math.inf
     emptied: bool = False
     restart_requested: bool = False
@@ -147,14 +147,14 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubted:
+class Suspected:
     """A reason for a trial, in `note`: a worker ended with the loss of the device, or an operator requested it."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialResult:
     """The result of trial number `trial`: `failure` is None if it passed."""
 
     trial: int
@@ -168,9 +168,9 @@ class Tick:
     empty: bool
 
 
-Seen = Read | Doubted | Tried | Tick
+Seen = Read | Suspected | TrialResult | Tick
 _AWAY = (_S.QUARANTINED, _S.LOST)
-_NO_READING = (Sign.UNSURE, Sign.BEYOND)
+_NO_READING = (Sign.UNSURE, Sign.UNREACHABLE)
 _NOT_THERE = (Sign.DEAD, Sign.GONE)
 
 
@@ -181,22 +181,24 @@ def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> 
             event = _of_reading(health, seen, now)
             health = replace(health, sign=seen.sign, reading_requested=False)
             note = seen.note
-        case Doubted(note):
+        case Suspected(note):
             event = _E.DOUBT if health.usable else _E.PROMISING
-        case Tried(trial, failure):
+        case TrialResult(trial, failure):
             event, note = _of_trial(health, trial, failure), failure or health.note
         case _:
             if health.state in _AWAY and now >= health.due_at:
-                return replace(health, due_at=now + pause(now - health.ill_since), reading_requested=True), (_F.READ,)
+                return replace(health, due_at=now + pause(now - health.unhealthy_since), reading_requested=True), (
+                    _F.READ,
+                )
             event, note = _of_time(health, now, empty=seen.empty), health.note
     if event is None or (health.state, event) not in TABLE:
         return health, ()
     return _moved(health, event, note, now, drain_seconds)
 
 
-def pause(ill_seconds: float) -> float:
-    """Seconds until the next reading of a device that has been ill for `ill_seconds`."""
-    return min(LAST_READ_SECONDS, max(FIRST_READ_SECONDS, ill_seconds / 10))
+def pause(unhealthy_seconds: float) -> float:
+    """Seconds until the next reading of a device that has been unhealthy for `unhealthy_seconds`."""
+    return min(LAST_READ_SECONDS, max(FIRST_READ_SECONDS, unhealthy_seconds / 10))
 
 
 def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | None:
@@ -209,7 +211,7 @@ def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | N
         return _E.PROMISING if returned or health.reading_requested else None
     if seen.sign is Sign.FINE:
         return _E.CLEARED
-    if seen.sign is Sign.BEYOND and health.sign is not Sign.BEYOND:
+    if seen.sign is Sign.UNREACHABLE and health.sign is not Sign.UNREACHABLE:
         return _E.DOUBT
     return _E.UNREADABLE
 
@@ -219,7 +221,7 @@ def _of_trial(health: DeviceHealth, trial: int, failure: str | None) -> HealthEv
         return None
     if failure is None:
         return _E.COMPUTES if health.sign in _NO_READING else _E.PASSED
-    return _E.OUT_OF_REACH if health.sign is Sign.BEYOND and not health.restart_requested else _E.FAILED
+    return _E.OUT_OF_REACH if health.sign is Sign.UNREACHABLE and not health.restart_requested else _E.FAILED
 
 
 def _of_time(health: DeviceHealth, now: float, *, empty: bool) -> HealthEvent | None:
@@ -237,7 +239,7 @@ def _moved(
         health,
         state=state,
         note=note or health.note,
-        ill_since=min(health.ill_since, now),
+        unhealthy_since=min(health.unhealthy_since, now),
         trial=health.trial + (_F.PROBE in effects),
         restart_requested=health.restart_requested or _F.RESTART in effects,
         emptied=health.emptied or event is _E.EMPTY or _F.LOSE in effects,
@@ -245,7 +247,7 @@ def _moved(
     )
     if state in USABLE:
         after = replace(
-            after, emptied=False, restart_requested=False, ill_since=math.inf if state is _S.HEALTHY else now
+            after, emptied=False, restart_requested=False, unhealthy_since=math.inf if state is _S.HEALTHY else now
         )
     if state is _S.HEALTHY:
         after = replace(after, note="")
@@ -271,4 +273,4 @@ def _state_seconds(health: DeviceHealth, event: HealthEvent, now: float, drain_s
         case _S.PROBING:
             return TRIAL_SECONDS
         case _:
-            return pause(now - health.ill_since)
+            return pause(now - health.unhealthy_since)

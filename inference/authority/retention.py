@@ -82,7 +82,7 @@ def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, 
     kept = []
     for warm in sorted((item.warm for item in leavers if item.warm), key=lambda item: item.worth(now), reverse=True):
         try:
-            after = after.reserve(f"warm {warm.model}", warm.model, {HOST: warm.bytes}, aside=True)
+            after = after.reserve(f"warm {warm.model}", warm.model, {HOST: warm.bytes}, exempt=True)
         except LedgerError:
             continue
         kept.append(warm.model)

@@ -21,8 +21,8 @@ from inference.authority import effects, events
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
 from inference.authority.handlers.queries.plan_inputs import refusal_error
-from inference.authority.handlers.running.device_care import device_lost_error
-from inference.authority.handlers.running.worker_life import failed_error
+from inference.authority.handlers.running.device_incidents import device_lost_error
+from inference.authority.handlers.running.worker_lifecycle import failed_error
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.leases import Lease, Ticket
 from inference.authority.placement.plan import Refusal
@@ -174,7 +174,7 @@ class Authority:
         return model_status.snapshot(self._state, self.now)
 
     def resolve(self, name: str) -> str:
-        """The id of the model with this id or alias; raises ModelNotFound naming those there are."""
+        """The id of the model with this id or alias; raises ModelNotFound with a list of the models."""
         try:
             return self._state.config.names[name]
         except KeyError:

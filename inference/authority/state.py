@@ -44,7 +44,7 @@ SIMULATED = frozenset({"sim"})
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One device, in MiB of 2**20 bytes. `free_mb` is unused; `ours_mb` is booked for us, in any phase."""
+    """One device, in MiB of 2**20 bytes. `free_mb` is unused; `ours_mb` is booked for models, in any phase."""
 
     used_mb: float
     free_mb: float
@@ -304,7 +304,7 @@ class ModelRecord:
     """of its last load, when memory was refused that the plan had allowed"""
     kept: Kept | None = None
     files: Fingerprint | None = None
-    """the files that its estimates and failures belong to; None before the first look"""
+    """the files that its estimates and failures belong to; None before they were first read"""
     seen_files: Fingerprint = ()
     """its files as last seen"""
 

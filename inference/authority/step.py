@@ -17,7 +17,7 @@ from inference.authority.handlers.placing import moving, reconcile
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import (
     departure,
-    device_care,
+    device_incidents,
     endings,
     estimates,
     oom_recovery,
@@ -25,7 +25,7 @@ from inference.authority.handlers.running import (
     thread_shares,
     tickets,
     warm_pool,
-    worker_life,
+    worker_lifecycle,
     worker_memory,
 )
 from inference.authority.handlers.watching import advisor, governor
@@ -34,7 +34,7 @@ from inference.authority.state import PlanCommand, Purpose, State, TimerKind
 from inference.protocol import ModelState
 
 MOST_ROUNDS = 50
-"""Rounds per step; after that the rest is done a moment later."""
+"""The most rounds of handlers in one step. The next step, which follows at once, does the remaining work."""
 
 
 def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Effect, ...]]:
@@ -149,11 +149,11 @@ def _periodic(draft: Draft) -> None:
     draft.timer(TimerKind.PERIODIC, 0, draft.now + startup.TICK_SECONDS)
     request_events.idle_models_leave(draft)
     worker_memory.tick(draft)
-    device_care.tick(draft)
+    device_incidents.tick(draft)
     oom_recovery.tick(draft)
     moving.check_fallbacks(draft)
     governor.tick(draft)
-    device_care.publish(draft)
+    device_incidents.publish(draft)
 
 
 def _observed(draft: Draft, event: events.Observed) -> None:
@@ -167,8 +167,8 @@ def _devices_read(draft: Draft, event: events.DevicesRead) -> None:
     devices = draft.state.devices
     if devices.done < devices.begun:
         draft.set_devices(done=devices.begun, refreshed_at=draft.now)
-    device_care.take_readings(draft)
-    device_care.read_done(draft)
+    device_incidents.take_readings(draft)
+    device_incidents.read_done(draft)
     endings.reading_taken(draft, problem=event.problem)
     worker_memory.overhead_read(draft, failed=event.problem is not None)
     governor.read_done(draft, event.problem)
@@ -235,28 +235,30 @@ _HANDLERS: dict[type, Callable[[Draft, Any], object]] = {
     events.DevicesRead: _devices_read,
     events.DeviceNoticed: lambda draft, event: device_view.read(draft),
     events.PressureChecked: _checked,
-    events.TrialEnded: lambda draft, event: device_care.trial_ended(draft, event.device, event.trial, event.failure),
-    events.ProbesRenewed: lambda draft, event: device_care.renewed(draft, event.command),
+    events.TrialEnded: lambda draft, event: device_incidents.trial_ended(
+        draft, event.device, event.trial, event.failure
+    ),
+    events.ProbesRenewed: lambda draft, event: device_incidents.renewed(draft, event.command),
     events.Wanted: request_events.wanted,
     events.Withdrawn: request_events.withdrawn,
     events.Released: request_events.released,
     events.CrashReported: request_events.crash_reported,
     events.RequestAnswered: request_events.request_answered,
     events.CaseCleared: request_events.case_cleared,
-    events.Spawned: worker_life.spawned,
-    events.SpawnFailed: worker_life.spawn_failed,
-    events.Progressed: worker_life.progressed,
-    events.Loaded: worker_life.loaded,
+    events.Spawned: worker_lifecycle.spawned,
+    events.SpawnFailed: worker_lifecycle.spawn_failed,
+    events.Progressed: worker_lifecycle.progressed,
+    events.Loaded: worker_lifecycle.loaded,
     events.FileHeld: warm_pool.file_held,
     events.ContextFreed: warm_pool.context_freed,
-    events.CheckpointEnded: worker_life.checkpoint_ended,
-    events.Exited: worker_life.exited,
+    events.CheckpointEnded: worker_lifecycle.checkpoint_ended,
+    events.Exited: worker_lifecycle.exited,
     events.WorkersMeasured: lambda draft, event: worker_memory.measured(draft, event.bytes),
     events.Trimmed: commands.trimmed,
     events.Estimated: _estimated,
     events.FilesChecked: estimates.files_checked,
-    events.BuildChecked: worker_life.build_checked,
-    events.ShortageLearned: worker_life.shortage_learned,
+    events.BuildChecked: worker_lifecycle.build_checked,
+    events.ShortageLearned: worker_lifecycle.shortage_learned,
     events.HeadroomChanged: oom_recovery.headroom_changed,
     events.SettingsChanged: configuration.apply,
     events.Commanded: commands.begin,

@@ -99,7 +99,7 @@ class Pace:
 def load_seconds_left(progress: float, took_seconds: float, last_seconds: float) -> float:
     """Seconds left of a load with `progress` (0 to 1) after `took_seconds`; the last load took `last_seconds`.
 
-    An overdue load without progress is expected to take as long again as it is overdue.
+    If a load without progress is overdue by some seconds, the result is this number of seconds.
     """
     if progress > _LEAST_PROGRESS:
         return took_seconds * (1 - progress) / progress

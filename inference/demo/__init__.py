@@ -22,7 +22,7 @@ class UnknownBundledModelError(KeyError):
 def bundled_path(name: str) -> Path:
     """Return the GGUF file of the bundled model `name`, which is a key of `bundled:NAME` paths.
 
-    Raises UnknownBundledModelError (a KeyError) that lists the names there are.
+    Raises UnknownBundledModelError (a KeyError) with a list of the known names.
     """
     if name not in BUNDLED:
         raise UnknownBundledModelError(name)

@@ -40,7 +40,7 @@ class OutOfReachError(HeadgateError):
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """The circumstances that determine the accelerators; after a change of any, nothing is expected.
+    """The circumstances that determine the accelerators; after a change of one, no number of accelerators is expected.
 
     `choice`: INFERENCE_DEVICES and the variables that hide devices. `boot`: the kernel's boot id, "" without one.
     `backends`: those of llama.cpp; two builds may share a state directory (containers with and without CUDA).

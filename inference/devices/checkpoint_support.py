@@ -25,7 +25,7 @@ SPARE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class SuspensionFailure:
     """Why a process could not be suspended or resumed. Its state is then unknown.
 
     `of_state`: the cause is the current state of the device, such as too little memory. A later attempt may succeed.
@@ -41,51 +41,53 @@ class Suspender(Protocol):
     label: str
     """Name for messages, such as `the NVIDIA driver`."""
 
-    async def test(self, device: Reading) -> Trouble | None:
+    async def test(self, device: Reading) -> SuspensionFailure | None:
         """Tests whether both operations work here."""
         ...
 
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:
         """Runs `operation` (suspend or resume) on `pid`, which uses only this device. `seconds` limits one copy."""
         ...
 
 
 class DriverSuspender:
-    """Checkpoints of NVIDIA's driver."""
+    """Uses the checkpoints of NVIDIA's driver."""
 
     label = "the NVIDIA driver"
 
-    async def test(self, device: Reading) -> Trouble | None:  # noqa: D102
+    async def test(self, device: Reading) -> SuspensionFailure | None:  # noqa: D102
         return await _run_job({"operation": "test", "seconds": CALL_SECONDS}, TEST_SECONDS)
 
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:  # noqa: D102
         job = {"operation": operation, "pid": pid, "seconds": seconds}
         return await _run_job(job, 3 * seconds + SPARE_SECONDS)
 
 
 class SimulatorSuspender:
-    """Checkpoints of the simulator that listens at `socket_path`."""
+    """Uses the simulator that listens at `socket_path`."""
 
     label = "the simulator"
 
     def __init__(self, socket_path: Path) -> None:
         self._socket_path = socket_path
 
-    async def test(self, device: Reading) -> Trouble | None:  # noqa: D102
-        return None if sys.platform == "linux" else Trouble("simulated devices suspend processes on Linux only")
+    async def test(self, device: Reading) -> SuspensionFailure | None:  # noqa: D102
+        return (
+            None if sys.platform == "linux" else SuspensionFailure("simulated devices suspend processes on Linux only")
+        )
 
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:  # noqa: D102
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:  # noqa: D102
         try:
             await send_command(self._socket_path, operation, device, seconds=seconds, pid=pid)
         except SimulatorError as error:
-            return Trouble(str(error), error.of_state)
+            return SuspensionFailure(str(error), error.of_state)
         return None
 
 
-async def _run_job(job: Mapping[str, Any], seconds: float) -> Trouble | None:
+async def _run_job(job: Mapping[str, Any], seconds: float) -> SuspensionFailure | None:
     """Runs the job in a helper."""
     try:
         answer = await run_helper("checkpoint", job, seconds=seconds)
     except HelperError as error:
-        return Trouble(str(error))
-    return Trouble(str(answer["error"])) if "error" in answer else None
+        return SuspensionFailure(str(error))
+    return SuspensionFailure(str(answer["error"])) if "error" in answer else None

@@ -69,8 +69,8 @@ class NvmlReader:
         """Evidence about all devices from a failed reading."""
         if self.error is None:
             return Sign.FINE
-        if self.answered and self._reopening.is_beyond:
-            return Sign.BEYOND
+        if self.answered and self._reopening.is_exhausted:
+            return Sign.UNREACHABLE
         return Sign.UNSURE if self._code is None else sign_of_nvml(self._code)
 
     def knows(self, pci: str) -> bool:

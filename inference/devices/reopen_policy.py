@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_SECONDS = 8.0
-BEYOND_AFTER = 5
+EXHAUSTED_AFTER = 5
 """After this number of consecutive new processes that the driver refused, further ones are not expected to help. With
 the delays this takes at least 15 s, longer than the replacement of a driver.
 """
@@ -16,7 +16,7 @@ the delays this takes at least 15 s, longer than the replacement of a driver.
 
 @dataclass(frozen=True, slots=True)
 class Reopening:
-    """Consecutive failures, consecutive refused new processes, and the time of the next restart."""
+    """Consecutive failures, consecutive new processes that the driver refused, and the time of the next restart."""
 
     failures: int = 0
     refused: int = 0
@@ -33,6 +33,6 @@ class Reopening:
         return now >= self.due_at
 
     @property
-    def is_beyond(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether new processes are not expected to help."""
-        return self.refused >= BEYOND_AFTER
+        return self.refused >= EXHAUSTED_AFTER

@@ -24,7 +24,7 @@ class Sign(StrEnum):
     """It no longer computes, and its memory is lost."""
     GONE = "gone"
     """The machine does not have it at the moment."""
-    BEYOND = "beyond"
+    UNREACHABLE = "unreachable"
     """New processes of this service cannot reach it: only a restart of the service or its container helps.
 
     Older processes may still work; a trial shows whether a new one does.
@@ -63,7 +63,7 @@ OUT_OF_REACH = frozenset({OPERATING_SYSTEM, LIB_RM_VERSION_MISMATCH, UNKNOWN})
 def sign_of_nvml(code: int) -> Sign:
     """The sign of an NVML code for a device, or for all devices in an answer of the library; UNSURE if unlisted.
 
-    A single code does not mean BEYOND, which needs the same answer in several new processes.
+    A single code does not mean UNREACHABLE, which needs the same answer in several new processes.
     """
     return _BY_CODE.get(code, Sign.UNSURE)
 

@@ -5,7 +5,7 @@ The exact figures come from llama.cpp (`inference.estimate.estimate_job`). This 
 - weights: the tensors' own bytes, as the header lists them;
 - KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
   (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
-- compute: the widest moment of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
+- compute: the peak use of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
   outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence). llama.cpp's own reservation
   of the worst-case graph was 0.5 to 1.0 times this for Llama-family models.
 """

@@ -1,4 +1,4 @@
-"""The life of a worker process: hello, grant, load, ready, serve, offload, drain, stop.
+"""The main program of a worker process: hello, grant, load, ready, serve, offload, drain, stop.
 
 The process ends with the authority: the kernel ends it on Linux, and the end of file of the link does everywhere. It
 ignores SIGINT, which the supervisor handles, and drains on SIGTERM.
@@ -117,7 +117,7 @@ class Worker:
         self._fraction: float | None = None
 
     def run(self) -> None:
-        """Runs the whole life of the process; does not return."""
+        """Runs until the process ends; does not return."""
         self._channel.start()
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))

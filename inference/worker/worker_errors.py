@@ -2,7 +2,7 @@
 
 WorkerError              fails one request: an OpenAI error envelope, or an error frame in a stream that has started
 ├── BadRequestError      the request is wrong; 4xx with `param`
-│   └── ConstraintError  the answer cannot be held to its form any longer
+│   └── ConstraintError  the answer can no longer be constrained to its form
 └── UnloadedError        the worker ends; the model can be requested again
 GoneError                the client disconnected
 LoadError                the model cannot be loaded: becomes a `failed` message on the link, then the process ends
@@ -68,7 +68,7 @@ class BadRequestError(WorkerError):
 
 
 class ConstraintError(BadRequestError):
-    """A running answer cannot be held to its form: a limit was reached, or parameters exclude every allowed token."""
+    """A running answer can no longer be constrained: a limit was reached, or parameters exclude every allowed token."""
 
 
 class UnloadedError(WorkerError):

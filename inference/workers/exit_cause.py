@@ -92,15 +92,15 @@ class ExitEvidence:
     """What is known about an ended worker.
 
     `status`: exit status, or minus the signal number. `requested`, `hang`: the service ended it. `failed_cause`: the
-    cause in its `failed` message. `greeted`, `ready`: how far the start had come. `has_computed`: it completed a step
-    of a request. `build_is_trusted`: llama.cpp passed its check after a worker had died before its first step.
+    cause in its `failed` message. `hello_received`, `ready`: how far the start had come. `has_computed`: it completed a
+    step of a request. `build_is_trusted`: llama.cpp passed its check after a worker had died before its first step.
     """
 
     status: int
     requested: bool = False
     hang: bool = False
     failed_cause: str | None = None
-    greeted: bool = True
+    hello_received: bool = True
     ready: bool = True
     has_computed: bool = True
     build_is_trusted: bool = False
@@ -126,7 +126,7 @@ def classify(evidence: ExitEvidence) -> ExitCause:
         return _C.BROKEN_BUILD
     if evidence.status in (-_SIGABRT, -_SIGSEGV, -_SIGBUS, -_SIGILL, -_SIGFPE):
         return _C.ASSERT
-    if not evidence.greeted or not evidence.ready:
+    if not evidence.hello_received or not evidence.ready:
         return _C.STARTUP
     return _C.KILLED if evidence.status < 0 else _C.ASSERT
 

@@ -84,12 +84,12 @@ class HangWatch:
         if self._task_began is not None:
             self._task_began += late_seconds
 
-    def hang_reason(self, now: float, beat: Heartbeat | None, *, greeted: bool) -> str | None:
-        """Why the worker hangs, or None. `greeted`: whether it has sent a message since its start."""
+    def hang_reason(self, now: float, beat: Heartbeat | None, *, hello_received: bool) -> str | None:
+        """Why the worker hangs, or None. `hello_received`: whether it has sent a message since its start."""
         limits = self._timeouts
         age_seconds = now - (self._began if self._task_began is None else self._task_began)
         silent_seconds = now - self._last_message
-        if not greeted:
+        if not hello_received:
             late = age_seconds > limits.start_seconds
             return f"no sign of life within {age_seconds:.0f} s of its start" if late else None
         if silent_seconds > limits.silence_seconds:

@@ -287,7 +287,7 @@ class WorkerProcess:
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
         if self._suspended:
             return
-        if reason := self._watch.hang_reason(now, self.beat, greeted=self.hello.done()):
+        if reason := self._watch.hang_reason(now, self.beat, hello_received=self.hello.done()):
             log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, reason)
             self.kill(reason)
 
@@ -348,7 +348,7 @@ class WorkerProcess:
             requested=self._requested,
             hang=self._hang is not None,
             failed_cause=self._failed.cause if self._failed else None,
-            greeted=self.hello.done(),
+            hello_received=self.hello.done(),
             ready=self._watch.is_ready,
             has_computed=self._has_computed,
             build_is_trusted=self._build_is_trusted(),

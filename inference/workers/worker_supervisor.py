@@ -113,7 +113,7 @@ async def trim_heaps(
     own = private_bytes(os.getpid()) or 0
     for worker in workers.values():
         worker.forget()
-    await asyncio.to_thread(_trim_ourselves)
+    await asyncio.to_thread(_trim_service)
     for _ in range(2):  # the first heartbeat may have been sent before the order arrived
         await _fresh_beats(workers.values())
     left = {id: private_bytes(worker.pid) or before[id] for id, worker in workers.items()}
@@ -128,7 +128,7 @@ def _retained(workers: Mapping[str, WorkerProcess]) -> dict[str, int]:
     return {id: worker.beat.cells_retained for id, worker in workers.items() if worker.beat is not None}
 
 
-def _trim_ourselves() -> None:
+def _trim_service() -> None:
     """A full garbage collection, which blocks the service for some tens of milliseconds."""
     gc.collect()
     malloc_trim.trim()

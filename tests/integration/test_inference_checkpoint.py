@@ -13,7 +13,7 @@ import pytest
 from inference.app import Service
 from inference.authority.events import SuspensionTested
 from inference.authority.lifecycle import Action
-from inference.devices.checkpoint_support import DriverSuspender, Trouble
+from inference.devices.checkpoint_support import DriverSuspender, SuspensionFailure
 from inference.devices.device import Reading
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper
@@ -108,11 +108,11 @@ async def test_failed_driver_call_is_named(driver: CudaStub, way: str, call: str
     if way == "resume":
         assert await suspender.run("suspend", "gpu-0", process.pid, 10) is None
     driver.say(f"{how} {call} 999")
-    trouble = await suspender.run(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
+    failure = await suspender.run(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
     process.kill()
     await process.wait()
-    assert trouble is not None
-    assert call in trouble.why
+    assert failure is not None
+    assert call in failure.why
 
 
 async def test_model_whose_suspension_fails_is_cold(start: Start, driver: CudaStub) -> None:
@@ -168,15 +168,15 @@ class FakeCarrier:
 
     label = "the fake"
 
-    def __init__(self, **troubles: Trouble) -> None:
+    def __init__(self, **troubles: SuspensionFailure) -> None:
         self.troubles = troubles
         self.operations: list[str] = []
 
-    async def test(self, device: Reading) -> Trouble | None:
+    async def test(self, device: Reading) -> SuspensionFailure | None:
         self.operations.append("test")
         return self.troubles.get("test")
 
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:
         self.operations.append(operation)
         return self.troubles.get(operation)
 

@@ -211,7 +211,7 @@ async def test_device_that_only_a_new_process_can_use_restarts_the_service(start
     gpus = UnhealthyDevices(1)
     service = await start({"a": {}}, gpus)
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
-    gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
+    gpus.signs["gpu-0"] = (Sign.UNREACHABLE, "Unknown Error")
     await service.authority.reached(lambda: service.authority.state.restart_reason is not None)
     reason = "new processes cannot reach gpu-0 (no CUDA-capable device is detected)"
     assert service.authority.state.restart_reason == reason

@@ -11,12 +11,12 @@ from inference.authority.device_health import (
     STOP_SECONDS,
     TRIAL_SECONDS,
     DeviceHealth,
-    Doubted,
     Effect,
     Read,
     Seen,
+    Suspected,
     Tick,
-    Tried,
+    TrialResult,
     step,
 )
 from inference.devices.signs import Sign
@@ -27,8 +27,8 @@ LONGEST_SECONDS = DRAIN_SECONDS + STOP_SECONDS + AGAIN_SECONDS + TRIAL_SECONDS +
 
 seen = st.one_of(
     st.builds(Read, st.sampled_from(Sign), st.sampled_from(["", "why"])),
-    st.builds(Doubted, st.just("doubted")),
-    st.builds(Tried, st.integers(0, 4), st.sampled_from([None, "failed"])),
+    st.builds(Suspected, st.just("doubted")),
+    st.builds(TrialResult, st.integers(0, 4), st.sampled_from([None, "failed"])),
     st.builds(Tick, st.booleans()),
 )
 histories = st.lists(st.tuples(seen, st.sampled_from([0.0, 0.5, 5.0, 50.0])), max_size=40)
@@ -68,26 +68,26 @@ class World:
         end = self.now + LONGEST_SECONDS
         self.sees(Read(sign))
         if self.case.state is DeviceState.PROBING:
-            self.sees(Tried(self.case.trial, failure))
+            self.sees(TrialResult(self.case.trial, failure))
         while self.now < end:
             self.now += 4.0
             effects = list(self.sees(Tick(True)))
             if Effect.READ in effects:
                 effects += self.sees(Read(sign))
             if Effect.PROBE in effects:
-                self.sees(Tried(self.case.trial, failure))
+                self.sees(TrialResult(self.case.trial, failure))
 
 
 OUTCOMES = {
     (Sign.FINE, None): {DeviceState.HEALTHY},
     (Sign.UNSURE, None): {DeviceState.SUSPECT},
-    (Sign.BEYOND, None): {DeviceState.SUSPECT},
+    (Sign.UNREACHABLE, None): {DeviceState.SUSPECT},
     (Sign.ILL, None): {DeviceState.QUARANTINED, DeviceState.LOST},
     (Sign.DEAD, None): {DeviceState.LOST},
     (Sign.GONE, None): {DeviceState.LOST},
     (Sign.DEAD, "failed"): {DeviceState.LOST},
     (Sign.UNSURE, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
-    (Sign.BEYOND, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
+    (Sign.UNREACHABLE, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
 }
 
 

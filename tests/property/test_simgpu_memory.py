@@ -33,7 +33,7 @@ class Device(RuleBasedStateMachine):
     def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
         before = self.memory
         fits = size <= before.free_bytes and not before.failures_left and before.successes_left != 0
-        after, granted = before.ask(connection, size)
+        after, granted = before.request(connection, size)
         assert granted == fits
         self.pointers += 1
         key = (connection, self.pointers)
@@ -44,10 +44,10 @@ class Device(RuleBasedStateMachine):
             return key
         assert after.used_bytes == before.used_bytes + size
         if comes:
-            self.memory = after.made(connection, self.pointers, size, size + extra)
+            self.memory = after.created(connection, self.pointers, size, size + extra)
             self.live[key] = size + extra
         else:
-            self.memory = after.unmade(connection, size)
+            self.memory = after.creation_failed(connection, size)
             assert self.memory.used_bytes == before.used_bytes
         return key
 
@@ -111,11 +111,11 @@ class Device(RuleBasedStateMachine):
     @rule(count=st.integers(0, CAPACITY))
     def others_take(self, count: int) -> None:
         if count <= self.memory.capacity_bytes - self.memory.ours_bytes:
-            self.memory = self.memory.taken(count)
+            self.memory = self.memory.with_foreign(count)
             assert self.memory.foreign_bytes == count
         else:
             with pytest.raises(ValueError, match="other processes can use"):
-                self.memory.taken(count)
+                self.memory.with_foreign(count)
 
     @invariant()
     def every_byte_has_an_account(self) -> None:
@@ -144,15 +144,15 @@ TestDevice = Device.TestCase
 
 def test_requested_bytes_are_reserved_until_they_are_allocated() -> None:
     """Two clients at once cannot get the same bytes, and one that leaves in between releases its own."""
-    memory, first = Memory(100).ask(1, 60)
-    memory, second = memory.ask(2, 60)
+    memory, first = Memory(100).request(1, 60)
+    memory, second = memory.request(2, 60)
     assert (first, second) == (True, False)
     assert memory.end(1, 0.0).free_bytes == 100
 
 
 def test_late_bytes_return_on_command() -> None:
-    memory, _granted = replace(Memory(100), late_seconds=math.inf).ask(1, 60)
-    memory = memory.made(1, 7, 60, 60).free(1, 7, now=0.0)
+    memory, _granted = replace(Memory(100), late_seconds=math.inf).request(1, 60)
+    memory = memory.created(1, 7, 60, 60).free(1, 7, now=0.0)
     assert memory.settle(1e9).free_bytes == 40
     assert memory.settle(ALL).free_bytes == 100
 
@@ -162,7 +162,7 @@ def test_one_allocation_in_the_middle_is_refused() -> None:
     memory = replace(Memory(100), successes_left=2)
     answers = []
     for _ in range(4):
-        memory, granted = memory.ask(1, 10)
+        memory, granted = memory.request(1, 10)
         answers.append(granted)
     assert answers == [True, True, False, True]
     assert memory.counters.refusals == 1
@@ -170,10 +170,10 @@ def test_one_allocation_in_the_middle_is_refused() -> None:
 
 def test_suspended_bytes_return_only_if_there_is_room() -> None:
     """If others use the memory, all bytes return at once or none, also for an injected refusal."""
-    memory, _granted = Memory(100).ask(1, 60)
-    memory = memory.made(1, 7, 60, 60).suspend([1], now=0.0)
+    memory, _granted = Memory(100).request(1, 60)
+    memory = memory.created(1, 7, 60, 60).suspend([1], now=0.0)
     assert (memory.free_bytes, memory.suspended_bytes, memory.counters.frees) == (100, 60, 1)
-    full, granted = memory.taken(50).resume([1])
+    full, granted = memory.with_foreign(50).resume([1])
     assert (granted, full.suspended_bytes, full.counters.refusals) == (False, 60, 1)
     refused, granted = replace(memory, failures_left=1).resume([1])
     assert (granted, refused.failures_left) == (False, 0)

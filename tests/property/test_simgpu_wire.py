@@ -21,13 +21,13 @@ class Book:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def ask(self, size_bytes: int) -> bool:
+    def request(self, size_bytes: int) -> bool:
         return size_bytes <= LIMIT
 
-    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
+    def created(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         self.events.append(("made", size_bytes))
 
-    def unmade(self, requested_bytes: int) -> None:
+    def creation_failed(self, requested_bytes: int) -> None:
         self.events.append(("unmade", requested_bytes))
 
     def free(self, pointer: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from inference.authority.lifecycle import Reason
-from inference.devices.checkpoint_support import Trouble
+from inference.devices.checkpoint_support import SuspensionFailure
 from inference.devices.device import Reading
 from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState
@@ -19,10 +19,10 @@ class Suspender:
 
     label = "the fake"
 
-    async def test(self, device: Reading) -> Trouble | None:
+    async def test(self, device: Reading) -> SuspensionFailure | None:
         return None
 
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:
         return None
 
 

@@ -66,23 +66,23 @@ async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault:
                 while devices.status()["suspended_bytes"]:
                     await asyncio.sleep(0.01)
             FAULTS[fault](devices)
-            trouble = await resuming
+            failure = await resuming
         finally:
             for pid in stopped:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
             subject.kill()
             subject.communicate()
-        assert trouble is not None
-        assert trouble.of_state, trouble.why
+        assert failure is not None
+        assert failure.of_state, failure.why
 
 
 async def test_missing_simulator_does_not_disable_checkpoints() -> None:
     with SimDevices(SIZE) as devices:
         suspender = SimulatorSuspender(devices.socket_path.with_name("missing"))
-        trouble = await suspender.run("suspend", "gpu-0", os.getpid(), SECONDS)
-    assert trouble is not None
-    assert trouble.of_state, trouble.why
+        failure = await suspender.run("suspend", "gpu-0", os.getpid(), SECONDS)
+    assert failure is not None
+    assert failure.of_state, failure.why
 
 
 async def test_command_to_an_ended_server_raises_server_ended() -> None:

@@ -11,7 +11,7 @@ from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.operating.startup import TICK_SECONDS
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import device_care, tickets
+from inference.authority.handlers.running import device_incidents, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, Phase
@@ -147,12 +147,12 @@ class CheckedWorld(World):
         if model.state is not _S.DRAINING and not worker.ending:
             assert (model.state is _S.BUSY) == bool(worker.leases), "busy with requests, and with nothing else"
         if model.state is _S.LOADING:
-            assert (held.aside, worker.ready, worker.extra) == (False, None, None)
+            assert (held.exempt, worker.ready, worker.extra) == (False, None, None)
             assert held.phase is Phase.RESERVED or worker.failure is not None
             reserved = _nonzero(worker.placement.need)
             assert worker.failure is not None or _nonzero(held.bytes) == reserved, "what is planned is reserved"
         elif model.state in SERVING:
-            assert (held.phase, held.aside, worker.extra, worker.suspended) == (Phase.RESIDENT, False, None, None)
+            assert (held.phase, held.exempt, worker.extra, worker.suspended) == (Phase.RESIDENT, False, None, None)
             assert worker.ending or process is not None
             self._check_resident(worker, held.bytes)
             departure = worker.departure
@@ -162,7 +162,7 @@ class CheckedWorld(World):
                     "a model that must leave has a deadline"
                 )
         elif model.state is _S.WARM:
-            assert (held.phase, held.aside, worker.extra, worker.ready) == (Phase.RESIDENT, True, None, None)
+            assert (held.phase, held.exempt, worker.extra, worker.ready) == (Phase.RESIDENT, True, None, None)
             assert set(_nonzero(held.bytes)) <= {CPU}, "a warm model has no device memory"
             assert model.kept is not None
             assert sum(held.bytes.values()) == model.kept.count_bytes
@@ -284,14 +284,16 @@ class CheckedWorld(World):
         if worker is None or worker.ending or worker.failure is not None:
             return
         for device in worker.placement.devices:
-            if device != CPU and device_care.health_of(before, device).usable:
-                assert device_care.health_of(self.state, device).state is DeviceState.PROBING, f"{device} is tried"
+            if device != CPU and device_incidents.health_of(before, device).usable:
+                assert device_incidents.health_of(self.state, device).state is DeviceState.PROBING, f"{device} is tried"
 
     def _check_reloads(self, before: State) -> None:
         """When a lost device is usable again, the models that lost it are wanted or loaded."""
         reloading = {ticket.model for ticket in self.state.tickets.values() if ticket.purpose is Purpose.RELOAD}
         for device, names in before.devices.lost_models.items():
-            is_unchanged = device in self.state.devices.lost_models or not device_care.health_of(before, device).emptied
+            is_unchanged = (
+                device in self.state.devices.lost_models or not device_incidents.health_of(before, device).emptied
+            )
             if is_unchanged or self.state.closing:
                 continue
             for model in (self.state.models[name] for name in names if name in self.state.models):
@@ -413,7 +415,7 @@ class CheckedWorld(World):
             assert most is None or len(held) <= most, "INFERENCE_MAX_MODELS holds"
             for device in worker.placement.devices:
                 if device != CPU:
-                    assert device_care.health_of(self.state, device).state in USABLE
+                    assert device_incidents.health_of(self.state, device).state in USABLE
                 there = [item for item in held if device in item.devices and item.holding != worker.holding]
                 assert not there or not (model.spec.dedicated or any(item.dedicated for item in there))
             assert not model.removed
@@ -584,7 +586,7 @@ class CheckedWorld(World):
             case events.Refresh():
                 assert state.devices.done > noted, "a refresh is answered by a reading that began after it"
             case events.Recover(device):
-                assert device_care.health_of(state, device).state is not DeviceState.PROBING
+                assert device_incidents.health_of(state, device).state is not DeviceState.PROBING
             case _:
                 pass
 
@@ -752,4 +754,4 @@ def _nonzero(counts: Any) -> dict[str, int]:
 
 
 def _figures(sums: Any) -> tuple[int, ...]:
-    return (sums.reserved_bytes, sums.resident_bytes, sums.releasing_bytes, sums.aside_bytes)
+    return (sums.reserved_bytes, sums.resident_bytes, sums.releasing_bytes, sums.exempt_bytes)

@@ -43,7 +43,7 @@ class Unreachable:
 
     def readings(self) -> tuple[Reading, ...]:
         count, size = int(os.environ["UNREACHABLE_GPUS"]), 2**30
-        fields = {} if "GPUS_READ_WELL" in os.environ else {"note": "NVML: Unknown Error", "sign": Sign.BEYOND}
+        fields = {} if "GPUS_READ_WELL" in os.environ else {"note": "NVML: Unknown Error", "sign": Sign.UNREACHABLE}
         return tuple(Reading(f"gpu-{number}", "cuda", "a GPU", size, size, 0, **fields) for number in range(count))  # type: ignore[arg-type]
 
 

@@ -79,7 +79,7 @@ def test_abort_without_a_message_is_silent() -> None:
         (ExitEvidence(ABORT, last_text="CUDA error: out of memory"), ExitCause.OOM_COMPUTE),
         (ExitEvidence(ABORT, ready=False, last_text="CUDA error: out of memory"), ExitCause.OOM_LOAD),
         (ExitEvidence(ABORT, last_text="alloc: cudaMalloc failed: out of memory"), ExitCause.OOM_COMPUTE),
-        (ExitEvidence(1, greeted=False, ready=False), ExitCause.STARTUP),
+        (ExitEvidence(1, hello_received=False, ready=False), ExitCause.STARTUP),
         (ExitEvidence(-15), ExitCause.KILLED),
         (ExitEvidence(1), ExitCause.ASSERT),
     ],

@@ -23,8 +23,8 @@ def _stepping(step_seconds: float, done: int = 10) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"age": 4, "silent": 4, "greeted": False, "ready": False}, None),
-        ({"age": 6, "silent": 4, "greeted": False, "ready": False}, "no sign of life within 6 s of its start"),
+        ({"age": 4, "silent": 4, "hello_received": False, "ready": False}, None),
+        ({"age": 6, "silent": 4, "hello_received": False, "ready": False}, "no sign of life within 6 s of its start"),
         ({"age": 49, "silent": 2, "ready": False}, None),
         ({"age": 49, "silent": 4, "ready": False}, "silent for 4 s"),
         ({"age": 51, "silent": 2, "ready": False}, "not loaded within 51 s"),
@@ -41,7 +41,9 @@ def test_worker_hangs_when_a_timeout_has_passed(state: dict[str, Any], reason: s
     watch.note_message(state["age"] - state["silent"])
     if state.get("ready", True):
         watch.end_task()
-    assert watch.hang_reason(state["age"], state.get("beat"), greeted=state.get("greeted", True)) == reason
+    assert (
+        watch.hang_reason(state["age"], state.get("beat"), hello_received=state.get("hello_received", True)) == reason
+    )
 
 
 def _ticks(watch: HangWatch, until: float, since: float = 0.0) -> None:
@@ -56,13 +58,13 @@ def test_suspended_time_does_not_count_before_a_worker_is_ready(suspended: float
     _ticks(watch, 4.0)
     at = 4.5 + suspended
     watch.tick(at)
-    assert watch.hang_reason(at, None, greeted=False) is None
-    assert watch.hang_reason(at + 0.6, None, greeted=False) == "no sign of life within 5 s of its start"
+    assert watch.hang_reason(at, None, hello_received=False) is None
+    assert watch.hang_reason(at + 0.6, None, hello_received=False) == "no sign of life within 5 s of its start"
     watch.note_message(at)
     watch.begin_task(at)
     watch.tick(at + suspended + 0.5)
     watch.note_message(at + suspended + 0.5)
-    assert watch.hang_reason(at + suspended + 0.5, None, greeted=True) is None
+    assert watch.hang_reason(at + suspended + 0.5, None, hello_received=True) is None
 
 
 def test_silence_counts_again_after_a_pause() -> None:
@@ -70,11 +72,11 @@ def test_silence_counts_again_after_a_pause() -> None:
     watch.end_task()
     assert watch.is_ready
     watch.tick(100.0)
-    assert watch.hang_reason(100.0, None, greeted=True) is None
+    assert watch.hang_reason(100.0, None, hello_received=True) is None
     _ticks(watch, 103.0, since=100.0)
-    assert watch.hang_reason(103.0, None, greeted=True) is None
+    assert watch.hang_reason(103.0, None, hello_received=True) is None
     watch.tick(103.5)
-    assert watch.hang_reason(103.5, None, greeted=True) == "silent for 4 s"
+    assert watch.hang_reason(103.5, None, hello_received=True) == "silent for 4 s"
 
 
 def test_suspended_time_does_not_count_as_part_of_a_step() -> None:
@@ -84,11 +86,11 @@ def test_suspended_time_does_not_count_as_part_of_a_step() -> None:
     _ticks(watch, 2.0)
     watch.tick(1000.0)
     watch.note_message(1000.1)
-    assert watch.hang_reason(1000.1, _beat(999.0), greeted=True) is None
+    assert watch.hang_reason(1000.1, _beat(999.0), hello_received=True) is None
     _ticks(watch, 1012.0, since=1000.0)
     watch.note_message(1012.0)
-    assert watch.hang_reason(1012.0, _beat(1011.0), greeted=True) == "a step of 2 tokens takes longer than 12 s"
-    assert watch.hang_reason(1012.0, _beat(None), greeted=True) is None
+    assert watch.hang_reason(1012.0, _beat(1011.0), hello_received=True) == "a step of 2 tokens takes longer than 12 s"
+    assert watch.hang_reason(1012.0, _beat(None), hello_received=True) is None
 
 
 def test_slightly_late_tick_is_no_pause() -> None:
@@ -98,7 +100,7 @@ def test_slightly_late_tick_is_no_pause() -> None:
     for _ in range(6):
         now += 2 * TICK_SECONDS
         watch.tick(now)
-    assert watch.hang_reason(now + 0.1, None, greeted=True) == "silent for 6 s"
+    assert watch.hang_reason(now + 0.1, None, hello_received=True) == "silent for 6 s"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from inference.authority.device_health import (
     TABLE,
     TRIAL_SECONDS,
     DeviceHealth,
-    Doubted,
     Effect,
     HealthEvent,
     Read,
     Seen,
+    Suspected,
     Tick,
-    Tried,
+    TrialResult,
     pause,
     step,
 )
@@ -54,7 +54,7 @@ class Device:
         return self.sees(Tick(empty), seconds)
 
     def tried(self, failure: str | None = None) -> tuple[DeviceState, list[Effect]]:
-        return self.sees(Tried(self.case.trial, failure))
+        return self.sees(TrialResult(self.case.trial, failure))
 
 
 @pytest.fixture
@@ -155,35 +155,35 @@ def test_suspect_device_may_become_ill_or_dead(device: Device) -> None:
 @pytest.mark.parametrize("sign", [Sign.FINE, Sign.UNSURE])
 def test_exit_of_a_worker_with_a_device_error_starts_a_trial(device: Device, sign: Sign) -> None:
     device.reads(sign)
-    assert device.sees(Doubted("a worker ended")) == (S.PROBING, [Effect.PROBE])
-    assert device.sees(Doubted("another")) == (S.PROBING, [])
+    assert device.sees(Suspected("a worker ended")) == (S.PROBING, [Effect.PROBE])
+    assert device.sees(Suspected("another")) == (S.PROBING, [])
     assert device.reads(sign) == (S.PROBING, [])
     assert device.tried() == ({Sign.FINE: S.HEALTHY, Sign.UNSURE: S.SUSPECT}[sign], [])
 
 
 def test_trial_without_a_result_fails_and_its_late_result_is_ignored(device: Device) -> None:
-    device.sees(Doubted("a worker ended"))
+    device.sees(Suspected("a worker ended"))
     assert device.waits(TRIAL_SECONDS, empty=False) == (S.LOST, [Effect.LOSE])
     assert device.tried() == (S.LOST, [])
-    assert device.sees(Doubted("command of an operator")) == (S.PROBING, [Effect.PROBE])
-    assert device.sees(Tried(1, None)) == (S.PROBING, [])
+    assert device.sees(Suspected("command of an operator")) == (S.PROBING, [Effect.PROBE])
+    assert device.sees(TrialResult(1, None)) == (S.PROBING, [])
     assert device.tried() == (S.HEALTHY, [Effect.RELOAD])
 
 
 def test_device_out_of_reach_of_new_processes_requests_one_restart(device: Device) -> None:
     """Running requests may finish; without a restart the device is drained and tried like any other."""
-    assert device.reads(Sign.BEYOND, "Unknown Error") == (S.PROBING, [Effect.PROBE])
+    assert device.reads(Sign.UNREACHABLE, "Unknown Error") == (S.PROBING, [Effect.PROBE])
     assert device.tried("no CUDA-capable device") == (S.DRAINING, [Effect.DRAIN, Effect.RESTART])
     assert device.waits(DRAIN_SECONDS + STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
     assert device.waits(LAST_READ_SECONDS) == (S.QUARANTINED, [Effect.READ])
-    assert device.reads(Sign.BEYOND) == (S.PROBING, [Effect.PROBE])
+    assert device.reads(Sign.UNREACHABLE) == (S.PROBING, [Effect.PROBE])
     assert device.tried("still none") == (S.LOST, [])
 
 
 def test_device_with_a_broken_nvml_stays_in_use_after_its_trial(device: Device) -> None:
-    device.reads(Sign.BEYOND, "Unknown Error")
+    device.reads(Sign.UNREACHABLE, "Unknown Error")
     assert device.tried() == (S.SUSPECT, [])
-    assert device.reads(Sign.BEYOND) == (S.SUSPECT, [])
+    assert device.reads(Sign.UNREACHABLE) == (S.SUSPECT, [])
     assert device.reads(Sign.UNSURE) == (S.SUSPECT, [])
     assert device.reads(Sign.FINE) == (S.HEALTHY, [])
 
@@ -201,13 +201,21 @@ def test_all_states_can_be_reached_and_left() -> None:
     ("state", "seen"),
     list(
         itertools.product(
-            S, [*(Read(sign) for sign in Sign), Doubted(""), Tried(0, None), Tried(0, "x"), Tick(True), Tick(False)]
+            S,
+            [
+                *(Read(sign) for sign in Sign),
+                Suspected(""),
+                TrialResult(0, None),
+                TrialResult(0, "x"),
+                Tick(True),
+                Tick(False),
+            ],
         )
     ),
     ids=str,
 )
 def test_transitions_are_those_of_the_table(state: DeviceState, seen: Seen) -> None:
-    after, effects = step(DeviceHealth(state, ill_since=0, due_at=math.inf), seen, 1.0, DRAIN_SECONDS)
+    after, effects = step(DeviceHealth(state, unhealthy_since=0, due_at=math.inf), seen, 1.0, DRAIN_SECONDS)
     assert after.state is state or after.state in {to for (at, _), (to, _) in TABLE.items() if at is state}
     assert after.state is not state or not effects
 
@@ -236,7 +244,7 @@ def test_codes_of_nvml(code: int, sign: Sign) -> None:
 
 def test_single_code_is_not_beyond_reach() -> None:
     """Such codes also occur briefly while a driver is replaced."""
-    assert Sign.BEYOND not in {sign_of_nvml(code) for code in range(1000)}
+    assert Sign.UNREACHABLE not in {sign_of_nvml(code) for code in range(1000)}
     assert {17, 18, 999} == signs.OUT_OF_REACH
 
 

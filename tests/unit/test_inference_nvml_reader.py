@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.devices.nvml_reader import NvmlReader
-from inference.devices.reopen_policy import BEYOND_AFTER, MOST_SECONDS, Reopening
+from inference.devices.reopen_policy import EXHAUSTED_AFTER, MOST_SECONDS, Reopening
 from inference.devices.signs import Sign
 from inference.workers.helper_client import HelperError, ServingHelper
 
@@ -128,12 +128,12 @@ async def test_device_that_several_new_children_cannot_reach_is_beyond_reach(
     """As in a container that lost its devices. Failures of the old child do not count."""
     await read(reader, helper, reading())
     signs: list[Sign] = []
-    for _ in range(BEYOND_AFTER + 1):
+    for _ in range(EXHAUSTED_AFTER + 1):
         await read(reader, helper, failure(code))
         signs.append(reader.sign)
         clock.now += 15.0
-    assert Sign.BEYOND not in signs[:-1]
-    assert signs[-1] is Sign.BEYOND
+    assert Sign.UNREACHABLE not in signs[:-1]
+    assert signs[-1] is Sign.UNREACHABLE
     await read(reader, helper, reading())
     assert reader.sign is Sign.FINE
 
@@ -144,7 +144,7 @@ async def test_other_failures_are_not_beyond_reach(
 ) -> None:
     """A missing driver may be loaded later; a timeout proves nothing."""
     await read(reader, helper, reading())
-    for _ in range(BEYOND_AFTER + 2):
+    for _ in range(EXHAUSTED_AFTER + 2):
         await read(reader, helper, answer)
         clock.now += 15.0
     assert reader.sign is (Sign.UNSURE if isinstance(answer, HelperError) else Sign.DEAD)
@@ -154,7 +154,7 @@ async def test_nvml_that_never_worked_is_not_beyond_reach(
     reader: NvmlReader, helper: PaperHelper, clock: Clock
 ) -> None:
     """A restart would not help."""
-    for _ in range(BEYOND_AFTER + 2):
+    for _ in range(EXHAUSTED_AFTER + 2):
         await read(reader, helper, failure(999))
         clock.now += 15.0
     assert reader.sign is Sign.UNSURE
@@ -180,17 +180,17 @@ def test_pauses_between_restarts_grow_to_a_limit() -> None:
 def test_several_rejected_new_processes_are_beyond_reach() -> None:
     """Failures of an old process do not count; another failure in between restarts the count."""
     state = Reopening().failed(0.0)
-    for _ in range(BEYOND_AFTER - 1):
+    for _ in range(EXHAUSTED_AFTER - 1):
         state = state.failed(0.0, is_refused=True)
-    assert not state.is_beyond
-    assert not state.failed(0.0).failed(0.0, is_refused=True).is_beyond
-    assert state.failed(0.0, is_refused=True).is_beyond
+    assert not state.is_exhausted
+    assert not state.failed(0.0).failed(0.0, is_refused=True).is_exhausted
+    assert state.failed(0.0, is_refused=True).is_exhausted
 
 
 def test_device_is_beyond_reach_after_fifteen_seconds() -> None:
     """An old process fails, then new ones, each as soon as it is due."""
     state, now = Reopening().failed(0.0), 0.0
-    while not state.is_beyond:
+    while not state.is_exhausted:
         now = state.due_at
         state = state.failed(now, is_refused=True)
     assert now == 15.0

@@ -357,7 +357,7 @@ def books(*models: tuple[str, EvictionState, dict[str, int]], limit: int | None 
     for name, eviction_state, need in models:
         ledger = ledger.reserve(name, name, need).commit(name, need)
         if eviction_state is EvictionState.WARM:
-            ledger = ledger.put_aside(name)
+            ledger = ledger.set_exempt(name)
         if eviction_state is EvictionState.LEAVING:
             ledger = ledger.leave(name)
         held.append(Held(name, name, eviction_state, need, NOW - 10, 1.0))
@@ -460,20 +460,20 @@ def test_lowered_limits_hold_without_needless_evictions(
 def test_memory_aside_counts_on_its_device_and_not_for_the_limit() -> None:
     ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 100})
     assert ledger.lacks({"cpu": 1})
-    aside = ledger.put_aside("a")
-    assert (aside.loaded_bytes, aside.balance("cpu").ours_bytes, aside.lacks({"cpu": 100})) == (0, 100, ())
-    both = aside.reserve("b", "b", {"cpu": 400}, aside=True)
-    assert both.holdings["b"].aside
+    exempt = ledger.set_exempt("a")
+    assert (exempt.loaded_bytes, exempt.balance("cpu").ours_bytes, exempt.lacks({"cpu": 100})) == (0, 100, ())
+    both = exempt.reserve("b", "b", {"cpu": 400}, exempt=True)
+    assert both.holdings["b"].exempt
     assert both.commit("b", {"cpu": 300}).leave("b").holdings["b"].phase is Phase.RELEASING
-    assert both.lacks({"cpu": 1}, aside=True)
-    back = aside.reserve("c", "c", {"cpu": 60}).put_aside("a", aside=False)
+    assert both.lacks({"cpu": 1}, exempt=True)
+    back = exempt.reserve("c", "c", {"cpu": 60}).set_exempt("a", exempt=False)
     assert (back.loaded_bytes, back.spare_altogether) == (160, -60)
 
 
-@pytest.mark.parametrize("aside", [True, False])
-def test_growth_of_memory_aside_is_bounded_by_the_device_only(aside: bool) -> None:
-    ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 90}, aside=aside)
-    assert bool(ledger.lacks({"cpu": 20}, aside=aside)) is not aside
+@pytest.mark.parametrize("exempt", [True, False])
+def test_growth_of_memory_aside_is_bounded_by_the_device_only(exempt: bool) -> None:
+    ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 90}, exempt=exempt)
+    assert bool(ledger.lacks({"cpu": 20}, exempt=exempt)) is not exempt
 
 
 TOTAL = 1000 * MIB

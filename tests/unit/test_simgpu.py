@@ -1,4 +1,4 @@
-"""Simulated GPUs: INFERENCE_DEVICES, commands of the simulator, memory that is moved aside, the RPC relay."""
+"""Simulated GPUs: INFERENCE_DEVICES, commands of the simulator, memory that is swapped out, the RPC relay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from inference.devices.simgpu.faults import COMMANDS, Order, parse
-from inference.devices.simgpu.rpc_server import PIECE_BYTES, Aside, AsideError
+from inference.devices.simgpu.rpc_server import PIECE_BYTES, Swap, SwapError
 from inference.devices.simgpu.rpc_wire import Command, Conversation, WireError, reply, request
 from inference.environment_settings import parse_choice
 
@@ -52,7 +52,7 @@ def test_choices_of_devices(text: str, sizes: tuple[int, ...] | None) -> None:
         ("sim:2x600", "did you mean 600MiB?"),
         ("sim:1KiB", "too small"),
         ("sim:abc", "'abc' is not a size"),
-        ("sim:17x1GiB", "there can be 16"),
+        ("sim:17x1GiB", "there can be at most 16"),
     ],
 )
 def test_invalid_devices_are_rejected_with_a_suggestion(text: str, words: str) -> None:
@@ -106,7 +106,7 @@ def test_commands_are_documented() -> None:
         assert f"| `{name}` | {f'`{parameter}`' if parameter else ''} | {what} |" in page
 
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved aside on Linux only")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is swapped out on Linux only")
 SIZE = 3 * PIECE_BYTES
 CONTENT = random.Random(3).randbytes(SIZE)
 
@@ -133,67 +133,67 @@ def pages_of(memory: mmap.mmap) -> int:
 
 @on_linux
 def test_memory_aside_is_released_and_restored(memory: mmap.mmap) -> None:
-    aside = Aside()
+    swap = Swap()
     for _ in range(2):
-        assert aside.take([(address(memory), SIZE)]) == SIZE
+        assert swap.swap_out([(address(memory), SIZE)]) == SIZE
         assert pages_of(memory) == 0
-        assert aside.put_back() == SIZE
+        assert swap.swap_in() == SIZE
         assert memory[:] == CONTENT
 
 
 @on_linux
 @pytest.mark.parametrize(("first", "size"), [(100, PIECE_BYTES + 5000), (4096, 4096), (5, 4000), (PIECE_BYTES - 1, 2)])
 def test_other_bytes_on_the_same_pages_are_kept(memory: mmap.mmap, first: int, size: int) -> None:
-    aside = Aside()
-    aside.take([(address(memory) + first, size)])
+    swap = Swap()
+    swap.swap_out([(address(memory) + first, size)])
     assert memory[:first] == CONTENT[:first]
     assert memory[first + size :] == CONTENT[first + size :]
     whole = max(0, (first + size) // mmap.PAGESIZE - -(-first // mmap.PAGESIZE))
     assert pages_of(memory) <= SIZE // mmap.PAGESIZE  # reading maps zero pages
     assert memory[first : first + size].count(0) >= whole * mmap.PAGESIZE
     memory[first : first + size] = bytes(size)
-    aside.put_back()
+    swap.swap_in()
     assert memory[:] == CONTENT
 
 
 @on_linux
 def test_several_spans_and_empty_ones(memory: mmap.mmap) -> None:
     start = address(memory)
-    aside = Aside()
-    assert aside.take([(start, 0), (start + 8192, 4096), (start, 4096)]) == 8192
+    swap = Swap()
+    assert swap.swap_out([(start, 0), (start + 8192, 4096), (start, 4096)]) == 8192
     assert memory[:4096] == memory[8192:12288] == bytes(4096)
-    assert aside.put_back() == 8192
+    assert swap.swap_in() == 8192
     assert memory[:] == CONTENT
-    assert aside.take([]) == aside.put_back() == 0
+    assert swap.swap_out([]) == swap.swap_in() == 0
 
 
 @on_linux
 def test_invalid_moves_are_rejected_without_effect(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
-    aside, span = Aside(), (address(memory), SIZE)
-    with pytest.raises(AsideError, match="no memory was moved"):
-        aside.put_back()
-    with pytest.raises(AsideError, match="the host does not have"):
-        aside.take([(span[0], 2**62)])
-    aside.take([span])
-    with pytest.raises(AsideError, match="already been moved"):
-        aside.take([span])
-    aside.put_back()
+    swap, span = Swap(), (address(memory), SIZE)
+    with pytest.raises(SwapError, match="no memory was moved"):
+        swap.swap_in()
+    with pytest.raises(SwapError, match="the host does not have"):
+        swap.swap_out([(span[0], 2**62)])
+    swap.swap_out([span])
+    with pytest.raises(SwapError, match="already been moved"):
+        swap.swap_out([span])
+    swap.swap_in()
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(AsideError, match="Linux only"):
-        aside.take([span])
+    with pytest.raises(SwapError, match="Linux only"):
+        swap.swap_out([span])
     assert memory[:] == CONTENT
 
 
 class Full:
     """An account that grants nothing."""
 
-    def ask(self, size_bytes: int) -> bool:
+    def request(self, size_bytes: int) -> bool:
         return size_bytes < 0
 
-    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
+    def created(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         raise AssertionError("nothing was granted")
 
-    def unmade(self, requested_bytes: int) -> None:
+    def creation_failed(self, requested_bytes: int) -> None:
         raise AssertionError("nothing was granted")
 
     def free(self, pointer: int) -> None:

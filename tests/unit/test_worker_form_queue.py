@@ -81,8 +81,8 @@ class Rig:
             compiler, self.looking, self.compiling, most=2, seconds=600.0, help_seconds=0.01, clock=lambda: 100.0
         )
 
-    async def request(self, form: Form, *, promised: bool = True, deadline: float | None = None) -> Constraint | None:
-        return await self.queue.constraint(form, "f", promised=promised, deadline=deadline, gone=lambda: self.gone)
+    async def request(self, form: Form, *, guaranteed: bool = True, deadline: float | None = None) -> Constraint | None:
+        return await self.queue.constraint(form, "f", guaranteed=guaranteed, deadline=deadline, gone=lambda: self.gone)
 
     async def queue_is(self, count: int) -> None:
         """Wait until `count` forms are compiled or queued."""
@@ -141,7 +141,7 @@ async def test_full_queue_rejects_and_a_cancelled_request_makes_room(rig: Rig, c
     with pytest.raises(WorkerError) as caught:
         await rig.request(C)
     assert caught.value.code == Code.QUEUE_FULL
-    assert await rig.request(C, promised=False) is None
+    assert await rig.request(C, guaranteed=False) is None
     second.cancel()
     await asyncio.wait([second])
     await rig.queue_is(1)
@@ -239,7 +239,7 @@ async def test_form_is_compiled_for_the_clients_that_stayed(rig: Rig, compiler: 
     first = await _blocked(rig, compiler)
     gone = [False, False]
     requests = [
-        rig.queue.constraint(B, "f", promised=True, deadline=None, gone=lambda number=number: gone[number])
+        rig.queue.constraint(B, "f", guaranteed=True, deadline=None, gone=lambda number=number: gone[number])
         for number in range(2)
     ]
     tasks = [asyncio.create_task(request) for request in requests]
@@ -261,7 +261,7 @@ async def test_wait_ends_at_the_deadline(rig: Rig, compiler: FakeCompiler) -> No
         with pytest.raises(WorkerError) as caught:
             await rig.request(B, deadline=deadline)
         assert caught.value.code == Code.DEADLINE_EXCEEDED
-        assert await rig.request(B, promised=False, deadline=deadline) is None
+        assert await rig.request(B, guaranteed=False, deadline=deadline) is None
     compiler.gate.set()
     await first
     await rig.settled()
@@ -270,10 +270,10 @@ async def test_wait_ends_at_the_deadline(rig: Rig, compiler: FakeCompiler) -> No
 
 async def test_optional_form_is_left_out_if_it_waits_or_cannot_be_compiled(rig: Rig, compiler: FakeCompiler) -> None:
     first = await _blocked(rig, compiler)
-    assert await rig.request(B, promised=False) is None
+    assert await rig.request(B, guaranteed=False) is None
     compiler.gate.set()
     assert await first is not None
-    assert await rig.request(BAD, promised=False) is None
+    assert await rig.request(BAD, guaranteed=False) is None
 
 
 async def test_wait_over_the_limit_of_the_queue_is_queue_full(compiler: FakeCompiler) -> None:
@@ -281,7 +281,7 @@ async def test_wait_over_the_limit_of_the_queue_is_queue_full(compiler: FakeComp
         compiler.gate.clear()
         queue = FormQueue(compiler, looking, compiling, seconds=0.01)
         with pytest.raises(WorkerError) as caught:
-            await queue.constraint(A, "f", promised=True, deadline=None, gone=lambda: False)
+            await queue.constraint(A, "f", guaranteed=True, deadline=None, gone=lambda: False)
         assert caught.value.code == Code.QUEUE_FULL
         assert caught.value.retry_after
         compiler.gate.set()
@@ -329,7 +329,7 @@ async def test_app_requests_the_form_with_deadline_and_client_of_the_request(rig
     with pytest.raises(WorkerError) as caught:
         await app._compiled(Shape(form=B, param="f"), ticket, time.monotonic())
     assert caught.value.code == Code.DEADLINE_EXCEEDED
-    assert await app._compiled(Shape(form=B, param="f", promised=False), ticket, time.monotonic()) is None
+    assert await app._compiled(Shape(form=B, param="f", guaranteed=False), ticket, time.monotonic()) is None
     ticket.leave()
     with pytest.raises(GoneError):
         await app._compiled(Shape(form=B, param="f"), ticket, None)

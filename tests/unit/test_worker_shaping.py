@@ -110,9 +110,9 @@ def test_forced_call_is_unsupported_by_dialects_without_a_form(request_: Generat
 def test_form_is_required_only_if_the_client_requested_it() -> None:
     """Optional calls have a form where possible."""
     loose, strict = chat("auto"), chat("auto", form=FORMAT, form_param="regex")
-    assert not shaping().shape(loose).promised
-    assert shaping().shape(strict).promised
-    assert shaping().shape(chat("required")).promised
+    assert not shaping().shape(loose).guaranteed
+    assert shaping().shape(strict).guaranteed
+    assert shaping().shape(chat("required")).guaranteed
 
 
 def test_strict_tools_are_unsupported_by_dialects_without_a_form() -> None:
@@ -121,5 +121,5 @@ def test_strict_tools_are_unsupported_by_dialects_without_a_form() -> None:
         formed(request)
     assert (caught.value.param, caught.value.code) == ("tools", Code.UNSUPPORTED_PARAMETER)
     shape = Shaping(Llama3(), CONTROLS.get).shape(request, "<|end_header_id|>")
-    assert shape.promised
+    assert shape.guaranteed
     assert shape.form is not None

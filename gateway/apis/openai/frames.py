@@ -40,7 +40,7 @@ class DeltaKind(StrEnum):
 
 
 CONTENT, FINISH, USAGE, OTHER = DeltaKind
-"""Separate names for the hot path: in Python 3.11 the lookup of an enum member takes as long as ten names."""
+"""Separate names for the hot path: in Python 3.11 looking up an enum member takes as long as looking up ten names."""
 
 
 class Data(NamedTuple):

@@ -49,7 +49,7 @@ class _Tool:
 class AnthropicStream:
     """The reader of one stream, see `gateway.providers.sdk_stream.EventReader`.
 
-    `created` is seconds since the epoch. `native`: the client uses the Messages API, so the chunks also carry fields
+    `created` is seconds since the epoch. `native`: the client uses the Messages API, so the chunks also have fields
     that OpenAI's API lacks (see `gateway.apis.messages.messages_answer`).
     """
 

@@ -228,7 +228,7 @@ SILENCE_SECONDS = 15.0
 """Three intervals of the service's `beat` events."""
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
 MAX_FRAME_BYTES = 4 * 2**20
-"""Much more than the snapshot of a thousand models."""
+"""Limit of one event. The snapshot of a thousand models is much smaller."""
 
 
 class Source(Protocol):

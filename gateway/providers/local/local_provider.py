@@ -36,7 +36,7 @@ ERROR_BODY_SECONDS = 5.0
 
 
 class LocalProvider:
-    """The inference service at `url`; `token` is the secret both services share, None when there is none."""
+    """The inference service at `url`; `token` is the secret of both services, None when there is none."""
 
     name = LOCAL
 

@@ -109,7 +109,7 @@ class CallNumbers:
         self._ids: dict[int, str | None] = {}
         """The ids of the calls by index."""
         self._latest: dict[int | None, int] = {}
-        """Our index by the last index of the provider."""
+        """The assigned index by the last index of the provider."""
 
     def number(self, pieces: Iterable[dict[str, Any]]) -> bool:
         """Sets the index of every piece of a delta's `tool_calls` in place; returns whether one changed."""

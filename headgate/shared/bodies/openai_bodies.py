@@ -203,7 +203,7 @@ class StreamOptions(Extensible, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     prompt_usage: bool | None = None
-    """For local models: the first chunk of a stream carries the usage of the prompt, and the chunks between it and the
+    """For local models: the first chunk of a stream has the usage of the prompt, and the chunks between it and the
     last one have no `usage`."""
 
 

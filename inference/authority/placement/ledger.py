@@ -11,8 +11,8 @@ releasing on the device; in between it may only rise, because the bytes of a loa
 
 A device without its own memory (unified memory) shares the account of the host.
 
-The memory limit applies to the sum over loaded models. Memory of models that are not loaded (warm pool) is booked
-`aside`: it counts on its device, but not for the memory limit.
+The memory limit applies to the sum over loaded models. Memory of models that are not loaded (warm pool) is `exempt`: it
+counts on its device, but not for the memory limit.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one owner per device, in one phase. `aside`: they are not part of a loaded model."""
+    """Bytes of one owner per device, in one phase. `exempt`: they do not count for the memory limit."""
 
     id: str
     owner: str
     phase: Phase
     bytes: Mapping[str, int]
-    aside: bool = False
+    exempt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The bytes of all holdings on a device, by phase. `aside_bytes` are included in the phases."""
+    """The bytes of all holdings on a device, by phase. `exempt_bytes` are included in the phases."""
 
     reserved_bytes: int = 0
     resident_bytes: int = 0
     releasing_bytes: int = 0
-    aside_bytes: int = 0
+    exempt_bytes: int = 0
 
     @property
     def ours_bytes(self) -> int:
@@ -118,7 +118,7 @@ class Ledger:
     """The account of each device without its own memory."""
 
     loaded_bytes: int = field(default=0, init=False, compare=False, repr=False)
-    """The sum over all devices and phases, without bytes that are aside."""
+    """The sum over all devices and phases, without exempt bytes."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
@@ -126,7 +126,7 @@ class Ledger:
             if self.shared:
                 held = (replace(item, bytes=self._booked(item.bytes)) for item in held)
             object.__setattr__(self, "sums", _changed({}, held, 1))
-        loaded_bytes = sum(sums.ours_bytes - sums.aside_bytes for sums in self.sums.values())
+        loaded_bytes = sum(sums.ours_bytes - sums.exempt_bytes for sums in self.sums.values())
         object.__setattr__(self, "loaded_bytes", loaded_bytes)
 
     def balance(self, device: str) -> Balance:
@@ -147,14 +147,14 @@ class Ledger:
             bound=bound,
         )
 
-    def lacks(self, need: Mapping[str, int], *, aside: bool = False) -> tuple[Shortage, ...]:
+    def lacks(self, need: Mapping[str, int], *, exempt: bool = False) -> tuple[Shortage, ...]:
         """The devices on which `need` (bytes per device) does not fit; empty when it does."""
         found = []
         need = self._booked(need)
-        spare = None if aside else self.spare_altogether
+        spare = None if exempt else self.spare_altogether
         total = sum(need.values())
         for device, count in need.items():
-            room, bound = self.room(device, aside=aside)
+            room, bound = self.room(device, exempt=exempt)
             if count > room:
                 found.append(Shortage(device, count, room, bound))
         if not found and spare is not None and total > spare:
@@ -162,9 +162,9 @@ class Ledger:
             found.append(Shortage(device, total, max(0, spare), "the memory limit"))
         return tuple(found)
 
-    def room(self, device: str, *, aside: bool = False) -> tuple[int, str]:
+    def room(self, device: str, *, exempt: bool = False) -> tuple[int, str]:
         """The bytes that are available for a new reservation on `device`, and the limit that applies."""
-        return self._room(self._account(device), self._sums(device), aside=aside)
+        return self._room(self._account(device), self._sums(device), exempt=exempt)
 
     def account_of(self, device: str) -> str:
         """The account of `device`: its own, or that of the memory it shares."""
@@ -183,19 +183,19 @@ class Ledger:
             raise LedgerError(f"{device} cannot share the memory of {account}")
         return self if self.shared.get(device) == account else replace(self, shared=_with(self.shared, device, account))
 
-    def reserve(self, id: str, owner: str, need: Mapping[str, int], *, aside: bool = False) -> Ledger:
+    def reserve(self, id: str, owner: str, need: Mapping[str, int], *, exempt: bool = False) -> Ledger:
         """Books `need` as reserved; raises LedgerError when it does not fit, is negative, or `id` is in use."""
         if id in self.holdings:
             raise LedgerError(f"reservation {id} exists already")
         if any(count < 0 for count in need.values()):
             raise LedgerError(f"reservation {id} has a negative amount")
-        if lacking := self.lacks(need, aside=aside):
+        if lacking := self.lacks(need, exempt=exempt):
             raise LedgerError(f"reservation {id} does not fit on {', '.join(lack.device for lack in lacking)}")
-        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need))), aside))
+        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need))), exempt))
 
-    def put_aside(self, id: str, *, aside: bool = True) -> Ledger:
+    def set_exempt(self, id: str, *, exempt: bool = True) -> Ledger:
         """Marks a holding as not part of a loaded model, or as part of one again; this may exceed the limit."""
-        return self._put(replace(self._holding(id, *Phase), aside=aside))
+        return self._put(replace(self._holding(id, *Phase), exempt=exempt))
 
     def commit(self, id: str, actual: Mapping[str, int]) -> Ledger:
         """Turns a reservation into resident bytes, `actual` per device.
@@ -209,8 +209,10 @@ class Ledger:
             for device, count in actual.items()
             if count > holding.bytes.get(device, 0)
         }
-        if growth and (lacking := self.lacks(growth, aside=holding.aside)):
-            raise LedgerError(f"{holding.owner} outgrew its reservation on {', '.join(x.device for x in lacking)}")
+        if growth and (lacking := self.lacks(growth, exempt=holding.exempt)):
+            raise LedgerError(
+                f"{holding.owner} needs more than its reservation on {', '.join(x.device for x in lacking)}"
+            )
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
     def grow(self, id: str, device: str, count: int) -> Ledger:
@@ -233,7 +235,7 @@ class Ledger:
             (grown.loaded_bytes, grown.limit_bytes, "the memory limit"),
         ):
             if bound is not None and used > bound:
-                raise LedgerError(f"{holding.owner} outgrew its reservation on {device} beyond {name}")
+                raise LedgerError(f"{holding.owner} needs more than its reservation on {device}, and exceeds {name}")
         return grown
 
     def shrink(self, id: str, rest: Mapping[str, int]) -> Ledger:
@@ -361,9 +363,9 @@ class Ledger:
             found[self.account_of(device)] = found.get(self.account_of(device), 0) + count
         return found
 
-    def _room(self, account: Account, sums: Sums, *, aside: bool = False) -> tuple[int, str]:
+    def _room(self, account: Account, sums: Sums, *, exempt: bool = False) -> tuple[int, str]:
         bounds = self._device_bounds(account, sums)
-        if self.limit_bytes is not None and not aside:
+        if self.limit_bytes is not None and not exempt:
             bounds.append((self.limit_bytes - self.loaded_bytes, "the memory limit"))
         room, bound = min(bounds, key=lambda item: item[0])
         return max(0, room), bound
@@ -412,15 +414,15 @@ def _changed(sums: Mapping[str, Sums], holdings: Iterable[Holding], sign: int) -
         for device, count in holding.bytes.items():
             change = changes.setdefault(device, [0] * (len(_PHASES) + 1))
             change[column] += sign * count
-            if holding.aside:
+            if holding.exempt:
                 change[-1] += sign * count
     after = dict(sums)
-    for device, (reserved, resident, releasing, aside) in changes.items():
+    for device, (reserved, resident, releasing, exempt) in changes.items():
         before = after.get(device, _NOTHING)
         after[device] = Sums(
             before.reserved_bytes + reserved,
             before.resident_bytes + resident,
             before.releasing_bytes + releasing,
-            before.aside_bytes + aside,
+            before.exempt_bytes + exempt,
         )
     return after

@@ -1,7 +1,8 @@
 """Decides which idle models change their device, so that free memory lies together on one.
 
-One device is emptied as far as its idle models fit elsewhere: the one that then has the largest room, and of several
-such the one from which least has to be moved. A model on several devices stays. Nothing moves unless that room grows.
+One device is emptied as far as its idle models fit elsewhere. It is the device that has the largest room afterwards. If
+several have the same room, it is the one from which the fewest bytes move. A model on several devices stays. Nothing
+moves unless the largest room grows.
 """
 
 from __future__ import annotations

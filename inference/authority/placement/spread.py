@@ -2,8 +2,8 @@
 
 Consecutive layers are divided over the fewest possible devices, evenly filled. llama.cpp takes devices in a given order
 and assigns each a run of layers. For one order, filling each device before the next shows whether a division exists.
-Devices with more room are never worse, so of k devices only the k largest rooms are considered, in every order while
-they are few.
+More room never makes a division impossible, so for k devices only the k devices with the largest rooms are tried, in
+every order if k is small.
 """
 
 from __future__ import annotations

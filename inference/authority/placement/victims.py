@@ -2,8 +2,8 @@
 
 A covering problem: item i costs `costs[i]` and gives `gives[i][k]` of resource k. The search is depth-first branch and
 bound: it prunes when the chosen items and the next cheapest cost more than the best answer, or when the fractional
-relaxation does. It starts with greedy answers and stops after a bounded amount of work: exact up to nine items, and
-mostly far beyond. An inexact answer still contains no item that could be spared.
+relaxation does. It starts with greedy answers and stops after a bounded amount of work. The answer is the cheapest set
+for up to nine items, and for most larger inputs. No answer contains a superfluous item.
 """
 
 from __future__ import annotations

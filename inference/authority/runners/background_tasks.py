@@ -30,7 +30,7 @@ class BackgroundTasks:
         self._tasks.discard(task)
         self._finishing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work failed", exc_info=error)
+            log.error("a background task of the authority failed", exc_info=error)
 
     async def end(self) -> None:
         """Cancels the tasks and returns when all are done."""

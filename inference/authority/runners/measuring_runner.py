@@ -86,8 +86,8 @@ class MeasuringRunner:
     async def _prove_suspension(self, effect: effects.CheckSuspension) -> None:
         problem: str | None = None
         try:
-            trouble = await self._inventory.suspenders[effect.kind].test(effect.device)
-            problem = None if trouble is None else trouble.why
+            failure = await self._inventory.suspenders[effect.kind].test(effect.device)
+            problem = None if failure is None else failure.why
         except Exception as error:
             log.exception("internal error in the suspension test on %s", effect.device.id)
             problem = f"internal error in its test ({type(error).__name__})"

@@ -154,11 +154,11 @@ class WorkerRunner:
         operation = effect.operation
         why, of_state = None, False
         try:
-            trouble = await self._inventory.suspenders[effect.kind].run(
+            failure = await self._inventory.suspenders[effect.kind].run(
                 operation, effect.device, effect.pid, effect.seconds
             )
-            if trouble is not None:
-                why, of_state = trouble.why, trouble.of_state
+            if failure is not None:
+                why, of_state = failure.why, failure.of_state
         except Exception as error:
             log.exception("internal error in %s of pid %d", operation, effect.pid)
             why = f"internal error ({type(error).__name__})"

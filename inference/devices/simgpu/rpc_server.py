@@ -64,23 +64,23 @@ def main() -> int:
         time.sleep(0.001)
     answers.write(f"{ports[0]}\n")
     answers.flush()
-    aside = Aside()
+    swap = Swap()
     for line in sys.stdin:
-        answers.write(json.dumps(_moved(aside, json.loads(line))) + "\n")
+        answers.write(json.dumps(_moved(swap, json.loads(line))) + "\n")
         answers.flush()
     threading.Event().wait()
     return 1
 
 
-def _moved(aside: Aside, command: dict[str, Any]) -> dict[str, Any]:
+def _moved(swap: Swap, command: dict[str, Any]) -> dict[str, Any]:
     """Runs one command."""
     try:
         if command["do"] == "resume":
-            return {"bytes": aside.put_back()}
+            return {"bytes": swap.swap_in()}
         base = library().ggml_backend_buffer_get_base
         base.restype, base.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        return {"bytes": aside.take([(base(pointer), size) for pointer, size in command["buffers"] if size])}
-    except AsideError as error:
+        return {"bytes": swap.swap_out([(base(pointer), size) for pointer, size in command["buffers"] if size])}
+    except SwapError as error:
         return {"error": str(error)}
 
 
@@ -146,7 +146,7 @@ def _listening() -> list[int]:
 
 
 # --- suspended memory -------------------------------------------------------------------------------------------------
-class AsideError(Exception):
+class SwapError(Exception):
     """Nothing was copied."""
 
 
@@ -156,7 +156,7 @@ class _Copy:
     memory: mmap.mmap
 
 
-class Aside:
+class Swap:
     """Moves memory of this process to a copy and back, and frees its pages in between.
 
     The addresses stay valid, like those of a device whose driver suspended a process. Memory is moved piece by piece,
@@ -166,21 +166,21 @@ class Aside:
     def __init__(self) -> None:
         self._copy: _Copy | None = None
 
-    def take(self, spans: Sequence[Span]) -> int:
-        """Copies `spans` and frees their pages; returns bytes. After AsideError nothing has changed.
+    def swap_out(self, spans: Sequence[Span]) -> int:
+        """Copies `spans` and frees their pages; returns bytes. After SwapError nothing has changed.
 
         Pages that are only partly in a span are kept, because they may contain other objects of the heap.
         """
         if sys.platform != "linux":
-            raise AsideError("memory can be moved on Linux only")
+            raise SwapError("memory can be moved on Linux only")
         if self._copy is not None:
-            raise AsideError("the memory has already been moved")
+            raise SwapError("the memory has already been moved")
         spans = tuple((address, size) for address, size in spans if size)
         total = sum(size for _address, size in spans)
         try:
             memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise AsideError(f"the host does not have {total} bytes of free memory ({error})") from None
+            raise SwapError(f"the host does not have {total} bytes of free memory ({error})") from None
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):
                 ctypes.memmove(copy + offset, address, size)
@@ -188,10 +188,10 @@ class Aside:
         self._copy = _Copy(spans, memory)
         return total
 
-    def put_back(self) -> int:
-        """Copies everything back and frees the copy; returns bytes. Raises AsideError if nothing was moved."""
+    def swap_in(self) -> int:
+        """Copies everything back and frees the copy; returns bytes. Raises SwapError if nothing was moved."""
         if self._copy is None:
-            raise AsideError("no memory was moved")
+            raise SwapError("no memory was moved")
         spans, memory = self._copy.spans, self._copy.memory
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):

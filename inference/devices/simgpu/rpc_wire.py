@@ -72,15 +72,15 @@ class WireError(Exception):
 class Account(Protocol):
     """One connection's view of the device's memory."""
 
-    def ask(self, size_bytes: int) -> bool:
-        """Whether `size_bytes` may be allocated; a granted request is followed by `made` or `unmade`."""
+    def request(self, size_bytes: int) -> bool:
+        """Whether `size_bytes` may be allocated; a granted request is followed by `created` or `creation_failed`."""
         ...
 
-    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
+    def created(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
         """The granted buffer exists."""
         ...
 
-    def unmade(self, requested_bytes: int) -> None:
+    def creation_failed(self, requested_bytes: int) -> None:
         """The server could not make the granted buffer."""
         ...
 
@@ -262,7 +262,7 @@ class Conversation:
             answer = _MEMORY.pack(*self._account.memory())
         else:
             _device, size = _ALLOC.unpack(payload)
-            if self._account.ask(size):
+            if self._account.request(size):
                 self._awaited.append(_Awaited(command, requested_bytes=size))
                 flow.to_server.append(request(command, payload))
                 return
@@ -278,9 +278,9 @@ class Conversation:
             return
         pointer, size = _ALLOCATED.unpack(payload)
         if pointer:
-            self._account.made(pointer, awaited.requested_bytes, size)
+            self._account.created(pointer, awaited.requested_bytes, size)
         else:
-            self._account.unmade(awaited.requested_bytes)
+            self._account.creation_failed(awaited.requested_bytes)
 
     def _answered(self, flow: Flow) -> None:
         self._awaited.popleft()

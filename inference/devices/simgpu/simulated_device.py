@@ -146,7 +146,7 @@ class Device:
             case "settle":
                 self.memory = self.memory.settle(ALL)
             case "foreign":
-                self.memory = self._settled().taken(int(amount))
+                self.memory = self._settled().with_foreign(int(amount))
             case "suspend":
                 async with self._turn:
                     await self._suspend(int(amount))
@@ -273,16 +273,16 @@ class _Account:
         self._device, self._number = device, number
         self.has_granted = False
 
-    def ask(self, size_bytes: int) -> bool:
-        self._device.memory, granted = self._device._settled().ask(self._number, size_bytes)
+    def request(self, size_bytes: int) -> bool:
+        self._device.memory, granted = self._device._settled().request(self._number, size_bytes)
         self.has_granted |= granted
         return granted
 
-    def made(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
-        self._device.memory = self._device.memory.made(self._number, pointer, requested_bytes, size_bytes)
+    def created(self, pointer: int, requested_bytes: int, size_bytes: int) -> None:
+        self._device.memory = self._device.memory.created(self._number, pointer, requested_bytes, size_bytes)
 
-    def unmade(self, requested_bytes: int) -> None:
-        self._device.memory = self._device.memory.unmade(self._number, requested_bytes)
+    def creation_failed(self, requested_bytes: int) -> None:
+        self._device.memory = self._device.memory.creation_failed(self._number, requested_bytes)
 
     def free(self, pointer: int) -> None:
         self._device.memory = self._device._settled().free(self._number, pointer, _now())

@@ -69,17 +69,17 @@ class Memory:
         return max(0, self.capacity_bytes - self.used_bytes)
 
     # --- clients ---------------------------------------------------------------------------------------------------
-    def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
-        """Requests an allocation; returns whether it is granted. A granted one must be `made` or `unmade`."""
-        after, granted = self._judged(size_bytes)
+    def request(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
+        """Requests an allocation; returns whether it is granted. Then `created` or `creation_failed` must follow."""
+        after, granted = self._decided(size_bytes)
         return (after._with_pending(connection, size_bytes), True) if granted else (after, False)
 
-    def made(self, connection: int, pointer: int, requested_bytes: int, size_bytes: int) -> Memory:
+    def created(self, connection: int, pointer: int, requested_bytes: int, size_bytes: int) -> Memory:
         """The buffer of a granted allocation exists and has `size_bytes`."""
         after = self._with_pending(connection, -requested_bytes)
         return after._grown({(connection, pointer): size_bytes})
 
-    def unmade(self, connection: int, requested_bytes: int) -> Memory:
+    def creation_failed(self, connection: int, requested_bytes: int) -> Memory:
         """The server could not make the buffer although it was granted."""
         counters = replace(self.counters, refusals=self.counters.refusals + 1)
         return replace(self._with_pending(connection, -requested_bytes), counters=counters)
@@ -94,22 +94,22 @@ class Memory:
 
     def end(self, connection: int, now: float) -> Memory:
         """Frees all buffers of a closed connection."""
-        theirs, held = _parted(self.held, {connection})
-        _gone, suspended = _parted(self.suspended, {connection})
+        theirs, held = _partition(self.held, {connection})
+        _gone, suspended = _partition(self.suspended, {connection})
         pending = {number: size for number, size in self.pending.items() if number != connection}
         after = replace(self, held=held, suspended=suspended, pending=pending)
         return self._returned(after, sum(theirs.values()), len(theirs), now)
 
     def suspend(self, connections: Collection[int], now: float) -> Memory:
         """Frees the buffers of these connections, which were copied to host memory."""
-        theirs, held = _parted(self.held, connections)
+        theirs, held = _partition(self.held, connections)
         after = replace(self, held=held, suspended={**self.suspended, **theirs})
         return self._returned(after, sum(theirs.values()), len(theirs), now)
 
     def resume(self, connections: Collection[int]) -> tuple[Memory, bool]:
         """Allocates all suspended buffers of these connections; returns whether it is granted."""
-        theirs, suspended = _parted(self.suspended, connections)
-        after, granted = self._judged(sum(theirs.values()))
+        theirs, suspended = _partition(self.suspended, connections)
+        after, granted = self._decided(sum(theirs.values()))
         return (replace(after, suspended=suspended)._grown(theirs), True) if granted else (after, False)
 
     # --- faults ----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Memory:
         """Changes the reported capacity; allocations stay."""
         return replace(self, capacity_bytes=capacity_bytes)
 
-    def taken(self, foreign_bytes: int) -> Memory:
+    def with_foreign(self, foreign_bytes: int) -> Memory:
         """Sets the bytes of other processes; raises ValueError if that is more than available."""
         room = self.capacity_bytes - self.ours_bytes
         if not 0 <= foreign_bytes <= max(0, room):
@@ -130,7 +130,7 @@ class Memory:
         peak = max(self.counters.peak_bytes, after.used_bytes)
         return replace(after, counters=replace(self.counters, peak_bytes=peak))
 
-    def _judged(self, size_bytes: int) -> tuple[Memory, bool]:
+    def _decided(self, size_bytes: int) -> tuple[Memory, bool]:
         """Whether the allocation is granted, by free memory and requested refusals. Counts a refusal."""
         if self.failures_left > 0 or self.successes_left == 0 or size_bytes > self.free_bytes:
             counters = replace(self.counters, refusals=self.counters.refusals + 1)
@@ -161,7 +161,9 @@ class Memory:
         return replace(after, late=late, counters=counters)
 
 
-def _parted(buffers: Mapping[Buffer, int], connections: Collection[int]) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
+def _partition(
+    buffers: Mapping[Buffer, int], connections: Collection[int]
+) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
     """The buffers of these connections, and the others."""
     theirs = {buffer: size for buffer, size in buffers.items() if buffer[0] in connections}
     return theirs, {buffer: size for buffer, size in buffers.items() if buffer[0] not in connections}

@@ -26,13 +26,13 @@ def new_call_id() -> str:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How the answers of a request are parsed (None: plain text) and their required form (None: any text). `param` is
-    the parameter that requires the form. Without `promised` the form only helps the model; answers need not have it.
+    the parameter that requires the form. Without `guaranteed` the form only helps the model; answers need not have it.
     """
 
     reading: Reading | None = None
     form: Form | None = None
     param: str = ""
-    promised: bool = True
+    guaranteed: bool = True
 
 
 class Shaping:
@@ -50,8 +50,8 @@ class Shaping:
         """
         form, param = self._form(request, opened)
         is_free = request.choice.mode == "auto" and request.form is None
-        promised = not is_free or any(tool.strict for tool in request.tools)
-        return Shape(self._reading(request, opened), form, param, promised)
+        guaranteed = not is_free or any(tool.strict for tool in request.tools)
+        return Shape(self._reading(request, opened), form, param, guaranteed)
 
     def _reading(self, request: GenerateRequest, opened: str) -> Reading | None:
         dialect, choice = self._dialect, request.choice

@@ -42,7 +42,7 @@ class Intake:
                 await self._reading_big.acquire()
         except TimeoutError:
             raise WorkerError(
-                Code.QUEUE_FULL, "this model is decoding other large requests; retry later", retry_after=1.0
+                Code.QUEUE_FULL, "this model is still parsing other large request bodies; retry later", retry_after=1.0
             ) from None
         try:
             return await self._read(exchange, decode)

@@ -155,7 +155,7 @@ class Stream:
         divided: bool = False,
     ) -> None:
         """`with_usage` puts `usage: null` into every chunk but the last, as OpenAI does. With `prompt_tokens` the first
-        chunk of a chat carries the usage of the prompt instead, and the others have no `usage`.
+        chunk of a chat has the usage of the prompt instead, and the others have no `usage`.
 
         `echo` is the beginning of each choice of a completion, in order of choices. A `divided` answer may have no
         content at all, so the content of its first chunk is null. If the answer has neither content nor calls, the last

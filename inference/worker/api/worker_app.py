@@ -345,7 +345,7 @@ class App:
         if shape.form is None or self._forms is None:
             return None
         return await self._forms.constraint(
-            shape.form, shape.param, promised=shape.promised, deadline=deadline, gone=lambda: ticket.gone
+            shape.form, shape.param, guaranteed=shape.guaranteed, deadline=deadline, gone=lambda: ticket.gone
         )
 
 

@@ -1,8 +1,8 @@
 """Queues the compilation of forms.
 
 Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Of several
-requests for the same form one is in the queue at a time: the later ones find it in the cache, or are compiled after the
-other forms. While the worker is idle, the vocabulary is read in advance.
+requests for the same form only one is in the queue at a time. When it is done, the others find the form in the cache,
+or the next one is queued behind the other forms. While the worker is idle, the vocabulary is read in advance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference.worker.worker_errors import BadRequestError, GoneError, WorkerErr
 log = logging.getLogger("headgate.worker.constraints")
 
 MAX_WAITING = 16
-"""Limit of forms that are compiled or wait. One can take seconds, so the deadlines of more forms would pass."""
+"""Limit of forms that are compiled or wait. A compilation can take seconds, so more forms would miss deadlines."""
 FORM_SECONDS = 30.0
 """Time limit for the compilation of a form, including those before it in the queue."""
 HELP_SECONDS = 2.0
@@ -85,18 +85,18 @@ class FormQueue:
         self._compiling.submit(self._compiler.read_vocabulary)
 
     async def constraint(
-        self, form: Form, param: str, *, promised: bool, deadline: float | None, gone: Callable[[], bool]
+        self, form: Form, param: str, *, guaranteed: bool, deadline: float | None, gone: Callable[[], bool]
     ) -> Constraint | None:
-        """The constraint of `form`; None if it was not `promised` and is not compiled within `help_seconds`.
+        """The constraint of `form`; None if it was not `guaranteed` and is not compiled within `help_seconds`.
 
         `deadline` is the time by which the request needs its first token; `gone` returns whether its client has
         disconnected: then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form
         that cannot be enforced, WorkerError(queue_full or deadline_exceeded), and GoneError.
         """
         try:
-            return await self._found(form, param, self._seconds if promised else self._help_seconds, deadline, gone)
+            return await self._found(form, param, self._seconds if guaranteed else self._help_seconds, deadline, gone)
         except WorkerError as error:
-            if not promised:
+            if not guaranteed:
                 log.info("answers are generated without a constraint: %s", error.message)
                 return None
             if isinstance(error, BadRequestError):

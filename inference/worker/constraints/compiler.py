@@ -40,7 +40,7 @@ _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 With 128,256 tokens and no tables, a mask inside a string takes 2 ms instead of 5 us, and the trie 34 instead of 54
 MB."""
 REFUSED_SECONDS = 60.0
-"""A form that was refused is refused again without a trial for this long."""
+"""For this time a refused form is refused again without another trial."""
 KEPT = 24
 KEPT_BYTES = 32 << 20
 """Estimated size of the cached constraints, without the growth of their automata."""

@@ -40,7 +40,7 @@ _IN_PLACE = _UNCLEAR | frozenset(
 )
 """Keywords beside which the unevaluated ones depend on the value."""
 _DIGITS = 15
-"""Decimal numbers with this many digits are below 2^53 without their point: llguidance reads them exactly."""
+"""Numbers with at most this many digits are below 2^53 without the decimal point; llguidance reads them exactly."""
 _PLACES = 22
 """Most decimal places that llguidance reads exactly."""
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 ALLOWANCE_SECONDS = 1.0
 PER_TOKEN_SECONDS = 0.005
-"""Masks of JSON schemas take 0.02 to 0.2 ms each (docs/benchmarks.md); a spent allowance is not an outlier."""
+"""Masks of JSON schemas take 0.02 to 0.2 ms each (docs/benchmarks.md). Only ambiguous grammars spend the allowance."""
 
 
 _BYTES = np.arange(256, dtype=np.uint8)[:, None]

@@ -24,8 +24,8 @@ _FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=", "<tool_call
 
 
 def detect(template: str, control_texts: Collection[str], *, presents: bool = True) -> Dialect:
-    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: the rendered
-    prompt contains the tools, which only rendering shows.
+    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: whether
+    the rendered prompt contains the tools.
 
     A template with an unknown notation of calls, without one, or without the tools is `generic`. Harmony and DeepSeek
     explain tools in a message where their templates do not present them, because their models have tokens for calls.

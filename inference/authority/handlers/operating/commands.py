@@ -23,7 +23,7 @@ from inference.authority.events import (
 from inference.authority.handlers.placing import decision, defragmentation, moving
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, device_care, estimates, keeping, oom_recovery
+from inference.authority.handlers.running import departure, device_incidents, estimates, keeping, oom_recovery
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal
@@ -154,7 +154,7 @@ def _collect(draft: Draft, id: int) -> None:
 
 
 def _recover(draft: Draft, id: int, request: Recover) -> None:
-    if error := device_care.refuse_recovery(draft.state, request.device):
+    if error := device_incidents.refuse_recovery(draft.state, request.device):
         draft.refuse(id, error)
     elif draft.state.closing:
         draft.refuse(id, ShuttingDown())
@@ -189,7 +189,7 @@ def advance(draft: Draft) -> None:
                 if not awaited and not trimming:
                     _trim(draft, id, command)
             case RecoverCommand():
-                device_care.recovered(draft, id, command)
+                device_incidents.recovered(draft, id, command)
             case RefreshCommand(needed):
                 if draft.state.devices.done >= needed:
                     draft.answer(id)

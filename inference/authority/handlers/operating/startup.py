@@ -11,7 +11,7 @@ from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound, SuspensionTested, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import device_care, estimates, request_events
+from inference.authority.handlers.running import device_incidents, estimates, request_events
 from inference.authority.handlers.watching import governor
 from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError
@@ -24,7 +24,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
     """The devices of the machine were found."""
     draft.set(unix_offset=event.unix - draft.now)
     draft.set_devices(measured=event.readings, refreshed_at=draft.now, suspenders=dict(event.suspenders))
-    device_care.take_readings(draft)
+    device_incidents.take_readings(draft)
     draft.state = device_view.limited(device_view.entered(draft.state, draft.now))
     there = device_view.accelerators(draft.state, draft.now)
     for item in device_view.readings(draft.state, draft.now):
@@ -36,7 +36,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
     startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
     draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
-    device_care.publish(draft)
+    device_incidents.publish(draft)
     draft.plan()  # requests may be waiting already, because the port opens before
 
 
@@ -89,7 +89,7 @@ def load_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | Non
 
 # --- measurements before the first request ---------------------------------------------------------------------------
 def measure_next(draft: Draft) -> None:
-    """Measures models before their first request, one after the other, so that misfits are known early."""
+    """Measures models before their first request, one after the other, to find models that do not fit early."""
     while draft.state.to_measure:
         model = draft.state.models.get(draft.state.to_measure[0])
         if model is not None and model.id not in draft.checked_files:

@@ -17,13 +17,13 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import refusal_error
 from inference.authority.handlers.running import (
     departure,
-    device_care,
+    device_incidents,
     estimates,
     keeping,
     oom_recovery,
     tickets,
     warm_pool,
-    worker_life,
+    worker_lifecycle,
 )
 from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
@@ -36,8 +36,8 @@ from inference.errors import ModelFailed
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
-PATIENT_BACKOFF_SECONDS = 2.0
-"""Requests wait for a backoff up to this; a longer one is an error."""
+MOST_BACKOFF_SECONDS = 2.0
+"""Requests wait for a backoff of at most this time; a longer one is an error."""
 ALONE_BACKOFF_SECONDS = 10.0
 """The same for a request that was in flight when the worker ended."""
 FIX_SECONDS = 30.0
@@ -75,8 +75,8 @@ def _advance(draft: Draft, id: str) -> bool:
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
         is_tried = model.queue.waiters[0].alone
-        if rest > (ALONE_BACKOFF_SECONDS if is_tried else PATIENT_BACKOFF_SECONDS):
-            tickets.fail(draft, id, worker_life.failed_error(model, draft.now))
+        if rest > (ALONE_BACKOFF_SECONDS if is_tried else MOST_BACKOFF_SECONDS):
+            tickets.fail(draft, id, worker_lifecycle.failed_error(model, draft.now))
             return True
         if rest > 0:
             draft.wake_in(rest)
@@ -183,7 +183,7 @@ def _place(draft: Draft, id: str, placement: Placement) -> None:
     if draft.model(id).state is _S.WARM:
         warm_pool.restore(draft, id, placement)
     else:
-        worker_life.begin(draft, id, placement)
+        worker_lifecycle.begin(draft, id, placement)
     governor.accept_use(draft)
 
 
@@ -215,7 +215,7 @@ def _refuse(draft: Draft, id: str, found: Decision) -> bool:
     trace = refusal.trace or (refusal.reason,)
     draft.info("plan for %s: %s (%s)", id, refusal.result, "; ".join(trace))
     error = refusal_error(draft.state, model.effective, refusal, draft.now)
-    if worker_life.return_from_move(draft, id, error):
+    if worker_lifecycle.return_from_move(draft, id, error):
         return False
     if oom_recovery.refused(draft, id, refusal):
         return False
@@ -231,7 +231,7 @@ def _awaits_verdict(draft: Draft, id: str) -> bool:
     """Whether a device for the model is being tried; its verdict or a timer repeats the decision."""
     readings = device_view.readings(draft.state, draft.now)
     closed = device_view.closed_to(draft.model(id).effective, readings)
-    awaits = any(device_care.is_in_doubt(draft.state, item.id, draft.now) for item in closed)
+    awaits = any(device_incidents.is_under_trial(draft.state, item.id, draft.now) for item in closed)
     if awaits:
         draft.wake_in(_CHECK_AGAIN_SECONDS)
     return awaits

@@ -144,4 +144,4 @@ def ledger_to_restore(state: State, model: ModelRecord) -> Ledger:
     worker = state.worker_of(model)
     if worker is None or model.kept is None or model.kept.mechanism is not Mechanism.STANDBY:
         return state.ledger
-    return state.ledger.put_aside(worker.holding, aside=False)
+    return state.ledger.set_exempt(worker.holding, exempt=False)

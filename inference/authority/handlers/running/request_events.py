@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.events import CaseCleared, CrashReported, Released, RequestAnswered, Wanted, Withdrawn
-from inference.authority.handlers.running import departure, device_care, expectations, keeping, tickets
+from inference.authority.handlers.running import departure, device_incidents, expectations, keeping, tickets
 from inference.authority.lifecycle import ModelEvent, Reason
 from inference.authority.placement.plan import Result
 from inference.authority.quarantine import Suspicion
@@ -166,7 +166,7 @@ def reload_lost(draft: Draft) -> None:
 def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
     """A model that lost its device was loaded again, or the load failed."""
     if error is None:
-        device_care.loaded_again(draft, ticket.model)
+        device_incidents.loaded_again(draft, ticket.model)
     else:
         draft.info("%s is not loaded again: %s", ticket.model, error.message)
 

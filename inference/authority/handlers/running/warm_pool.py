@@ -95,7 +95,7 @@ def drop(draft: Draft, id: str, departure: Departure) -> None:
 def _most_bytes(draft: Draft, worker: WorkerRecord, base: int) -> int:
     """The bytes for saved sequences: their cells, within memory that no other model needs."""
     cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
-    room = draft.state.ledger.room(HOST, aside=True)[0] - base - worker.leaves_free
+    room = draft.state.ledger.room(HOST, exempt=True)[0] - base - worker.leaves_free
     return max(0, min(cells + SPARE_BYTES, room)) if cells else 0
 
 
@@ -103,7 +103,7 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
     most = _most_bytes(draft, worker, 0)
     if most:
         extra = f"{worker.model}#{draft.number()}"
-        draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: most}, aside=True))
+        draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: most}, exempt=True))
         draft.set_worker(worker.id, extra=extra)
     draft.set_worker(worker.id, saved=None)
     draft.advance(worker.model, ModelEvent.OFFLOAD)
@@ -116,7 +116,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     most = _most_bytes(draft, leaving, base)
     id = f"{model.id}#{draft.number()}"
     need = {HOST: base + most}
-    draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, aside=True))
+    draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, exempt=True))
     host = device_view.reading(draft.state, HOST, draft.now)
     assert host is not None
     holder = WorkerRecord(
@@ -215,7 +215,7 @@ def check_holder(draft: Draft, id: str) -> None:
 
 def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, saved: Offloaded) -> None:
     """Marks a model as warm; `saved` are its sequences."""
-    ledger = draft.state.ledger.put_aside(worker.holding)
+    ledger = draft.state.ledger.set_exempt(worker.holding)
     draft.set(ledger=ledger)
     draft.cancel(TimerKind.WARM_POOL, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
@@ -239,7 +239,7 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
     held = draft.state.ledger.holdings[worker.holding].bytes
     assert worker.ready is not None
     extra = f"{worker.model}#{draft.number()}"
-    draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, aside=True))
+    draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, exempt=True))
     draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
     draft.advance(worker.model, ModelEvent.OFFLOAD)
     _checkpoint(draft, worker, "suspend", sum(held.values()))

@@ -1,4 +1,4 @@
-"""The life of a worker from reservation to exit. Every reservation ends exactly once."""
+"""The lifecycle of a worker from reservation to exit. Every reservation ends exactly once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference.authority.events import (
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
-    device_care,
+    device_incidents,
     endings,
     oom_recovery,
     tickets,
@@ -243,7 +243,7 @@ def exited(draft: Draft, event: Exited) -> None:
     worker = draft.state.workers.get(event.worker)
     if worker is None or worker.ending:
         return
-    device_care.worker_ended(draft, worker, event.exit)
+    device_incidents.worker_ended(draft, worker, event.exit)
     worker = draft.worker(worker.id)
     if not draft.is_current(worker):
         _finish(draft, worker, event.exit)
@@ -395,7 +395,7 @@ def _load_error(draft: Draft, id: str, worker: WorkerRecord, exit: WorkerExit) -
     model = draft.model(id)
     if exit.cause is ExitCause.DEVICE_LOST:
         what = f"it could not be loaded: {exit.message}"
-        return device_care.device_lost_error(draft.state, model, worker.placement.devices, what, draft.now)
+        return device_incidents.device_lost_error(draft.state, model, worker.placement.devices, what, draft.now)
     return failed_error(model, draft.now, str(exit.cause))
 
 

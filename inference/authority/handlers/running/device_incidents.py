@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.authority.device_health import DeviceHealth, Doubted, Effect, Read, Seen, Tick, Tried, step
+from inference.authority.device_health import DeviceHealth, Effect, Read, Seen, Suspected, Tick, TrialResult, step
 from inference.authority.draft import Draft
 from inference.authority.effects import LoseWorker, Publish, TryDevice
 from inference.authority.handlers.queries import device_view
@@ -19,8 +19,8 @@ from inference.errors import DeviceLost, InvalidRequestError
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.workers.exit_cause import WorkerExit
 
-PATIENT_SECONDS = 2.0
-"""Requests wait for a verdict up to this time."""
+MOST_TRIAL_WAIT_SECONDS = 2.0
+"""Requests wait for the result of a trial up to this time."""
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RESTORING)
 
@@ -54,12 +54,12 @@ def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     for device in worker.placement.devices:
         if device != CPU and health_of(draft.state, device).usable:
             _remember(draft, device, worker)
-            handle(draft, device, Doubted(f"{worker.model}: {exit.message}"))
+            handle(draft, device, Suspected(f"{worker.model}: {exit.message}"))
 
 
 def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> None:
     """A trial on a device has ended."""
-    handle(draft, device, Tried(trial, failure))
+    handle(draft, device, TrialResult(trial, failure))
 
 
 def read_done(draft: Draft) -> None:
@@ -78,10 +78,14 @@ def health_of(state: State, device: str) -> DeviceHealth:
     return state.devices.health.get(device, DeviceHealth())
 
 
-def is_in_doubt(state: State, device: str, now: float) -> bool:
+def is_under_trial(state: State, device: str, now: float) -> bool:
     """Whether the device was healthy until recently and is being tried, so that requests wait for the verdict."""
     health = health_of(state, device)
-    return now - health.ill_since < PATIENT_SECONDS and health.state is DeviceState.PROBING and not health.emptied
+    return (
+        now - health.unhealthy_since < MOST_TRIAL_WAIT_SECONDS
+        and health.state is DeviceState.PROBING
+        and not health.emptied
+    )
 
 
 def device_lost_error(state: State, model: ModelRecord, devices: Sequence[str], what: str, now: float) -> DeviceLost:
@@ -205,7 +209,7 @@ def renewed(draft: Draft, id: int) -> None:
     """The helpers of the probes restart, so the device is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
-        handle(draft, command.device, Doubted("an operator requested a trial"))
+        handle(draft, command.device, Suspected("an operator requested a trial"))
         draft.set_command(id, RecoverCommand(command.device, renewed=True))
 
 
