@@ -65,7 +65,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("open_probe", KINDS)
-async def test_every_probe(open_probe: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_probe_has_stable_identities_and_plausible_figures(
+    open_probe: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names and identities stay the same between readings, figures are plausible, and no process survives `close`."""
     async with open_probe(tmp_path, monkeypatch) as probe:
         before = set(children_of(os.getpid()))

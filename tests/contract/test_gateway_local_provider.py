@@ -138,7 +138,7 @@ async def test_view_keeps_its_data_while_the_service_is_silent(fake: FakeInferen
         (b'{"choices":[],"usage":{"total_tokens":1}}', DeltaKind.USAGE),
     ],
 )
-def test_kind_of_a_chunk(payload: bytes, kind: DeltaKind) -> None:
+def test_each_chunk_has_its_kind(payload: bytes, kind: DeltaKind) -> None:
     assert frame_of(payload).kind is kind
 
 

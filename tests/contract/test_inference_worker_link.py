@@ -58,7 +58,7 @@ async def _ready(supervisor: Supervisor) -> WorkerProcess:
     return worker
 
 
-async def test_worker_says_hello_loads_and_answers_on_its_socket(supervisor: Supervisor) -> None:
+async def test_worker_sends_hello_loads_and_answers_on_its_socket(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     ready = worker.ready.result()
     assert ready.context_length == 256

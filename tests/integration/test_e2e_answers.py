@@ -53,7 +53,7 @@ def test_openai_client_streams_the_text_of_the_worker(stack: Stack) -> None:
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
-def test_choices_and_log_probabilities_whole_and_streamed(stack: Stack) -> None:
+def test_choices_and_log_probabilities_are_equal_whole_and_streamed(stack: Stack) -> None:
     request: dict[str, Any] = {"model": "demo", "messages": _messages("Hello!"), "temperature": 0, "n": 2}
     request |= {"logprobs": True, "top_logprobs": 2}
     with _client(stack) as client:

@@ -89,7 +89,7 @@ async def test_local_hop_is_a_stream_with_token_tenant_and_priority(gateway: Gat
     assert 0 < int(seen.headers["x-headgate-deadline-ms"]) <= 8000
 
 
-async def test_text_completions_and_embeddings(gateway: Gateway, fake: FakeInference) -> None:
+async def test_text_completions_and_embeddings_are_served(gateway: Gateway, fake: FakeInference) -> None:
     answer = await gateway.client.post("/v1/completions", json={"model": "demo-mini", "prompt": "Once"})
     assert answer.json()["object"] == "text_completion"
     assert answer.json()["choices"][0]["text"] == "Hello there!"
@@ -391,7 +391,7 @@ async def test_open_breaker_stays_open_across_a_restart(tmp_path: Path, fake: Fa
     assert len(fake.seen_for("demo")) == 5
 
 
-async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fake: FakeInference) -> None:
+async def test_readiness_waits_a_limited_time_for_the_inference_service(tmp_path: Path, fake: FakeInference) -> None:
     await fake.stop()
     async with Gateway(tmp_path, fake.url) as gateway:
         await until("the service is unreachable", lambda: gateway.runtime.view.reachable is False)

@@ -220,7 +220,7 @@ async def test_compressed_body_is_refused_with_a_message(gateway: Gateway, encod
         assert answer.json()["error"]["param"] == "content-encoding"
 
 
-async def test_chunked_body_is_accepted_and_the_last_of_repeated_names_counts(
+async def test_chunked_body_is_accepted_and_the_last_of_duplicate_keys_counts(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     async def pieces() -> AsyncIterator[bytes]:
@@ -233,7 +233,7 @@ async def test_chunked_body_is_accepted_and_the_last_of_repeated_names_counts(
     assert fake.seen[0].body["temperature"] == 1
 
 
-async def test_repeated_names_are_not_sent_to_a_tier(gateway: Gateway, fake: FakeInference) -> None:
+async def test_duplicate_json_keys_are_sent_once(gateway: Gateway, fake: FakeInference) -> None:
     """A repeated name is written once."""
     raw = b'{"model": "demo-mini", "model": "demo", "messages": [{"role": "user", "content": "a"}]}'
     assert (await gateway.client.post("/v1/chat/completions", content=raw)).status_code == 200

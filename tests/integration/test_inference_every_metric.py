@@ -174,7 +174,9 @@ async def _waiting_requests_fail(start: Start, _patch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(name.removeprefix("inference_") for name in names))
-async def test_metric_changes(names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metric_changes_when_its_cause_occurs(
+    names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await TABLE[names](start, monkeypatch)
 
 

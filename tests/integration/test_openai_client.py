@@ -49,7 +49,7 @@ def client(all_tiers: Tiers) -> openai.AsyncOpenAI:
 
 # --- chat -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", ["demo", "gpt", "gpt-5", "claude"])
-async def test_chat_whole_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
+async def test_chat_is_equal_whole_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
     whole = await client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=50)
     strictly(ChatCompletion, whole.to_dict())
     got, usage = "", None
@@ -120,7 +120,7 @@ async def test_function_calls_are_parsed_whole_and_streamed(client: openai.Async
     assert last.choices[0].finish_reason == "stop"
 
 
-async def test_log_probabilities_and_choices(client: openai.AsyncOpenAI) -> None:
+async def test_log_probabilities_and_choices_are_returned(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="gpt", messages=MESSAGES, logprobs=True, top_logprobs=2, n=2, seed=1
     )
@@ -161,14 +161,14 @@ async def test_raw_and_streaming_responses_show_headers(client: openai.AsyncOpen
 
 
 # --- the rest of it ---------------------------------------------------------------------------------------------------
-async def test_completions_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
+async def test_completions_are_equal_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
     whole = await client.completions.create(model="demo", prompt="Once")
     stream = await client.completions.create(model="demo", prompt="Once", stream=True)
     got = "".join([choice.text async for chunk in stream for choice in chunk.choices])
     assert got == whole.choices[0].text == "Hello there!"
 
 
-async def test_embeddings_as_numbers_and_as_base64(client: openai.AsyncOpenAI) -> None:
+async def test_embeddings_are_numbers_or_base64_as_requested(client: openai.AsyncOpenAI) -> None:
     numbers = await client.embeddings.create(model="vectors", input=["a", "b"], encoding_format="float")
     packed = await client.embeddings.create(model="vectors", input=["a", "b"])  # the client requests base64 by default
     kept: Any = await client.embeddings.create(model="vectors", input=["a", "b"], encoding_format="base64")

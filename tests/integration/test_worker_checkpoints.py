@@ -62,7 +62,7 @@ class Conversation:
         return answer
 
 
-def test_an_edited_message_goes_on_from_the_message_before(rig: EngineRig) -> None:
+def test_edited_message_continues_from_the_message_before(rig: EngineRig) -> None:
     """In each of 20 turns the last message is edited: only it and the answer's beginning are computed again."""
     talk = Conversation(rig, 1)
     for _turn in range(TURNS):
@@ -76,7 +76,7 @@ def test_an_edited_message_goes_on_from_the_message_before(rig: EngineRig) -> No
     assert talk.ask(last) == talk.cold(last)
 
 
-def test_an_answer_without_its_reasoning_goes_on_from_its_beginning(rig: EngineRig) -> None:
+def test_answer_without_its_reasoning_continues_from_its_beginning(rig: EngineRig) -> None:
     """The next prompt has another answer in the history: the part behind the last question is computed."""
     talk = Conversation(rig, 2)
     for turn in range(TURNS):
@@ -101,7 +101,7 @@ def test_a_repeated_prompt_computes_only_its_end(rig: EngineRig) -> None:
     assert talk.cold(prompt) == first
 
 
-def test_a_long_prompt_has_checkpoints_on_its_way(rig: EngineRig) -> None:
+def test_long_prompt_has_checkpoints_inside(rig: EngineRig) -> None:
     """A prompt of one message that departs far before its end computes at most one interval again."""
     talk = Conversation(rig, 4)
     long = talk.message(6000)

@@ -46,7 +46,7 @@ def test_vectors_have_length_one_and_differ_between_texts(worker: WorkerRig) -> 
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 
-def test_vector_is_pooled_as_the_file_says(worker: WorkerRig, pooling: str) -> None:
+def test_vector_is_pooled_with_the_type_in_the_file(worker: WorkerRig, pooling: str) -> None:
     """The mean of the vectors of single tokens, the first of them, or the last."""
     tokens = [(7 * number) % 250 for number in range(40)]
     engine_rig.start()
@@ -76,7 +76,7 @@ def test_vectors_are_the_same_in_a_batch(worker: WorkerRig) -> None:
         assert max(others) < float(together[number] @ alone)
 
 
-def test_token_ids_base64_and_dimensions(worker: WorkerRig) -> None:
+def test_token_ids_base64_and_dimensions_are_supported(worker: WorkerRig) -> None:
     ids = worker.post("/tokenize", {"content": "the water", "add_special": True})[1]["tokens"]
     plain = vectors(worker, input="the water")[0]
     assert vectors(worker, input=ids)[0] == pytest.approx(plain, abs=1e-5)

@@ -36,7 +36,7 @@ def test_causal_model_with_last_token_pooling_reads_in_pieces(tmp_path: Path) ->
     assert abs(float(pieces[0] @ pieces[1])) < 0.99
 
 
-def test_encoder_pools_as_its_file_says(tmp_path: Path) -> None:
+def test_encoder_pools_with_the_type_in_its_file(tmp_path: Path) -> None:
     """The same weights with two poolings give two vectors; a text has the same vector alone and in a batch."""
     found = {}
     for pooling in ("cls", "mean"):

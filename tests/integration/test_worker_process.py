@@ -254,7 +254,7 @@ def test_lora_adapter_changes_the_answer(tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
-def test_quantized_cache(tmp_path: Path) -> None:
+def test_model_with_a_quantized_cache_answers(tmp_path: Path) -> None:
     model = tiny_gguf.generative(width=128, heads=2, heads_kv=1)
     with WorkerRig(tmp_path, grant_for(model, kv_type="q8_0")) as rig:
         rig.ready()

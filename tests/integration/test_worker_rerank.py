@@ -53,7 +53,7 @@ def test_documents_are_sorted_by_scores_between_0_and_1(worker: WorkerRig) -> No
     assert sorted(item["index"] for item in results) == [0, 1, 2, 3]
 
 
-def test_top_n_and_documents(worker: WorkerRig) -> None:
+def test_top_n_limits_the_results_and_documents_are_returned_on_request(worker: WorkerRig) -> None:
     documents = ["the mill", {"text": "water"}, "gate"]
     everything = ranked(worker, "water", documents)
     best = ranked(worker, "water", documents, top_n=2, return_documents=True)

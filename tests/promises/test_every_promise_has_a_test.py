@@ -34,7 +34,7 @@ every error is an envelope with message, type, param and code; Anthropic's on /v
   promises/test_errors.py test_messages_has_anthropics_envelope
 Retry-After is the known time
   promises/test_errors.py test_retry_after_of_the_tier_is_passed_on
-  unit/test_gateway_chain.py test_default_of_retry_after
+  unit/test_gateway_chain.py test_retry_after_has_a_default_for_each_reason
 x-should-retry is false if a retry cannot succeed, or the budget is spent
   promises/test_errors.py test_should_retry_is_false_if_a_retry_cannot_succeed
   integration/test_gateway_budget.py test_spent_attempts_set_should_retry_false

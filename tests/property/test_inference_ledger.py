@@ -193,7 +193,7 @@ def test_the_limit_counts_all_devices_together() -> None:
     assert (lack.need_bytes, lack.free_bytes, lack.bound) == (1100, 1000, "the memory limit")
 
 
-def test_excess_beyond_a_lowered_limit() -> None:
+def test_excess_over_a_lowered_limit_is_reported() -> None:
     """The share of the device; zero while it is not exceeded."""
     ledger = Ledger().open(Account("a", 1000, 800)).reserve("one", "m", {"a": 600})
     assert ledger.excess("a") == 0

@@ -78,7 +78,7 @@ def test_bytes_of_a_sharing_device_are_booked_on_its_account(events: list[tuple[
         assert anew.balance("metal") == sharing.balance("metal")
 
 
-def test_which_devices_may_share_an_account() -> None:
+def test_only_a_device_without_an_own_account_can_share_one() -> None:
     sharing, plain = ledgers()
     assert sharing.share("metal", "cpu") is sharing
     assert (sharing.account_of("metal"), sharing.account_of("gpu-1")) == ("cpu", "gpu-1")

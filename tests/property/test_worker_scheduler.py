@@ -504,7 +504,7 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
         max_size=25,
     ),
 )
-def test_prompts_depart_anywhere_in_earlier_sequences(
+def test_prompts_differ_from_earlier_sequences_at_any_position(
     slots: int,
     can_trim: bool,
     window: int,

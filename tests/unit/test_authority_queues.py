@@ -236,7 +236,7 @@ def test_status_of_a_load_has_the_time_that_is_left() -> None:
     assert status(world).load_seconds == pytest.approx(50)
 
 
-def test_status_says_whether_a_model_fits_under_its_oom_policy() -> None:
+def test_status_shows_whether_a_model_fits_under_its_oom_policy() -> None:
     models = {"fast": {}, "reduce": {"oom_policy": "reduce"}, "cpu": {"oom_policy": "cpu"}, "small": {}}
     world = begin(models, dict.fromkeys(("fast", "reduce", "cpu"), 1500) | {"small": 500}, gpus=("gpu-0",))
     assert status(world, "fast").fits is False

@@ -36,7 +36,7 @@ def test_percentiles_are_interpolated(values: list[float], share: float, expecte
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_middle_of_measurements() -> None:
+def test_median_of_measurements_is_printed_with_its_range() -> None:
     assert math.isnan(percentile([], 0.5))
     assert math.isnan(Middle.of([math.nan]).value)
     assert Middle.of([0.003, 0.001, 0.002]).text(0, 1000) == "2 [1 .. 3]"
@@ -71,7 +71,7 @@ def _sample(system: str, streams: int, round: int, rate: float, ttft: float = 1.
     return Sample("135m", system, streams, round, rate, [ttft] * streams, [gap] * 3, 0.01, 2.0)
 
 
-def test_bars_follow_from_samples() -> None:
+def test_bars_are_computed_from_samples() -> None:
     """The second of two rounds ran at half speed; ratios within a round do not change."""
     found = Results()
     for round, speed in enumerate((1.0, 0.5)):

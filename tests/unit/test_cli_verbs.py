@@ -276,7 +276,7 @@ def test_model_that_does_not_fit_is_exit_code_4_with_the_numbers(
         (401, "invalid_api_key", {}, 1),
     ],
 )
-def test_exit_codes_of_rejections(
+def test_each_rejection_has_its_exit_code(
     serve: Any, capsys: Any, status: int, code: str, headers: Mapping[str, str], expected: int
 ) -> None:
     error = {"error": {"message": "the reason", "type": "t", "param": None, "code": code}}

@@ -21,7 +21,7 @@ def read(status: int, body: Any, headers: dict[str, str] | None = None, secrets:
     return status_error(status, headers or {}, raw, now=NOW, secrets=secrets)
 
 
-def test_error_of_openai() -> None:
+def test_fields_of_an_openai_error_are_read() -> None:
     error = read(400, openai_wire.error("No.", type="invalid_request_error", param="n", code="bad_n"))
     found = (error.status, error.message, error.type, error.param, error.code)
     assert found == (400, "No.", "invalid_request_error", "n", "bad_n")
@@ -79,7 +79,7 @@ def test_unrecognized_argument_is_an_unsupported_parameter() -> None:
     assert (error.code, error.param) == ("unsupported_parameter", "reasoning_effort")
 
 
-def test_codes_of_blocked_content() -> None:
+def test_blocked_content_has_the_codes_of_its_provider() -> None:
     assert read(400, openai_wire.CONTENT_POLICY).code == "content_policy_violation"
     assert read(400, anthropic_wire.CONTENT_POLICY).code == "content_filter"
     assert read(400, openai_wire.google_error(400, "Blocked: PROHIBITED_CONTENT")).code == "content_filter"
@@ -123,7 +123,7 @@ def test_request_larger_than_the_limit_of_a_minute_has_one_code(status: int) -> 
         ({"retry-after": ""}, None),
     ],
 )
-def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_is_read_in_each_format(headers: dict[str, str], seconds: float | None) -> None:
     assert retry_after_seconds(headers, NOW) == seconds
 
 
@@ -187,7 +187,7 @@ def test_keys_are_removed_from_messages() -> None:
         (OSError("odd"), UpstreamKind.READ),
     ],
 )
-def test_kinds_of_http_client_errors(raised: Exception, kind: UpstreamKind) -> None:
+def test_each_http_client_error_has_a_kind(raised: Exception, kind: UpstreamKind) -> None:
     wrapped = RuntimeError("Connection error.")
     wrapped.__cause__ = raised
     for error in (raised, wrapped):

@@ -67,7 +67,7 @@ def counts(prompt: int, completion: int, cached: int = 0) -> str:
 ROLE = choice('{"role":"assistant","content":""}')
 
 
-def test_golden_text() -> None:
+def test_anthropic_text_equals_the_golden_chunks() -> None:
     assert wire(anthropic(documented.ANTHROPIC_TEXT)) == golden(
         "msg_01Text",
         ROLE,
@@ -79,7 +79,7 @@ def test_golden_text() -> None:
     )
 
 
-def test_golden_tool_calls() -> None:
+def test_anthropic_tool_calls_equal_the_golden_chunks() -> None:
     assert wire(anthropic(documented.ANTHROPIC_TOOL)) == golden(
         "msg_01Tool",
         ROLE,
@@ -100,7 +100,7 @@ def test_golden_tool_calls() -> None:
     )
 
 
-def test_golden_thinking() -> None:
+def test_anthropic_thinking_equals_the_golden_chunks() -> None:
     assert wire(anthropic(documented.ANTHROPIC_THINKING)) == golden(
         "msg_01Think",
         ROLE,
@@ -151,7 +151,7 @@ def finish(reason: str | None, **more: Any) -> dict[str, Any]:
         ("a_reason_of_tomorrow", "stop"),
     ],
 )
-def test_stop_reasons(reason: str, expected: str) -> None:
+def test_stop_reasons_are_translated(reason: str, expected: str) -> None:
     frames = anthropic(events(START, TEXT, finish(reason), STOP))
     ended = [frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.FINISH]
     assert [json.loads(frame.payload)["choices"][0]["finish_reason"] for frame in ended] == [expected]
@@ -282,7 +282,7 @@ END = b"data: [DONE]\n\n"
         ([part({}, "stop"), part({"content": "x"}, index=1)], DeltaKind.FINISH),
     ],
 )
-def test_kinds_of_chunks(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
+def test_each_chunk_has_its_kind(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
     frames = OpenAIStream().feed(SseSplitter().feed(chunk(*choices))[0])
     assert [frame.kind for frame in frames if isinstance(frame, Data)] == [kind]
 

@@ -64,7 +64,7 @@ def text(value: str) -> dict[str, Any]:
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-def test_minimal_request() -> None:
+def test_minimal_request_is_translated() -> None:
     assert translated(user("Hi")) == {
         "model": MODEL,
         "max_tokens": DEFAULT_MAX_TOKENS,
@@ -130,7 +130,7 @@ def test_blank_texts_are_left_out() -> None:
     assert request["messages"] == [user([text("Hi")])]
 
 
-def test_images_from_data_urls_and_addresses() -> None:
+def test_images_from_data_urls_and_addresses_are_translated() -> None:
     request = translated(
         user(
             [
@@ -214,7 +214,7 @@ def test_arguments_become_an_object(arguments: str, expected: dict[str, Any]) ->
     assert request["messages"][1]["content"][0]["input"] == expected
 
 
-def test_tool_definitions() -> None:
+def test_tool_definitions_are_translated() -> None:
     bare = {"type": "function", "function": {"name": "now", "strict": True}}
     assert translated(user(), tools=[TOOL, bare])["tools"] == [
         {"name": "level", "description": "River level.", "input_schema": {"type": "object", "properties": {}}},
@@ -239,7 +239,7 @@ def test_tool_definitions() -> None:
         ({"type": "function", "function": {"name": "level"}}, None, {"type": "tool", "name": "level"}),
     ],
 )
-def test_tool_choice(choice: Any, parallel: bool | None, expected: dict[str, Any] | None) -> None:
+def test_tool_choice_is_translated(choice: Any, parallel: bool | None, expected: dict[str, Any] | None) -> None:
     request = translated(user(), tools=[TOOL], tool_choice=choice, parallel_tool_calls=parallel)
     assert request.get("tool_choice") == expected
 
@@ -261,7 +261,7 @@ def test_tools_in_the_history_are_defined_without_being_callable() -> None:
         ({"max_tokens": None}, DEFAULT_MAX_TOKENS),
     ],
 )
-def test_max_tokens(given: dict[str, Any], expected: int) -> None:
+def test_max_tokens_has_a_default_for_anthropic(given: dict[str, Any], expected: int) -> None:
     assert translated(user(), **given)["max_tokens"] == expected
 
 
@@ -278,7 +278,7 @@ def test_max_tokens(given: dict[str, Any], expected: int) -> None:
         ({"top_k": -1}, {}),
     ],
 )
-def test_sampling_of_models_that_accept_it(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_sampling_is_sent_to_models_that_accept_it(given: dict[str, Any], expected: dict[str, Any]) -> None:
     for model in (
         "claude-sonnet-4-6",
         "claude-haiku-4-5-20251001",
@@ -296,7 +296,7 @@ def test_sampling_is_left_out_for_models_that_reject_it(model: str) -> None:
     assert not needs_sampling_version(request)
 
 
-def test_stop_sequences() -> None:
+def test_stop_sequences_are_translated() -> None:
     assert translated(user(), stop="END")["stop_sequences"] == ["END"]
     assert translated(user(), stop=["A", "B"])["stop_sequences"] == ["A", "B"]
 
@@ -317,7 +317,7 @@ SHOWN = {"type": "adaptive", "display": "summarized"}
         ("claude-opus-5", "unknown", {}),
     ],
 )
-def test_reasoning_effort(model: str, effort: str, expected: dict[str, Any]) -> None:
+def test_reasoning_effort_is_translated(model: str, effort: str, expected: dict[str, Any]) -> None:
     request = translated(user(), model=model, reasoning_effort=effort)
     assert {name: request[name] for name in ("output_config", "thinking") if name in request} == expected
 
@@ -625,7 +625,7 @@ def test_sampling_extensions_are_dropped_and_grammars_are_unsupported() -> None:
         assert tuple(unsupported_by_openai({**body, "grammar": "x"}, flavor)) == ("grammar",)
 
 
-def test_fields_for_google() -> None:
+def test_fields_that_google_does_not_support_are_adapted_or_refused() -> None:
     body = {"messages": [user()], "user": "u", "store": True, "reasoning_effort": "xhigh", "temperature": 1.5}
     request = to_openai(Endpoint.CHAT, body, "gemini", Flavor.GOOGLE)
     rules.openai_chat(request, "google")

@@ -41,7 +41,7 @@ def test_growth_ignores_outliers() -> None:
     assert spread_percent(points) > 500
 
 
-def test_slope_of_a_long_run() -> None:
+def test_slope_of_a_long_run_is_exact() -> None:
     assert slope(line(0, 2, 5000)) == 2
 
 
@@ -73,7 +73,7 @@ def test_kind_of_a_process_follows_from_its_command_line(words: list[str], kind:
     assert kind_of(words) == kind
 
 
-def test_footprint_of_a_running_and_of_an_ended_process() -> None:
+def test_footprint_of_a_running_process_is_read_and_of_an_ended_one_unknown() -> None:
     own = footprint(os.getpid())
     assert own is not None
     assert own.rss_bytes > own.private_bytes > MIB
@@ -81,7 +81,7 @@ def test_footprint_of_a_running_and_of_an_ended_process() -> None:
     assert footprint(2**22 + 1) is None
 
 
-def test_processes_of_the_whole_run_have_lifelines_and_others_are_generations() -> None:
+def test_long_running_processes_are_separate_from_replaced_ones() -> None:
     looks = [
         look(0, (1, "inference", 50), (7, "worker", 10)),
         look(1, (1, "inference", 50), (2, "worker", 10), (7, "worker", 11)),

@@ -59,7 +59,7 @@ def test_object_type_follows_from_the_choices(choice: dict[str, Any], kind: str)
     assert (answer["id"], answer["model"]) == ("", "")
 
 
-def test_text_usage_and_head() -> None:
+def test_text_usage_and_head_are_assembled() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     answer = _sum(
         _chunk({"role": "assistant", "content": ""}),
@@ -114,7 +114,7 @@ def test_tool_calls_are_joined_by_index() -> None:
     ChatCompletion.model_validate(answer)
 
 
-def test_choices_reasoning_refusals_logprobs_and_other_fields_of_a_delta() -> None:
+def test_all_fields_of_a_delta_are_assembled() -> None:
     answer = _sum(
         _chunk({"content": "b"}, 1, logprobs={"content": [{"token": "b"}], "refusal": None}),
         _chunk({"content": "c", "annotations": [1]}, 1, logprobs={"content": [{"token": "c"}]}),
@@ -139,7 +139,7 @@ def test_answer_without_text_has_empty_content(thought: str | None) -> None:
     assert (message["content"], message.get("reasoning_content")) == ("", thought)
 
 
-def test_text_completions() -> None:
+def test_text_completions_are_assembled() -> None:
     head = {"id": "x", "object": "text_completion", "created": 1, "model": "m"}
     logprobs = {"tokens": ["a"], "token_logprobs": [-1.0]}
     answer = _sum(
@@ -257,7 +257,7 @@ def finished(*choices: tuple[Any, str | None]) -> Data:
         ({"prompt": "a", "best_of": 4, "n": 2}, 2),
     ],
 )
-def test_number_of_choices(body: dict[str, Any], choices: int) -> None:
+def test_number_of_choices_follows_from_n_and_the_prompts(body: dict[str, Any], choices: int) -> None:
     endpoint = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
     assert choices_of(decoded(body, endpoint)) == choices
 

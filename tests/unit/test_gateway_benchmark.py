@@ -37,7 +37,7 @@ def _found() -> Results:
     return found
 
 
-def test_bars_follow_from_samples() -> None:
+def test_bars_are_computed_from_samples() -> None:
     bars = {bar.name: (pytest.approx(bar.value), bar.reached) for bar in gateway_report.bars(_found())}
     assert bars == {
         "added_p50": (0.6, True),

@@ -358,7 +358,7 @@ def test_forced_attempt_passes_the_ramp(breakers: Breakers, clock: Clock) -> Non
     assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
 
 
-def test_failure_restarts_the_ramp(breakers: Breakers, clock: Clock) -> None:
+def test_failure_resets_the_ramp_to_its_first_step(breakers: Breakers, clock: Clock) -> None:
     _recovered(breakers, clock)
     clock.now += 3.0
     assert breakers.describe()[1]["ramp"] == 16
@@ -545,7 +545,7 @@ def test_probe_closes_breaker_at_its_first_token(breakers: Breakers, clock: Cloc
     assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "a new epoch began"
 
 
-def test_cut_probe_takes_recovery_back(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_cut_probe_undoes_the_recovery(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """A cloud that cut every answer got five more requests after each open period."""
     _fail(breakers, 5)
     clock.now += 30
@@ -624,7 +624,7 @@ class Gauge:
             self.series[provider, model] = state
 
 
-def test_breakers_of_invented_names_are_removed(clock: Clock) -> None:
+def test_breakers_of_unknown_models_are_removed(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 10)
     _fail(breakers, 1, model="kept")

@@ -41,7 +41,7 @@ BUDGET = Budget(LIMITS, started=1000.0)
         "until a limit",
     ],
 )
-def test_next_deadline_and_its_meaning(phase: Phase, deadline: Deadline) -> None:
+def test_next_deadline_depends_on_the_phase(phase: Phase, deadline: Deadline) -> None:
     assert next_deadline(BUDGET, phase) == deadline
 
 

@@ -145,7 +145,7 @@ def test_error_names_all_candidates_and_the_earliest_retry() -> None:
     assert all(name in error.message for name in ("local/a: breaker open", "local/b: 500", "openai/c: no key"))
 
 
-def test_default_of_retry_after() -> None:
+def test_retry_after_has_a_default_for_each_reason() -> None:
     unknown = CandidateOutcome(LOCAL, "connect", "refused"), CandidateOutcome(MINI, "x", "y", 9.0)
     assert _none(*unknown).retry_after == 1.0
     assert _none(CandidateOutcome(LOCAL, "cannot_fit", "no room", None, Drop.NO_FIT)).retry_after == 2.0
@@ -367,7 +367,7 @@ def test_passed_deadline_ends_the_request() -> None:
     assert not ran_out_of_time(Failure(Scope.PAIR), 0.0)
 
 
-def test_deferral_is_forgotten_when_the_attempt_starts() -> None:
+def test_deferral_is_removed_when_the_attempt_starts() -> None:
     record = Record("id", 0.0, "/")
     outcomes = CandidateOutcomes(record)
     outcomes.defer(Dropped(LOCAL, Drop.TOO_SLOW, "slow", 3.0))

@@ -107,7 +107,7 @@ def test_public_ip_addresses(address: str) -> None:
         ("127.0.0.1", False), ("https://mill.example", False), ("mill.*", False), ("", False), ("*:443", False),
     ],
 )  # fmt: skip
-def test_entries_of_the_list_of_hosts(entry: str, is_one: bool) -> None:
+def test_list_of_hosts_accepts_valid_entries_only(entry: str, is_one: bool) -> None:
     assert is_host_entry(entry) is is_one
 
 

@@ -60,7 +60,7 @@ def test_unused_reserved_tokens_are_released() -> None:
     assert (refusal, account.tokens) == (None, 70)
 
 
-def test_request_larger_than_the_limit_starts_with_a_full_bucket() -> None:
+def test_request_larger_than_the_limit_starts_when_the_usage_is_zero() -> None:
     limits = Limits(tokens_per_minute=60)
     account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 5000, 0.0)
     assert refusal is None
@@ -117,7 +117,7 @@ def test_clock_that_is_set_back_refills_nothing() -> None:
     assert core.settled(account, limits, 9.0) == account
 
 
-def test_standing_has_the_remaining_amount_and_the_time_of_the_refill() -> None:
+def test_limit_status_has_the_remaining_amount_and_the_time_until_all_is_available() -> None:
     limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
     account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 250, 0.0)
     assert core.limit_statuses(account, limits, 0.0) == (

@@ -249,7 +249,7 @@ async def test_models_are_not_probed_while_a_request_probes_the_service(world: W
     assert world.breakers.breaker("local").outstanding == 1
 
 
-async def test_sign_of_recovery_probes_at_once(world: World) -> None:
+async def test_sign_of_recovery_is_followed_by_a_probe_at_once(world: World) -> None:
     world.answers["/readyz"] = GONE
     world.attempt()
     await world.work(50.0)
@@ -416,7 +416,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "answer", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_finding_of_each_answer(kind: ProbeKind, answer: UpstreamError | dict[str, str], finding: Finding) -> None:
+def test_each_answer_to_a_probe_has_its_finding(
+    kind: ProbeKind, answer: UpstreamError | dict[str, str], finding: Finding
+) -> None:
     assert probe_schedule.judge_probe(CONFIRM, kind, answer) is finding
 
 
@@ -426,7 +428,7 @@ def test_error_answer_of_readiness_does_not_extend_open_period() -> None:
     assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, {}) is GOOD
 
 
-def test_errors_that_show_the_service_down() -> None:
+def test_connection_errors_and_a_502_show_that_the_service_is_down() -> None:
     assert probe_schedule.is_down(_error(Kind.CONNECT))
     assert probe_schedule.is_down(_error(Kind.STATUS, 502))
     assert not probe_schedule.is_down(_error(Kind.STATUS, 503, Code.MODEL_FAILED))

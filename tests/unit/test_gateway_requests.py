@@ -175,7 +175,7 @@ def test_valid_request_is_unchanged(raw: bytes) -> None:
     assert request.size_bytes == len(raw)
 
 
-def test_needs_and_limits_of_a_request() -> None:
+def test_request_has_its_needs_and_limits() -> None:
     audio = {"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}}
     fields = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
     request = parse(Endpoint.CHAT, _chat(**fields, messages=[{"role": "user", "content": [IMAGE, audio]}]))
@@ -210,7 +210,7 @@ def test_spoken_answer_needs_audio() -> None:
     assert parse(Endpoint.CHAT, raw).needs == {"audio"}
 
 
-def test_fields_that_local_models_do_not_support() -> None:
+def test_fields_that_local_models_do_not_support_are_named() -> None:
     assert tuple(refused_by_local(chat({"n": 16, "modalities": ["text"], "functions": [], "audio": None}))) == ()
     assert tuple(refused_by_local(chat({"temperature": 0}))) == ()
     found = refused_by_local(chat({"n": 17, "modalities": ["text", "audio"], "prediction": {}, "seed": 1}))

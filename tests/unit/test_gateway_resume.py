@@ -423,7 +423,7 @@ def test_repetition_is_removed() -> None:
         ("a", "ab", False, 1),
     ],
 )
-def test_overlap_length(sent: str, text: str, final: bool, size: int | None) -> None:
+def test_overlap_of_a_continuation_is_computed(sent: str, text: str, final: bool, size: int | None) -> None:
     assert overlap(sent, text, final) == size
 
 
@@ -431,14 +431,14 @@ def test_overlap_length(sent: str, text: str, final: bool, size: int | None) -> 
     ("sent", "text", "final", "size"),
     [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
 )
-def test_stripped_white_space_of_a_prefill(sent: str, text: str, final: bool, size: int | None) -> None:
+def test_white_space_that_a_prefill_lost_is_not_repeated(sent: str, text: str, final: bool, size: int | None) -> None:
     assert stripped_white_space(sent, text, final) == size
 
 
 @pytest.mark.parametrize(
     ("text", "met"), [("o three", True), ("", None), ("enty", False)], ids=["met", "not known yet", "missed"]
 )
-def test_stop_string_across_two_pieces(text: str, met: bool | None) -> None:
+def test_stop_string_across_two_pieces_is_found(text: str, met: bool | None) -> None:
     assert stop_string_across("one tw", text, ("two", "x")) is met
 
 

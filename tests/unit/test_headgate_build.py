@@ -200,7 +200,7 @@ def test_this_cpu_is_read_from_a_file(tmp_path: Path) -> None:
     assert build.this_cpu().model
 
 
-def test_version_of_the_compiler_of_this_machine(tmp_path: Path) -> None:
+def test_compiler_of_this_machine_has_a_version(tmp_path: Path) -> None:
     assert build.compiler_at("c++").version
     assert build.compiler_at(str(tmp_path / "gone")) == Compiler()
 

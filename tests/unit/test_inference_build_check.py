@@ -150,7 +150,7 @@ async def test_failed_check_of_a_running_service_is_reported_once_and_repeated_a
     assert helper.runs == 1
 
 
-async def test_check_without_a_result_blames_the_model(tmp_path: Path, engine: Path) -> None:
+async def test_check_without_a_result_attributes_the_crash_to_the_model(tmp_path: Path, engine: Path) -> None:
     check, helper = _check(tmp_path, engine, LATE)
     assert await check.holds()
     assert not check.is_trusted

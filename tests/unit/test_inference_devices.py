@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_host_without_cgroups(root: Path) -> None:
+def test_host_without_cgroups_has_the_memory_of_the_machine(root: Path) -> None:
     assert host_memory(root) == (16 * GIB, 4 * GIB)
     (reading,) = CpuProbe(root).readings()
     found = (reading.id, reading.name, reading.total_bytes, reading.free_bytes)
@@ -47,7 +47,7 @@ def test_host_without_cgroups(root: Path) -> None:
     assert reading.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_limit_of_cgroup_v2_without_inactive_file_pages(root: Path) -> None:
+def test_limit_of_cgroup_v2_excludes_inactive_file_pages(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box\n")
     write(root, "sys/fs/cgroup/pod/box/memory.max", "max\n")
     write(root, "sys/fs/cgroup/pod/memory.max", f"{8 * GIB}\n")
@@ -57,7 +57,7 @@ def test_limit_of_cgroup_v2_without_inactive_file_pages(root: Path) -> None:
     assert (reading.total_bytes, reading.used_bytes, reading.free_bytes) == (8 * GIB, 3 * GIB, 5 * GIB)
 
 
-def test_limit_of_cgroup_v1(root: Path) -> None:
+def test_limit_of_cgroup_v1_is_read(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:memory:/box\n0::/\n")
     write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{GIB}\n")
     write(root, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", f"{GIB // 2}\n")
@@ -144,7 +144,9 @@ def gpu(total: int) -> Reading:
         (Reading("cpu", "cpu", "x", 16 * GIB, 1, 1), {}, 16 * GIB - GIB // 2, 8 * GIB),
     ],
 )
-def test_allowances(reading: Reading, settings: dict[str, Any], capacity: int, budget: int) -> None:
+def test_allowance_of_a_device_follows_from_its_limits(
+    reading: Reading, settings: dict[str, Any], capacity: int, budget: int
+) -> None:
     assert device_view.allowance(reading, InferenceSettings.model_validate(settings)) == (capacity, budget)
 
 

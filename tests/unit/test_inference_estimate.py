@@ -311,7 +311,7 @@ def test_smaller_settings_shrink_caches_and_buffers() -> None:
         ({"kv_type": "q4_0"}, {}),
     ],
 )
-def test_next_smaller_fix(fix: dict[str, object], next_one: dict[str, object]) -> None:
+def test_next_smaller_fix_changes_one_setting(fix: dict[str, object], next_one: dict[str, object]) -> None:
     assert smaller(fix) == next_one
 
 

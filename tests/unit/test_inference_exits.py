@@ -28,7 +28,7 @@ TEXTS = _corpus()
 
 
 @pytest.mark.parametrize(("cause", "line", "lines"), [(text[0], *text[2:]) for text in TEXTS], ids=range(len(TEXTS)))
-def test_corpus_of_abort_messages(cause: str, line: str, lines: tuple[str, ...]) -> None:
+def test_each_abort_message_of_the_corpus_has_its_cause(cause: str, line: str, lines: tuple[str, ...]) -> None:
     earlier = ("llama_context: n_ctx_per_seq (4096) < n_ctx_train (40960)", "", "a warning of another library")
     output = (*earlier, *lines)
     loads = cause in ("oom_load", "startup")

@@ -101,7 +101,7 @@ def test_reading_of_a_lost_device_is_repeated(device: Device) -> None:
     assert looks.count([Effect.READ]) == 16  # ten in the first ten seconds, then fewer
 
 
-def test_ill_device_is_drained_before_it_is_quarantined(device: Device) -> None:
+def test_unhealthy_device_is_drained_before_it_is_quarantined(device: Device) -> None:
     assert device.reads(Sign.ILL, "Xid 63") == (S.DRAINING, [Effect.DRAIN])
     assert device.case.seconds_to_verdict(device.now) == DRAIN_SECONDS + STOP_SECONDS
     assert device.reads(Sign.FINE) == (S.DRAINING, [])
@@ -122,7 +122,7 @@ def test_models_that_are_not_unloaded_in_time_are_stopped(device: Device) -> Non
     assert device.waits(STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
 
 
-def test_device_that_dies_while_draining_is_lost(device: Device) -> None:
+def test_device_that_fails_while_draining_is_lost(device: Device) -> None:
     device.reads(Sign.ILL)
     assert device.reads(Sign.GONE) == (S.LOST, [Effect.LOSE])
 
@@ -144,7 +144,7 @@ def test_unreadable_device_that_passes_its_trial_stays_in_use(device: Device) ->
     assert device.tried("no answer") == (S.LOST, [Effect.LOSE])
 
 
-def test_suspect_device_may_become_ill_or_dead(device: Device) -> None:
+def test_suspect_device_may_be_drained_or_lost(device: Device) -> None:
     device.reads(Sign.UNSURE)
     assert device.reads(Sign.ILL) == (S.DRAINING, [Effect.DRAIN])
     other = Device()
@@ -170,7 +170,7 @@ def test_trial_without_a_result_fails_and_its_late_result_is_ignored(device: Dev
     assert device.tried() == (S.HEALTHY, [Effect.RELOAD])
 
 
-def test_device_out_of_reach_of_new_processes_requests_one_restart(device: Device) -> None:
+def test_device_that_new_processes_cannot_reach_requests_one_restart(device: Device) -> None:
     """Running requests may finish; without a restart the device is drained and tried like any other."""
     assert device.reads(Sign.UNREACHABLE, "Unknown Error") == (S.PROBING, [Effect.PROBE])
     assert device.tried("no CUDA-capable device") == (S.DRAINING, [Effect.DRAIN, Effect.RESTART])
@@ -238,11 +238,11 @@ def test_worst_sign_is_the_last_of_the_enumeration() -> None:
     [(0, Sign.FINE), (9, Sign.DEAD), (15, Sign.DEAD), (16, Sign.DEAD), (18, Sign.ILL), (999, Sign.UNSURE),
      (6, Sign.GONE), (10, Sign.UNSURE), (12345, Sign.UNSURE)],
 )  # fmt: skip
-def test_codes_of_nvml(code: int, sign: Sign) -> None:
+def test_each_nvml_code_has_its_sign(code: int, sign: Sign) -> None:
     assert sign_of_nvml(code) is sign
 
 
-def test_single_code_is_not_beyond_reach() -> None:
+def test_single_code_does_not_make_a_device_unreachable() -> None:
     """Such codes also occur briefly while a driver is replaced."""
     assert Sign.UNREACHABLE not in {sign_of_nvml(code) for code in range(1000)}
     assert {17, 18, 999} == signs.OUT_OF_REACH
@@ -252,7 +252,7 @@ def test_single_code_is_not_beyond_reach() -> None:
     ("action", "sign"),
     [(0, Sign.FINE), (1, Sign.DEAD), (2, Sign.DEAD), (3, Sign.ILL), (4, Sign.ILL), (6, Sign.DEAD), (99, Sign.UNSURE)],
 )
-def test_recovery_actions(action: int, sign: Sign) -> None:
+def test_each_recovery_action_has_its_sign(action: int, sign: Sign) -> None:
     assert sign_of_action(action) is sign
 
 
@@ -276,7 +276,7 @@ def test_recovery_actions(action: int, sign: Sign) -> None:
         (9999, Sign.UNSURE),
     ],
 )
-def test_xid_events(number: int, sign: Sign) -> None:
+def test_each_xid_event_has_its_sign(number: int, sign: Sign) -> None:
     """Unknown and ambiguous numbers are a reason to look."""
     assert sign_of_xid(number) is sign
 

@@ -27,7 +27,7 @@ def test_transitions_are_those_of_the_table(state: ModelState, event: ModelEvent
             advance(state, event)
 
 
-def test_states_of_a_typical_life() -> None:
+def test_typical_lifecycle_passes_the_expected_states() -> None:
     state = ModelState.COLD
     for event, then in (
         (ModelEvent.LOAD, ModelState.LOADING),

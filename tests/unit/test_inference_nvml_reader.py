@@ -122,7 +122,7 @@ async def test_lost_card_does_not_restart_the_child_at_each_reading(
 
 
 @pytest.mark.parametrize("code", [999, 18, 17])
-async def test_device_that_several_new_children_cannot_reach_is_beyond_reach(
+async def test_device_that_several_new_processes_cannot_reach_is_unreachable(
     reader: NvmlReader, helper: PaperHelper, clock: Clock, code: int
 ) -> None:
     """As in a container that lost its devices. Failures of the old child do not count."""
@@ -139,7 +139,7 @@ async def test_device_that_several_new_children_cannot_reach_is_beyond_reach(
 
 
 @pytest.mark.parametrize("answer", [failure(9), HelperError("late")])
-async def test_other_failures_are_not_beyond_reach(
+async def test_other_failures_do_not_make_devices_unreachable(
     reader: NvmlReader, helper: PaperHelper, clock: Clock, answer: dict[str, Any] | HelperError
 ) -> None:
     """A missing driver may be loaded later; a timeout proves nothing."""
@@ -150,7 +150,7 @@ async def test_other_failures_are_not_beyond_reach(
     assert reader.sign is (Sign.UNSURE if isinstance(answer, HelperError) else Sign.DEAD)
 
 
-async def test_nvml_that_never_worked_is_not_beyond_reach(
+async def test_nvml_that_never_worked_does_not_make_devices_unreachable(
     reader: NvmlReader, helper: PaperHelper, clock: Clock
 ) -> None:
     """A restart would not help."""
@@ -177,7 +177,7 @@ def test_pauses_between_restarts_grow_to_a_limit() -> None:
     assert pauses[-1] == MOST_SECONDS
 
 
-def test_several_rejected_new_processes_are_beyond_reach() -> None:
+def test_several_rejected_new_processes_exhaust_the_restarts() -> None:
     """Failures of an old process do not count; another failure in between restarts the count."""
     state = Reopening().failed(0.0)
     for _ in range(EXHAUSTED_AFTER - 1):
@@ -187,7 +187,7 @@ def test_several_rejected_new_processes_are_beyond_reach() -> None:
     assert state.failed(0.0, is_refused=True).is_exhausted
 
 
-def test_device_is_beyond_reach_after_fifteen_seconds() -> None:
+def test_device_is_unreachable_after_fifteen_seconds() -> None:
     """An old process fails, then new ones, each as soon as it is due."""
     state, now = Reopening().failed(0.0), 0.0
     while not state.is_exhausted:

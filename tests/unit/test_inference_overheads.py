@@ -105,7 +105,7 @@ def test_overhead_is_observed_only_without_other_changes_on_the_device() -> None
     assert before.observed(after, other.commit("new", {"gpu-0": 1}), "own", 300 * MIB) is None
 
 
-def test_process_pinned_to_several_devices() -> None:
+def test_process_with_several_devices_sees_them_in_order() -> None:
     """Values are joined in order; llama.cpp numbers visible devices from zero."""
     first = replace(CARD, ggml_name="CUDA0", environment={"CUDA_VISIBLE_DEVICES": "GPU-a"})
     second = replace(first, id="gpu-1", environment={"CUDA_VISIBLE_DEVICES": "GPU-b"})

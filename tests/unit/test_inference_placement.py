@@ -93,7 +93,9 @@ def test_warm_model_is_not_dropped_for_one_that_loads_faster() -> None:
         (EvictionState.WARM, 2.0, 60.0, 1e-9),
     ],
 )
-def test_cost_of_eviction(eviction_state: EvictionState, seconds: float, idle: float, cost: float) -> None:
+def test_cost_of_eviction_follows_from_size_reload_time_and_idle_time(
+    eviction_state: EvictionState, seconds: float, idle: float, cost: float
+) -> None:
     """Of 1,000 bytes; halved after a minute of idle time."""
     held = Held("a", "a", eviction_state, {"gpu-0": 600, "cpu": 400}, NOW - idle, seconds)
     assert held.cost(NOW) == pytest.approx(cost)

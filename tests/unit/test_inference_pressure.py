@@ -61,7 +61,7 @@ def settled(*uses: Use) -> Gauge:
     [(0, "low"), (599, "low"), (600, "moderate"), (799, "moderate"), (800, "high"), (900, "critical"),
      (979, "critical"), (980, "emergency"), (1000, "emergency")],
 )  # fmt: skip
-def test_level_of_foreign_use(foreign: int, level: str) -> None:
+def test_level_follows_from_the_foreign_use(foreign: int, level: str) -> None:
     assert str(settled(use(0, foreign)).level) == level
 
 
@@ -410,7 +410,7 @@ def test_model_that_is_being_unloaded_counts_as_unloaded() -> None:
     assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []
 
 
-def test_limits_on_the_number_of_models() -> None:
+def test_lowered_limits_on_the_number_of_models_evict() -> None:
     """In total and per device; a warm model is not loaded."""
     before, held = books(
         ("a", EvictionState.IDLE, {"gpu-0": 10}),
@@ -457,7 +457,7 @@ def test_lowered_limits_hold_without_needless_evictions(
     assert all(not holds([other for other in gone if other != name]) for name in gone)
 
 
-def test_memory_aside_counts_on_its_device_and_not_for_the_limit() -> None:
+def test_exempt_memory_counts_on_its_device_and_not_for_the_limit() -> None:
     ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 100})
     assert ledger.lacks({"cpu": 1})
     exempt = ledger.set_exempt("a")
@@ -471,7 +471,7 @@ def test_memory_aside_counts_on_its_device_and_not_for_the_limit() -> None:
 
 
 @pytest.mark.parametrize("exempt", [True, False])
-def test_growth_of_memory_aside_is_bounded_by_the_device_only(exempt: bool) -> None:
+def test_growth_of_exempt_memory_is_bounded_by_the_device_only(exempt: bool) -> None:
     ledger = Ledger(limit_bytes=100).open(Account("cpu", 1000, 500)).reserve("a", "a", {"cpu": 90}, exempt=exempt)
     assert bool(ledger.lacks({"cpu": 20}, exempt=exempt)) is not exempt
 
@@ -533,7 +533,7 @@ def test_recommended_queue_would_have_held_all_rejected_requests() -> None:
     assert queue_alert("normal", 50, REJECTIONS - 1) is None
 
 
-def test_alert_as_json() -> None:
+def test_alert_is_encoded_as_json() -> None:
     alert = queue_alert("normal", 50, REJECTIONS)
     assert alert is not None
     assert alert.to_json() == {"kind": "queue_full", "subject": alert.subject, "message": alert.message}

@@ -178,7 +178,7 @@ def test_all_errors_are_reported_together(directory: Path) -> None:
     assert all(word in message for word in ("x.gguf", "y.gguf", "INFERENCE_PORT"))
 
 
-def test_units_and_empty_values(directory: Path) -> None:
+def test_units_are_parsed_and_empty_values_are_ignored(directory: Path) -> None:
     environ = {"INFERENCE_MEMORY_LIMIT_GB": "0.5", "INFERENCE_MAX_BODY_MB": "2", "INFERENCE_GPU_INDEX": ""}
     found = load(directory, "models: {}", environ).settings
     assert (found.memory_limit_bytes, found.max_body_bytes, found.gpu_index) == (2**29, 2**21, None)

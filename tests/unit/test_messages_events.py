@@ -139,7 +139,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_golden_stream(name: str) -> None:
+def test_stream_equals_the_golden_file(name: str) -> None:
     frames, stops = STREAMS[name]
     raw = written(frames, stops)
     assert raw.decode() == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
@@ -303,7 +303,7 @@ def whole(
     return answer
 
 
-def test_unary_answer() -> None:
+def test_unary_answer_is_one_message() -> None:
     assert whole({"content": "Hello", "refusal": None}) == {
         "id": "msg_7",
         "type": "message",
@@ -322,7 +322,7 @@ def test_unary_answer() -> None:
     }
 
 
-def test_unary_answer_with_reasoning_and_calls() -> None:
+def test_unary_answer_contains_reasoning_and_calls() -> None:
     function = {"name": "look", "arguments": '{"at":"x"}'}
     broken = {"name": "say", "arguments": "not json"}
     listed = {"name": "list", "arguments": "[1]"}
@@ -360,7 +360,7 @@ def test_native_usage_of_another_type_is_ignored(odd: Any) -> None:
     assert messages_answer.whole(answer, Bounds())["usage"] == whole({"content": "x"})["usage"]
 
 
-def test_stop_reasons_of_unary_answers() -> None:
+def test_unary_answers_have_their_stop_reasons() -> None:
     text = {"content": "x"}
     assert whole(text, "length")["stop_reason"] == whole(text, "length", limit=5)["stop_reason"] == "max_tokens"
     assert whole(text, "length", limit=6)["stop_reason"] == "model_context_window_exceeded"

@@ -198,7 +198,7 @@ def test_thinking_with_a_budget_is_left_out_in_a_turn_without_signed_thinking() 
     assert "thinking" in native("claude-haiku-4-5", messages=plain, thinking=thinking)
 
 
-def test_sampling_and_output_format() -> None:
+def test_sampling_and_output_format_depend_on_the_model() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
     early = native("claude-sonnet-4-5", temperature=0.5, top_k=5, output_format=shape)
     assert (early["temperature"], early["top_k"], early["output_config"]) == (0.5, 5, {"format": shape})

@@ -52,7 +52,7 @@ def refused(*messages: Any, **more: Any) -> str:
     return caught.value.param
 
 
-def test_minimal_request() -> None:
+def test_minimal_request_is_translated() -> None:
     assert chat() == {"model": "demo", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -115,7 +115,7 @@ def test_adjacent_messages_of_one_role_are_joined() -> None:
     ]
 
 
-def test_images_and_documents() -> None:
+def test_images_and_documents_are_translated() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
     address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
@@ -214,12 +214,12 @@ def test_last_assistant_turn_is_continued() -> None:
     ],
     ids=["auto", "any", "none", "tool", "one-by-one", "nothing"],
 )
-def test_tool_choice(choice: Any, inner: dict[str, Any]) -> None:
+def test_tool_choice_is_translated(choice: Any, inner: dict[str, Any]) -> None:
     sent = chat(tools=[TOOL], tool_choice=choice)
     assert {name: sent[name] for name in ("tool_choice", "parallel_tool_calls") if name in sent} == inner
 
 
-def test_tools() -> None:
+def test_tools_are_translated() -> None:
     bare = {
         "type": "custom", "name": "go", "input_schema": {"type": "object"}, "strict": True, "defer_loading": False,
         "eager_input_streaming": None, "input_examples": [{}], "allowed_callers": ["direct"],
@@ -254,7 +254,7 @@ def test_thinking_is_an_argument_of_the_chat_template(given: dict[str, Any], inn
     assert "reasoning_effort" not in sent
 
 
-def test_effort_and_format() -> None:
+def test_effort_and_format_are_translated() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object"}}
     sent = chat(output_config={"effort": "high", "format": shape, "task_budget": {}}, thinking={"type": "adaptive"})
     assert sent["reasoning_effort"] == "high"

@@ -164,7 +164,7 @@ def test_strictness_of_an_openai_request_is_not_changed() -> None:
         ("o4-mini", 100_000), ("gpt-5.1", 128_000), ("gpt-6", None), ("my-deployment", None),
     ],
 )  # fmt: skip
-def test_limit_of_answers_by_model_name(model: str, most: int | None) -> None:
+def test_limit_of_answers_follows_from_the_model_name(model: str, most: int | None) -> None:
     assert most_tokens(model) == most
 
 

@@ -122,7 +122,7 @@ def events(body: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_stream(name: str) -> None:
+def test_stream_equals_the_golden_file(name: str) -> None:
     request, frames = CASES[name]
     assert streamed(request, frames) == (GOLDEN / f"{name}.txt").read_bytes()
 

@@ -399,7 +399,7 @@ def test_functions_may_be_in_namespaces() -> None:
         ),
     ],
 )
-def test_tool_choice(choice: Any, inner: Any, shown: list[str]) -> None:
+def test_tool_choice_is_translated(choice: Any, inner: Any, shown: list[str]) -> None:
     sub = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "sub"}]}
     body = chat(tools=[ADD, sub], tool_choice=choice)
     assert body["tool_choice"] == inner

@@ -48,7 +48,7 @@ def test_response_larger_than_the_limit_is_not_stored() -> None:
     assert store.get("a", "r1", 0.0) is not None
 
 
-def test_deleted_response_is_gone() -> None:
+def test_deleted_response_is_not_found() -> None:
     store = Store(100, 60.0)
     put(store, "a", "r1", 60)
     assert not store.delete("b", "r1", 0.0)

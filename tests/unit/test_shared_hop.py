@@ -172,7 +172,7 @@ async def test_closed_connection_is_not_reused() -> None:
     ],
     ids=["without a length", "after an interim answer", "http 1.0", "nothing"],
 )
-async def test_end_of_bodies(response: bytes, whole: bytes) -> None:
+async def test_end_of_each_kind_of_body_is_detected(response: bytes, whole: bytes) -> None:
     async with Scripted(response, then_closes=True).serving() as client:
         answer = await client.post("/", b"", {})
         assert await answer.whole() == whole

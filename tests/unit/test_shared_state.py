@@ -84,7 +84,7 @@ def test_atomic_write_leaves_one_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_order_of_configuration_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_directories_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert config_dir({}) == packaged_defaults()
     (tmp_path / "config").mkdir()

@@ -34,7 +34,7 @@ MIB = 2**20
         ("sim:16x1MiB", (MIB,) * 16),
     ],
 )
-def test_choices_of_devices(text: str, sizes: tuple[int, ...] | None) -> None:
+def test_device_settings_are_parsed(text: str, sizes: tuple[int, ...] | None) -> None:
     assert parse_choice(text) == sizes
 
 
@@ -73,7 +73,7 @@ def test_invalid_devices_are_rejected_with_a_suggestion(text: str, words: str) -
         ({"do": "suspend", "device": "gpu-0", "pid": 7}, Order("suspend", "gpu-0", 7)),
     ],
 )
-def test_commands(given: Any, order: Order) -> None:
+def test_valid_commands_are_parsed(given: Any, order: Order) -> None:
     assert parse(given, ["gpu-0", "gpu-1"]) == order
 
 
@@ -132,7 +132,7 @@ def pages_of(memory: mmap.mmap) -> int:
 
 
 @on_linux
-def test_memory_aside_is_released_and_restored(memory: mmap.mmap) -> None:
+def test_swapped_memory_is_released_and_restored(memory: mmap.mmap) -> None:
     swap = Swap()
     for _ in range(2):
         assert swap.swap_out([(address(memory), SIZE)]) == SIZE
@@ -157,7 +157,7 @@ def test_other_bytes_on_the_same_pages_are_kept(memory: mmap.mmap, first: int, s
 
 
 @on_linux
-def test_several_spans_and_empty_ones(memory: mmap.mmap) -> None:
+def test_several_and_empty_spans_are_swapped(memory: mmap.mmap) -> None:
     start = address(memory)
     swap = Swap()
     assert swap.swap_out([(start, 0), (start + 8192, 4096), (start, 4096)]) == 8192

@@ -258,7 +258,7 @@ def wear_out(mask: Mask) -> ConstraintError:
     return caught.value
 
 
-def test_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
+def test_pattern_with_too_many_states_ends_its_answer_with_a_reason() -> None:
     """The memory of its automaton is bounded. Later requests with the same form do not share it."""
     compiler = Compiler(VOCABULARY)
     constraint = compiler.compile(EXPLODING, "f")

@@ -105,7 +105,7 @@ def written(part: Part) -> str:
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.title)
-def test_transcripts(case: Case) -> None:
+def test_transcripts_are_parsed_into_the_expected_parts(case: Case) -> None:
     """The number is that of the piece; `.` is the end of the text."""
     parser = case.dialect.parser(tools=case.tools, opened=case.opened)
     found = [f"{number} {written(part)}" for number, text in enumerate(case.pushes, 1) for part in parser.push(text)]
@@ -203,7 +203,7 @@ def test_name_of_the_dsml_block_is_read_from_the_template(block: str) -> None:
     assert dialect.opening == f"<｜DSML｜{block}>"
 
 
-def test_end_tokens_of_families() -> None:
+def test_each_family_has_its_end_tokens() -> None:
     assert detect(LLAMA, ()).ends == {"<|eom_id|>", "<|eot_id|>"}
     assert Harmony().ends == {"<|call|>", "<|return|>"}
     assert detect(HERMES, ()).ends == frozenset()

@@ -109,7 +109,7 @@ def test_parts_keep_their_order_within_one_output() -> None:
         ("(only reasoning)", 99, "stop"),
     ],
 )
-def test_finish_reason(drawn: str, most: int, finish: str) -> None:
+def test_finish_reason_follows_from_the_end_of_the_answer(drawn: str, most: int, finish: str) -> None:
     assert follow(drawn, most=most)[-1].finish == finish
 
 

@@ -76,7 +76,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert [sampler.closed for sampler in samplers.made] == [1] * len(samplers.made), "samplers leaked"
 
 
-async def test_text_and_finish_of_a_request(bench: Bench) -> None:
+async def test_request_ends_with_its_text_and_finish_reason(bench: Bench) -> None:
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
     assert await bench.outcome(bench.ask(max_tokens=3)) == [("abc", "length", None)]
     assert await bench.outcome(bench.ask(stops=("ef",))) == [("abcd", "stop", None)]

@@ -103,7 +103,7 @@ def test_markup_of_a_forced_call_is_no_content_in_any_dialect(family: Dialect, o
     assert any(isinstance(part, CallBegin) for output in outputs for part in output.parts)
 
 
-def test_complete_forced_call() -> None:
+def test_complete_forced_call_is_parsed() -> None:
     outputs = follow(reading("required"), TWO_CALLS.encode(), 1000, ["a", "\n"])
     parts = [part for output in outputs for part in output.parts]
     assert [part.name for part in parts if isinstance(part, CallBegin)] == ["add", "sub"]

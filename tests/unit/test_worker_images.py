@@ -186,5 +186,5 @@ FRAME = struct.pack(">BHH", 8, 480, 640) + bytes(10)
     ],
     ids=["png", "png cut", "jpeg", "progressive", "filled", "no frame", "jpeg cut", "no marker", "gif", "nothing"],
 )
-def test_size_of_an_image_file(data: bytes, size: tuple[int, int] | None) -> None:
+def test_size_of_an_image_is_read_from_its_header(data: bytes, size: tuple[int, int] | None) -> None:
     assert size_of(data) == size

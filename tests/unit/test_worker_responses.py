@@ -62,7 +62,7 @@ def test_stream_of_reasoning_content_and_calls() -> None:
     ]
 
 
-def test_log_probabilities_of_tokens_without_content() -> None:
+def test_tokens_without_content_have_log_probabilities() -> None:
     first = '{"token":"(","logprob":-0.5,"bytes":[40],"top_logprobs":[]}'
     second = '{"token":")","logprob":-0.25,"bytes":[41],"top_logprobs":[{"token":")","logprob":-0.25,"bytes":[41]}]}'
     assert lines(LOGGED) == [
@@ -85,7 +85,7 @@ def test_stream_without_text_has_empty_content_like_the_unary_answer(parts: tupl
     assert answer.message["content"] == ""
 
 
-def test_stream_of_plain_text() -> None:
+def test_plain_text_is_streamed_as_content() -> None:
     assert lines([Output(0, "hi", 1), Output(0, "", 2, finish="stop")], divided=False) == [
         choice('{"role":"assistant","content":""}'),
         choice('{"content":"hi"}'),
@@ -152,7 +152,7 @@ def whole(*outputs: Output) -> Any:
     return json.loads(raw)
 
 
-def test_unary_answer_with_reasoning_and_calls() -> None:
+def test_unary_answer_contains_reasoning_and_calls() -> None:
     answer = whole(*CALLS)
     assert answer["choices"] == [
         {

@@ -82,7 +82,7 @@ def test_requirements_have_a_lowest_version() -> None:
         assert wanted.name.startswith("types-") or any(part.operator == ">=" for part in wanted.specifier), text
 
 
-def test_version_and_license_of_the_project() -> None:
+def test_version_and_license_agree_with_the_files() -> None:
     assert PROJECT["version"] == __version__
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")

@@ -81,7 +81,7 @@ def test_lock_is_split_at_the_engine() -> None:
         bootstrap.split_lock("aiohttp==3.0\n")
 
 
-def test_message_of_a_missing_compiler_says_what_to_install() -> None:
+def test_message_of_a_missing_compiler_names_the_package() -> None:
     with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
         engine_build.compiler_path({}, which=lambda name: None)
     with pytest.raises(SetupError, match="CXX is 'weird'"):
@@ -120,7 +120,7 @@ def _python(folder: Path, name: str, version: str, optimized: bool, also: str = 
     return file
 
 
-def test_query_of_the_running_interpreter() -> None:
+def test_running_interpreter_can_be_queried() -> None:
     found = Interpreter.query(sys.executable)
     assert found is not None
     assert found.version == sys.version_info[:3]
