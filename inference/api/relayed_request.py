@@ -29,6 +29,7 @@ _BIG_BODY_BYTES = 2**20
 """Larger bodies are parsed in a thread, so that they do not delay other streams."""
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
 _ABSENT = Raw(b"null")
+_MOST_DIGITS = 20
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -97,7 +98,9 @@ class RelayedRequest:
         given = {name: bytes(getattr(self.envelope, name)) for name in (*_LISTS, *_NUMBERS, *_SETTINGS)}
         shape: dict[str, Any] = {"path": self.path, "body_bytes": len(self.body), "stream": self.stream}
         shape |= {name: len(_items(given[name])) for name in _LISTS if given[name].startswith(b"[")}
-        shape |= {name: int(given[name]) for name in _NUMBERS if given[name].isdigit()}
+        shape |= {
+            name: int(given[name]) for name in _NUMBERS if given[name].isdigit() and len(given[name]) < _MOST_DIGITS
+        }
         if any(given[name] != b"null" for name in _SETTINGS):
             shape["constrained"] = True
         return shape
@@ -107,7 +110,7 @@ async def read_request(path: str, headers: Headers, body: bytes) -> RelayedReque
     """The request with this body. Raises InvalidRequestError."""
     arrived_at = asyncio.get_running_loop().time()
     envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
-    model, stream = msgspec.json.decode(envelope.model), msgspec.json.decode(envelope.stream)
+    model, stream = _value(envelope.model), _value(envelope.stream)
     if not isinstance(model, str) or not model:
         raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
     if stream is not None and not isinstance(stream, bool):
@@ -133,7 +136,18 @@ def _envelope(body: bytes) -> Envelope:
     except msgspec.ValidationError as error:
         raise InvalidRequestError('the body must be a JSON object such as {"model": ...}') from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
+        raise _invalid_json(error) from error
+
+
+def _value(field: Raw) -> Any:
+    try:
+        return msgspec.json.decode(field)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the envelope is not checked for UTF-8
+        raise _invalid_json(error) from error
+
+
+def _invalid_json(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON)
 
 
 def _priority(headers: Headers) -> Priority:

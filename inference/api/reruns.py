@@ -35,8 +35,11 @@ _KEY_LETTERS = 16
 
 def key_of(path: str, body: bytes) -> str:
     """A key that is equal for two requests with the same computation on a model; 64 bits in hexadecimal."""
-    data = {name: value for name, value in orjson.loads(body).items() if name not in IRRELEVANT}
-    plain = orjson.dumps([path, data], option=orjson.OPT_SORT_KEYS)
+    try:
+        data = {name: value for name, value in orjson.loads(body).items() if name not in IRRELEVANT}
+        plain = orjson.dumps([path, data], option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONDecodeError:  # the worker rejects this body
+        plain = body
     return hashlib.sha256(plain).hexdigest()[:_KEY_LETTERS]
 
 

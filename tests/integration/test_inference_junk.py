@@ -12,7 +12,7 @@ BODIES = (
     b'{"models": ["nope"]}', b'{"device": ""}', b'{"device": "gpu-9"}', b'{"model": "a", "context_length": 1e400}',
     b'{"model": "a", "parallel": -1}', b'{"large_objects": 1e30}', b'{"before": "\\u0000", "after": "\\ud800"}',
 )  # fmt: skip
-NAMES = ("a", "nope", "%00", "..%2f..%2fetc", "%F0%9F%92%A9", "x" * 3000)
+NAMES = ("a", "nope", "%00", "%ED%A0%80", "..%2f..%2fetc", "%F0%9F%92%A9", "x" * 3000)
 QUERIES = ("", "?seconds=-1", "?seconds=nan", "?now=maybe", "?minutes=1e999", "?limit=1.5", "?action=")
 
 

@@ -114,3 +114,12 @@ async def test_shape_of_a_request_has_counts_and_no_text() -> None:
     assert shape == {"path": "/v1/chat/completions", "body_bytes": len(data), "stream": True, **counts}
     tokenized = await read_request("/tokenize", {}, b'{"model":"demo","messages":"text"}')
     assert tokenized.shape() == {"path": "/tokenize", "body_bytes": 34, "stream": False}
+
+
+async def test_shape_of_a_request_leaves_out_numbers_of_too_many_digits() -> None:
+    data = b'{"model":"demo","n":1' + b"0" * 5000 + b"}"
+    assert (await read_request("/tokenize", {}, data)).shape() == {
+        "path": "/tokenize",
+        "body_bytes": len(data),
+        "stream": False,
+    }
