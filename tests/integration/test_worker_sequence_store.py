@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.worker.steps import Checkpoint
-from tests.rigs.store_rig import StoreRig, family, random_tokens, store_rig
+from tests.rigs.store_rig import PLENTY, StoreRig, family, random_tokens, store_rig
 
 FAMILIES = ("gqa", "window", "hybrid", "recurrent")
 
@@ -82,3 +82,35 @@ def test_another_worker_finds_the_sequences_of_an_ended_one(rig: StoreRig, keep:
             assert other.context.restore(0, empty[0].state, 350)
             other.fill(0, tokens[:-1], start=350)
         assert other.go_on(0, tokens) == expected
+
+
+def test_a_sequence_returns_from_disk_after_a_restart(rig: StoreRig, tmp_path: Path) -> None:
+    """Without any host memory: it passes through while it is written, and again while it is read."""
+    tokens = random_tokens(3, 700)
+    rig.context.forget_all()
+    taken = rig.fill(0, tokens[:-1], checkpoint_every=350)
+    before, disk = rig.state(0), {"ram_bytes": 0, "disk_bytes": PLENTY, "directory": str(tmp_path / "kv")}
+    with rig.store(**disk) as opened:
+        sequence = opened.save(0, tokens[:-1], taken, tenant="alice", compute_seconds=2.0)
+        opened.wait(lambda: sequence.on_disk and not sequence.in_ram)
+        counts = opened.store.counts()
+        assert (counts.disk_sequences, counts.disk_bytes, counts.ram_bytes) == (1, sequence.count_bytes, 0)
+    with rig.store(**disk) as opened:
+        opened.wait(lambda: opened.found(tokens[:-1], "alice"))
+        found = opened.found(tokens[:-1], "alice")
+        assert found is not None
+        assert (found.on_disk, found.in_ram, found.compute_seconds) == (True, False, 2.0)
+        opened.store.fetch(found)
+        assert found.fetching
+        opened.wait(lambda: not found.fetching)
+        assert found.in_ram
+        assert opened.store.was_fetched(found)
+        rig.context.forget_all()
+        empty = [Checkpoint(position, oldest) for position, oldest in found.checkpoints]
+        assert opened.store.load(0, found, empty)
+        assert rig.state(0) == before
+        assert [item.state.tobytes() for item in empty] == [item.state.tobytes() for item in taken]
+        assert rig.go_on(0, tokens) == rig.cold(tokens)
+        assert not found.in_ram
+        counts = opened.store.counts()
+        assert (counts.prefetched, counts.prefetched_used, counts.disk_read_bytes) == (1, 1, found.count_bytes)

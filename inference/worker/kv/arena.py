@@ -126,7 +126,7 @@ class Arena:
                 self._punch(at, PAGE)
                 at += PAGE
                 continue
-            size = _pages(found.all_bytes)
+            size = rounded(found.all_bytes)
             if found.progress == Progress.COMPLETE and at + size <= self._end:
                 alive = at + size
                 yield self._map(at, size, is_ready=False)
@@ -143,7 +143,7 @@ class Arena:
 
         Spare regions are released so that the arena has at most `most_bytes` if possible. Raises MemoryError.
         """
-        size = _pages(count_bytes)
+        size = rounded(count_bytes)
         with self._lock:
             region = min((item for item in self._spare if item.size >= size), key=_size, default=None)
             if region is not None:
@@ -159,7 +159,7 @@ class Arena:
 
         Without memory there is none.
         """
-        size = _pages(count_bytes)
+        size = rounded(count_bytes)
         if any(region.size >= size for region in self._spare.copy()):
             self.trim(most_spare)
         elif size <= most_spare:
@@ -288,5 +288,6 @@ def _size(region: Region) -> int:
     return region.size
 
 
-def _pages(count_bytes: int) -> int:
+def rounded(count_bytes: int) -> int:
+    """The bytes that an entry of this size takes: whole pages."""
     return -(-count_bytes // PAGE) * PAGE

@@ -32,7 +32,10 @@ class BackgroundJobs:
     def apply(self) -> None:
         """Applies the results so far."""
         while self._results:
-            self._results.popleft()()
+            try:
+                self._results.popleft()()
+            except Exception:
+                log.exception("a result of the sequence store could not be applied")
 
     def close(self, seconds: float) -> bool:
         """Ends the thread behind the queued jobs; returns whether it ended within `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -15,11 +16,13 @@ import numpy as np
 
 from inference.file_stamp import Fingerprint, fingerprint
 from inference.worker import llama
-from inference.worker.kv.arena import Arena, Region
+from inference.worker.kv.arena import Arena, Region, rounded
 from inference.worker.kv.background_jobs import Apply, BackgroundJobs
 from inference.worker.kv.catalog import Catalog
+from inference.worker.kv.disk_tier import AbandonedError, DiskTier, FoundEntry
 from inference.worker.kv.entry_format import (
     HEADER_BYTES,
+    Head,
     InvalidEntryError,
     Sizes,
     decode_head,
@@ -35,10 +38,14 @@ from inference.worker_link import Grant, KvCounts, KvTiers
 
 log = logging.getLogger("headgate.worker.kv")
 
+FOUND_AT_A_TIME = 16
 LOCK_SECONDS = 0.5
 """Interval of the attempts to take an arena that another worker of the model still uses."""
 FETCHED_SECONDS = 30.0
 """A fetched sequence stays in host memory at least for this long, unless it was loaded."""
+FETCH_SECONDS = 10.0
+"""A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
+ABANDON_SECONDS = 1.0
 SPARE_SHARE = 4
 """Memory for the next sequence is prepared if so many of them fit into the limit."""
 
@@ -129,16 +136,21 @@ def _form(context: llama.Context) -> _Form:
 
 @dataclass(slots=True, eq=False)
 class _Stored:
-    """Where a sequence is stored. `partial_at`: see `Head`.
+    """Where a sequence is stored. `partial_at`: see `Head`. `file`: the name of its file.
 
-    `fetched_at`: when it was fetched (monotonic), until it is loaded.
+    `fetched_at`: when it was fetched (monotonic), until it is loaded. `being_written`: the thread that writes files may
+    read the region. `released`: a region that is released after that.
     """
 
     sequence: StoredSequence
     sizes: Sizes
     partial_at: int
     region: Region | None = None
+    file: str | None = None
     fetched_at: float | None = None
+    write_queued: bool = False
+    being_written: bool = False
+    released: Region | None = None
 
 
 class TieredStore:
@@ -159,14 +171,25 @@ class TieredStore:
         self._key = dict(key)
         self._arena = arena
         self._clock = clock
+        self._tiers = tiers
         self._policy = POLICIES[tiers.policy]
         self._ram_bytes = tiers.ram_bytes
+        self._disk = _disk_tier(tiers, self._key, clock)
         self._catalog = Catalog()
         self._stored: dict[StoredSequence, _Stored] = {}
+        self._by_file: dict[str, _Stored] = {}
         self._counts = _Counts()
+        self._reserved_bytes = 0
+        self._fetches: dict[_Stored, float] = {}
+        self._in_transit: _Stored | None = None
+        self._unwritten: list[_Stored] = []
         self._is_open = False
+        self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._memory_jobs = BackgroundJobs("kv-memory", on_change)
+        self._abandoned = threading.Event()
+        names = ("kv-memory", "kv-read", "kv-write") if self._disk is not None else ("kv-memory",)
+        self._jobs = [BackgroundJobs(name, on_change) for name in names]
+        self._memory_jobs, self._reads, self._writes = self._jobs[0], self._jobs[-2:][0], self._jobs[-1]
 
     # --- the interface for the engine ---------------------------------------------------------------------------------
     @property
@@ -177,7 +200,7 @@ class TieredStore:
     @property
     def enabled(self) -> bool:
         """Whether sequences can be saved at present."""
-        return self._is_open and self._ram_bytes > 0
+        return self._is_open and (self._ram_bytes > 0 or (self._disk is not None and not self._disk.is_paused))
 
     def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if there is no room.
@@ -196,22 +219,25 @@ class TieredStore:
         state_bytes = sequence_state.count_bytes(handle, slot)
         partial_at = sequence_state.partial_at(handle, slot) if self._form.has_partial else 0
         head, sizes = encode_head(sequence, self._key, state_bytes, [item.state.nbytes for item in kept], partial_at)
-        region = self._room(sizes.all_bytes)
+        stored = _Stored(sequence, sizes, partial_at)
+        region = self._region_for(stored)
         if region is None:
             return False
         room = region.size - sizes.state_at
         if sequence_state.read(handle, slot, region.address + sizes.state_at, room) != state_bytes:
             log.warning("sequence not saved: llama.cpp did not return its state: tokens=%d", len(tokens))
-            self._arena.release(region, spare=True)
+            self._release(region)
+            self._in_transit = None if self._in_transit is stored else self._in_transit
             return False
         for item, at in zip(kept, sizes.checkpoints_at, strict=True):
             np.copyto(region.array(at, item.state.nbytes), item.state.reshape(-1).view(np.uint8))
         region.view[: len(head)] = head
         self._arena.commit(region)
-        stored = _Stored(sequence, sizes, partial_at)
         self._add(stored)
         self._enter_ram(stored, region)
-        self._remove_prefixes(sequence)
+        self._remove_prefixes(sequence, with_files=self._disk is None)
+        if self._disk is not None:
+            self._queue_write(stored)
         self._prepare(sizes.all_bytes)
         self._counts.saves += 1
         self._counts.saved_bytes += sizes.all_bytes
@@ -249,18 +275,47 @@ class TieredStore:
                 saved = region.array(sizes.checkpoints_at[place], sizes.checkpoint_bytes[place])
                 converts = streams and self._form.has_window
                 item.state = sequence_state.with_streams(saved, streams) if converts else saved.copy()
-        self._used(stored)
+        self._loaded(stored)
         self._counts.loads += 1
         self._counts.loaded_bytes += sizes.all_bytes
         self._counts.load_seconds += time.perf_counter() - began
         return True
 
+    def was_fetched(self, sequence: StoredSequence) -> bool:
+        """Whether a sequence was fetched and not loaded since."""
+        stored = self._stored.get(sequence)
+        return stored is not None and stored.fetched_at is not None
+
     def fetch(self, sequence: StoredSequence) -> None:
-        """Begins to read a sequence from disk. It is `fetching` until it is in host memory or was removed."""
+        """Begins to read a sequence from disk. It is `fetching` until it is in host memory or was removed.
+
+        Without room, or if the disk takes too long, it is not `fetching` and stays on disk.
+        """
+        stored = self._stored.get(sequence)
+        if stored is None or stored.region is not None or stored.file is None or sequence.fetching:
+            return
+        size = rounded(stored.sizes.all_bytes)
+        if any(map(self._is_overdue, self._fetches)) or not self._make_room(size, stored):
+            return
+        if self._in_transit is not stored:
+            self._reserved_bytes += size
+        sequence.fetching = True
+        self._fetches[stored] = time.monotonic()
+        self._reads.add(lambda: self._read(stored, size))
 
     def run(self) -> None:
         """Applies the results of background work. Called before each step."""
-        self._memory_jobs.apply()
+        for jobs in self._jobs:
+            jobs.apply()
+        if self._unwritten and self._disk is not None and not self._disk.is_paused:
+            again, self._unwritten = self._unwritten, []
+            for stored in again:
+                self._queue_write(stored)
+        for stored in self._fetches:
+            if stored.sequence.fetching and self._is_overdue(stored):
+                log.warning("a stored sequence is read too slowly: tokens=%d", len(stored.sequence.tokens))
+                stored.sequence.fetching = False
+        self._end_transit()
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
         """Keeps `sequences` until the Unix time `until`."""
@@ -301,20 +356,30 @@ class TieredStore:
     def attach(self, context: llama.Context, grant: Grant, files: Fingerprint) -> None:
         """Goes on with another context of the model, after the earlier one was freed."""
         self._context = context
+        self._tiers = grant.kv
         self._policy = POLICIES[grant.kv.policy]
         key = sequence_key(grant, files)
         if key != self._key:
-            self.drop(list(self._stored))
+            for stored in list(self._stored.values()):
+                self._forget(stored)
             self._key = key
+            if self._disk is not None:
+                self._disk = _disk_tier(grant.kv, key, self._clock)
+                self._find_on_disk()
         self.limit(grant.kv.ram_bytes)
 
     def close(self, seconds: float) -> None:
-        """Ends the work in the background, which may take `seconds`; what is not done is abandoned.
+        """Ends the work in the background, which may take `seconds`; what is not written then is abandoned.
 
         Sequences in inherited memory stay there for the next worker.
         """
         self._closing.set()
-        if self._memory_jobs.close(seconds):
+        until = time.monotonic() + seconds
+        ended = [jobs.close(until - time.monotonic()) for jobs in self._jobs]
+        if not all(ended):
+            self._abandoned.set()
+            ended = [jobs.close(ABANDON_SECONDS) for jobs in self._jobs]
+        if all(ended):
             self.run()
             for stored in self._stored.values():
                 if stored.region is not None:
@@ -322,6 +387,7 @@ class TieredStore:
         self._is_open = False
         self._catalog = Catalog()
         self._stored.clear()
+        self._by_file.clear()
         self._arena.close()
 
     def _await_arena(self) -> Apply | None:
@@ -334,6 +400,8 @@ class TieredStore:
         self._is_open = True
         self._find_in_ram()
         self._shrink(self._ram_bytes)
+        if self._disk is not None:
+            self._find_on_disk()
 
     def _find_in_ram(self) -> None:
         foreign = 0
@@ -356,67 +424,319 @@ class TieredStore:
             self._counts.invalid += foreign
             log.info("stored sequences removed from host memory: count=%d: made for another form of the model", foreign)
 
+    def _find_on_disk(self) -> None:
+        """Reads the heads of the files in the background, some at a time, so that fetches need not wait."""
+        assert self._disk is not None
+        disk, entries = self._disk, self._disk.find()
+
+        def some() -> Apply:
+            found = list(itertools.islice(entries, FOUND_AT_A_TIME))
+            goes_on = len(found) == FOUND_AT_A_TIME and not self._closing.is_set()
+            if goes_on:
+                self._reads.add(some)
+            return lambda: self._found(disk, found, is_last=not goes_on)
+
+        self._reads.add(some)
+
+    def _found(self, disk: DiskTier, found: Sequence[FoundEntry | None], *, is_last: bool) -> None:
+        now = self._clock()
+        for entry in found:
+            if entry is None:
+                self._counts.invalid += 1
+            elif disk is self._disk and entry.name not in self._by_file:
+                sequence = entry.head.sequence
+                same = self._catalog.same(sequence.tokens, sequence.tenant)
+                if same is None:
+                    sequence.used_at = min(entry.modified_at, now)
+                    sequence.pinned_until = entry.modified_at if entry.modified_at > now else 0.0
+                    self._add(_Stored(sequence, entry.head.sizes, entry.head.partial_at))
+                    same = sequence
+                self._enter_disk(self._stored[same], entry.name)
+        if is_last:
+            for stored in self._stored.values():
+                self._queue_write(stored)
+
     # --- places -------------------------------------------------------------------------------------------------------
     def _add(self, stored: _Stored) -> None:
+        stored.sequence.count_bytes = stored.sizes.all_bytes
         self._stored[stored.sequence] = stored
         self._catalog.add(stored.sequence)
 
-    def _remove(self, stored: _Stored) -> None:
-        """Removes a sequence everywhere."""
+    def _forget(self, stored: _Stored) -> None:
+        """Removes a sequence from the catalog and from host memory."""
         self._stored.pop(stored.sequence, None)
         self._catalog.remove(stored.sequence)
         self._leave_ram(stored)
+        self._leave_disk(stored)
+
+    def _remove(self, stored: _Stored) -> None:
+        """Removes a sequence everywhere."""
+        name = stored.file
+        self._forget(stored)
+        self._unlink(name)
+
+    def _unlink(self, name: str | None) -> None:
+        if name is None or (disk := self._disk) is None:
+            return
+        if self._closing.is_set():
+            disk.remove(name)
+        else:
+            self._writes.add(lambda: disk.remove(name))
 
     def _enter_ram(self, stored: _Stored, region: Region) -> None:
-        sequence = stored.sequence
-        stored.region, sequence.in_ram, sequence.count_bytes = region, True, stored.sizes.all_bytes
+        with self._lock:
+            stored.region = region
+        stored.sequence.in_ram = True
         self._counts.ram_sequences += 1
         self._counts.ram_bytes += region.size
-        self._counts.ram_tokens += len(sequence.tokens)
+        self._counts.ram_tokens += len(stored.sequence.tokens)
 
     def _leave_ram(self, stored: _Stored) -> None:
-        if (region := stored.region) is None:
+        with self._lock:
+            region, stored.region = stored.region, None
+            if stored.being_written:
+                stored.released = stored.released or region
+        if region is None:
             return
-        stored.region, stored.sequence.in_ram = None, False
+        stored.sequence.in_ram = False
+        stored.fetched_at = None
         self._counts.ram_sequences -= 1
         self._counts.ram_bytes -= region.size
         self._counts.ram_tokens -= len(stored.sequence.tokens)
-        self._arena.release(region, spare=True)
+        if self._in_transit is stored:
+            self._in_transit = None
+        if stored.released is not region:
+            self._release(region)
 
-    def _evict(self, stored: _Stored) -> None:
-        """Frees the host memory of a sequence."""
-        self._counts.evicted += 1
-        self._remove(stored)
+    def _release(self, region: Region) -> None:
+        room = self._ram_bytes - self._ram_used - self._arena.spare_bytes
+        self._arena.release(region, spare=region.size <= room)
 
-    def _room(self, count_bytes: int) -> Region | None:
-        """A region for a new entry, for which others are evicted; None if there is no room."""
-        if count_bytes > self._ram_bytes:
+    def _enter_disk(self, stored: _Stored, name: str) -> None:
+        self._by_file[name] = stored
+        stored.file, stored.sequence.on_disk = name, True
+        self._counts.disk_sequences += 1
+        self._counts.disk_bytes += stored.sequence.count_bytes
+
+    def _leave_disk(self, stored: _Stored) -> None:
+        if stored.file is not None:
+            self._by_file.pop(stored.file, None)
+            stored.file, stored.sequence.on_disk = None, False
+            self._counts.disk_sequences -= 1
+            self._counts.disk_bytes -= stored.sequence.count_bytes
+
+    # --- room in host memory ------------------------------------------------------------------------------------------
+    @property
+    def _ram_used(self) -> int:
+        """Host memory of sequences, and what fetches will take, without a sequence in transit."""
+        transit = self._in_transit
+        apart = transit.region.size if transit is not None and transit.region is not None else 0
+        return self._counts.ram_bytes + self._reserved_bytes - apart
+
+    def _make_room(self, size: int, stored: _Stored) -> bool:
+        """Evicts others so that `size` bytes fit. Returns whether they do.
+
+        A sequence that is larger than the limit can pass through host memory to or from the disk, one at a time.
+        """
+        if size > self._ram_bytes:
+            if self._in_transit is not None or self._disk is None:
+                return False
+            if stored.file is None and (self._disk.is_paused or not self._disk.fits(stored.sizes.all_bytes)):
+                return False
+            self._in_transit = stored
+            return True
+        self._shrink(self._ram_bytes - size)
+        return self._ram_used + size <= self._ram_bytes
+
+    def _region_for(self, stored: _Stored) -> Region | None:
+        """A region for a new sequence; None without room."""
+        size = rounded(stored.sizes.all_bytes)
+        if not self._make_room(size, stored):
             return None
-        self._shrink(self._ram_bytes - count_bytes)
         try:
-            return self._arena.allocate(count_bytes, self._ram_bytes)
+            return self._arena.allocate(size, self._ram_bytes)
         except MemoryError as error:
             log.warning("sequence not saved: %s", error)
+            if self._in_transit is stored:
+                self._in_transit = None
             return None
 
     def _shrink(self, ram_bytes: int) -> None:
-        """Evicts sequences until the others take at most `ram_bytes` of host memory."""
-        if self._counts.ram_bytes <= ram_bytes:
+        """Evicts sequences until the others take at most `ram_bytes` of host memory.
+
+        Those that were fetched for a request leave last; before them those that are pinned; before them those that are
+        not on disk yet. Those that are being written stay.
+        """
+        if self._ram_used <= ram_bytes:
             return
-        now = self._clock()
-        inside = [stored for stored in self._stored.values() if stored.region is not None]
-        for stored in sorted(inside, key=lambda item: leaves_after(item.sequence, self._policy, now)):
+        now, fetched_after = self._clock(), time.monotonic() - FETCHED_SECONDS
+
+        def place(stored: _Stored) -> tuple[bool, bool, bool, float]:
+            is_pinned, worth = leaves_after(stored.sequence, self._policy, now)
+            return (stored.fetched_at or 0.0) > fetched_after, is_pinned, stored.file is None, worth
+
+        inside = [
+            stored
+            for stored in self._stored.values()
+            if stored.region is not None and not stored.being_written and stored is not self._in_transit
+        ]
+        for stored in sorted(inside, key=place):
             self._evict(stored)
-            if self._counts.ram_bytes <= ram_bytes:
+            if self._ram_used <= ram_bytes:
                 return
+
+    def _evict(self, stored: _Stored) -> None:
+        """Frees the host memory of a sequence; it stays on disk if it is there."""
+        if stored.file is None:
+            self._counts.evicted += 1
+            self._forget(stored)
+        else:
+            self._leave_ram(stored)
+
+    def _end_transit(self) -> None:
+        """Removes a sequence that passed through host memory."""
+        stored = self._in_transit
+        if stored is None or stored.region is None or stored.being_written:
+            return
+        waits = stored.fetched_at is not None and time.monotonic() - stored.fetched_at < FETCHED_SECONDS
+        if not waits and (stored.file is not None or stored in self._unwritten):
+            self._evict(stored)
 
     def _prepare(self, count_bytes: int) -> None:
         """Evicts ahead and prepares memory in the background, so that the next save only copies."""
         if SPARE_SHARE * count_bytes > self._ram_bytes:
             return
         self._shrink(self._ram_bytes - count_bytes)
-        most_spare = min(2 * count_bytes, self._ram_bytes - self._counts.ram_bytes)
+        most_spare = min(2 * count_bytes, self._ram_bytes - self._ram_used)
         self._memory_jobs.add(lambda: self._arena.prepare(count_bytes, most_spare))
+
+    # --- the disk -----------------------------------------------------------------------------------------------------
+    def _queue_write(self, stored: _Stored) -> None:
+        """Has a sequence written to a file, once, if it is in host memory only."""
+        if stored.region is not None and stored.file is None and not stored.write_queued:
+            stored.write_queued = True
+            self._writes.add(lambda: self._write(stored))
+
+    def _write(self, stored: _Stored) -> Apply:
+        """Writes a sequence to a file. Runs on the thread that writes."""
+        disk = self._disk
+        assert disk is not None
+        with self._lock:
+            region = stored.region
+            stored.being_written = region is not None
+        if region is None or stored.file is not None:
+            return lambda: self._written(disk, stored, None, 0.0)
+        sizes, began = stored.sizes, time.perf_counter()
+        removed: Sequence[str] | None = None
+        try:
+            if disk.fits(sizes.all_bytes) and not disk.is_paused:
+                head, states = bytearray(region.view[: sizes.state_at]), region.view[sizes.state_at : sizes.all_bytes]
+                removed = disk.write(stored.sequence, head, states, self._abandoned.is_set)
+        except (OSError, AbandonedError):
+            pass  # logged, or the worker ends
+        except Exception:
+            log.exception("a stored sequence could not be written")
+        seconds = time.perf_counter() - began
+        return lambda: self._written(disk, stored, removed, seconds)
+
+    def _written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str] | None, seconds: float) -> None:
+        """`removed`: files that were removed for room; None if the sequence was not written."""
+        with self._lock:
+            stored.being_written = stored.write_queued = False
+            released, stored.released = stored.released, None
+        if released is not None:
+            self._release(released)
+        is_known = self._stored.get(stored.sequence) is stored
+        for name in removed or ():
+            if (other := self._by_file.get(name)) is not None:
+                self._lost_file(other)
+                self._counts.evicted += 1
+        if removed is None:
+            if is_known and stored.file is None and stored.region is not None and disk.fits(stored.sizes.all_bytes):
+                self._unwritten.append(stored)
+        else:
+            self._counts.disk_written_bytes += stored.sizes.all_bytes
+            self._counts.disk_write_seconds += seconds
+            name = disk.name_of(stored.sequence)
+            if is_known and disk is self._disk:
+                self._enter_disk(stored, name)
+                self._remove_prefixes(stored.sequence, with_files=True)
+            elif self._catalog.same(stored.sequence.tokens, stored.sequence.tenant) is None:
+                self._unlink(name)
+        self._shrink(self._ram_bytes)
+
+    def _lost_file(self, stored: _Stored) -> None:
+        """Records that the file of a sequence is gone."""
+        if stored.region is None:
+            self._forget(stored)
+        else:
+            self._leave_disk(stored)
+
+    def _read(self, stored: _Stored, size: int) -> Apply | None:
+        """Reads a sequence from its file. Runs on the thread that reads."""
+        disk, began = self._disk, time.perf_counter()
+        region, head = None, None
+        failure: Exception | None = None
+        try:
+            assert disk is not None
+            region, head = disk.read(
+                stored.sequence,
+                lambda count: self._arena.allocate(count, self._ram_bytes),
+                lambda failed: self._arena.release(failed, spare=True),
+            )
+        except (OSError, MemoryError, InvalidEntryError) as error:
+            failure = error
+        except Exception as error:
+            log.exception("a stored sequence could not be read")
+            failure = error
+        seconds = time.perf_counter() - began
+        return lambda: self._fetched(stored, size, region, head, failure, seconds)
+
+    def _fetched(
+        self,
+        stored: _Stored,
+        size: int,
+        region: Region | None,
+        head: Head | None,
+        failure: Exception | None,
+        seconds: float,
+    ) -> None:
+        stored.sequence.fetching = False
+        self._fetches.pop(stored, None)
+        if self._in_transit is not stored:
+            self._reserved_bytes -= size
+        if region is None or head is None:
+            if self._in_transit is stored:
+                self._in_transit = None
+            self._not_fetched(stored, failure)
+            return
+        self._counts.prefetched += 1
+        self._counts.disk_read_bytes += head.sizes.all_bytes
+        self._counts.disk_read_seconds += seconds
+        if self._stored.get(stored.sequence) is not stored or stored.region is not None:
+            self._release(region)  # removed, or saved again
+            return
+        self._arena.commit(region)
+        stored.sizes, stored.partial_at = head.sizes, head.partial_at
+        stored.sequence.checkpoints = head.sequence.checkpoints
+        self._arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
+        self._enter_ram(stored, region)
+        stored.fetched_at = time.monotonic()
+
+    def _not_fetched(self, stored: _Stored, failure: Exception | None) -> None:
+        """A file that is damaged or gone is removed; without memory it stays."""
+        if isinstance(failure, MemoryError) or self._stored.get(stored.sequence) is not stored:
+            log.warning("stored sequence not read: %s", failure)
+        elif isinstance(failure, FileNotFoundError):
+            self._lost_file(stored)
+        elif stored.file is not None and failure is not None and self._disk is not None:
+            self._counts.invalid += 1
+            self._disk.discard(stored.file, failure)
+            self._lost_file(stored)
+
+    def _is_overdue(self, stored: _Stored) -> bool:
+        allowed = max(FETCH_SECONDS, 0.25 * stored.sizes.all_bytes / 2**20)
+        return time.monotonic() - self._fetches[stored] > allowed
 
     # --- sequences ----------------------------------------------------------------------------------------------------
     def _holds_only(self, slot: int, count: int) -> bool:
@@ -436,7 +756,7 @@ class TieredStore:
             return False
         self._catalog.remove(same)
         del self._stored[same]
-        sequence.checkpoints, sequence.count_bytes, sequence.hits = same.checkpoints, same.count_bytes, same.hits
+        sequence.checkpoints, sequence.hits = same.checkpoints, same.hits
         sequence.pinned_until = max(sequence.pinned_until, same.pinned_until)
         sequence.in_ram, sequence.on_disk = same.in_ram, same.on_disk
         same.in_ram = same.on_disk = False
@@ -452,25 +772,48 @@ class TieredStore:
         streams = sequence_state.empty_streams(self._context.handle, slot)
         return streams if streams != sequence_state.streams(state) else 0
 
-    def _remove_prefixes(self, sequence: StoredSequence) -> None:
-        """Removes sequences that `sequence` continues, if its end can be removed instead: they are never better."""
+    def _remove_prefixes(self, sequence: StoredSequence, *, with_files: bool) -> None:
+        """Removes sequences that `sequence` continues, if its end can be removed instead: they are never better.
+
+        Their files stay until `sequence` has one.
+        """
         if not self._context.can_trim or self._context.window:
             return
         now = self._clock()
         found = self._catalog.candidates(sequence.tokens, sequence.tenant, len(sequence.tokens))
         for other in [other for other, shared in found if shared == len(other.tokens) and other is not sequence]:
-            if other.pinned_until <= now and not other.fetching:
-                self._remove(self._stored[other])
+            if other.pinned_until > now or other.fetching:
+                continue
+            stored = self._stored[other]
+            if with_files or stored.file is None:
+                self._remove(stored)
+            else:
+                self._leave_ram(stored)
 
-    def _used(self, stored: _Stored) -> None:
+    def _loaded(self, stored: _Stored) -> None:
         """Records that a sequence was loaded."""
         stored.sequence.hits += 1
         stored.sequence.used_at = self._clock()
+        if stored.fetched_at is not None:
+            self._counts.prefetched_used += 1
+            stored.fetched_at = None
         self._record_times(stored)
+        self._end_transit()
 
     def _record_times(self, stored: _Stored) -> None:
+        """Records the last use and the pin of a sequence where it is stored."""
+        sequence = stored.sequence
         if stored.region is not None:
-            self._arena.touch(stored.region, stored.sequence.used_at, stored.sequence.pinned_until)
+            self._arena.touch(stored.region, sequence.used_at, sequence.pinned_until)
+        if (name := stored.file) is not None and (disk := self._disk) is not None:
+            self._writes.add(lambda: disk.touch(name, sequence.pinned_until))
+
+
+def _disk_tier(tiers: KvTiers, key: Mapping[str, Any], clock: Callable[[], float]) -> DiskTier | None:
+    """The files of the model; None without a directory or room in it."""
+    if tiers.directory is None or tiers.disk_bytes <= 0:
+        return None
+    return DiskTier(Path(tiers.directory), key, tiers.disk_bytes, clock)
 
 
 def _is_text(tokens: array[int]) -> bool:

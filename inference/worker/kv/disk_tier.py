@@ -1,0 +1,383 @@
+"""Files of stored sequences.
+
+    DIRECTORY/lock                              held while files are removed for room
+    DIRECTORY/<hash of key>/<hash of tokens and tenant>.kv
+    DIRECTORY/<hash of key>/*.tmp               being written; its writer holds a lock on it
+
+Several workers, also of several services, may use one directory. The modification time of a file is the time of its
+last use, or the end of its pin; under the size limit of the directory the oldest file is removed first. Files are
+written to a temporary name, synced and renamed, so a file with its final name is complete. It is verified when it is
+read nevertheless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inference.worker.kv.arena import Region
+from inference.worker.kv.entry_format import (
+    HEADER_BYTES,
+    Head,
+    InvalidEntryError,
+    Progress,
+    StatesSum,
+    decode_head,
+    decode_prefix,
+    set_progress,
+    set_states_sum,
+)
+from inference.worker.kv.stored_sequences import StoredSequence
+
+log = logging.getLogger("headgate.worker.kv")
+
+PIECE_BYTES = 2**20
+"""Bytes that are read or written at a time; their checksum is computed while they are in the cache of the CPU."""
+HEAD_BYTES = 2**16
+"""Bytes that are read first to find out the size of a head."""
+PAUSE_SECONDS = 60.0
+SLOW_SECONDS = 10.0
+SLOW_BYTES_PER_SECOND = 4 * 2**20
+LOCK_SECONDS = 10.0
+"""Longest wait for the lock of the directory."""
+LONGEST_PIN_SECONDS = 31 * 86400.0
+"""A later modification time comes from a clock that was wrong, and is treated as the oldest."""
+
+ENTRY, TEMPORARY = ".kv", ".tmp"
+_UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
+
+
+class FoundEntry(NamedTuple):
+    """A file of this model."""
+
+    name: str
+    head: Head
+    modified_at: float
+
+
+class AbandonedError(Exception):
+    """The write was abandoned because the worker ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file in the directory."""
+
+    path: Path
+    count_bytes: int
+    modified_at: float
+
+
+class DiskTier:
+    """The files of one model in a directory. Its methods block; they are called on background threads."""
+
+    def __init__(
+        self,
+        directory: Path,
+        key: Mapping[str, Any],
+        most_bytes: int,
+        clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`most_bytes`: the limit of the whole directory. `clock` gives Unix seconds, `ticks` monotonic seconds."""
+        self._root = directory
+        self._key = dict(key)
+        self._own = directory / _digest(json.dumps(self._key, sort_keys=True).encode())
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._ticks = ticks
+        self._paused_until = -1.0
+
+    def fits(self, count_bytes: int) -> bool:
+        """Whether an entry of this size is within the limit."""
+        return count_bytes <= self._most_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is written for a while because of an error."""
+        return self._ticks() < self._paused_until
+
+    def name_of(self, sequence: StoredSequence) -> str:
+        """The name of the file of a sequence."""
+        return _digest(sequence.tenant.encode(), b"\0", sequence.tokens.tobytes()) + ENTRY
+
+    def write(
+        self, sequence: StoredSequence, head: bytearray, states: memoryview, is_abandoned: Callable[[], bool]
+    ) -> list[str]:
+        """Writes an entry; returns the names of files of this model that were removed for room.
+
+        `head` is changed. Raises OSError after a log line, and pauses the tier; raises AbandonedError.
+        """
+        began = self._ticks()
+        temporary: Path | None = None
+        try:
+            with self._locked():
+                count_bytes = len(head) + len(states)
+                removed = self._make_room(count_bytes)
+                temporary = self._own / f"{self.name_of(sequence)}.{os.getpid()}{TEMPORARY}"
+                handle = self._create(temporary, count_bytes)
+            try:
+                self._write(handle, head, states, is_abandoned)
+                modified_at = max(self._clock(), sequence.pinned_until)
+                os.utime(handle, (modified_at, modified_at))
+                os.fsync(handle)
+                temporary.rename(self._own / self.name_of(sequence))
+            finally:
+                os.close(handle)
+            temporary = None
+            _sync(self._own)
+        except OSError as error:
+            self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
+            raise
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+        if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):
+            self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
+        return removed
+
+    def read(
+        self, sequence: StoredSequence, allocate: Callable[[int], Region], release: Callable[[Region], None]
+    ) -> tuple[Region, Head]:
+        """Reads the entry of a sequence into a region of `allocate` and verifies it; the region is not committed.
+
+        Raises FileNotFoundError, OSError, InvalidEntryError, and what `allocate` raises; then there is no region.
+        """
+        handle = os.open(self._own / self.name_of(sequence), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            encoded, head = self._head(handle)
+            if head.sequence.tokens != sequence.tokens or head.sequence.tenant != sequence.tenant:
+                raise InvalidEntryError("of another sequence")
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle, 0, head.sizes.all_bytes, os.POSIX_FADV_SEQUENTIAL)
+            region = allocate(head.sizes.all_bytes)
+            try:
+                self._read_states(handle, head, region.view)
+            except BaseException:
+                release(region)
+                raise
+            set_progress(encoded, Progress.WRITING)
+            region.view[: len(encoded)] = encoded
+            return region, head
+        finally:
+            os.close(handle)
+
+    def find(self) -> Iterator[FoundEntry | None]:
+        """The files of this model, the last used first. Invalid ones are removed with a log line; None for each."""
+        for file in sorted(self._files(self._own), key=lambda item: -item.modified_at):
+            if file.path.suffix != ENTRY:
+                continue
+            try:
+                handle = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    _, head = self._head(handle)
+                finally:
+                    os.close(handle)
+                if self.name_of(head.sequence) != file.path.name:
+                    raise InvalidEntryError("of another sequence")
+            except FileNotFoundError:
+                continue
+            except (InvalidEntryError, OSError) as error:
+                self.discard(file.path.name, error)
+                yield None
+                continue
+            yield FoundEntry(file.path.name, head, self._plausible(file.modified_at))
+
+    def discard(self, name: str, reason: Exception) -> None:
+        """Removes an unusable file, with a log line. A file that only cannot be opened at present stays."""
+        removes = not isinstance(reason, OSError) or reason.errno in _UNREADABLE
+        text = reason.strerror if isinstance(reason, OSError) else f"it is {reason}"
+        log.warning("stored sequence %s %s: %s", self._own / name, "removed" if removes else "skipped", text)
+        if removes:
+            self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it can be."""
+        with contextlib.suppress(OSError):
+            (self._own / name).unlink()
+
+    def touch(self, name: str, until: float = 0.0) -> None:
+        """Records that a file is used now, or that it is kept until a Unix time."""
+        now = max(self._clock(), until)
+        with contextlib.suppress(OSError):
+            os.utime(self._own / name, (now, now))
+
+    # --- reading and writing ------------------------------------------------------------------------------------------
+    def _head(self, handle: int) -> tuple[bytearray, Head]:
+        """The verified head of a file of this model. Raises InvalidEntryError."""
+        encoded = bytearray(HEAD_BYTES)
+        count = os.preadv(handle, [encoded], 0)
+        prefix = decode_prefix(encoded[: min(count, HEADER_BYTES)])
+        if prefix.all_bytes != os.fstat(handle).st_size:
+            raise InvalidEntryError("not as long as its header says")
+        if prefix.state_at > count:
+            encoded = bytearray(prefix.state_at)
+            _read_exactly(handle, memoryview(encoded), 0)
+        del encoded[prefix.state_at :]
+        head = decode_head(encoded)
+        if head.key != self._key:
+            raise InvalidEntryError("made for another form of the model")
+        return encoded, head
+
+    def _read_states(self, handle: int, head: Head, target: memoryview) -> None:
+        size, states = head.sizes.all_bytes, StatesSum()
+        for at in range(head.sizes.state_at, size, PIECE_BYTES):
+            piece = target[at : min(at + PIECE_BYTES, size)]
+            _read_exactly(handle, piece, at)
+            states.update(piece)
+        if states.intdigest() != head.states_sum:
+            raise InvalidEntryError("damaged: the checksum of its states is wrong")
+
+    def _create(self, path: Path, count_bytes: int) -> int:
+        """A new file of this size, with a lock that shows that its writer runs."""
+        path.unlink(missing_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(handle, count_bytes)  # so that others count it at once
+        except OSError:
+            os.close(handle)
+            path.unlink()
+            raise
+        return handle
+
+    def _write(self, handle: int, head: bytearray, states: memoryview, is_abandoned: Callable[[], bool]) -> None:
+        summed = StatesSum()
+        for start in range(0, len(states), PIECE_BYTES):
+            if is_abandoned():
+                raise AbandonedError
+            piece = states[start : start + PIECE_BYTES]
+            summed.update(piece)
+            _write_exactly(handle, piece, len(head) + start)
+        set_states_sum(head, summed.intdigest())
+        set_progress(head, Progress.COMPLETE)
+        _write_exactly(handle, memoryview(head), 0)
+
+    # --- the directory ------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock of the directory, which is created if it is missing. Raises OSError."""
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            until = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.02)
+            yield
+        finally:
+            os.close(handle)
+
+    def _make_room(self, count_bytes: int) -> list[str]:
+        """Removes the oldest files until `count_bytes` more fit. Returns the names of those of this model.
+
+        Raises OSError if they do not fit beside the files that are being written.
+        """
+        created = not self._own.is_dir()
+        self._own.mkdir(mode=0o700, exist_ok=True)
+        if created:
+            _sync(self._root)
+        files = []
+        for directory in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
+            for file in self._files(Path(directory)):
+                if file.path.suffix == TEMPORARY and _is_abandoned(file.path):
+                    file.path.unlink(missing_ok=True)
+                else:
+                    files.append(file)
+        total = sum(file.count_bytes for file in files)
+        removed = []
+        for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
+            if total + count_bytes <= self._most_bytes:
+                break
+            if file.path.suffix != ENTRY:
+                continue
+            file.path.unlink(missing_ok=True)
+            total -= file.count_bytes
+            if file.path.parent == self._own:
+                removed.append(file.path.name)
+            else:
+                with contextlib.suppress(OSError):
+                    file.path.parent.rmdir()  # fails while there are others
+        if total + count_bytes > self._most_bytes:
+            raise OSError(errno.ENOSPC, "other sequences are being written, and the limit is reached")
+        return removed
+
+    def _files(self, directory: Path) -> list[_File]:
+        found = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # removed by another worker
+                    if entry.name.endswith((ENTRY, TEMPORARY)) and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append(_File(Path(entry.path), status.st_size, status.st_mtime))
+        return found
+
+    def _plausible(self, modified_at: float) -> float:
+        return modified_at if modified_at <= self._clock() + LONGEST_PIN_SECONDS else 0.0
+
+    def _pause(self, reason: str) -> None:
+        if not self.is_paused:
+            log.warning("%s: no writes for %.0f s", reason, PAUSE_SECONDS)
+        self._paused_until = self._ticks() + PAUSE_SECONDS
+
+
+def _digest(*parts: bytes) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def _read_exactly(handle: int, target: memoryview, offset: int) -> None:
+    """Raises InvalidEntryError if the file is too short."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(handle, [target[done:]], offset + done)
+        if count == 0:
+            raise InvalidEntryError("shorter than its header says")
+        done += count
+
+
+def _write_exactly(handle: int, source: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(handle, source[done:], offset + done)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether the writer of a temporary file has ended."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
