@@ -101,6 +101,8 @@ def _openai(schema: Any, at: tuple[str, ...]) -> Iterator[str]:
     type_ = schema.get("type")
     types = [type_] if isinstance(type_, str) else type_ or []
     allowed = frozenset(("type", "title", "description", "anyOf", "$ref", "$defs", "definitions")) | _LISTED
+    if not at:
+        allowed |= {"$schema"}  # OpenAI's client for Node sends it
     for name in set(schema) - allowed.union(*(_OPENAI[kind] for kind in types)):
         yield f"In context={at}, '{name}' is not permitted."
     if "object" in types:
