@@ -80,10 +80,16 @@ class UpstreamKind(StrEnum):
 
 
 class PassedOnError(RequestError):
-    """A provider's error about the request; status, code, type, param and message are the provider's."""
+    """A provider's error about the request; status, code, type, param and message are the provider's.
+
+    The message about a prompt that is too long also has the code, because LangChain looks for it in the text.
+    """
 
     def __init__(self, error: UpstreamError, status: int, param: str | None) -> None:
-        super().__init__(Code.INVALID_REQUEST, error.message, param=param, details=error.details)
+        message = error.message
+        if error.code == Code.CONTEXT_LENGTH_EXCEEDED and error.code not in message:
+            message = f"{message} ({error.code}: the request exceeds the context window)"
+        super().__init__(Code.INVALID_REQUEST, message, param=param, details=error.details)
         self._status = status
         self.upstream_code = error.code or Code.INVALID_REQUEST
         self._type = error.type or "invalid_request_error"

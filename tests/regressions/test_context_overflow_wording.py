@@ -1,7 +1,8 @@
 """Client libraries recognise `context_length_exceeded` by the text of the message.
 
-LangChain looks for the code in the text of the exception, and for `exceeds the context window` in errors within a
-stream, whose exception has only the message. LiteLLM looks for the beginning of OpenAI's sentence.
+LangChain looks for the code in the text of the exception, which is only the message in openai 3, and for `exceeds the
+context window` in errors within a stream. LiteLLM looks for the beginning of OpenAI's sentence. Clients of Anthropic's
+API look for `prompt is too long`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import orjson
 import pytest
@@ -26,6 +28,8 @@ from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 from tests.rigs.chat_templates import chat_template
 from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.fake_provider import KEY as CLOUD_KEY
+from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
 
 MARKS = ("context_length_exceeded", "this model's maximum context length is", "exceeds the context window")
@@ -229,3 +233,38 @@ async def test_context_overflow_within_a_stream_keeps_its_message(gateway: Gatew
             async for _ in stream:
                 pass
     assert all(mark in str(caught.value).lower() for mark in MARKS)
+
+
+CLOUDS = """
+providers:
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1, flavor: openai}}
+  google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
+  anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+routes:
+  openai: {{chain: [openai/fault-context]}}
+  google: {{chain: [google/fault-context]}}
+  anthropic: {{chain: [anthropic/fault-context]}}
+  several: {{chain: [openai/fault-context, google/fault-context, anthropic/fault-context]}}
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["openai", "google", "anthropic", "several"])
+async def test_clients_recognise_a_context_overflow_that_a_cloud_reports(
+    tmp_path: Path, fake: FakeInference, cloud: FakeProvider, model: str, stream: bool
+) -> None:
+    async with Gateway(tmp_path, fake.url, CLOUDS.format(url=cloud.url), {"CLOUD": CLOUD_KEY}) as gateway:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
+            for create in (
+                client.chat.completions.create(model=model, stream=stream, messages=user("Hi")),  # type: ignore[call-overload]
+                client.responses.create(model=model, stream=stream, input="Hi"),
+            ):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await create
+                assert "context_length_exceeded" in caught.value.message
+                assert "exceeds the context window" in caught.value.message
+        async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=KEY, max_retries=0) as claude:
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await claude.messages.create(model=model, stream=stream, max_tokens=9, messages=user("Hi"))  # type: ignore[call-overload]
+            assert str(refused.value).count("prompt is too long") == 1

@@ -281,7 +281,8 @@ def test_message_of_a_prompt_that_is_too_long_can_be_parsed_by_agents() -> None:
 
     expected = "prompt is too long: 9000 tokens > 8192 maximum; shorten it"
     assert message(prompt_tokens=9000, context_length=8192) == expected
-    assert message(prompt_tokens=None, context_length=8192, max_tokens=9000) == message() == "shorten it"
+    assert message(prompt_tokens=None, context_length=8192, max_tokens=9000) == "shorten it"
+    assert message() == "prompt is too long: shorten it"
 
 
 def test_places_in_the_clients_body_are_kept() -> None:

@@ -71,6 +71,9 @@ _OWN_NAMES: Mapping[str, str] = {
 }
 """The client's name of a parameter, by the internal name."""
 
+_ANTHROPIC_OVERFLOW = re.compile(r"prompt is too long|exceed context limit", re.IGNORECASE)
+"""Anthropic's messages about a prompt, or a prompt and an answer, that is too long for the model."""
+
 _FIRST_WORD = re.compile(r"\w*")
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 
@@ -107,8 +110,11 @@ def envelope(error: GatewayError) -> dict[str, Any]:
 
 def _message(error: GatewayError, code: str) -> str:
     """The message. An error about a prompt that is too long begins with Anthropic's text, so that agents shorten it."""
-    if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
+    if code != Code.CONTEXT_LENGTH_EXCEEDED:
         return error.message
+    if error.details is None:  # of a cloud
+        is_known = _ANTHROPIC_OVERFLOW.search(error.message)
+        return error.message if is_known else f"prompt is too long: {error.message}"
     prompt, context = error.details.get("prompt_tokens"), error.details.get("context_length")
     if prompt is None or context is None:
         return error.message
