@@ -84,10 +84,6 @@ class StateMachine:
             listeners=[self._listener],
         )
 
-    def refresh(self) -> None:
-        """Report a change of the stored state that was made elsewhere."""
-        _ = self.state
-
     @property
     def state(self) -> BreakerState:
         """The stored state. A change that was made elsewhere is reported to `on_change` first."""

@@ -57,27 +57,29 @@ async def relay(
         wire.write(writer.write(frames))
         return True
 
+    async def end_with(last: bytes) -> None:
+        watch.release()
+        if wire is not None and wire.is_free:
+            wire.end(last)
+        else:
+            await send({"type": "http.response.body", "body": last})
+
     try:
         await send_head(send, exchange, _HEADERS)
         frames = answer.begin()
         before = time.perf_counter()
         answer.pass_on(pass_on)
         while not isinstance(frames[-1], Done):
-            if body := writer.write(frames):
-                if wire is not None and wire.is_free:
-                    wire.write(body)
-                else:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = writer.write(frames)
+            if wire is not None and wire.is_free:
+                wire.write(body)
+            elif body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             frames = await answer.next()
             observe(frames[0])
         answer.attempt.succeed()
         answer.note_end()
-        watch.release()
-        last = writer.write(frames[:-1]) + writer.end()
-        if wire is not None and wire.is_free:
-            wire.end(last)
-        else:
-            await send({"type": "http.response.body", "body": last})
+        await end_with(writer.write(frames[:-1]) + writer.end())
     except asyncio.CancelledError as error:
         answer.attempt.settle_error(error)
         if not watch.absorb():
@@ -85,18 +87,16 @@ async def relay(
         if watch.reason is End.CLIENT_LEFT:
             return str(End.CLIENT_LEFT)
         message = "the gateway is shutting down; repeat the request for the whole answer"
-        await _end_with(send, watch, writer.end_with_error(Code.SHUTTING_DOWN, message))
+        await end_with(writer.end_with_error(Code.SHUTTING_DOWN, message))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
         _, _, message = answer.attempt.settle_error(error)
         name = answer.attempt.candidate.name
-        await _end_with(
-            send, watch, writer.end_with_error(_code_of(error), f"the answer of {name} was interrupted: {message}")
-        )
+        await end_with(writer.end_with_error(_code_of(error), f"the answer of {name} was interrupted: {message}"))
         return "broken"
     except Exception as error:
         answer.attempt.settle_error(error)  # logs the traceback of this defect
-        await _end_with(send, watch, writer.end_with_error(Code.INTERNAL_ERROR, "internal error of the gateway"))
+        await end_with(writer.end_with_error(Code.INTERNAL_ERROR, "internal error of the gateway"))
         return "broken"
     finally:
         answer.forget_sink()
@@ -108,8 +108,3 @@ def _code_of(error: UpstreamError | ExpiredError) -> str:
     if isinstance(error, ExpiredError) or error.kind is UpstreamKind.TIMEOUT:
         return Code.DEADLINE_EXCEEDED
     return error.code or Code.MODEL_FAILED
-
-
-async def _end_with(send: Send, watch: DisconnectWatch, last: bytes) -> None:
-    watch.release()
-    await send({"type": "http.response.body", "body": last})

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
-from gateway.apis.openai.generation_request import VISION
+from gateway.apis.openai.generation_request import VISION, InferenceRequest
 from gateway.apis.public_api import ApiRequest
 from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
@@ -51,6 +51,7 @@ S = TypeVar("S", bound=str)
 
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
+_NO_METER = contextlib.nullcontext()
 
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 """Seconds that OpenAI's and Anthropic's Python clients wait for each read."""
@@ -130,7 +131,7 @@ class RequestApp(ABC):
         key, tenant = runtime.keys.admit(headers, "use")
         record.key = key.name
         meter = runtime.limiter.enter(key, exchange)
-        with meter or contextlib.nullcontext(), runtime.bodies.hold(headers, max_body):
+        with meter or _NO_METER, runtime.bodies.hold(headers, max_body):
             context = request_context(exchange, key, tenant, meter)
             if (raw := take_buffered_body(exchange, max_body)) is None:
                 raw = await read_body(receive, headers, max_body)
@@ -185,21 +186,11 @@ class Generation(RequestApp):
 
     async def run(self, job: Job) -> bytes | None:
         """See `RequestApp`."""
-        runtime, exchange, record = self.runtime, job.exchange, job.record
-        request = job.parsed.request
+        runtime, request = self.runtime, job.parsed.request
+        if VISION not in request.needs:
+            return await self._generate(job, request)
         with contextlib.closing(Room(runtime.bodies, runtime.config.max_body)) as fetched:
-            if VISION in request.needs:
-                request = await runtime.images.inlined(request, fetched)
-            runner = ChainRunner(
-                job.state, request, job.match, job.context, record, exchange.began, job.note_waited(),
-                job.watch.cancel_reason,
-            )  # fmt: skip
-            if request.stream:
-                record.outcome = await self._stream(runner, job)
-                return None
-            body = await self._whole(runner, job)
-            record.outcome = "success"
-            return body
+            return await self._generate(job, await runtime.images.inlined(request, fetched))
 
     def finish(self, record: Record) -> None:
         """Counts the request and logs its end."""
@@ -209,6 +200,19 @@ class Generation(RequestApp):
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         telemetry.requests(record.route or "none", tier, record.outcome).inc()
         log_end(record)
+
+    async def _generate(self, job: Job, request: InferenceRequest) -> bytes | None:
+        """The result of `run`, for a request with inlined images."""
+        runner = ChainRunner(
+            job.state, request, job.match, job.context, job.record, job.exchange.began, job.note_waited(),
+            job.watch.cancel_reason,
+        )  # fmt: skip
+        if request.stream:
+            job.record.outcome = await self._stream(runner, job)
+            return None
+        body = await self._whole(runner, job)
+        job.record.outcome = "success"
+        return body
 
     async def _stream(self, runner: ChainRunner, job: Job) -> str:
         """Sends a streamed answer; returns its outcome."""

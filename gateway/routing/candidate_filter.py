@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
 
-from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
 from gateway.providers.local.candidate_facts import UNKNOWN, Facts, Speed, queue_seconds
@@ -25,12 +24,6 @@ from inference.protocol import Code, ModelStatus, Priority
 COUNT_SECONDS = 5.0
 """Time limit of one token count; a quarter of the remaining time is another."""
 
-_ENDPOINT_NEEDS = {
-    Endpoint.CHAT: frozenset(("chat",)),
-    Endpoint.COMPLETIONS: frozenset(("completions",)),
-    Endpoint.EMBEDDINGS: frozenset(),
-    Endpoint.RERANK: frozenset(),
-}
 _HIGH = Priority.HIGH
 _UNCOUNTED = frozenset(("vision", "audio"))
 """Capabilities whose inputs only the model itself can measure in tokens."""
@@ -58,10 +51,10 @@ class CandidateFilter:
         self._priority, self._is_first = priority, priority is _HIGH
         self._token_ids = token_ids_in(request.body)
         self._any_vectors = policy.route.same_vectors or request.endpoint.streams
-        record.needs = request.needs | _ENDPOINT_NEEDS[request.endpoint]
+        record.needs = request.needs
         record.cloud_allowed = cloud_allowed and policy.route.cloud == "allowed"
         record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
-        self._requirements = Requirements(record.needs, record.cloud_allowed, policy.route.fit_check)
+        self._requirements = Requirements(request.needs, record.cloud_allowed, policy.route.fit_check)
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}
 
@@ -91,7 +84,7 @@ class CandidateFilter:
         if status is None:
             return Facts(is_present, breaker_open_for, queue_full_for, None, unsupported, same_vectors, foreign_ids)
         return Facts(
-            is_present, breaker_open_for, queue_full_for, frozenset(status.capabilities) or None, unsupported,
+            is_present, breaker_open_for, queue_full_for, status.capabilities or None, unsupported,
             same_vectors, foreign_ids, status.context_length or None, self._speed(candidate, status), status.fits,
             status.reason, status.retry_after_seconds, gateway.view.likely_failure(model),
         )  # fmt: skip

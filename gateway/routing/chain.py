@@ -188,7 +188,7 @@ def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dro
         return Dropped(candidate, Drop.POLICY, "policy keeps this request local")
     if not known.present:
         return Dropped(candidate, Drop.ABSENT, f"provider {candidate.provider} has no API key")
-    if known.capabilities is not None and (lacks := requirements.capabilities - known.capabilities):
+    if known.capabilities is not None and (lacks := requirements.capabilities.difference(known.capabilities)):
         param = "model" if lacks & _ENDPOINTS else None
         return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}", param=param)
     if known.unsupported:

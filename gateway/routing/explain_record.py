@@ -37,9 +37,9 @@ class Considered:
 
     def to_json(self) -> dict[str, Any]:
         """The known facts as JSON."""
-        known = {name: _plain(value) for name, value in self.facts._asdict().items()}
-        known |= self.facts.speed._asdict()
-        del known["speed"]
+        facts = self.facts._asdict()
+        known: dict[str, Any] = facts.pop("speed")._asdict()
+        known |= {name: _plain(value) for name, value in facts.items()}
         known["prompt_tokens"] = self.prompt_tokens
         if self.expected is not None:
             known["expected_seconds"] = round(self.expected.seconds, 3)
@@ -49,7 +49,7 @@ class Considered:
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    return sorted(value) if isinstance(value, frozenset) else value
+    return sorted(value) if isinstance(value, tuple) else value
 
 
 @dataclass(slots=True)

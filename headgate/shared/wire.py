@@ -27,10 +27,11 @@ class Wire:
     last piece).
     """
 
-    __slots__ = ("_cycle", "_on_disconnect")
+    __slots__ = ("_cycle", "_on_disconnect", "_unsent_head")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._unsent_head = b""
         self._on_disconnect: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
@@ -84,11 +85,14 @@ class Wire:
         return True
 
     def begin(self, status: int, lines: bytes) -> bool:
-        """Sends the status and headers of a chunked response. Returns False when only `send` can, as for `answer`."""
+        """Begins a chunked response. Returns False when only `send` can, as for `answer`.
+
+        Status and headers are sent with the first piece, in one packet: `write` or `end` must follow without an await.
+        """
         if not self._may_begin or isinstance(self._cycle, _Unchunked):
             return False
         self._cycle.chunked_encoding = True
-        self._cycle.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % self._head(status, lines))
+        self._unsent_head = b"%btransfer-encoding: chunked\r\n\r\n" % self._head(status, lines)
         return True
 
     @property
@@ -127,14 +131,20 @@ class Wire:
 
     def write(self, data: bytes) -> None:
         """Writes one piece. Requires `is_free` and no pending `send`."""
-        if data:  # an empty chunk would end the body
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if ready := self._with_head(data):
+            self._cycle.transport.write(ready)
 
     def end(self, data: bytes) -> None:
         """Writes the last piece, under the conditions of `write`."""
-        last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
-        self._cycle.transport.write(last)
+        self._cycle.transport.write(self._with_head(data) + b"0\r\n\r\n")
         self._complete()
+
+    def _with_head(self, data: bytes) -> bytes:
+        """The chunk for `data`, after the head if that is not sent yet."""
+        head, self._unsent_head = self._unsent_head, b""
+        if not data:
+            return head  # an empty chunk would end the body
+        return b"%b%x\r\n%b\r\n" % (head, len(data), data)
 
 
 class _Unchunked(RequestResponseCycle):

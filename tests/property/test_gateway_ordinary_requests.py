@@ -72,7 +72,7 @@ def test_ordinary_prompt_is_parsed_as_on_the_full_path(body: dict[str, Any]) -> 
 def test_ordinary_request_has_the_expected_result() -> None:
     """A fixed request, so that both paths cannot be wrong in the same way."""
     found = parse(Endpoint.CHAT, b'{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":5}')
-    assert (found.model, found.stream, found.include_usage, found.needs) == ("m", False, False, frozenset())
+    assert (found.model, found.stream, found.include_usage, found.needs) == ("m", False, False, {"chat"})
     assert (found.max_tokens, found.is_plain, found.clamps_max_tokens) == (5, True, False)
     image = b'{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:,"}}]}'
-    assert parse(Endpoint.CHAT, b'{"model":"m","messages":[%b]}' % image).needs == {"vision"}
+    assert parse(Endpoint.CHAT, b'{"model":"m","messages":[%b]}' % image).needs == {"chat", "vision"}

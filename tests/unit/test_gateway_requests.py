@@ -179,10 +179,10 @@ def test_request_has_its_needs_and_limits() -> None:
     audio = {"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}}
     fields = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
     request = parse(Endpoint.CHAT, _chat(**fields, messages=[{"role": "user", "content": [IMAGE, audio]}]))
-    assert request.needs == {"tools", "vision", "audio"}
+    assert request.needs == {"chat", "tools", "vision", "audio"}
     assert (request.stream, request.include_usage, request.max_tokens, request.is_plain) == (True, True, 9, False)
     plain = parse(Endpoint.CHAT, _chat())
-    assert (plain.needs, plain.stream, plain.include_usage) == (frozenset(), False, False)
+    assert (plain.needs, plain.stream, plain.include_usage) == ({"chat"}, False, False)
     assert (plain.max_tokens, plain.is_plain) == (None, True)
     assert parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":[[1,2],[3]]}').needs == {"embeddings"}
     assert parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":[1,2]}').is_plain
@@ -207,7 +207,7 @@ def test_schemas_have_the_required_fields() -> None:
 
 def test_spoken_answer_needs_audio() -> None:
     raw = b'{"model":"a","messages":[{"role":"user","content":"x"}],"modalities":["text","audio"],"audio":{}}'
-    assert parse(Endpoint.CHAT, raw).needs == {"audio"}
+    assert parse(Endpoint.CHAT, raw).needs == {"chat", "audio"}
 
 
 def test_fields_that_local_models_do_not_support_are_named() -> None:
@@ -256,7 +256,7 @@ def test_defaults_and_aliases_are_normalized(more: dict[str, Any], meant: dict[s
     request = parse(Endpoint.CHAT, _chat(**more))
     assert as_json(request.body) == {"model": "demo", "messages": HI, **meant}
     assert request.max_tokens is None
-    assert request.needs == frozenset()
+    assert request.needs == {"chat"}
 
 
 def test_empty_list_of_calls_in_the_history_is_removed() -> None:
@@ -363,7 +363,7 @@ def test_constraints_pass_unchanged_and_prevent_a_resume(fields: dict[str, Any])
     """The second half of a JSON text is not valid JSON."""
     request = parsed(**fields)
     assert not request.is_plain
-    assert request.needs == frozenset()
+    assert request.needs == {"chat"}
     name, value = next(iter(fields.items()))
     assert json_of(request.body)[name] == value
 
@@ -395,11 +395,11 @@ def test_text_format_is_no_constraint() -> None:
 
 
 def test_tools_that_must_not_be_called_need_no_capability() -> None:
-    assert parsed(tools=FUNCTIONS).needs == {"tools"}
-    assert parsed(tools=FUNCTIONS, tool_choice="none").needs == frozenset()
+    assert parsed(tools=FUNCTIONS).needs == {"chat", "tools"}
+    assert parsed(tools=FUNCTIONS, tool_choice="none").needs == {"chat"}
 
 
 @pytest.mark.parametrize("detail", get_args(get_type_hints(ImageURL)["detail"]))
 def test_details_of_images_of_the_official_client_are_accepted(detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": detail}}
-    assert parsed(messages=[{"role": "user", "content": [image]}]).needs == {"vision"}
+    assert parsed(messages=[{"role": "user", "content": [image]}]).needs == {"chat", "vision"}

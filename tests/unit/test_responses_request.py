@@ -263,7 +263,8 @@ def test_content_parts_keep_their_type() -> None:
     assert turns[1]["content"] == [{"type": "refusal", "refusal": "No."}]
     assert turns[2]["content"] == ""
     assert parsed(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
-        "vision"
+        "chat",
+        "vision",
     }
 
 
@@ -377,7 +378,7 @@ def test_functions_may_be_in_namespaces() -> None:
     assert [tool["function"]["name"] for tool in body["tools"]] == ["add", "mcp__git__log", "web_get"]
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
     assert found.names == {"add": ("add", ""), "mcp__git__log": ("log", "mcp__git"), "web_get": ("get", "web_")}
-    assert found.request.needs == {"tools"}
+    assert found.request.needs == {"chat", "tools"}
     call = {"type": "function_call", "call_id": "c", "name": "log", "namespace": "mcp__git", "arguments": "{}"}
     assert messages(call)[0]["tool_calls"][0]["function"]["name"] == "mcp__git__log"
 

@@ -127,7 +127,7 @@ def test_image_that_is_not_base64_is_unsupported_by_anthropic() -> None:
 
 def test_deprecated_functions_need_the_capability_tools() -> None:
     raw = json.dumps({"model": "m", "messages": [HI], "functions": [{"name": "f"}], "function_call": "auto"}).encode()
-    assert parse(Endpoint.CHAT, raw).needs == {"tools"}
+    assert parse(Endpoint.CHAT, raw).needs == {"chat", "tools"}
 
 
 def test_requests_without_a_stream_are_not_resumed() -> None:

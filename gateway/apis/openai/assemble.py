@@ -37,7 +37,7 @@ class Assembly:
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
-        self._missing = _COPIED
+        self._missing = set(_COPIED)
         """Head fields that are still missing or empty: Azure's first chunk has empty ones."""
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
@@ -51,9 +51,11 @@ class Assembly:
             self._object = _OBJECTS.get(str(named))
             if self._object is None:
                 raise ValueError(f"a chunk of unknown type {named!r}")
-        if not self._missing.isdisjoint(chunk):
-            self._head |= {name: chunk[name] for name in self._missing if chunk.get(name) is not None}
-            self._missing = frozenset(name for name in self._missing if not self._head.get(name))
+        for name in self._missing.intersection(chunk):
+            if (value := chunk[name]) is not None:
+                self._head[name] = value
+                if value:
+                    self._missing.discard(name)
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         for part in choices:

@@ -81,7 +81,9 @@ class Flavor(StrEnum):
     """any other OpenAI-compatible service"""
 
 
-_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+_CONTENT_FIELDS = frozenset(
+    ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+)
 
 
 def frame_of(payload: bytes) -> Data:
@@ -112,8 +114,8 @@ def has_content(choice: Mapping[str, Any]) -> bool:
     """Whether a choice has a part of the answer."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        for name in _CONTENT_FIELDS:
-            if delta.get(name):
+        for name, value in delta.items():
+            if value and name in _CONTENT_FIELDS:
                 return True
     return bool(choice.get("text"))
 

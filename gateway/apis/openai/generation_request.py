@@ -62,7 +62,7 @@ AUDIO = "audio"
 class InferenceRequest(NamedTuple):
     """A well-formed request. `body` is immutable by convention: a change makes a copy (`openai_bodies.changed`).
 
-    `needs` are capabilities (`vision`, `tools`, `embeddings`, `rerank`). `size_bytes` is what the client sent.
+    `needs` are capabilities (`chat`, `vision`, `tools`, `embeddings`, ...). `size_bytes` is what the client sent.
     `is_plain`: the answer is one text of any shape (one choice, no tools, no format, no logprobs). Only
     such an answer can be resumed.
     """
@@ -100,11 +100,14 @@ BODIES: Mapping[Endpoint, tuple[type[Body], Callable[[Mapping[str, Any]], AnyReq
 """The decoder of each endpoint's body."""
 
 _NEEDS: Mapping[Endpoint, frozenset[str]] = {
-    endpoint: frozenset() if endpoint.streams else frozenset({str(endpoint)}) for endpoint in Endpoint
+    Endpoint.CHAT: frozenset(("chat",)),
+    Endpoint.COMPLETIONS: frozenset(("completions",)),
+    Endpoint.EMBEDDINGS: frozenset(("embeddings",)),
+    Endpoint.RERANK: frozenset(("rerank",)),
 }
+"""The capabilities that every request of an endpoint needs."""
 _shapes = attrgetter(*SHAPES)
 _NO_SHAPES = (None,) * len(SHAPES)
-_NOTHING: frozenset[str] = frozenset()
 _PROMPT_PARAMS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "messages",
     Endpoint.COMPLETIONS: "prompt",
@@ -148,7 +151,7 @@ def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceReq
     if isinstance(body, ChatRequest):
         needs, limit = needs_of(body), body.max_completion_tokens or limit
     else:
-        needs = _NOTHING
+        needs = _NEEDS[endpoint]
     return InferenceRequest(
         endpoint,
         body.model,
@@ -173,7 +176,7 @@ def choices_of(body: AnyRequest) -> int:
 
 def needs_of(body: ChatRequest) -> frozenset[str]:
     """The capabilities that a chat needs."""
-    needs = _NOTHING
+    needs = _NEEDS[Endpoint.CHAT]
     if (body.tools and body.tool_choice != "none") or body.functions:
         needs |= {TOOLS}
     if body.audio or "audio" in (body.modalities or ()):

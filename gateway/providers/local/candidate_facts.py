@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ class Facts(NamedTuple):
     present: bool = True
     breaker_open_for: float | None = None
     queue_full_for: float | None = None
-    capabilities: frozenset[str] | None = None
+    capabilities: Collection[str] | None = None
     unsupported: Mapping[str, str] = ALL_TAKEN
     same_vectors: bool = True
     """Whether its vectors or scores can be compared with those of the first choice (embeddings and reranking)."""
