@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
-from gateway.apis.openai.generation_request import VISION, InferenceRequest
+from gateway.apis.openai.generation_request import VISION
 from gateway.apis.public_api import ApiRequest
 from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
@@ -165,8 +165,8 @@ class RequestApp(ABC):
                 body = await self.run(job)
             finally:
                 self.runtime.admission.leave(place)
-            watch.release()
             if body is not None:
+                watch.release()
                 await send_bytes(job.send, 200, body)
         except GatewayError as error:
             record.error = without_quotes(error.message, job.parsed.request.body)
@@ -186,11 +186,23 @@ class Generation(RequestApp):
 
     async def run(self, job: Job) -> bytes | None:
         """See `RequestApp`."""
-        runtime, request = self.runtime, job.parsed.request
-        if VISION not in request.needs:
-            return await self._generate(job, request)
-        with contextlib.closing(Room(runtime.bodies, runtime.config.max_body)) as fetched:
-            return await self._generate(job, await runtime.images.inlined(request, fetched))
+        runtime, request, record = self.runtime, job.parsed.request, job.record
+        fetched = Room(runtime.bodies, runtime.config.max_body)
+        try:
+            if VISION in request.needs:
+                request = await runtime.images.inlined(request, fetched)
+            runner = ChainRunner(
+                job.state, request, job.match, job.context, record, job.exchange.began, job.note_waited(),
+                job.watch.cancel_reason,
+            )  # fmt: skip
+            if request.stream:
+                record.outcome = await self._stream(runner, job)
+                return None
+            body = await self._whole(runner, job)
+            record.outcome = "success"
+            return body
+        finally:
+            fetched.close()
 
     def finish(self, record: Record) -> None:
         """Counts the request and logs its end."""
@@ -200,19 +212,6 @@ class Generation(RequestApp):
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         telemetry.requests(record.route or "none", tier, record.outcome).inc()
         log_end(record)
-
-    async def _generate(self, job: Job, request: InferenceRequest) -> bytes | None:
-        """The result of `run`, for a request with inlined images."""
-        runner = ChainRunner(
-            job.state, request, job.match, job.context, job.record, job.exchange.began, job.note_waited(),
-            job.watch.cancel_reason,
-        )  # fmt: skip
-        if request.stream:
-            job.record.outcome = await self._stream(runner, job)
-            return None
-        body = await self._whole(runner, job)
-        job.record.outcome = "success"
-        return body
 
     async def _stream(self, runner: ChainRunner, job: Job) -> str:
         """Sends a streamed answer; returns its outcome."""

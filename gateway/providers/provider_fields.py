@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
+from gateway.apis.openai.generation_request import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.bodies.body_decoder import as_json
-from headgate.shared.bodies.openai_bodies import CompletionRequest
+from headgate.shared.bodies.openai_bodies import CompletionRequest, GenerationFields
 from headgate.shared.parameters import PARAMETERS
 from inference.protocol import Code
 
@@ -243,7 +243,7 @@ def refused_by_local(body: AnyRequest) -> Mapping[str, str]:
 
 def token_ids_in(body: AnyRequest) -> str | None:
     """The field of `body` that contains token ids, which are valid for one vocabulary only; None without one."""
-    if isinstance(body, ChatRequest | CompletionRequest) and body.logit_bias:
+    if isinstance(body, GenerationFields) and body.logit_bias:
         return "logit_bias"
     prompt = body.prompt if isinstance(body, CompletionRequest) else None
     return "prompt" if isinstance(prompt, list) and not isinstance(prompt[0], str) else None

@@ -178,8 +178,9 @@ def select(
             )
         else:
             kept.append(candidate)
-    last = tuple(item.candidate for item in unhealthy)
-    return Selection((*kept, *last), tuple(dropped), tuple(unhealthy) if kept else ())
+    deferred = tuple(unhealthy) if kept else ()
+    kept += [item.candidate for item in unhealthy]
+    return Selection(tuple(kept), tuple(dropped), deferred)
 
 
 def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dropped | None:

@@ -145,7 +145,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
 
 def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceRequest:
     """The request with this `body`; `size_bytes` is what the client sent."""
-    if isinstance(body, EmbeddingRequest | RerankRequest):
+    if not isinstance(body, GenerationFields):
         return InferenceRequest(endpoint, body.model, False, False, body, _NEEDS[endpoint], None, size_bytes, True)
     options, limit = body.stream_options, body.max_tokens
     if isinstance(body, ChatRequest):

@@ -18,7 +18,7 @@ import orjson
 from msgspec.structs import replace
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, changed
+from gateway.apis.openai.generation_request import AnyRequest
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
@@ -27,7 +27,7 @@ from gateway.providers.provider import Call
 from gateway.providers.provider_errors import retry_after_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
 from headgate.shared.bodies.body_decoder import as_json
-from headgate.shared.bodies.openai_bodies import CompletionRequest, StreamOptions, TokenizeBody
+from headgate.shared.bodies.openai_bodies import GenerationFields, TokenizeBody
 from headgate.shared.hop import Answer, BrokenError
 from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID
 
@@ -56,13 +56,14 @@ class LocalProvider:
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.provider.Provider`."""
         original = call.body
-        assert isinstance(original, ChatRequest | CompletionRequest), "other endpoints have no stream"
-        options = StreamOptions(include_usage=True)
+        assert isinstance(original, GenerationFields), "other endpoints have no stream"
+        options = {"include_usage": True}
         given = original.stream_options
         if not (given is not None and given.include_usage) and original.answer_so_far is None:
-            options.prompt_usage = True
-        body = changed(original, model=call.model, stream=True, stream_options=options)
-        return LocalStream(self._ask, call, orjson.dumps(as_json(body)))
+            options["prompt_usage"] = True
+        body = as_json(original)
+        body["model"], body["stream"], body["stream_options"] = call.model, True, options
+        return LocalStream(self._ask, call, orjson.dumps(body))
 
     async def unary(self, call: Call) -> bytes:
         """See `gateway.providers.provider.Provider`."""
