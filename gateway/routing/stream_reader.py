@@ -75,7 +75,7 @@ class StreamReader:
         self._task: asyncio.Task[object] | None = None
         """The task that waits for the provider now."""
         self._expired: Deadline | None = None
-        self._timer: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def last_activity(self) -> float:
@@ -185,7 +185,7 @@ class StreamReader:
             self._idle_since += self._last_activity - self._idle_noted_at
         self._task = self._owner
         if self._timer is None:
-            self._timer = self._loop.call_soon(self._arm)
+            self._timer = self._loop.call_at(self._deadline().at, self._fire)
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
@@ -227,10 +227,6 @@ class StreamReader:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-
-    def _arm(self) -> None:
-        """Sets the timer. It is a callback of the loop, so that it runs after the request was sent."""
-        self._timer = None if self._task is None else self._loop.call_at(self._deadline().at, self._fire)
 
     def _deadline(self) -> Deadline:
         last = self._last

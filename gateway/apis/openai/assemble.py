@@ -112,8 +112,10 @@ class Assembly:
         """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
         if self._object is None and not self._choices:
             raise ValueError("no chunk was added")
-        is_text = any("text" in choice.texts for choice in self._choices.values())
-        kind = self._object or ("text_completion" if is_text else "chat.completion")
+        kind = self._object
+        if kind is None:
+            is_text = any("text" in choice.texts for choice in self._choices.values())
+            kind = "text_completion" if is_text else "chat.completion"
         build = _text_choice if kind == "text_completion" else _chat_choice
         answer: dict[str, Any] = {
             "id": self._head.get("id"),
