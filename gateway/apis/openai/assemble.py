@@ -175,7 +175,9 @@ def _append(whole: dict[str, str], piece: Mapping[str, Any]) -> None:
 
 def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": choice.role, "content": None, "refusal": None}
-    message |= {name: "".join(pieces) for name, pieces in choice.texts.items() if name != "text"}
+    for name, pieces in choice.texts.items():
+        if name != "text":
+            message[name] = "".join(pieces)
     if choice.audio:
         message["audio"] = {name: "".join(value) if name in _SPOKEN else value for name, value in choice.audio.items()}
     elif message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
