@@ -42,7 +42,6 @@ from inference.authority.views.inference_metrics import Metrics, gauges
 from inference.devices.accelerator_memory import AcceleratorRecord, Circumstances
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
-from inference.environment_settings import set_without_effect
 from inference.errors import BrokenBuild, InferenceError
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
@@ -110,6 +109,7 @@ class Service:
             timing=timing,
             cores=cores,
             clock=clock,
+            kv_directory=state.root / "kv",
         )
         self.metrics.gauges = self._gauges
         self.app = self._app(token, settings.admin_key, settings.max_body_bytes)
@@ -158,8 +158,6 @@ async def serve(
             raise ConfigError(problems)
         else:
             host, port = sock.getsockname()[:2]
-            if idle := set_without_effect(environ):
-                log.warning("settings without effect in this version: %s", ", ".join(idle))
             log.info("the inference service listens on http://%s:%d (%d models)", host, port, len(config.models))
         await answering
     finally:

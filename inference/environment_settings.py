@@ -24,16 +24,6 @@ PREFIX = "INFERENCE_"
 OTHER_NAMES = frozenset({"INFERENCE_URL"})
 """Variables with the same prefix for clients of the service."""
 
-WITHOUT_EFFECT = (
-    "kv_enabled",
-    "kv_ram_gb",
-    "kv_disk_gb",
-    "kv_policy",
-    "kv_threshold",
-    "kv_prefetch",
-    "kv_dir",
-)
-"""Settings that are validated but have no effect in this version."""
 AT_START = frozenset(
     {
         "host",
@@ -153,14 +143,20 @@ class InferenceSettings(BaseSettings):
     pressure_critical: float = Field(0.90, gt=0, le=1)
     pressure_emergency: float = Field(0.98, gt=0, le=1)
 
-    # without effect in this version (see WITHOUT_EFFECT)
-    kv_enabled: bool = True
-    kv_ram_gb: OptionalFloat = Field(None, ge=0)
-    kv_disk_gb: float = Field(0.0, ge=0)
-    kv_policy: Literal["lru", "priority", "hybrid"] = "lru"
-    kv_threshold: float = Field(0.9, gt=0, le=1)
-    kv_prefetch: bool = True
-    kv_dir: Annotated[Path | None, BeforeValidator(_empty_is_unset)] = None
+    # sequences outside the context
+    kv_enabled: bool = Field(True, description="store sequences that have no slot in host memory and on disk")
+    kv_ram_gb: OptionalFloat = Field(
+        None, ge=0, description="host memory for them; default: a tenth of the host memory for models, at most 8 GiB"
+    )
+    kv_disk_gb: float = Field(0.0, ge=0, description="disk space for them; 0: not on disk")
+    kv_policy: Literal["lru", "priority", "hybrid"] = Field("lru", description="which sequences are removed first")
+    kv_threshold: float = Field(
+        0.9, gt=0, le=1, description="share of slots in use from which on idle sequences are saved ahead of need"
+    )
+    kv_prefetch: bool = Field(True, description="read sequences of waiting requests from disk")
+    kv_dir: Annotated[Path | None, BeforeValidator(_empty_is_unset)] = Field(
+        None, description="directory of stored sequences; default: kv in the state directory"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -203,6 +199,16 @@ class InferenceSettings(BaseSettings):
     def memory_limit_bytes(self) -> int | None:
         """INFERENCE_MEMORY_LIMIT_GB in bytes."""
         return None if self.memory_limit_gb is None else int(self.memory_limit_gb * GIB)
+
+    @property
+    def kv_ram_bytes(self) -> int | None:
+        """INFERENCE_KV_RAM_GB in bytes."""
+        return None if self.kv_ram_gb is None else int(self.kv_ram_gb * GIB)
+
+    @property
+    def kv_disk_bytes(self) -> int:
+        """INFERENCE_KV_DISK_GB in bytes."""
+        return int(self.kv_disk_gb * GIB)
 
     @property
     def max_body_bytes(self) -> int:
@@ -248,11 +254,6 @@ def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: lis
 def environment_names() -> list[str]:
     """All INFERENCE_* variables."""
     return [PREFIX + name.upper() for name in InferenceSettings.model_fields]
-
-
-def set_without_effect(environ: Mapping[str, str]) -> list[str]:
-    """The variables in `environ` that have no effect in this version."""
-    return [variable for name in WITHOUT_EFFECT if environ.get(variable := PREFIX + name.upper())]
 
 
 def parse_choice(text: str) -> tuple[int, ...] | None:

@@ -198,16 +198,19 @@ class Failed:
 class KvCounts:
     """Stored sequences of a worker. The counters start with the process.
 
+    `hot_sequences`: sequences in slots, running or retained.
     `hits_hot`, `hits_ram`, `hits_disk`, `misses`: prompts that were continued from a slot, from host memory, from disk,
     or not at all. `evicted`: sequences removed for room. `invalid`: damaged or foreign entries that were removed.
     `prefetched`, `prefetched_used`: sequences read from disk, and how many of them were restored.
     """
 
+    hot_sequences: int = 0
     ram_sequences: int = 0
     ram_bytes: int = 0
     ram_tokens: int = 0
     disk_sequences: int = 0
     disk_bytes: int = 0
+    disk_tokens: int = 0
     hits_hot: int = 0
     hits_ram: int = 0
     hits_disk: int = 0

@@ -19,7 +19,7 @@ from inference.authority.handlers.running.endings import MOST_RECORDS
 from inference.authority.handlers.running.request_events import cases
 from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
-from inference.authority.views import figures, model_status
+from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
@@ -98,7 +98,8 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
     @routes.get("/memory/kv")
     async def kv() -> dict[str, Any]:
-        return figures.kv(authority.state, authority.now)
+        authority.observe()
+        return kv_figures.kv(authority.state)
 
     @routes.get("/memory/health", responses=NOT_NOW)
     async def health(response: Response) -> dict[str, Any]:

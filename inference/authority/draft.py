@@ -23,7 +23,7 @@ _KEEPS = (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
 class Draft:
     """The draft of one step. `observed`: the readings are current, so models may be placed now."""
 
-    __slots__ = ("checked_files", "effects", "now", "observed", "retime", "settled", "state", "threads_of")
+    __slots__ = ("checked_files", "effects", "kv_grows", "now", "observed", "retime", "settled", "state", "threads_of")
 
     def __init__(self, state: State, now: float, *, observed: bool = False) -> None:
         self.state = state
@@ -37,6 +37,8 @@ class Draft:
         self.checked_files: frozenset[str] = frozenset()
         """models whose files were checked for this step"""
         self.retime = False
+        self.kv_grows = False
+        """budgets for stored sequences may grow in this step"""
 
     # --- records -----------------------------------------------------------------------------------------------------
     def set(self, **changes: Any) -> None:

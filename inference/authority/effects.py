@@ -139,14 +139,14 @@ class CheckSuspension:
 class Spawn:
     """Start a worker and send it `order` (`Spawned` or `SpawnFailed`, `Loaded` or `FileHeld`, `Exited`).
 
-    It can read the sequences that the worker `after` saves.
+    `stores`: it gets the arena of the model, the host memory for stored sequences.
     """
 
     worker: str
     model: str
     environment: Mapping[str, str]
     order: LoadOrder | Hold
-    after: str | None = None
+    stores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,21 @@ class LimitWorker:
 
     worker: str
     sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitKv:
+    """Limit the host memory for the stored sequences of a worker."""
+
+    worker: str
+    ram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropKv:
+    """Free the host memory of the stored sequences of a model, as soon as no worker uses it."""
+
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +327,6 @@ class LearnOverhead:
 Effect = (
     WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer | Refuse | Observe | ReadDevices
     | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | LimitWorker
-    | ForgetPrefixes | SetThreads | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate
-    | CheckFiles | CheckBuild | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
+    | LimitKv | DropKv | ForgetPrefixes | SetThreads | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers
+    | Estimate | CheckFiles | CheckBuild | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
 )  # fmt: skip

@@ -1,4 +1,8 @@
-"""The events of the authority. Every external measurement arrives as an event."""
+"""The events of the authority. Every external measurement arrives as an event.
+
+`arenas` of several events are the bytes of stored sequences in host memory, by model, at that moment. Without an entry
+a model has what it had before.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ class Tick:
 
     readings: tuple[Reading, ...]
     unix: float
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Observed:
 
     readings: tuple[Reading, ...]
     files: Mapping[str, Fingerprint] = field(default_factory=dict)
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class DevicesRead:
 
     readings: tuple[Reading, ...]
     problem: str | None = None
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class PressureChecked:
 
     readings: tuple[Reading, ...]
     regular: bool
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,7 @@ class ContextFreed:
 
     worker: str
     saved: Offloaded
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +229,7 @@ class Exited:
     exit: WorkerExit
     files: Fingerprint = ()
     """of the model, as they are now"""
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +243,11 @@ class BuildChecked:
 
 @dataclass(frozen=True, slots=True)
 class WorkersMeasured:
-    """Host memory of worker processes, with readings of the same moment."""
+    """Host memory of worker processes without stored sequences, with readings of the same moment."""
 
     bytes: Mapping[str, int]
     readings: tuple[Reading, ...]
+    arenas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

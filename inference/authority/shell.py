@@ -12,6 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter
@@ -70,7 +71,9 @@ class Authority:
         timing: Timing | None = None,
         cores: int | None = None,
         clock: Clock | None = None,
+        kv_directory: Path | None = None,
     ) -> None:
+        """`kv_directory`: where sequences are stored on disk unless INFERENCE_KV_DIR is set."""
         self.inventory = inventory
         self.crashes = crashes
         self.bus = bus
@@ -84,6 +87,7 @@ class Authority:
             linux=sys.platform == "linux",
             timing=timing or Timing(),
             models={name: ModelRecord(spec) for name, spec in config.models.items()},
+            kv_directory=kv_directory,
         )
         self._clock = clock or Clock()
         self._numbers = 0
@@ -111,7 +115,9 @@ class Authority:
             effects.Fail: self._fail,
             effects.Answer: self._answer,
             effects.Refuse: self._refuse,
-            **MeasuringRunner(inventory, estimator, headrooms, self.build_holds, self.dispatch).performers,
+            **MeasuringRunner(
+                inventory, estimator, headrooms, supervisor.arenas, self.build_holds, self.dispatch
+            ).performers,
             **self._processes.performers,
         }
         bus.snapshot = self.snapshot
@@ -198,7 +204,7 @@ class Authority:
 
     def observe(self) -> None:
         """Takes the newest readings, for current figures."""
-        self.dispatch(events.Observed(self.inventory.measured()))
+        self.dispatch(events.Observed(self.inventory.measured(), arenas=self._supervisor.arenas.used_bytes()))
 
     def process(self, model: str) -> WorkerProcess | None:
         """The worker process of a model."""
@@ -342,7 +348,8 @@ class Authority:
 
     def _tick(self) -> None:
         self._alarm = None
-        self.dispatch(events.Tick(self.inventory.measured(), self._clock.unix()))
+        arenas = self._supervisor.arenas.used_bytes()
+        self.dispatch(events.Tick(self.inventory.measured(), self._clock.unix(), arenas))
 
     def _log(self, effect: effects.Log) -> None:
         log.log(logging.getLevelName(effect.level), "%s", effect.message)
@@ -398,7 +405,7 @@ class Authority:
         for lease in self._leases.values():
             if lease.record.worker == worker:
                 lease.settle_alone()
-        self.dispatch(events.Exited(worker, exit, self._files_of(worker)))
+        self.dispatch(events.Exited(worker, exit, self._files_of(worker), self._supervisor.arenas.used_bytes()))
 
     def _files_of(self, worker: str) -> Fingerprint:
         """The files of a worker's model as they are now."""

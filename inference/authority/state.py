@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from inference.authority.device_health import DeviceHealth
@@ -36,7 +37,7 @@ from inference.estimate.model_estimate import Estimate
 from inference.file_stamp import Fingerprint
 from inference.protocol import ModelState, Priority
 from inference.settings import InferenceConfig, ModelSpec
-from inference.worker_link import Heartbeat, Offloaded, Ready
+from inference.worker_link import Heartbeat, KvCounts, Offloaded, Ready
 
 SIMULATED = frozenset({"sim"})
 """Kinds of simulated devices: they hold buffers and nothing else, and suspending their processes needs no test."""
@@ -221,8 +222,8 @@ class WorkerRecord:
     """the device that its model has left"""
     held_bytes: int | None = None
     saved: Offloaded | None = None
-    leaves_free: int = 0
-    """bytes of host memory that saved sequences must leave for the next model"""
+    kv_bytes: int | None = None
+    """the last budget for stored sequences that was sent to it; None without an arena"""
     by_hand: bool = False
     """an operator chose its device"""
     has_waited: bool = False
@@ -238,19 +239,20 @@ class WorkerRecord:
     """the read from which its overhead is learned"""
     counted: Mapping[str, int] = field(default_factory=dict)
     """tokens that were added to the metrics, by kind"""
+    kv_counts: KvCounts = field(default_factory=KvCounts)
+    """its last report about stored sequences; the counters are those that were added to the metrics"""
     ending: bool = False
     """it has ended, and learning from its end is pending"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A model in the warm pool. `since` is Unix seconds; `saved_bytes` of `count_bytes` are its sequences."""
+    """A model in the warm pool. `since` is Unix seconds; `sequences` with `tokens` were saved when it left."""
 
     mechanism: Mechanism
     original_device: str
     since: float
     count_bytes: int
-    saved_bytes: int
     sequences: int
     tokens: int
 
@@ -303,6 +305,8 @@ class ModelRecord:
     shortages: tuple[Shortage, ...] = ()
     """of its last load, when memory was refused that the plan had allowed"""
     kept: Kept | None = None
+    kv_counts: KvCounts = field(default_factory=KvCounts)
+    """stored sequences: as last reported, with the counters of all its workers together"""
     files: Fingerprint | None = None
     """the files that its estimates and failures belong to; None before they were first read"""
     seen_files: Fingerprint = ()
@@ -551,6 +555,8 @@ class State:
     claims: tuple[Claim, ...] = ()
     commands: Mapping[int, Command] = field(default_factory=dict)
     cpu_returns: Mapping[str, CpuReturn] = field(default_factory=dict)
+    kv_directory: Path | None = None
+    """where sequences are stored on disk unless INFERENCE_KV_DIR is set"""
     pressure: Pressure = field(default_factory=Pressure)
     advice: Advice = field(default_factory=Advice)
     evictions: tuple[Eviction, ...] = ()

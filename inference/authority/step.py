@@ -20,6 +20,7 @@ from inference.authority.handlers.running import (
     device_incidents,
     endings,
     estimates,
+    kv_arenas,
     oom_recovery,
     request_events,
     thread_shares,
@@ -40,10 +41,14 @@ MOST_ROUNDS = 50
 def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Effect, ...]]:
     """The state after `event`, and the effects. Late and repeated events are ignored."""
     draft = Draft(state, now, observed=isinstance(event, events.Observed))
+    if isinstance(event, _WITH_ARENAS):
+        draft.state = device_view.stored(draft.state, event.arenas)
     if isinstance(event, _WITH_READINGS):
         draft.state = device_view.observed(draft.state, event.readings, now)
     _HANDLERS[type(event)](draft, event)
     _settle(draft)
+    if kv_arenas.settle(draft, grows=draft.kv_grows):
+        _settle(draft)
     if draft.threads_of:
         thread_shares.changed(draft)
     if draft.retime:
@@ -213,6 +218,7 @@ def _closing(draft: Draft, event: events.Closing) -> None:
 
 
 _WITH_READINGS = (events.Tick, events.Observed, events.DevicesRead, events.PressureChecked, events.WorkersMeasured)
+_WITH_ARENAS = (*_WITH_READINGS, events.ContextFreed, events.Exited)
 
 _BY_TIMER: dict[TimerKind, Callable[[Draft, Any], None]] = {
     TimerKind.PERIODIC: lambda draft, _: _periodic(draft),

@@ -56,15 +56,18 @@ def anonymous_memory() -> int | None:
     return None
 
 
-def private_bytes(pid: int) -> int | None:
+def private_bytes(pid: int, arena_bytes: int = 0) -> int | None:
     """Host memory of `pid` in bytes: anonymous and shared anonymous pages in use, without mapped files.
+
+    `arena_bytes` of the shared pages belong to an arena and do not count.
 
     None without /proc and for an ended process. Reads two counters, so it is cheap for large processes.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
-        return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+        own, shared = (int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+        return own + max(0, shared - arena_bytes)
     except (OSError, KeyError, ValueError, IndexError):
         return None
 

@@ -33,6 +33,7 @@ from inference.worker_link import (
     Held,
     Hello,
     Hold,
+    KvBudget,
     Limit,
     LoadProgress,
     Message,
@@ -80,17 +81,16 @@ class WorkerProcess:
         environment: Mapping[str, str],
         timeouts: HangTimeouts,
         on_change: Callable[[], None],
-        keep: int | None = None,
+        arena: int | None = None,
         kills: KernelOomKills | None = None,
         build_is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Starts the process. Raises HeadgateError.
 
-        `keep`: descriptor of a memory file for sequences that outlive the process; this object closes it.
+        `arena`: descriptor of the memory file for stored sequences, which the process inherits.
         `build_is_trusted`: whether llama.cpp is known to compute, so that a crash at the first step has other causes.
         """
         self.name = name
-        self._keep = keep
         self._kills = kills
         self._build_is_trusted = build_is_trusted
         self._has_computed = False
@@ -112,7 +112,7 @@ class WorkerProcess:
         self._hang: str | None = None
         self._failed: Failed | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
-        self._process, self._link, self._errors = launch(name, path, command, environment, keep)
+        self._process, self._link, self._errors = launch(name, path, command, environment, arena)
         self.pid = self._process.pid
         self._pidfd = exit_descriptor(self.pid)
         self._loop.add_reader(self._link.fileno(), self._on_link)
@@ -153,16 +153,13 @@ class WorkerProcess:
         self._watch.note_message(self._loop.time())
         self.beat = None
 
-    def duplicate_keep(self) -> int | None:
-        """A duplicate of the descriptor of saved sequences, or None."""
-        if self._keep is not None:
-            with contextlib.suppress(OSError):  # no descriptors are left: the new worker starts without the sequences
-                return os.dup(self._keep)
-        return None
-
     def limit(self, sequences: int) -> None:
         """Limits the number of concurrent sequences."""
         self._send(Limit(sequences))
+
+    def limit_kv(self, ram_bytes: int) -> None:
+        """Limits the host memory for stored sequences."""
+        self._send(KvBudget(ram_bytes))
 
     def use_threads(self, count: int) -> None:
         """Sets the number of compute threads."""
@@ -321,8 +318,6 @@ class WorkerProcess:
         self._link.close()
         os.close(self._errors)
         self.socket_path.unlink(missing_ok=True)
-        if self._keep is not None:
-            os.close(self._keep)
         exit = self._exit(status)
         futures: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
         for future in futures:
@@ -383,9 +378,9 @@ class WorkerProcess:
 
 
 def launch(
-    name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], keep: int | None
+    name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], arena: int | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Starts a worker for `name` that listens on the Unix socket `path` and inherits the descriptor `keep`.
+    """Starts a worker for `name` that listens on the Unix socket `path` and inherits the descriptor `arena`.
 
     Returns the process, the service's end of its link, and a descriptor of its output, both non-blocking. A failure
     leaves no descriptor, socket or process behind. Raises HeadgateError.
@@ -406,13 +401,13 @@ def launch(
             listener.listen(1024)
             link.setblocking(False)
             os.set_blocking(errors, False)
-            kept = {} if keep is None else {KEEP_FD_ENV: str(keep)}
+            given = {} if arena is None else {KEEP_FD_ENV: str(arena)}
             process = subprocess.Popen(
                 command,
                 env=child_environment(
                     {
                         **environment,
-                        **kept,
+                        **given,
                         LINK_FD_ENV: str(far_link.fileno()),
                         SOCKET_FD_ENV: str(listener.fileno()),
                         PARENT_ENV: str(os.getpid()),
@@ -422,7 +417,7 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=far_errors,
                 stderr=far_errors,
-                pass_fds=(far_link.fileno(), listener.fileno(), *([] if keep is None else [keep])),
+                pass_fds=(far_link.fileno(), listener.fileno(), *([] if arena is None else [arena])),
                 process_group=0,
             )
         except OSError as error:

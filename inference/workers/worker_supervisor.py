@@ -14,12 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import StateDir
 from inference.worker import malloc_trim
 from inference.worker_link import BEAT_SECONDS
+from inference.workers.arenas import Arenas
 from inference.workers.hang_detection import HangTimeouts
-from inference.workers.os_api import KernelOomKills, anonymous_memory, private_bytes, socket_directory
+from inference.workers.os_api import KernelOomKills, private_bytes, socket_directory
 from inference.workers.worker_process import WorkerProcess
 
 ANSWER_SECONDS = 6 * BEAT_SECONDS
@@ -28,7 +28,7 @@ WORKER_COMMAND = (sys.executable, "-m", "inference.worker")
 
 
 class Supervisor:
-    """Starts workers and owns the directory of their sockets."""
+    """Starts workers, and owns the directory of their sockets and the arenas for their stored sequences."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Supervisor:
         self._directory = socket_directory(state)
         self._count = 0
         self.kills = KernelOomKills()
+        self.arenas = Arenas()
         self.workers: set[WorkerProcess] = set()
         for left in self._directory.glob("*.sock"):  # left by a killed service, whose lock this one holds now
             left.unlink(missing_ok=True)
@@ -55,50 +56,56 @@ class Supervisor:
         environment: Mapping[str, str],
         on_change: Callable[[], None],
         *,
-        after: WorkerProcess | None = None,
+        stores: bool = False,
     ) -> WorkerProcess:
         """Starts a worker for `name` and calls `on_change` after its progress messages and heartbeats.
 
-        Must be called on the main thread within the running event loop. The new worker can restore the sequences that
-        the worker `after` saved. Raises HeadgateError.
+        Must be called on the main thread within the running event loop. `stores`: the worker gets the arena of `name`.
+        Raises HeadgateError.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be started from the main thread")
         self._count += 1
         self.kills.update(asyncio.get_running_loop().time())
-        path = self._directory / f"{os.getpid()}-{self._count}.sock"
-        keep = anonymous_memory() if after is None else after.duplicate_keep()
-        try:
-            worker = WorkerProcess(
-                name,
-                path,
-                self._command,
-                environment,
-                self._timeouts,
-                on_change,
-                keep,
-                self.kills,
-                self._build_is_trusted,
-            )
-        except HeadgateError:
-            if keep is not None:
-                os.close(keep)
-            raise
+        worker = WorkerProcess(
+            name,
+            self._directory / f"{os.getpid()}-{self._count}.sock",
+            self._command,
+            environment,
+            self._timeouts,
+            on_change,
+            self.arenas.open(name) if stores else None,
+            self.kills,
+            self._build_is_trusted,
+        )
         self.workers.add(worker)
-        worker.exited.add_done_callback(lambda _: self.workers.discard(worker))
+        worker.exited.add_done_callback(lambda _: self._ended(worker))
         return worker
+
+    def _ended(self, worker: WorkerProcess) -> None:
+        self.workers.discard(worker)
+        if not self._has_process(worker.name):
+            self.arenas.process_ended(worker.name)
+
+    def _has_process(self, name: str) -> bool:
+        return any(worker.name == name for worker in self.workers)
+
+    def drop_arena(self, name: str) -> None:
+        """Frees the host memory of the stored sequences of `name`."""
+        self.arenas.drop(name, has_process=self._has_process(name))
 
     async def close(self) -> None:
         """Ends all workers and returns when the last one is reaped."""
         for worker in list(self.workers):
             worker.stop()
         await asyncio.gather(*(asyncio.shield(worker.exited) for worker in list(self.workers)))
+        self.arenas.close()
         with contextlib.suppress(OSError):  # not empty, or already removed
             self._directory.rmdir()
 
 
 async def trim_heaps(
-    workers: Mapping[str, WorkerProcess], *, fresh_first: bool
+    workers: Mapping[str, WorkerProcess], arenas: Arenas, *, fresh_first: bool
 ) -> tuple[int, dict[str, int], dict[str, tuple[int, int]]]:
     """Makes workers drop retained prefixes and trims heaps, also that of the service.
 
@@ -109,18 +116,25 @@ async def trim_heaps(
     if fresh_first:
         await _fresh_beats(workers.values())
     retained = _retained(workers)
-    before = {id: private_bytes(worker.pid) or 0 for id, worker in workers.items()}
+    before = worker_bytes(workers, arenas)
     own = private_bytes(os.getpid()) or 0
     for worker in workers.values():
         worker.forget()
     await asyncio.to_thread(_trim_service)
     for _ in range(2):  # the first heartbeat may have been sent before the order arrived
         await _fresh_beats(workers.values())
-    left = {id: private_bytes(worker.pid) or before[id] for id, worker in workers.items()}
-    freed = sum(max(0, before[id] - count) for id, count in left.items())
+    left = before | worker_bytes(workers, arenas)
+    freed = sum(max(0, count - left[id]) for id, count in before.items())
     freed += max(0, own - (private_bytes(os.getpid()) or own))
     still = _retained(workers)
     return freed, left, {id: (count, still.get(id, count)) for id, count in retained.items()}
+
+
+def worker_bytes(workers: Mapping[str, WorkerProcess], arenas: Arenas) -> dict[str, int]:
+    """The host memory of each worker without its arena; without those whose memory cannot be read."""
+    stored = arenas.used_bytes()
+    found = {id: private_bytes(worker.pid, stored.get(worker.name, 0)) for id, worker in workers.items()}
+    return {id: count for id, count in found.items() if count is not None}
 
 
 def _retained(workers: Mapping[str, WorkerProcess]) -> dict[str, int]:

@@ -138,7 +138,12 @@ def test_bytes_without_an_owner_are_found() -> None:
     dump = {
         "workers": {"demo": {"holding": "demo#1"}, "tiny": {"holding": "tiny#2"}},
         "ledger": {
-            "holdings": {"demo#1": holding("resident"), "tiny#2": holding("releasing"), "demo#0": holding("reserved")}
+            "holdings": {
+                "demo#1": holding("resident"),
+                "tiny#2": holding("releasing"),
+                "demo#0": holding("reserved"),
+                "demo#3": holding("cached"),
+            }
         },
     }
     assert set(unowned(dump)) == {"tiny#2", "demo#0"}
@@ -147,7 +152,8 @@ def test_bytes_without_an_owner_are_found() -> None:
 @pytest.mark.parametrize(("changed", "is_told"), [({}, False), ({"free_bytes": 3}, True), ({"free_bytes": -1}, True)])
 def test_account_that_does_not_add_up_is_found(changed: dict[str, int], is_told: bool) -> None:
     account = {"capacity_bytes": 10, "shortfall_bytes": 0, "free_bytes": 2, "foreign_bytes": 1, "reserved_bytes": 0,
-               "resident_bytes": 7, "releasing_bytes": 0, "room_bytes": 2, "bound": "capacity"}  # fmt: skip
+               "resident_bytes": 6, "releasing_bytes": 0, "cached_bytes": 1, "room_bytes": 2,
+               "bound": "capacity"}  # fmt: skip
     assert bool(unbalanced({"gpu-0": {"ledger": {**account, **changed}}})) == is_told
 
 

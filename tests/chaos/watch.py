@@ -19,7 +19,7 @@ LEAK_SECONDS = 12.0
 STUCK_SECONDS = 45.0
 """No model changes its state and no request waits for longer than this: more than every configured deadline."""
 STRAY_SECONDS = 6.0
-PARTS = ("free", "foreign", "reserved", "resident", "releasing")
+PARTS = ("free", "foreign", "reserved", "resident", "releasing", "cached")
 KEPT = frozenset({"offloading", "warm"})
 """States in which a model holds no device memory and computes nothing."""
 PASSING = frozenset({"loading", "draining", "offloading", "restoring", "unloading"})
@@ -96,7 +96,7 @@ def unowned(dump: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: f"{name} holds {holding['devices_mb']} MB for {holding['owner']} ({holding['phase']})"
         for name, holding in dump["ledger"]["holdings"].items()
-        if name not in owned or holding["phase"] == "releasing"
+        if holding["phase"] == "releasing" or (name not in owned and holding["phase"] != "cached")
     }
 
 

@@ -40,6 +40,13 @@ NAMES: dict[str, set[str]] = {
     "inference_tokens_total": {"model", "kind"},
     "inference_kv_bytes": {"model", "tier"},
     "inference_kv_restore_seconds_count": set(),
+    "inference_kv_hits_total": {"model", "tier"},
+    "inference_kv_misses_total": {"model"},
+    "inference_kv_evicted_total": {"model"},
+    "inference_kv_invalid_total": {"model"},
+    "inference_kv_prefetches_total": {"model", "result"},
+    "inference_kv_transfer_bytes_total": {"model", "direction"},
+    "inference_kv_transfer_seconds_total": {"model", "direction"},
 }
 
 
@@ -113,17 +120,55 @@ async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatc
     model = service.authority.resolve("a")
     await service.authority.load(model, 10)
     assert value(service, "inference_restorations_total") == 0
-    assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
+    assert value(service, "inference_kv_bytes", model="a", tier="ram") == 0
     await service.authority.offload(model)
     await service.authority.reached(lambda: bool(service.authority.state.evictions))
     assert value(service, "inference_evictions_total", action="offload", reason="by hand") == 1
-    assert value(service, "inference_kv_bytes", model="a", tier="warm") == MIB
+    assert value(service, "inference_kv_bytes", model="a", tier="ram") == MIB
     assert value(service, "inference_kv_bytes", model="a", tier="hot") is None
     await service.authority.load(model, 10)
     assert value(service, "inference_restorations_total") == 1
     assert value(service, "inference_load_seconds_count", model="a", tier="warm") == 1
-    assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
     assert value(service, "inference_kv_restore_seconds_count") == 1
+
+
+KV_COUNTS = {
+    "disk_sequences": 1, "disk_bytes": 5 * MIB, "hits_hot": 3, "hits_ram": 2, "hits_disk": 1, "misses": 4, "evicted": 5,
+    "invalid": 6, "prefetched": 8, "prefetched_used": 7, "saved_bytes": 10, "save_seconds": 0.1, "loaded_bytes": 20,
+    "load_seconds": 0.2, "disk_written_bytes": 30, "disk_write_seconds": 0.3, "disk_read_bytes": 40,
+    "disk_read_seconds": 0.4,
+}  # fmt: skip
+DIRECTIONS = ("save", "load", "write", "read")
+
+
+@shows("kv_hits_total", "kv_misses_total", "kv_evicted_total", "kv_invalid_total", "kv_prefetches_total",
+       "kv_transfer_bytes_total", "kv_transfer_seconds_total")  # fmt: skip
+async def _sequences_are_stored(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    """The counters go on when the worker is replaced."""
+    service = await start({"a": {}}, {"a": {"kv_counts": KV_COUNTS}})
+    model = service.authority.resolve("a")
+    for times in (1, 2):
+        await service.authority.load(model, 10)
+        misses = 4 * times
+        await service.authority.reached(
+            lambda wanted=misses: value(service, "inference_kv_misses_total", model="a") == wanted
+        )
+        hits = [value(service, "inference_kv_hits_total", model="a", tier=tier) for tier in ("hot", "ram", "disk")]
+        assert hits == [3 * times, 2 * times, times]
+        assert value(service, "inference_kv_evicted_total", model="a") == 5 * times
+        assert value(service, "inference_kv_invalid_total", model="a") == 6 * times
+        assert value(service, "inference_kv_prefetches_total", model="a", result="read") == 8 * times
+        assert value(service, "inference_kv_prefetches_total", model="a", result="used") == 7 * times
+        for number, direction in enumerate(DIRECTIONS, start=1):
+            labels = {"model": "a", "direction": direction}
+            assert value(service, "inference_kv_transfer_bytes_total", **labels) == 10 * number * times
+            seconds = value(service, "inference_kv_transfer_seconds_total", **labels)
+            assert seconds == pytest.approx(0.1 * number * times)
+        assert value(service, "inference_kv_bytes", model="a", tier="disk") == 5 * MIB
+        await service.authority.unload(model)
+    shown = (await ask(service.app, "GET", "/memory/kv")).body
+    assert shown["models"] == []
+    assert (shown["total"]["misses"], shown["total"]["hit_rate"]) == (8, 0.6)
 
 
 @shows("worker_exits_total", "recovery_cooldown_seconds", "recovery_total")

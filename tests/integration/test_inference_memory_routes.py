@@ -98,7 +98,8 @@ async def test_warm_model_is_listed_with_its_host_memory(start: Start) -> None:
     assert (await get(service, "/v1/models/a"))["headgate"]["actual_bytes"] == held
     assert (kept["model_key"], kept["original_device"], kept["bytes"]) == ("a", "cpu", held)
     assert kept["seconds_offloaded"] >= 0
-    assert (cached["hot_mb"], cached["kv_cells_reserved"], cached["saved_sequences"]) == (0, 0, 1)
+    assert (cached["kv_cells_reserved"], cached["saved_sequences"]) == (0, 1)
+    assert (cached["tiers"]["hot"]["budget_mb"], cached["tiers"]["ram"]["mb"]) == (0, 1)
     stats = await get(service, "/memory/stats")
     assert (stats["models_loaded"], stats["models_offloaded"], stats["total_offloads"]) == (0, 1, 1)
     await post(service, "/models/a/load")

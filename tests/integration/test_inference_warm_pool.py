@@ -70,6 +70,7 @@ async def test_random_operations_book_every_byte_once(start: Start, seed: int) -
     """Used, offloaded, evicted, killed and unloaded in any order: books balance all the time and are empty in the end.
 
     So are the supervisor's list and this process's own descriptors: every worker is reaped, with all that it was given.
+    Stored sequences stay.
     """
     estimator = FakeEstimator()
     estimator.sizes = {"a": 400, "b": 500, "c": 600}
@@ -107,4 +108,6 @@ async def test_random_operations_book_every_byte_once(start: Start, seed: int) -
     await authority.emptied()
     await authority.reached(lambda: not authority.state.workers)
     assert authority.offloaded() == []
-    await authority.reached(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
+    arenas = authority.ledger.caches.keys()
+    assert arenas <= {"a", "b"}
+    await authority.reached(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors + len(arenas))

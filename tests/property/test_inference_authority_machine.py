@@ -50,10 +50,11 @@ class Authority(RuleBasedStateMachine):
         pinned=st.booleans(), dedicated=st.booleans(), gpus=st.sampled_from([1, 2, 2, 0]),
         kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
         lazy=st.booleans(), shuts_down=st.booleans(), is_measured=st.sampled_from([True, True, False]),
+        stored=st.sampled_from([None, 0.05, 1.0, 3.0]),
     )  # fmt: skip
     def begin(
         self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
-        lazy: bool, shuts_down: bool, is_measured: bool,
+        lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None,
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
         config = configuration(
@@ -61,6 +62,7 @@ class Authority(RuleBasedStateMachine):
             memory_limit_gb=limit,
             acquire_timeout_seconds=TIMEOUT_SECONDS,
             enable_lazy_model_loading=lazy,
+            kv_ram_gb=stored,
             pressure_check_interval_seconds=5,
         )
         self.shuts_down = shuts_down
@@ -258,6 +260,20 @@ class Authority(RuleBasedStateMachine):
     def beat(self, number: int, prompt: int, generated: int) -> None:
         self.world.beat(sorted(self.world.alive)[number % len(self.world.alive)], prompt, generated)
 
+    @precondition(lambda self: self.world.alive)
+    @rule(number=numbers, count=st.sampled_from([1, 50, 200, 1000]))
+    def store(self, number: int, count: int) -> None:
+        """A worker that answers requests stores sequences."""
+        workers = [
+            worker.id
+            for model in self.world.state.models.values()
+            if model.state in (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+            and (worker := self.world.state.worker_of(model)) is not None
+            and worker.id in self.world.alive
+        ]
+        if workers:
+            self.world.store(workers[number % len(workers)], count * MIB)
+
     @rule(name=names, number=st.integers(0, 2), crashes=st.integers(1, 3), alone=st.booleans(),
           unexplained=st.booleans(), end=st.sampled_from(["", "answered", "cleared"]))  # fmt: skip
     def report(self, name: str, number: int, crashes: int, alone: bool, unexplained: bool, end: str) -> None:
@@ -311,10 +327,11 @@ class Authority(RuleBasedStateMachine):
 
     @rule(kept=st.sampled_from([NAMES, NAMES, NAMES, ("a", "d"), ("b", "c", "e")]), parallel=st.sampled_from([4, 4, 2]),
           limit=st.sampled_from([None, 0.5, 2.0]), most=st.sampled_from([None, None, 1, 2]), pinned=st.booleans(),
-          share=st.sampled_from([0.9, 0.5]))  # fmt: skip
+          share=st.sampled_from([0.9, 0.5]), stores=st.sampled_from([True, True, False]))  # fmt: skip
     def reload(
-        self, kept: tuple[str, ...], parallel: int, limit: float | None, most: int | None, pinned: bool, share: float
-    ) -> None:
+        self, kept: tuple[str, ...], parallel: int, limit: float | None, most: int | None, pinned: bool, share: float,
+        stores: bool,
+    ) -> None:  # fmt: skip
         found = {name: dict(keys) for name, keys in self.models.items() if name in kept}
         if "a" in found:
             found["a"] |= {"parallel": parallel, "pinned": pinned}
@@ -324,6 +341,8 @@ class Authority(RuleBasedStateMachine):
             max_models=most,
             acquire_timeout_seconds=TIMEOUT_SECONDS,
             gpu_memory_max_percent=share,
+            kv_enabled=stores,
+            kv_ram_gb=self.world.config.settings.kv_ram_gb,
             pressure_check_interval_seconds=5,
         )
         self.world.change(config)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from inference.authority.placement.ledger import Account, Ledger, LedgerError, Phase
+from inference.authority.placement.ledger import Account, Ledger, LedgerError, Phase, Sums
 
 DEVICES = ("gpu-0", "gpu-1", "cpu")
 amounts = st.integers(0, 400)
@@ -124,6 +124,18 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(LedgerError):
             self.ledger.release(id)
 
+    @rule(device=st.sampled_from(DEVICES), budget=amounts, used=amounts)
+    def cache(self, device: str, budget: int, used: int) -> None:
+        """A budget for stored sequences changes nothing for models, whatever its size."""
+        before = self.ledger
+        id = f"cache of {device}"
+        self.ledger = before.cache(id, "m", device, budget).note_use(id, used)
+        assert self.ledger.cache(id, "m", device, budget) == self.ledger
+        assert self.ledger.loaded_bytes == before.loaded_bytes
+        for other in DEVICES:
+            after, was = self.ledger.balance(other), before.balance(other)
+            assert (after.ours_bytes, after.foreign_bytes) == (was.ours_bytes, was.foreign_bytes)
+
     @rule(device=st.sampled_from(DEVICES))
     def lose(self, device: str) -> None:
         """The device is lost with its bookings; bytes on other devices do not change, and no holding ends."""
@@ -138,19 +150,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(device=st.sampled_from(DEVICES), used=st.integers(0, 1200))
     def observe(self, device: str, used: int) -> None:
-        before = self.ledger.balance(device)
+        before, stored = self.ledger.balance(device), self.ledger.sums.get(device, Sums()).cache_used_bytes
         self.ledger = self.ledger.observe(device, used, max(0, 1000 - used))
         after = self.ledger.balance(device)
         if before.reserved_bytes or before.releasing_bytes:
             assert after.foreign_bytes >= before.foreign_bytes
         else:
-            assert after.foreign_bytes == max(0, used - before.ours_bytes)
+            assert after.foreign_bytes == max(0, used - before.ours_bytes - stored)
 
     @invariant()
     def balances(self) -> None:
         for device in DEVICES:
             b = self.ledger.balance(device)
-            used = b.foreign_bytes + b.reserved_bytes + b.resident_bytes + b.releasing_bytes
+            used = b.foreign_bytes + b.reserved_bytes + b.resident_bytes + b.releasing_bytes + b.cached_bytes
             assert b.capacity_bytes + b.shortfall_bytes == b.free_bytes + used
             assert min(b.free_bytes, b.shortfall_bytes) == 0
             assert min(b.free_bytes, b.shortfall_bytes, b.foreign_bytes, b.room_bytes, b.ours_bytes) >= 0
@@ -160,7 +172,25 @@ class LedgerMachine(RuleBasedStateMachine):
         anew = Ledger(self.ledger.accounts, self.ledger.holdings, self.ledger.limit_bytes)
         for device in DEVICES:
             assert self.ledger.balance(device) == anew.balance(device)
-        assert self.ledger.loaded_bytes == sum(sum(item.bytes.values()) for item in self.ledger.holdings.values())
+        models = [item for item in self.ledger.holdings.values() if not item.cache]
+        assert self.ledger.loaded_bytes == sum(sum(item.bytes.values()) for item in models)
+
+    @invariant()
+    def caches_do_not_stand_in_the_way(self) -> None:
+        """What fits beside caches is what would fit if they had been given back."""
+        caches = {id: item for id, item in self.ledger.holdings.items() if item.cache}
+        rest = {id: item for id, item in self.ledger.holdings.items() if not item.cache}
+        accounts = {}
+        for device, account in self.ledger.accounts.items():
+            free = account.observed_free_bytes
+            stored = sum(item.used_bytes for item in caches.values() if device in item.bytes)
+            accounts[device] = replace(account, observed_free_bytes=None if free is None else free + stored)
+        without = Ledger(accounts, rest, self.ledger.limit_bytes)
+        for device in DEVICES:
+            for exempt in (False, True):
+                assert self.ledger.room(device, exempt=exempt) == without.room(device, exempt=exempt)
+            assert self.ledger.excess(device) == without.excess(device)
+            assert self.ledger.missing({device: 300}) == without.missing({device: 300})
 
     @invariant()
     def stays_within_limits(self) -> None:
@@ -229,3 +259,20 @@ def test_reservation_id_is_used_once() -> None:
         ledger.commit("x", {"cpu": 2000})
     assert ledger.owned_by("m") == {"cpu": 1}
     assert ledger.owned_by("n") == {}
+
+
+def test_only_a_cache_can_be_budgeted_again() -> None:
+    """Its use is kept, and it ends once."""
+    ledger = Ledger().open(Account("cpu", 1000, 1000)).reserve("x", "m", {"cpu": 1})
+    with pytest.raises(LedgerError):
+        ledger.cache("x", "m", "cpu", 5)
+    with pytest.raises(LedgerError):
+        ledger.note_use("x", 5)
+    ledger = ledger.cache("y", "m", "cpu", 900).note_use("y", 300).cache("y", "m", "cpu", 100)
+    assert ledger.caches["m"].used_bytes == 300
+    assert ledger.owned_by("m") == {"cpu": 1}
+    assert not ledger.lacks({"cpu": 999})
+    with pytest.raises(LedgerError):
+        ledger.leave("y")
+    with pytest.raises(LedgerError):
+        ledger.release("y").release("y")

@@ -17,15 +17,10 @@ from tests.rigs.processes import inference_service, wait_until
 
 
 def test_reload_reads_dot_env_again(tmp_path: Path) -> None:
-    """At the start a log line names settings without effect."""
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "models.yaml").write_text("models: {}")
-    (tmp_path / ".env").write_text("INFERENCE_KV_POLICY=priority\n")
     service = inference_service(tmp_path, tmp_path / "config").start(wait_for="/readyz")
     try:
-        wait_until(
-            "it is logged", lambda: "settings without effect in this version: INFERENCE_KV_POLICY" in service.log
-        )
         (tmp_path / ".env").write_text("INFERENCE_MAX_MODELS=1\nINFERENCE_MAX_BODY_MB=1\n")
         service.signal(signal.SIGHUP)
         wait_until("the change is logged", lambda: "INFERENCE_MAX_MODELS changed" in service.log)

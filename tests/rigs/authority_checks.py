@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import astuple, replace
 from typing import Any
 
 from inference.authority import effects, events
@@ -56,6 +57,7 @@ class CheckedWorld(World):
             self.uses[name] = 0
         self._check_ledger(before, event)
         self._check_holdings(before, event)
+        self._check_caches(before, event)
         for model in self.state.models.values():
             self._check_model(model)
             self._check_saved(before, model)
@@ -81,15 +83,16 @@ class CheckedWorld(World):
         for device, account in ledger.accounts.items():
             balance = ledger.balance(device)
             figures = (balance.free_bytes, balance.foreign_bytes, balance.reserved_bytes, balance.resident_bytes,
-                       balance.releasing_bytes, balance.shortfall_bytes, balance.room_bytes)  # fmt: skip
+                       balance.releasing_bytes, balance.cached_bytes, balance.shortfall_bytes,
+                       balance.room_bytes)  # fmt: skip
             assert min(figures) >= 0, "no account is negative"
-            assert balance.capacity_bytes + balance.shortfall_bytes == sum(figures[:5])
+            assert balance.capacity_bytes + balance.shortfall_bytes == sum(figures[:6])
             ours = balance.ours_bytes
             if device in before.ledger.accounts and ours > before.ledger.balance(device).ours_bytes:
                 assert ours <= account.budget_bytes, "no more is booked than our share of a device"
         anew = Ledger(ledger.accounts, ledger.holdings, ledger.limit_bytes).sums
         for device in {*anew, *ledger.sums}:
-            assert ledger.sums.get(device) == anew.get(device) or not any(_figures(ledger.sums[device])), "sums"
+            assert ledger.sums.get(device) == anew.get(device) or not any(astuple(ledger.sums[device])), "sums"
         if ledger.limit_bytes is not None and not isinstance(event, events.SettingsChanged):
             before_bytes = before.ledger.loaded_bytes
             assert ledger.loaded_bytes <= max(before_bytes, ledger.limit_bytes), "the memory limit holds"
@@ -100,7 +103,8 @@ class CheckedWorld(World):
         owners = Counter(holding for worker in state.workers.values() for holding in (worker.holding, worker.extra))
         owners.update(state.returns.keys())
         del owners[None]
-        assert owners.keys() == holdings.keys(), "each holding has an owner, and each owner its holding"
+        of_processes = {id for id, holding in holdings.items() if not holding.cache}
+        assert owners.keys() == of_processes, "each holding has an owner, and each owner its holding"
         assert not owners or max(owners.values()) == 1, "each holding has one owner"
         for worker in state.workers.values():
             assert holdings[worker.holding].owner == worker.model
@@ -123,6 +127,36 @@ class CheckedWorld(World):
             others = [item for item in before.ledger.holdings.values() if item.id != id and left.keys() & item.bytes]
             if is_awaited and not others and not any(self._is_empty(device) for device in left):
                 assert max(left.values(), default=0) <= SLACK_BYTES, "memory is given back when the device shows it"
+
+    def _check_caches(self, before: State, event: events.Event) -> None:
+        """Stored sequences never stand in the way of a model, and their budgets are in force."""
+        state, ledger = self.state, self.state.ledger
+        caches = [holding for holding in ledger.holdings.values() if holding.cache]
+        assert len({cache.owner for cache in caches}) == len(caches), "a model has one arena"
+        assert {cache.owner for cache in caches} <= state.models.keys(), "a removed model has no arena"
+        assert all(cache.bytes.keys() == {CPU} for cache in caches)
+        if not caches:
+            return
+        balance = ledger.balance(CPU)
+        assert balance.cached_bytes <= ledger.room(CPU, exempt=True)[0], "budgets are within what is left"
+        without = ledger.without([cache.id for cache in caches]).balance(CPU)
+        assert balance.shortfall_bytes == without.shortfall_bytes, "caches lead to no shortfall"
+        begins = any(
+            worker.began_at == self.now and worker != before.workers.get(id) for id, worker in state.workers.items()
+        )
+        for cache in caches:
+            budget, was = cache.bytes[CPU], before.ledger.caches.get(cache.owner)
+            model = state.models[cache.owner]
+            process = self.alive.get(model.worker or "")
+            if process is not None and model.state in SERVING and process.has_arena:
+                assert process.kv_bytes == budget, f"the worker of {model.id} has its budget"
+            is_checked = state.pressure.watches != before.pressure.watches or isinstance(
+                event, events.PressureChecked | events.DevicesRead | events.DevicesFound
+            )
+            worker = state.worker_of(model)
+            is_filled = worker is not None and not worker.ending and model.state in SERVING
+            if was is not None and is_filled and budget > was.bytes[CPU]:
+                assert begins or is_checked, "budgets grow at loads and checks"
 
     def _is_empty(self, device: str) -> bool:
         """Whether a device has lost what was in its memory."""
@@ -182,8 +216,8 @@ class CheckedWorld(World):
         worker = before.workers[model.worker or ""]
         if model.kept.mechanism is not Mechanism.CHECKPOINT:
             saved = self.saved.get(worker.predecessor or worker.id, Offloaded(0, 0, 0))
-            found = (model.kept.saved_bytes, model.kept.sequences, model.kept.tokens)
-            assert found == (saved.count_bytes, saved.sequences, saved.tokens), f"{model.id} has what was saved"
+            found = (model.kept.sequences, model.kept.tokens)
+            assert found == (saved.sequences, saved.tokens), f"{model.id} has what was saved"
 
     def _check_resident(self, worker: WorkerRecord, held: Any) -> None:
         """A loaded model holds what its worker reported."""
@@ -527,8 +561,7 @@ class CheckedWorld(World):
         if not answers or not isinstance(answers[0], Planned):
             return []
         if len(withdrawn) == len(state.tickets):
-            assert after.ledger.holdings == state.ledger.holdings, "a dry run books nothing"
-            assert after.workers == state.workers, "a dry run sends no order to a worker"
+            assert _without_caches(after) == _without_caches(state), "a dry run books nothing and orders nothing"
             assert {name: item.state for name, item in after.models.items()} == {
                 name: item.state for name, item in state.models.items()
             }
@@ -720,7 +753,7 @@ class CheckedWorld(World):
             if worker is not None and model.spec.oom_policy != "reduce":
                 hard = {*model.spec.changed(worker.spec)} - ModelSpec.SOFT
                 assert not hard or model.state is _S.WARM, f"{model.id} runs with other settings: {hard}"
-        assert all(holding.phase is Phase.RESIDENT for holding in state.ledger.holdings.values())
+        assert all(item.phase in (Phase.RESIDENT, Phase.CACHED) for item in state.ledger.holdings.values())
         for device, account in state.ledger.accounts.items():
             balance = state.ledger.balance(device)
             grown = sum(process.grown_bytes for process in self.alive.values()) if device == CPU else 0
@@ -733,7 +766,10 @@ class CheckedWorld(World):
 
     def _check_empty(self) -> None:
         state = self.state
-        assert not state.ledger.holdings, "every byte is back"
+        assert all(item.cache for item in state.ledger.holdings.values()), "every byte is back"
+        assert {model for model, count in self.arenas.items() if count} == state.ledger.caches.keys()
+        for cache in state.ledger.caches.values():
+            assert cache.bytes == {CPU: self.arenas[cache.owner]}, "what no worker uses is booked as it is"
         assert not state.workers
         assert not self.alive
         assert not state.returns
@@ -749,9 +785,16 @@ def model_is_gone(state: State, worker: str) -> bool:
     return not any(model.worker == worker for model in state.models.values())
 
 
+def _without_caches(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Holdings and workers without budgets for stored sequences, which follow each reading."""
+    holdings = {id: holding for id, holding in state.ledger.holdings.items() if not holding.cache}
+    return holdings, {id: replace(worker, kv_bytes=None) for id, worker in state.workers.items()}
+
+
 def _nonzero(counts: Any) -> dict[str, int]:
     return {device: count for device, count in counts.items() if count}
 
 
 def _figures(sums: Any) -> tuple[int, ...]:
+    """What ends with the workers."""
     return (sums.reserved_bytes, sums.resident_bytes, sums.releasing_bytes, sums.exempt_bytes)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,16 @@ class Process:
     is_killed: bool = False
     limit: int | None = None
     threads: int | None = None
+    model: str = ""
+    has_arena: bool = False
+    has_context: bool = True
+    kv_bytes: int = 0
+    """its budget for stored sequences"""
+
+    @property
+    def uses_arena(self) -> bool:
+        """Whether it has a context, whose sequences it stores."""
+        return self.has_arena and self.has_context and isinstance(self.order, LoadOrder)
 
 
 @dataclass
@@ -149,6 +159,10 @@ class World:
         self.later: list[events.Event] = []
         self.now_due: list[events.Event] = []
         self.alive: dict[str, Process] = {}
+        self.arenas: Counter[str] = Counter()
+        """bytes of stored sequences in host memory, by model"""
+        self.dropped: set[str] = set()
+        """models whose arena is freed when the process that uses it ends"""
         self.lingering: dict[str, tuple[float, dict[str, int]]] = {}
         self.foreign: dict[str, int] = {}
         self.foreign_moved_at = -math.inf
@@ -194,6 +208,7 @@ class World:
         if len(lingering) != len(self.lingering):
             self.lingering, self.foreign_moved_at = lingering, self.now
         used: Counter[str] = Counter(self.foreign)
+        used[CPU] += self.arenas.total()
         for process in self.alive.values():
             used.update(process.bytes)
         for _, left in self.lingering.values():
@@ -289,7 +304,7 @@ class World:
                 break
             self.now = max(self.now, self.wake_at)
             self.wake_at = math.inf
-            self.send(events.Tick(self.readings(), self.now))
+            self.send(events.Tick(self.readings(), self.now, dict(self.arenas)))
         self.now = max(self.now, until)
 
     def stand_still(self, seconds: float) -> None:
@@ -298,7 +313,7 @@ class World:
         if self.state.started:
             self.pauses.append(seconds)
         self.wake_at = math.inf
-        self.send(events.Tick(self.readings(), self.now))
+        self.send(events.Tick(self.readings(), self.now, dict(self.arenas)))
 
     def deliver(self, index: int = 0, *, twice: bool = False) -> None:
         """One of the events that are under way arrives."""
@@ -308,10 +323,10 @@ class World:
         if isinstance(event, events.DevicesRead):
             self.reads += 1
             if self.faults.readings:
-                event = events.DevicesRead(self.readings(), "the driver does not answer")
+                event = events.DevicesRead(self.readings(), "the driver does not answer", dict(self.arenas))
             else:
                 self.shown = self._measured()
-                event = events.DevicesRead(self.readings())
+                event = events.DevicesRead(self.readings(), arenas=dict(self.arenas))
         elif isinstance(event, events.FilesChecked):
             event = events.FilesChecked({spec.id: self._files_of(spec) for spec in self.config.models.values()})
         elif isinstance(event, events.Exited):
@@ -320,6 +335,8 @@ class World:
             self._gone(event.worker)
         elif not self._arrives(event):
             return
+        if isinstance(event, events.Exited | events.ContextFreed):
+            event = replace(event, arenas=dict(self.arenas))
         self.send(event)
         if twice and not isinstance(event, events.DevicesRead):
             self.send(event)
@@ -345,14 +362,13 @@ class World:
                 if process is None or record is None:
                     return False
                 self.saved[worker] = saved
-                for keeper in self.state.workers.values():
-                    if keeper.predecessor == worker and keeper.id in self.alive:
-                        bytes = self.alive[keeper.id].bytes
-                        bytes[CPU] = bytes.get(CPU, 0) + saved.count_bytes
+                self.store(worker, saved.count_bytes)
                 ready = record.ready
                 kept = sum(item.bytes for item in ready.buffers if item.kind == "weights") if ready else 0
-                process.bytes = {CPU: kept + OVERHEAD_BYTES + saved.count_bytes}
-                process.limit = None
+                process.bytes = {CPU: kept + OVERHEAD_BYTES}
+                process.limit, process.has_context = None, False
+                if process.model in self.dropped and not self._is_stored_by_process(process.model):
+                    self._free_arena(process.model)
                 return True
             case events.CheckpointEnded(worker, "suspend", None):
                 if process := self.alive.get(worker):
@@ -384,6 +400,8 @@ class World:
 
     def _gone(self, worker: str) -> None:
         process = self.alive.pop(worker)
+        if process.model in self.dropped and not self._is_stored_by_process(process.model):
+            self._free_arena(process.model)
         left = {device: count for device, count in process.bytes.items() if device != CPU}
         if left and self.faults.linger_seconds:
             self.lingering[worker] = (self.now + self.faults.linger_seconds, left)
@@ -399,7 +417,7 @@ class World:
         crash = Crash(cause, exit.message, alone=record.alone is not None, unexplained=unexplained)
         files = self._files(worker)
         self._gone(worker)
-        self.send(events.Exited(worker, exit, files))
+        self.send(events.Exited(worker, exit, files, dict(self.arenas)))
         for lease in [lease for lease, owner in self.leases.items() if owner == worker]:
             if cause is ExitCause.ASSERT:
                 self.send(events.CrashReported(record.model, f"key-{lease % 3}", crash))
@@ -467,6 +485,20 @@ class World:
             process.bytes[CPU] += count_bytes
             process.grown_bytes += count_bytes
 
+    def store(self, worker: str, count_bytes: int) -> None:
+        """A process stores sequences of its model within its budget."""
+        process = self.alive[worker]
+        if process.uses_arena:
+            most = max(self.arenas[process.model], process.kv_bytes)
+            self.arenas[process.model] = min(most, self.arenas[process.model] + count_bytes)
+
+    def _is_stored_by_process(self, model: str) -> bool:
+        return any(process.uses_arena and process.model == model for process in self.alive.values())
+
+    def _free_arena(self, model: str) -> None:
+        self.dropped.discard(model)
+        del self.arenas[model]
+
     def beat(self, worker: str, prompt: int, generated: int) -> None:
         """A worker reports what it does."""
         beat = Heartbeat(None, 0, 1, 0, prompt, generated, prefill_tokens_per_second=100.0)
@@ -502,7 +534,11 @@ class World:
             case effects.WakeAt(at):
                 self.wake_at = at
             case effects.Observe(specs):
-                self.now_due.append(events.Observed(self.readings(), {item.id: self._files_of(item) for item in specs}))
+                self.now_due.append(
+                    events.Observed(
+                        self.readings(), {item.id: self._files_of(item) for item in specs}, dict(self.arenas)
+                    )
+                )
             case effects.CheckFiles():
                 self.later.append(events.FilesChecked({}))
             case effects.ReadDevices():
@@ -517,7 +553,7 @@ class World:
                 self.later.append(events.Estimated(key, self._estimate(key, devices)))
             case effects.MeasureWorkers(workers):
                 found = {id: self.alive[id].bytes.get(CPU, 0) for id in workers if id in self.alive}
-                self.now_due.append(events.WorkersMeasured(found, self.readings()))
+                self.now_due.append(events.WorkersMeasured(found, self.readings(), dict(self.arenas)))
             case effects.TrimWorkers(job, workers):
                 found = {id: self.alive[id].bytes.get(CPU, 0) for id in workers if id in self.alive}
                 self.later.append(events.Trimmed(job, MIB, found, dict.fromkeys(found, (10, 0))))
@@ -574,12 +610,12 @@ class World:
     def _order(self, effect: effects.Effect) -> None:
         """Effects on worker processes. Where a process has to be there, it is."""
         match effect:
-            case effects.Spawn(worker, _, _, order, after):
-                assert after is None or after in self.alive
-                self._spawn(worker, order)
+            case effects.Spawn(worker, model, _, order, stores):
+                self._spawn(worker, model, order, stores=stores)
             case effects.SendOrder(worker, order):
                 process = self.alive[worker]
-                process.order = order
+                process.order, process.kv_bytes, process.has_context = order, order.kv.ram_bytes, True
+                self.dropped.discard(process.model)
                 self.later.append(self._loaded(worker))
             case effects.FreeContext(worker, most, stays):
                 process = self.alive[worker]
@@ -607,6 +643,15 @@ class World:
                 self._exits(worker, ExitCause.DEVICE_LOST)
             case effects.LimitWorker(worker, sequences):
                 self.alive[worker].limit = sequences
+            case effects.LimitKv(worker, count):
+                process = self.alive[worker]
+                process.kv_bytes = count
+                self.arenas[process.model] = min(self.arenas[process.model], count)
+            case effects.DropKv(model):
+                if self._is_stored_by_process(model):
+                    self.dropped.add(model)
+                else:
+                    self._free_arena(model)
             case effects.SetThreads(worker, count):
                 self.alive[worker].threads = count
             case _:
@@ -616,12 +661,14 @@ class World:
         problem = self.faults.suspension
         return (None, False) if problem is None else (f"the {problem} refused", problem == "state")
 
-    def _spawn(self, worker: str, order: LoadOrder | Hold) -> None:
+    def _spawn(self, worker: str, model: str, order: LoadOrder | Hold, *, stores: bool) -> None:
         self.spawning(worker, order)
         if self.faults.spawn:
             self.now_due.append(events.SpawnFailed(worker, "no descriptors are left"))
             return
-        self.alive[worker] = Process(order)
+        kv_bytes = 0 if isinstance(order, Hold) else order.kv.ram_bytes
+        self.alive[worker] = Process(order, model=model, has_arena=stores, kv_bytes=kv_bytes)
+        self.dropped.discard(model)
         self.now_due.append(events.Spawned(worker, 2**22 + next(self.numbers)))
         if isinstance(order, Hold):
             self.later.append(events.FileHeld(worker, self._files(worker)[0][1][0]))

@@ -8,9 +8,9 @@ FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail
 `step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (extra bytes from ready until
 retained prefixes are dropped), `abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival
 in a body aborts it; `last_words`: what it writes then; `after_chunks`: after this number of chunks), `answer_seconds`
-(before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves),
-`kv` (rows of its sequences; null: it is too busy to list them), `offload`, `hold` and `restore` (`die` or `hang` then),
-`grant_file` (where its grant is written).
+(before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves
+into its arena), `kv` (rows of its sequences; null: it is too busy to list them), `kv_counts` (fields of KvCounts in its
+beats), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ async def _load(send: Any, how: dict[str, Any]) -> None:
 async def _beat(send: Any, site: Site) -> None:
     elapsed = 0.0
     while elapsed < site.how.get("silent_after", 1e9):
-        send(worker_link.Heartbeat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
+        kv = worker_link.KvCounts(**site.how.get("kv_counts", {}))
+        send(worker_link.Heartbeat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10, kv=kv))
         await asyncio.sleep(worker_link.BEAT_SECONDS)
         elapsed += worker_link.BEAT_SECONDS
     await asyncio.Event().wait()
@@ -104,7 +105,10 @@ async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any], ho
             hoard.clear()
         elif isinstance(message, worker_link.Offload):
             await _misbehave(how.get("offload"))
-            send(worker_link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
+            saved = how.get("saved", 0)
+            if saved:
+                os.pwrite(int(os.environ[worker_link.KEEP_FD_ENV]), b"x" * saved, 0)
+            send(worker_link.Offloaded(saved, 1, 10))
             if not message.stays:
                 await asyncio.sleep(0)  # lets pending messages be sent
                 os._exit(0)

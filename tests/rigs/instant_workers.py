@@ -11,6 +11,7 @@ from pathlib import Path
 from inference import worker_link
 from inference.authority.clock import Clock
 from inference.protocol import ExitCause
+from inference.workers.arenas import Arenas
 from inference.workers.exit_cause import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20
@@ -53,6 +54,9 @@ class InstantWorker:
         """Records the number."""
         self.threads = count
 
+    def limit_kv(self, ram_bytes: int) -> None:
+        """Nothing is stored."""
+
     def stop(self) -> None:
         """Ends with status 0."""
         self._end(WorkerExit(ExitCause.REQUESTED, 0, "requested", (), self.ready.done()))
@@ -78,12 +82,19 @@ class InstantSupervisor:
         self.clock = Clock()
         self._pids = itertools.count(2**30)  # pids without a process, so no memory is read
         self.workers: list[InstantWorker] = []
+        self.arenas = Arenas()
 
-    def spawn(self, name: str, _environment: Mapping[str, str], _on_change: Callable[[], None]) -> InstantWorker:
-        """A worker that waits for its grant."""
+    def spawn(
+        self, name: str, _environment: Mapping[str, str], _on_change: Callable[[], None], *, stores: bool = False
+    ) -> InstantWorker:
+        """A worker that waits for its grant; it stores nothing."""
+        del stores
         worker = InstantWorker(name, self._seconds.get(name, 0.02), next(self._pids), self.clock)
         self.workers.append(worker)
         return worker
+
+    def drop_arena(self, name: str) -> None:
+        """Nothing is stored."""
 
     async def close(self) -> None:
         """Ends all workers."""

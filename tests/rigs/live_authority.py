@@ -226,5 +226,5 @@ class LiveAuthority:
             await self.shell.reached(lambda _: probe())
 
     async def emptied(self, seconds: float = 10.0) -> None:
-        """Returns once nothing is booked."""
-        await self.reached(lambda: not self.ledger.holdings, seconds)
+        """Returns once nothing is booked but stored sequences."""
+        await self.reached(lambda: all(item.cache for item in self.ledger.holdings.values()), seconds)

@@ -159,18 +159,13 @@ def test_body_limit_is_at_least_that_of_the_gateway(directory: Path) -> None:
     assert load(directory, "models: {}").settings.max_body_bytes == 32 * 2**20 >= GatewayConfig().max_body
 
 
-def test_settings_without_effect_are_reported_if_they_are_set() -> None:
-    assert set(environment_settings.WITHOUT_EFFECT) | environment_settings.AT_START <= set(
-        environment_settings.InferenceSettings.model_fields
-    )
-    environ = {"INFERENCE_KV_POLICY": "lru", "INFERENCE_PORT": "1", "INFERENCE_KV_DIR": ""}
-    assert environment_settings.set_without_effect(environ) == ["INFERENCE_KV_POLICY"]
-
-
-@pytest.mark.parametrize("name", environment_settings.WITHOUT_EFFECT)
-def test_setting_without_effect_is_not_read(name: str) -> None:
-    files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment_settings.py"]
-    assert [path.name for path in files if f"settings.{name}" in path.read_text()] == []
+def test_stored_sequences_are_sized_in_gib(directory: Path) -> None:
+    """Without INFERENCE_KV_RAM_GB the size depends on the host; nothing is stored on disk by default."""
+    found = load(directory, "models: {}").settings
+    assert (found.kv_ram_bytes, found.kv_disk_bytes) == (None, 0)
+    environ = {"INFERENCE_KV_RAM_GB": "0.5", "INFERENCE_KV_DISK_GB": "2"}
+    found = load(directory, "models: {}", environ).settings
+    assert (found.kv_ram_bytes, found.kv_disk_bytes) == (2**29, 2**31)
 
 
 def test_all_errors_are_reported_together(directory: Path) -> None:

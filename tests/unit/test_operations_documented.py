@@ -14,7 +14,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Option, Placement, Policy, Request, Result, plan
 from inference.devices.device import CPU, Reading
-from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
+from inference.environment_settings import PREFIX, environment_names
 from inference.estimate.header_formula import Facts, Parameters, formula_on
 from inference.estimate.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES
 
@@ -172,7 +172,6 @@ def test_table_of_settings_is_complete() -> None:
     named = {
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
     }
-    without = {name.upper() for name in WITHOUT_EFFECT if name.startswith("kv_")}
     every = {name.removeprefix(PREFIX) for name in environment_names()}
-    assert every - named - without == set()
+    assert every - named == set()
     assert named <= every

@@ -2,12 +2,15 @@
 
 There is one account per device, including host memory, with
 
-    capacity + shortfall = free + foreign + reserved + resident + releasing      and     free = 0 or shortfall = 0
+    capacity + shortfall = free + foreign + reserved + resident + releasing + cached   and   free = 0 or shortfall = 0
 
 `capacity` is the limit of all use of the device, `budget` the limit of Headgate's share, `foreign` the use by other
 programs. A holding is the bytes of one model on all its devices: `reserved` before a process starts, `resident` when
 the worker is ready, `releasing` while the worker ends. `foreign` is measured only while nothing is reserved or
 releasing on the device; in between it may only rise, because the bytes of a loading worker look foreign.
+
+`cached` are budgets for stored sequences of models, which may be unused in part. They never stand in the way: what is
+available to a model is computed without them. After each booking their budgets are reduced to what is left.
 
 A device without its own memory (unified memory) shares the account of the host.
 
@@ -39,6 +42,8 @@ class Phase(StrEnum):
     RESERVED = "reserved"
     RESIDENT = "resident"
     RELEASING = "releasing"
+    CACHED = "cached"
+    """a budget for stored sequences"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,22 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one owner per device, in one phase. `exempt`: they do not count for the memory limit."""
+    """Bytes of one owner per device, in one phase. `exempt`: they do not count for the memory limit.
+
+    `used_bytes`: how much of a cache is in use; it may exceed a budget that has just been reduced.
+    """
 
     id: str
     owner: str
     phase: Phase
     bytes: Mapping[str, int]
     exempt: bool = False
+    used_bytes: int = 0
+
+    @property
+    def cache(self) -> bool:
+        """Whether it is a budget for stored sequences."""
+        return self.phase is Phase.CACHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +87,39 @@ class Balance:
     reserved_bytes: int
     resident_bytes: int
     releasing_bytes: int
+    cached_bytes: int
     shortfall_bytes: int
     room_bytes: int
     bound: str
 
     @property
     def ours_bytes(self) -> int:
-        """Headgate's bytes in all phases."""
+        """The bytes of models in all phases, without caches."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The bytes of all holdings on a device, by phase. `exempt_bytes` are included in the phases."""
+    """The bytes of all holdings on a device, by phase. `exempt_bytes` are included in the phases.
+
+    `cache_used_bytes`: how much of the caches is in use.
+    """
 
     reserved_bytes: int = 0
     resident_bytes: int = 0
     releasing_bytes: int = 0
+    cached_bytes: int = 0
     exempt_bytes: int = 0
+    cache_used_bytes: int = 0
 
     @property
     def ours_bytes(self) -> int:
-        """The bytes of all phases."""
+        """The bytes of models in all phases, without caches."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
 
 _NOTHING = Sums()
-_PHASES = (Phase.RESERVED, Phase.RESIDENT, Phase.RELEASING)
+_PHASES = (Phase.RESERVED, Phase.RESIDENT, Phase.RELEASING, Phase.CACHED)
 """In the order of the fields of `Sums`."""
 
 
@@ -118,7 +138,7 @@ class Ledger:
     """The account of each device without its own memory."""
 
     loaded_bytes: int = field(default=0, init=False, compare=False, repr=False)
-    """The sum over all devices and phases, without exempt bytes."""
+    """The sum over all devices and phases, without caches and exempt bytes."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
@@ -133,7 +153,7 @@ class Ledger:
         """The account of `device` in numbers; raises LedgerError for an unknown device."""
         account = self._account(device)
         sums = self._sums(device)
-        used = account.foreign_bytes + sums.ours_bytes
+        used = account.foreign_bytes + sums.ours_bytes + sums.cached_bytes
         room, bound = self._room(account, sums)
         return Balance(
             capacity_bytes=account.capacity_bytes,
@@ -142,6 +162,7 @@ class Ledger:
             reserved_bytes=sums.reserved_bytes,
             resident_bytes=sums.resident_bytes,
             releasing_bytes=sums.releasing_bytes,
+            cached_bytes=sums.cached_bytes,
             shortfall_bytes=max(0, used - account.capacity_bytes),
             room_bytes=room,
             bound=bound,
@@ -163,7 +184,10 @@ class Ledger:
         return tuple(found)
 
     def room(self, device: str, *, exempt: bool = False) -> tuple[int, str]:
-        """The bytes that are available for a new reservation on `device`, and the limit that applies."""
+        """The bytes that are available for a new reservation on `device`, and the limit that applies.
+
+        Caches count as available.
+        """
         return self._room(self._account(device), self._sums(device), exempt=exempt)
 
     def account_of(self, device: str) -> str:
@@ -254,6 +278,27 @@ class Ledger:
         both = {name: holding.bytes.get(name, 0) + part.bytes.get(name, 0) for name in {**holding.bytes, **part.bytes}}
         return self.release(other)._put(replace(holding, bytes=MappingProxyType(both)))
 
+    def cache(self, id: str, owner: str, device: str, budget_bytes: int) -> Ledger:
+        """Books `budget_bytes` for stored sequences of `owner`, instead of the budget that `id` had until now.
+
+        It may exceed the room, which the caller has computed. Raises LedgerError if `id` is not a cache.
+        """
+        known = self.holdings.get(id)
+        if known is not None and not known.cache:
+            raise LedgerError(f"{id} is not a cache")
+        self._account(device)
+        budget = MappingProxyType({self.account_of(device): budget_bytes})
+        return self._put(Holding(id, owner, Phase.CACHED, budget, used_bytes=known.used_bytes if known else 0))
+
+    def note_use(self, id: str, used_bytes: int) -> Ledger:
+        """Enters how much of a cache is in use."""
+        return self._put(replace(self._holding(id, Phase.CACHED), used_bytes=used_bytes))
+
+    @property
+    def caches(self) -> Mapping[str, Holding]:
+        """The caches, by owner."""
+        return {holding.owner: holding for holding in self.holdings.values() if holding.cache}
+
     def leave(self, id: str) -> Ledger:
         """The worker is ending or has ended: its bytes are releasing until `release`."""
         holding = self._holding(id, Phase.RESERVED, Phase.RESIDENT)
@@ -294,7 +339,7 @@ class Ledger:
         device = self.account_of(device)
         account = self._account(device)
         sums = self._sums(device)
-        foreign = max(0, used_bytes - sums.ours_bytes)
+        foreign = max(0, used_bytes - sums.ours_bytes - sums.cache_used_bytes)
         if sums.reserved_bytes or sums.releasing_bytes:
             foreign = max(foreign, account.foreign_bytes)
         seen = replace(account, foreign_bytes=foreign, observed_free_bytes=max(0, free_bytes))
@@ -339,14 +384,14 @@ class Ledger:
         return None if self.limit_bytes is None else self.limit_bytes - self.loaded_bytes
 
     def excess(self, device: str) -> int:
-        """Headgate's bytes above its share of `device`; 0 unless a limit was lowered."""
+        """The bytes of models above Headgate's share of `device`; 0 unless a limit was lowered."""
         return max(0, self._sums(device).ours_bytes - self._account(device).budget_bytes)
 
     def owned_by(self, owner: str) -> Mapping[str, int]:
-        """Bytes per device of `owner`, in all phases."""
+        """Bytes per device of `owner`, in all phases, without its cache."""
         found: dict[str, int] = {}
         for holding in self.holdings.values():
-            if holding.owner == owner:
+            if holding.owner == owner and not holding.cache:
                 for device, count in holding.bytes.items():
                     found[device] = found.get(device, 0) + count
         return found
@@ -378,7 +423,7 @@ class Ledger:
             (account.budget_bytes - ours, "the share of the device that may be used"),
         ]
         if account.observed_free_bytes is not None:
-            free = account.observed_free_bytes - sums.reserved_bytes
+            free = account.observed_free_bytes + sums.cache_used_bytes - sums.reserved_bytes
             bounds.append((free, "what is free on the device now"))
         return bounds
 
@@ -412,17 +457,20 @@ def _changed(sums: Mapping[str, Sums], holdings: Iterable[Holding], sign: int) -
     for holding in holdings:
         column = _PHASES.index(holding.phase)
         for device, count in holding.bytes.items():
-            change = changes.setdefault(device, [0] * (len(_PHASES) + 1))
+            change = changes.setdefault(device, [0] * (len(_PHASES) + 2))
             change[column] += sign * count
             if holding.exempt:
-                change[-1] += sign * count
+                change[-2] += sign * count
+            change[-1] += sign * holding.used_bytes
     after = dict(sums)
-    for device, (reserved, resident, releasing, exempt) in changes.items():
+    for device, (reserved, resident, releasing, cached, exempt, used) in changes.items():
         before = after.get(device, _NOTHING)
         after[device] = Sums(
             before.reserved_bytes + reserved,
             before.resident_bytes + resident,
             before.releasing_bytes + releasing,
+            before.cached_bytes + cached,
             before.exempt_bytes + exempt,
+            before.cache_used_bytes + used,
         )
     return after

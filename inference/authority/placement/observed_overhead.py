@@ -33,5 +33,5 @@ def _residents(ledger: Ledger, device: str, own: str) -> frozenset[str]:
 
 
 def _moving(ledger: Ledger, device: str, own: str) -> bool:
-    found = (item for item in ledger.holdings.values() if device in item.bytes and item.phase is not Phase.RESIDENT)
-    return any(item.id != own for item in found)
+    found = (item for item in ledger.holdings.values() if device in item.bytes and item.id != own)
+    return any(item.phase in (Phase.RESERVED, Phase.RELEASING) for item in found)

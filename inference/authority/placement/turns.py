@@ -180,7 +180,7 @@ def _or_wait(refusal: Refusal, ledger: Ledger) -> Refusal:
         for lack in refusal.lacks
     ):
         return refusal
-    moving = [holding for holding in ledger.holdings.values() if holding.phase is not Phase.RESIDENT]
+    moving = [item for item in ledger.holdings.values() if item.phase in (Phase.RESERVED, Phase.RELEASING)]
     names = [item.owner for item in moving for lack in refusal.lacks if item.bytes.get(lack.device)]
     return replace(refusal, waits_for=tuple(dict.fromkeys(names)))
 

@@ -14,6 +14,7 @@ from inference.errors import InferenceError, ModelFailed, Shortage
 from inference.estimate.estimator import Estimator
 from inference.estimate.headroom import extra_bytes
 from inference.estimate.headrooms import Headrooms
+from inference.workers.arenas import Arenas
 from inference.workers.helper_client import HelperError
 
 log = logging.getLogger("inference.authority")
@@ -27,12 +28,14 @@ class MeasuringRunner:
         inventory: Inventory,
         estimator: Estimator,
         headrooms: Headrooms,
+        arenas: Arenas,
         build_holds: Callable[[], Awaitable[bool]],
         dispatch: Callable[[events.Event], None],
     ) -> None:
         self._inventory = inventory
         self._estimator = estimator
         self._headrooms = headrooms
+        self._arenas = arenas
         self._build_holds = build_holds
         self._dispatch = dispatch
         self._is_looking = False
@@ -54,7 +57,7 @@ class MeasuringRunner:
     # --- devices -----------------------------------------------------------------------------------------------------
     def _observe(self, effect: effects.Observe) -> None:
         files = {spec.id: spec.files for spec in effect.specs}
-        self._dispatch(events.Observed(self._inventory.measured(), files))
+        self._dispatch(events.Observed(self._inventory.measured(), files, self._arenas.used_bytes()))
 
     async def _read_devices(self, effect: effects.ReadDevices) -> None:
         del effect
@@ -63,7 +66,7 @@ class MeasuringRunner:
             await self._inventory.refresh()
         except Exception as error:  # noqa: BLE001, RUF100 - any at all: decisions are made on the last figures then
             problem = repr(error)
-        self._dispatch(events.DevicesRead(self._inventory.measured(), problem))
+        self._dispatch(events.DevicesRead(self._inventory.measured(), problem, self._arenas.used_bytes()))
 
     async def _try_device(self, effect: effects.TryDevice) -> None:
         failure: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -15,9 +15,8 @@ from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.devices.inventory import Inventory
 from inference.worker_link import Hold, Ready
 from inference.workers.exit_cause import WorkerExit
-from inference.workers.os_api import private_bytes
 from inference.workers.worker_process import WorkerProcess
-from inference.workers.worker_supervisor import Supervisor, trim_heaps
+from inference.workers.worker_supervisor import Supervisor, trim_heaps, worker_bytes
 
 log = logging.getLogger("inference.authority")
 
@@ -30,6 +29,7 @@ _CALLS: Mapping[type, Callable[[WorkerProcess, Any], object]] = {
     effects.KillWorker: lambda process, effect: process.kill(effect.hang),
     effects.LoseWorker: lambda process, effect: process.lose(effect.why),
     effects.LimitWorker: lambda process, effect: process.limit(effect.sequences),
+    effects.LimitKv: lambda process, effect: process.limit_kv(effect.ram_bytes),
     effects.ForgetPrefixes: lambda process, effect: process.forget(),
     effects.SetThreads: lambda process, effect: process.use_threads(effect.count),
 }
@@ -84,13 +84,15 @@ class WorkerRunner:
             effects.Checkpoint: self._checkpoint,
             effects.MeasureWorkers: self._measure_workers,
             effects.TrimWorkers: self._trim_workers,
+            effects.DropKv: lambda effect: supervisor.drop_arena(effect.model),
         }
 
     def _spawn(self, effect: effects.Spawn) -> None:
         id, order = effect.worker, effect.order
-        after = {} if effect.after is None else {"after": self.workers[effect.after].process}
         try:
-            process = self._supervisor.spawn(effect.model, effect.environment, lambda: self._on_progress(id), **after)
+            process = self._supervisor.spawn(
+                effect.model, effect.environment, lambda: self._on_progress(id), stores=effect.stores
+            )
         except HeadgateError as error:
             self._dispatch(events.SpawnFailed(id, str(error)))
             return
@@ -126,6 +128,7 @@ class WorkerRunner:
 
     def _send_order(self, effect: effects.SendOrder) -> None:
         worker = self.workers[effect.worker].process
+        self._supervisor.arenas.keep(worker.name)
         worker.grant(effect.order)
         worker.ready.add_done_callback(lambda ready: self._ready(effect.worker, ready))
 
@@ -141,7 +144,7 @@ class WorkerRunner:
 
     def _on_freed(self, id: str, done: asyncio.Future[Any]) -> None:
         if not _failed(done):
-            self._dispatch(events.ContextFreed(id, done.result()))
+            self._dispatch(events.ContextFreed(id, done.result(), self._supervisor.arenas.used_bytes()))
 
     def _checkpoint(self, effect: effects.Checkpoint) -> Coroutine[Any, Any, None]:
         """Suspends or resumes a process."""
@@ -167,20 +170,20 @@ class WorkerRunner:
         self._dispatch(events.CheckpointEnded(effect.worker, operation, why, of_state))
 
     def _measure_workers(self, effect: effects.MeasureWorkers) -> None:
-        found = {
-            id: seen
-            for id in effect.workers
-            if (worker := self.workers.get(id)) is not None and (seen := private_bytes(worker.process.pid)) is not None
-        }
-        self._dispatch(events.WorkersMeasured(found, self._inventory.measured()))
+        arenas = self._supervisor.arenas
+        found = worker_bytes(self._processes(effect.workers), arenas)
+        self._dispatch(events.WorkersMeasured(found, self._inventory.measured(), arenas.used_bytes()))
+
+    def _processes(self, ids: Iterable[str]) -> dict[str, WorkerProcess]:
+        return {id: self.workers[id].process for id in ids if id in self.workers}
 
     async def _trim_workers(self, effect: effects.TrimWorkers) -> None:
-        processes = {id: self.workers[id].process for id in effect.workers if id in self.workers}
+        processes = self._processes(effect.workers)
         freed = 0
         left: dict[str, int] = {}
         retained: dict[str, tuple[int, int]] = {}
         try:
-            freed, left, retained = await trim_heaps(processes, fresh_first=effect.fresh_first)
+            freed, left, retained = await trim_heaps(processes, self._supervisor.arenas, fresh_first=effect.fresh_first)
         finally:
             self._dispatch(events.Trimmed(effect.job, freed, left, retained))
 

@@ -16,7 +16,8 @@ from inference.authority.lifecycle import Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.state import ModelRecord, State
-from inference.authority.views.inference_metrics import Metrics, bytes_by_kind
+from inference.authority.views import kv_figures
+from inference.authority.views.inference_metrics import Metrics
 from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.workers.os_api import private_bytes
@@ -43,6 +44,7 @@ def _device(reading: Reading, balance: Balance, use: Use, level: Level, usable_b
         "reserved_mb": mib(balance.reserved_bytes),
         "resident_mb": mib(balance.resident_bytes),
         "releasing_mb": mib(balance.releasing_bytes),
+        "cached_mb": mib(balance.cached_bytes),
         "shortfall_mb": mib(balance.shortfall_bytes),
         "budget_usable_mb": mib(usable_bytes),
         "room_mb": mib(balance.room_bytes),
@@ -191,27 +193,6 @@ def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
     }
 
 
-def kv(state: State, now: float) -> dict[str, Any]:
-    """The KV caches of models: cells in their contexts, and sequences saved with warm models."""
-    saved = {entry["model_key"]: entry for entry in offloaded(state, now)}
-    return {"models": [_cached(state, model, saved.get(model.id)) for model in state.models.values() if model.worker]}
-
-
-def _cached(state: State, model: ModelRecord, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-    kinds = bytes_by_kind(state, model)
-    worker = state.worker_of(model)
-    beat = worker.beat if worker and kinds else None
-    return {
-        "model_name": model.id,
-        "hot_mb": mib(kinds.get("kv", 0)),
-        "kv_cells_used": beat.cells_used if beat else 0,
-        "kv_cells_retained": beat.cells_retained if beat else 0,
-        "kv_cells_reserved": model.effective.context_length * model.effective.parallel if kinds else 0,
-        "saved_sequences": saved["sequences"] if saved else 0,
-        "saved_tokens": saved["tokens"] if saved else 0,
-    }
-
-
 def offloaded(state: State, now: float) -> list[dict[str, Any]]:
     """The warm models as `/memory/offloaded` shows them: bytes, Unix seconds, seconds."""
     unix = now + state.unix_offset
@@ -263,7 +244,7 @@ def _spread(state: State, model: ModelRecord) -> dict[str, Any]:
     worker = state.worker_of(model)
     assert worker is not None
     host = None if worker.pid is None else private_bytes(worker.pid)
-    cells = {name: count for name, count in _cached(state, model, None).items() if name.startswith("kv_cells")}
+    cells = kv_figures.cells(state, model)
     return {
         "model_name": model.id,
         "tracked_mb": mib(sum(state.ledger.owned_by(model.id).values())),

@@ -16,7 +16,7 @@ _RESTORE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
 _COOLDOWN = "Time until a model is tried again after a failure, or with its configured settings after out-of-memory"
-ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
+ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached", "shortfall")
 
 
 class Metrics:
@@ -61,6 +61,31 @@ class Metrics:
         )  # fmt: skip
         self.tokens = Counter(
             "inference_tokens_total", "Tokens as the workers count them", ["model", "kind"], registry=self.registry
+        )
+
+        self.kv_hits = Counter(
+            "inference_kv_hits_total", "Prompts that continued a sequence", ["model", "tier"], registry=self.registry
+        )
+        self.kv_misses = Counter(
+            "inference_kv_misses_total", "Prompts that continued no sequence", ["model"], registry=self.registry
+        )
+        self.kv_evicted = Counter(
+            "inference_kv_evicted_total", "Stored sequences removed for room", ["model"], registry=self.registry
+        )
+        self.kv_invalid = Counter(
+            "inference_kv_invalid_total", "Damaged or foreign entries that were removed", ["model"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.kv_prefetches = Counter(
+            "inference_kv_prefetches_total", "Sequences read from disk for waiting requests", ["model", "result"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.kv_transfer_bytes = Counter(
+            "inference_kv_transfer_bytes_total", "Bytes of sequences moved between tiers", ["model", "direction"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.kv_transfer_seconds = Counter(
+            "inference_kv_transfer_seconds_total", "Time to move them", ["model", "direction"], registry=self.registry
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -134,16 +159,19 @@ def cooldown_seconds(model: ModelRecord, now: float) -> float:
 
 def _workers(state: State) -> Iterator[GaugeMetricFamily]:
     size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
-    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of KV caches", labels=["model", "tier"])
+    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of sequences", labels=["model", "tier"])
     sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
+    caches = state.ledger.caches
     for model in state.models.values():
         kinds = bytes_by_kind(state, model)
         for kind, count in kinds.items():
             size.add_metric([model.id, kind], count)
         if "kv" in kinds:
             kv.add_metric([model.id, "hot"], kinds["kv"])
-        if model.kept is not None:
-            kv.add_metric([model.id, "warm"], model.kept.saved_bytes)
+        if model.id in caches:
+            kv.add_metric([model.id, "ram"], caches[model.id].used_bytes)
+        if model.kv_counts.disk_bytes:
+            kv.add_metric([model.id, "disk"], model.kv_counts.disk_bytes)
         worker = state.worker_of(model)
         if worker is not None and (beat := worker.beat) is not None:
             sequences.add_metric([model.id, "active"], beat.active)

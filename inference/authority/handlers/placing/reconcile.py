@@ -194,7 +194,6 @@ def _make_room(draft: Draft, id: str, placement: Placement) -> None:
         worker = draft.worker_of(name)
         if worker is None:
             continue
-        draft.set_worker(worker.id, leaves_free=placement.need.get(CPU, 0))
         why = f"room for {id}"
         if worker.leases:
             why += f", wanted for {draft.now - wanted_at:.1f} s: the turn of {name} is over"

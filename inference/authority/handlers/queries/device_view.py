@@ -111,6 +111,16 @@ def observed(state: State, measured: tuple[Reading, ...], now: float) -> State:
     return entered(state, now)
 
 
+def stored(state: State, arenas: Mapping[str, int]) -> State:
+    """The state with these bytes of stored sequences, by model, entered into the ledger."""
+    ledger = state.ledger
+    for owner, cache in ledger.caches.items():
+        used_bytes = arenas.get(owner, cache.used_bytes)
+        if used_bytes != cache.used_bytes:
+            ledger = ledger.note_use(cache.id, used_bytes)
+    return state if ledger is state.ledger else replace(state, ledger=ledger)
+
+
 def entered(state: State, now: float) -> State:
     """The state with its current readings and settings entered into the ledger."""
     found = readings(state, now)

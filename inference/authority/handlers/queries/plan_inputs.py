@@ -17,7 +17,7 @@ from inference.estimate.layers import layers_of
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
-from inference.worker_link import Grant, Ready
+from inference.worker_link import Grant, KvTiers, Ready
 
 ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""
@@ -119,7 +119,7 @@ def tenants(state: State, device: str) -> list[WorkerRecord]:
 
 
 # --- orders and reports of workers -----------------------------------------------------------------------------------
-def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement) -> Grant:
+def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement, kv: KvTiers) -> Grant:
     """The grant for a worker; `devices` are those of the placement, in order."""
     return Grant(
         model_id=spec.id,
@@ -136,6 +136,7 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement)
         flash_attention=spec.flash_attention,
         swa_full=spec.swa_full,
         checkpoint_bytes=spec.kv_checkpoints,
+        kv=kv,
         lora=spec.lora,
         mmproj=spec.mmproj,
         capabilities=spec.capabilities,

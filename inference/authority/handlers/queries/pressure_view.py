@@ -43,6 +43,14 @@ def _use(state: State, reading: Reading) -> Use:
     return Use(state.ledger.account_of(reading.id), total, balance.ours_bytes, balance.foreign_bytes)
 
 
+def bytes_below_high(state: State, device: str) -> int:
+    """How much more of a device can be in use before its level is HIGH. Caches count as free."""
+    found = next((_use(state, item) for item in state.devices.measured if item.id == device), None)
+    if found is None:
+        return 0
+    return max(0, int(state.settings.pressure_high * found.total_bytes) - found.used_bytes)
+
+
 def level(state: State, use: Use) -> Level:
     """The pressure level of a device."""
     gauge = state.pressure.watches.get(use.device, Watch()).gauge

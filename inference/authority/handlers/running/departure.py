@@ -64,7 +64,7 @@ def stay(draft: Draft, id: str) -> None:
     worker = draft.worker_of(id)
     assert worker is not None
     draft.info("%s is kept: no model waits for its memory any more", id)
-    draft.set_worker(worker.id, departure=None, leaves_free=0, has_waited=False, room_awaited=())
+    draft.set_worker(worker.id, departure=None, has_waited=False, room_awaited=())
     draft.cancel(TimerKind.STOP, worker.id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)
     draft.advance(id, ModelEvent.STAY)

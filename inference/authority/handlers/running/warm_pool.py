@@ -2,7 +2,7 @@
 
 A model on the CPU stays in its process, which frees the context. For a model on an accelerator a new process without a
 device holds the file, because a device context costs memory. A process that the driver can suspend stays. Sequences are
-saved first; memory is booked before anything is copied into it.
+saved into the arena of the model first. Memory is booked before anything is copied into it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference.authority.effects import (
 from inference.authority.events import CheckpointEnded, ContextFreed, FileHeld
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import grant_for
-from inference.authority.handlers.running import endings, keeping
+from inference.authority.handlers.running import endings, keeping, kv_arenas
 from inference.authority.handlers.running.endings import release_when_free
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.placement.ledger import LedgerError
@@ -36,8 +36,6 @@ from inference.worker_link import Hold, Offloaded
 
 ROOM_SECONDS = 5.0
 """How long a departing model waits for models that are dropped for it."""
-SPARE_BYTES = 2**20
-"""Bytes of saved sequences beyond their cells: tokens, tables, rounding."""
 _S = ModelState
 
 
@@ -92,30 +90,24 @@ def drop(draft: Draft, id: str, departure: Departure) -> None:
     endings.end(draft, id, replace(departure, action=Action.UNLOAD))
 
 
-def _most_bytes(draft: Draft, worker: WorkerRecord, base: int) -> int:
-    """The bytes for saved sequences: their cells, within memory that no other model needs."""
-    cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
-    room = draft.state.ledger.room(HOST, exempt=True)[0] - base - worker.leaves_free
-    return max(0, min(cells + SPARE_BYTES, room)) if cells else 0
-
-
 def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
-    most = _most_bytes(draft, worker, 0)
-    if most:
-        extra = f"{worker.model}#{draft.number()}"
-        draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: most}, exempt=True))
-        draft.set_worker(worker.id, extra=extra)
     draft.set_worker(worker.id, saved=None)
     draft.advance(worker.model, ModelEvent.OFFLOAD)
-    draft.emit(FreeContext(worker.id, most, stays=True))
-    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(most))
+    _free_context(draft, worker, stays=True)
+
+
+def _free_context(draft: Draft, worker: WorkerRecord, *, stays: bool) -> None:
+    """Makes a worker save its sequences into its arena and free its context."""
+    budget_bytes = kv_arenas.budget_of(draft.state, worker.model)
+    draft.emit(FreeContext(worker.id, budget_bytes, stays=stays))
+    cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
+    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(min(cells, budget_bytes)))
 
 
 def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
     """Starts a new process that holds the file; the old one saves its sequences for it and ends."""
-    most = _most_bytes(draft, leaving, base)
     id = f"{model.id}#{draft.number()}"
-    need = {HOST: base + most}
+    need = {HOST: base}
     draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, exempt=True))
     host = device_view.reading(draft.state, HOST, draft.now)
     assert host is not None
@@ -131,17 +123,17 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
         files=model.seen_files,
         predecessor=leaving.id,
         left_device=leaving.device.id,
+        kv_bytes=leaving.kv_bytes,
     )
     draft.set(workers={**draft.state.workers, id: holder})
     path = str(model.effective.path)
-    draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), after=leaving.id))
+    draft.emit(Spawn(id, model.id, HIDDEN, Hold(path), stores=leaving.kv_bytes is not None))
     draft.set(ledger=draft.state.ledger.leave(leaving.holding))
     draft.set_worker(leaving.id, saved=None)
     draft.set_model(model.id, worker=id)
     draft.advance(model.id, ModelEvent.OFFLOAD)
-    draft.emit(FreeContext(leaving.id, most, stays=False))
     draft.timer(TimerKind.WARM_POOL, id, draft.now + draft.state.timing.save(base))
-    draft.timer(TimerKind.WARM_POOL, leaving.id, draft.now + draft.state.timing.save(most))
+    _free_context(draft, leaving, stays=False)
 
 
 def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
@@ -177,12 +169,9 @@ def context_freed(draft: Draft, event: ContextFreed) -> None:
     ledger = draft.state.ledger
     before = sum(ledger.holdings[worker.holding].bytes.values())
     ledger = ledger.shrink(worker.holding, keeping.rest_of(draft.state, worker))
-    if worker.extra is not None:
-        saved = {HOST: min(event.saved.count_bytes, ledger.holdings[worker.extra].bytes[HOST])}
-        ledger = ledger.commit(worker.extra, saved).absorb(worker.holding, worker.extra)
     draft.set(ledger=ledger)
     departure = worker.departure
-    worker = draft.set_worker(worker.id, extra=None, ready=None, departure=None, grown_bytes=0)
+    worker = draft.set_worker(worker.id, ready=None, departure=None, grown_bytes=0)
     freed = before - sum(ledger.holdings[worker.holding].bytes.values())
     endings.record(draft, model.id, departure, freed)
     _mark_warm(draft, worker, Mechanism.STANDBY, HOST, event.saved)
@@ -207,7 +196,7 @@ def check_holder(draft: Draft, id: str) -> None:
     ledger = draft.state.ledger
     saved = holder.saved or Offloaded(0, 0, 0)
     most = ledger.holdings[holder.holding].bytes[HOST]
-    actual = min(most, holder.held_bytes + keeping.CPU_OVERHEAD_BYTES + saved.count_bytes)
+    actual = min(most, holder.held_bytes + keeping.CPU_OVERHEAD_BYTES)
     draft.set(ledger=ledger.commit(holder.holding, {HOST: actual}))
     original = holder.left_device or HOST
     _mark_warm(draft, holder, Mechanism.RESIDENT, original, saved)
@@ -219,9 +208,9 @@ def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, 
     draft.set(ledger=ledger)
     draft.cancel(TimerKind.WARM_POOL, worker.id)
     size = sum(ledger.holdings[worker.holding].bytes.values())
-    draft.set_worker(worker.id, has_waited=False, room_awaited=(), leaves_free=0, predecessor=None, left_device=None)
+    draft.set_worker(worker.id, has_waited=False, room_awaited=(), predecessor=None, left_device=None)
     draft.advance(worker.model, ModelEvent.OFFLOADED)
-    kept = Kept(how, device, draft.unix, size, saved.count_bytes, saved.sequences, saved.tokens)
+    kept = Kept(how, device, draft.unix, size, saved.sequences, saved.tokens)
     draft.set_model(worker.model, kept=kept)
     draft.info(
         "%s is warm (%s, pid %s): %s in host memory, %d tokens of %d sequences",
@@ -356,8 +345,8 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
     if worker.suspended is not None:
         _checkpoint(draft, worker, "resume", sum(worker.suspended.need.values()))
         return worker
-    order = replace(grant_for(model.effective, devices, placement), environment=dict(environment_of(devices)))
-    draft.emit(SendOrder(worker.id, order))
+    order = grant_for(model.effective, devices, placement, kv_arenas.tiers(draft, worker.id))
+    draft.emit(SendOrder(worker.id, replace(order, environment=dict(environment_of(devices)))))
     return worker
 
 

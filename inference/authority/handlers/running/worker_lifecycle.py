@@ -24,6 +24,8 @@ from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_incidents,
     endings,
+    kv_arenas,
+    kv_counters,
     oom_recovery,
     tickets,
     warm_pool,
@@ -79,12 +81,13 @@ def begin(draft: Draft, id: str, placement: Placement) -> None:
         files=model.seen_files,
         by_hand=model.target is not None and model.target != model.old_device,
         before={item.id: Before.of(item, ledger, holding) for item in devices},
+        kv_bytes=0 if kv_arenas.is_enabled(draft.state) else None,
     )
     draft.set(ledger=ledger, workers={**draft.state.workers, holding: worker})
     draft.set_model(id, worker=holding)
     draft.advance(id, _E.LOAD)
-    order = grant_for(model.effective, devices, placement)
-    draft.emit(Spawn(holding, id, environment_of(devices), order))
+    order = grant_for(model.effective, devices, placement, kv_arenas.tiers(draft, holding))
+    draft.emit(Spawn(holding, id, environment_of(devices), order, stores=worker.kv_bytes is not None))
 
 
 def spawned(draft: Draft, event: Spawned) -> None:
@@ -131,6 +134,7 @@ def progressed(draft: Draft, event: Progressed) -> None:
         draft.emit(Publish("load", {"id": worker.model, "progress": round(event.progress, 3)}))
     elif event.beat is not None:
         counted = _count_tokens(draft, worker, event.beat)
+        kv_counters.note(draft, worker, event.beat.kv)
     draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
 
 

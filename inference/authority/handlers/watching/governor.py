@@ -105,6 +105,7 @@ def accept_use(draft: Draft) -> None:
 # --- a check ---------------------------------------------------------------------------------------------------------
 def check(draft: Draft, *, regular: bool) -> None:
     """Checks the devices in the ledger and performs the actions."""
+    draft.kv_grows = draft.kv_grows or regular
     state = draft.state
     before, found = state.pressure.watches, uses(state, draft.now)
     seen = PressureInput(found, _tenants(state, draft.now), _wanted(state, draft.now))

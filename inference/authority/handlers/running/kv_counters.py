@@ -1,0 +1,53 @@
+"""Counts what workers report about stored sequences.
+
+The counters of a worker start with its process. Those of a model and of the metrics go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from inference.authority.draft import Draft
+from inference.authority.state import WorkerRecord
+from inference.worker_link import KvCounts
+
+_NOTHING = KvCounts()
+_METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "hits_hot": ("kv_hits", ("hot",)),
+    "hits_ram": ("kv_hits", ("ram",)),
+    "hits_disk": ("kv_hits", ("disk",)),
+    "misses": ("kv_misses", ()),
+    "evicted": ("kv_evicted", ()),
+    "invalid": ("kv_invalid", ()),
+    "prefetched": ("kv_prefetches", ("read",)),
+    "prefetched_used": ("kv_prefetches", ("used",)),
+    "saved_bytes": ("kv_transfer_bytes", ("save",)),
+    "save_seconds": ("kv_transfer_seconds", ("save",)),
+    "loaded_bytes": ("kv_transfer_bytes", ("load",)),
+    "load_seconds": ("kv_transfer_seconds", ("load",)),
+    "disk_written_bytes": ("kv_transfer_bytes", ("write",)),
+    "disk_write_seconds": ("kv_transfer_seconds", ("write",)),
+    "disk_read_bytes": ("kv_transfer_bytes", ("read",)),
+    "disk_read_seconds": ("kv_transfer_seconds", ("read",)),
+}
+"""The metric of each counter, and its labels after the model."""
+_COUNTERS = (*_METRICS, "saves", "loads")
+_GAUGES = tuple(item.name for item in fields(KvCounts) if item.name not in _COUNTERS)
+
+
+def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
+    """A worker reports its stored sequences. An empty report of one that waits for its model is ignored."""
+    if counts in (_NOTHING, worker.kv_counts):
+        return
+    before = worker.kv_counts
+    grown = {name: max(0, getattr(counts, name) - getattr(before, name)) for name in _COUNTERS}
+    for name, (metric, labels) in _METRICS.items():
+        if grown[name]:
+            draft.count(metric, worker.model, *labels, amount=grown[name])
+    counted = {name: getattr(before, name) + more for name, more in grown.items()}
+    draft.set_worker(worker.id, kv_counts=replace(counts, **counted))
+    if worker.model in draft.state.models:
+        known = draft.model(worker.model).kv_counts
+        sums = {name: getattr(known, name) + more for name, more in grown.items()}
+        latest = {name: getattr(counts, name) for name in _GAUGES}
+        draft.set_model(worker.model, kv_counts=KvCounts(**sums, **latest))
