@@ -47,7 +47,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
         draft.state = device_view.observed(draft.state, event.readings, now)
     _HANDLERS[type(event)](draft, event)
     _settle(draft)
-    if kv_arenas.settle(draft, grows=draft.kv_grows):
+    if _changes_kv(state, draft) and kv_arenas.settle(draft, grows=draft.kv_grows):
         _settle(draft)
     if draft.threads_of:
         thread_shares.changed(draft)
@@ -57,6 +57,12 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
             draft.set(wake_at=wake_at)
             draft.emit(WakeAt(wake_at))
     return draft.state, tuple(draft.effects)
+
+
+def _changes_kv(before: State, draft: Draft) -> bool:
+    """Whether memory, settings or states of models changed, on which budgets for stored sequences depend."""
+    is_same = draft.state.ledger is before.ledger and draft.state.config is before.config
+    return not is_same or bool(draft.threads_of) or draft.kv_grows
 
 
 def _settle(draft: Draft) -> None:

@@ -7,6 +7,8 @@ that no worker uses cannot be reduced; it is dropped when it does not fit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import DropKv, LimitKv
@@ -15,8 +17,9 @@ from inference.authority.handlers.running import endings
 from inference.authority.lifecycle import Action, Departure, Reason
 from inference.authority.placement import kv_budgets
 from inference.authority.placement.kv_budgets import ArenaUse
+from inference.authority.placement.ledger import Holding
 from inference.authority.retention import HOST
-from inference.authority.state import ModelRecord, State, WorkerRecord
+from inference.authority.state import ModelRecord, State
 from inference.protocol import ModelState
 from inference.worker_link import KvTiers
 
@@ -65,25 +68,25 @@ def settle(draft: Draft, *, grows: bool = False) -> bool:
 
     Returns whether a model was made to leave.
     """
-    arenas = _arenas(draft.state)
-    for owner in draft.state.ledger.caches:
+    caches = draft.state.ledger.caches
+    for owner in caches:
         if owner not in draft.state.models:
-            _drop(draft, owner, "the model was removed")
+            _drop(draft, caches[owner], "the model was removed")
+    arenas = _arenas(draft.state, caches)
     if not arenas:
         return False
     total = _total(draft.state)
     found = kv_budgets.budgets(arenas, total, alone=len(draft.state.models) == 1)
     leaves = False
     for arena in arenas:
-        wanted = found[arena.model]
+        cache, wanted = caches.get(arena.model), found[arena.model]
         if arena.fills:
-            _book(draft, arena, wanted if grows else min(wanted, budget_of(draft.state, arena.model)))
-        elif wanted:
-            _book(draft, arena, wanted)
-        else:
-            leaves = _give_up(draft, arena, total) or leaves
-    for arena in arenas:
-        _send_order(draft, arena.model)
+            before = 0 if cache is None else sum(cache.bytes.values())
+            _book(draft, arena, cache, wanted if grows else min(wanted, before))
+        elif cache is not None and wanted:
+            _book(draft, arena, cache, wanted)
+        elif cache is not None:
+            leaves = _give_up(draft, arena, cache, total) or leaves
     return leaves
 
 
@@ -97,44 +100,50 @@ def _total(state: State) -> int:
     return kv_budgets.total_bytes(state.settings.kv_ram_bytes, budget, room)
 
 
-def _arenas(state: State) -> list[ArenaUse]:
-    caches = state.ledger.caches
+def _arenas(state: State, caches: Mapping[str, Holding]) -> list[ArenaUse]:
     found = []
     for model in state.models.values():
-        worker, cache = state.worker_of(model), caches.get(model.id)
-        fills = _fills(model, worker)
+        fills, cache = _fills(state, model), caches.get(model.id)
         if fills or cache is not None:
             used = 0 if cache is None else cache.used_bytes
             found.append(ArenaUse(model.id, used, model.last_used_at, fills))
     return found
 
 
-def _fills(model: ModelRecord, worker: WorkerRecord | None) -> bool:
+def _fills(state: State, model: ModelRecord) -> bool:
     """Whether the model has a worker that adds sequences, now or after its load; a suspended process does not."""
+    worker = state.worker_of(model)
     has_arena = worker is not None and worker.kv_bytes is not None and worker.suspended is None and not worker.ending
     return has_arena and model.state in _FILLS
 
 
-def _book(draft: Draft, arena: ArenaUse, budget_bytes: int) -> None:
-    ledger = draft.state.ledger
-    cache = ledger.caches.get(arena.model)
+def _book(draft: Draft, arena: ArenaUse, cache: Holding | None, budget_bytes: int) -> None:
+    """Books the budget and sends it to a worker that serves the model; others get it with their grant, or when they are
+    ready.
+    """
+    ledger, id = draft.state.ledger, arena.model
     if cache is None:
-        id = f"{arena.model}#{draft.number()}"
-        draft.set(ledger=ledger.cache(id, arena.model, HOST, budget_bytes))
+        draft.set(ledger=ledger.cache(f"{id}#{draft.number()}", id, HOST, budget_bytes))
     elif sum(cache.bytes.values()) != budget_bytes:
-        draft.set(ledger=ledger.cache(cache.id, arena.model, HOST, budget_bytes))
+        draft.set(ledger=ledger.cache(cache.id, id, HOST, budget_bytes))
         if budget_bytes < arena.used_bytes:
             draft.info(
                 "%s may keep %s of its %s of stored sequences in host memory",
-                arena.model, format_bytes(budget_bytes), format_bytes(arena.used_bytes),
+                id, format_bytes(budget_bytes), format_bytes(arena.used_bytes),
             )  # fmt: skip
+    worker = draft.worker_of(id)
+    if worker is None or worker.kv_bytes in (None, budget_bytes) or worker.ending:
+        return
+    if draft.model(id).state in _SERVES:
+        draft.set_worker(worker.id, kv_bytes=budget_bytes)
+        draft.emit(LimitKv(worker.id, budget_bytes))
 
 
-def _give_up(draft: Draft, arena: ArenaUse, total: int) -> bool:
+def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
     """The arena of a model that is not loaded is empty or does not fit. Returns whether the model is made to leave."""
     model, worker = draft.model(arena.model), draft.worker_of(arena.model)
     if worker is not None and worker.suspended is not None:
-        _book(draft, arena, 0)
+        _book(draft, arena, cache, 0)
         if not arena.used_bytes or model.state is not _S.WARM:
             return False
         why = f"its process holds {format_bytes(arena.used_bytes)} of stored sequences"
@@ -142,24 +151,12 @@ def _give_up(draft: Draft, arena: ArenaUse, total: int) -> bool:
         endings.end(draft, model.id, Departure(Reason.MEMORY_WANTED, Action.UNLOAD, (why,)))
         return True
     why = f"all models may keep {format_bytes(total)}" if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
-    _drop(draft, arena.model, why)
+    _drop(draft, cache, why)
     return False
 
 
-def _drop(draft: Draft, owner: str, why: str) -> None:
-    cache = draft.state.ledger.caches[owner]
+def _drop(draft: Draft, cache: Holding, why: str) -> None:
     draft.set(ledger=draft.state.ledger.release(cache.id))
-    draft.emit(DropKv(owner))
+    draft.emit(DropKv(cache.owner))
     if cache.used_bytes:
-        draft.info("%s of stored sequences of %s are dropped: %s", format_bytes(cache.used_bytes), owner, why)
-
-
-def _send_order(draft: Draft, id: str) -> None:
-    """Sends a changed budget to a worker that serves its model; others get theirs with a grant or when it is ready."""
-    model, worker = draft.model(id), draft.worker_of(id)
-    if worker is None or worker.kv_bytes is None or worker.ending:
-        return
-    budget = budget_of(draft.state, id)
-    if budget != worker.kv_bytes and model.state in _SERVES:
-        draft.set_worker(worker.id, kv_bytes=budget)
-        draft.emit(LimitKv(worker.id, budget))
+        draft.info("%s of stored sequences of %s are dropped: %s", format_bytes(cache.used_bytes), cache.owner, why)
