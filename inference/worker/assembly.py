@@ -19,6 +19,7 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter
@@ -26,6 +27,9 @@ from inference.worker.prompt.vision import Vision
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Limits
 from inference.worker_link import Grant
+
+PREFETCHED = 8
+"""Waiting jobs whose sequences are read from disk before they get a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,11 @@ def vision_of(loaded: Loaded) -> Vision | None:
 
 
 def engines_of(
-    loaded: Loaded, grant: Grant, vision: Vision | None, on_fatal: Callable[[str], None]
+    loaded: Loaded,
+    grant: Grant,
+    store: SequenceStore | None,
+    vision: Vision | None,
+    on_fatal: Callable[[str], None],
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
     """The engine or the embedder, not started; call it within the running loop, which gets the outputs."""
     courier = OutputDispatcher(asyncio.get_running_loop())
@@ -81,6 +89,7 @@ def engines_of(
         window=context.window,
         window_cells=context.window_cells,
         checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
+        prefetched=PREFETCHED if grant.kv.prefetch else 0,
     )
 
     def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
@@ -89,7 +98,8 @@ def engines_of(
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
     backend: Backend = context if vision is None else VisionBackend(context, context.n_slots, vision.tiles)
-    return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
+    deliver, threshold = courier.deliver, grant.kv.threshold
+    return Engine(backend, loaded.model, sampler, limits, deliver, on_fatal, store=store, threshold=threshold), None
 
 
 def app_of(
@@ -112,6 +122,7 @@ def app_of(
         forms=None if engine is None else FormQueue(readers.compiler, readers.executor, readers.compiling),
         vision=vision,
         prepare_sampling=prepare_sampling,
+        control=engine,
     )
 
 

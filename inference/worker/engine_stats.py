@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from inference.worker_link import Heartbeat
+from inference.worker_link import Heartbeat, KvCounts
 
 WINDOW_SECONDS = 20.0
 """Window of computing time; older measurements hardly count."""
@@ -61,6 +61,7 @@ class EngineCounters:
     cells_used: int = 0
     cells_retained: int = 0
     prefill: PrefillRate = UNKNOWN
+    kv: KvCounts = field(default_factory=KvCounts)
 
     def begin(self, tokens: int) -> None:
         """Records the start of a step with `tokens` tokens."""
@@ -92,4 +93,5 @@ class EngineCounters:
             cells_used=self.cells_used,
             cells_retained=self.cells_retained,
             prefill_tokens_per_second=self.prefill.tokens_per_second,
+            kv=self.kv,
         )

@@ -42,6 +42,7 @@ from inference.worker_link import (
     Held,
     Hello,
     Hold,
+    KvBudget,
     Limit,
     LoadProgress,
     Offload,
@@ -66,6 +67,8 @@ DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
 """Time that a step may still run when the model is offloaded."""
+STORE_SECONDS = 1.5
+"""Time for storing sequences at the end, and again for writing them to disk; STOP_SECONDS of the service is longer."""
 SPINS = "4000"
 """Iterations that a computing thread spins before it sleeps while it waits for the others: about 0.1 ms."""
 
@@ -99,11 +102,11 @@ def _exit(status: int) -> None:
 class Worker:
     """One process, one model."""
 
-    def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
-        """`keep_handle`: shared memory for sequences that outlive the process."""
+    def __init__(self, link_handle: int, socket_handle: int, arena_handle: int | None = None) -> None:
+        """`arena_handle`: shared memory for sequences that outlive the process."""
         self._socket = socket.socket(fileno=socket_handle)
         self._channel = Channel(link_handle, self._receive)
-        self._keep_handle = keep_handle
+        self._arena_handle = arena_handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
         self._offloading: Offload | None = None
@@ -112,6 +115,7 @@ class Worker:
         self._engine: Engine | None = None
         self._context: Context | None = None
         self._threads: int | None = None
+        self._kv_budget: int | None = None
         self._pulse: Callable[[], Heartbeat] = _still
         self._draining = False
         self._fraction: float | None = None
@@ -134,6 +138,7 @@ class Worker:
             from inference.worker.worker_model import reopen_worker_model
 
             grant = self._channel.grant()  # the model was offloaded and the process stays
+            self._kv_budget = None  # the grant has the present one
             model = self._loading(partial(reopen_worker_model, model, grant))
 
     # --- before serving ----------------------------------------------------------------------------------------------
@@ -165,7 +170,12 @@ class Worker:
     def _load(self, grant: Grant, held: HeldFile | None) -> WorkerModel:
         from inference.worker.worker_model import load_worker_model
 
-        return load_worker_model(grant, held, self._keep_handle, _write_stderr, self._on_progress)
+        return load_worker_model(grant, held, self._arena_handle, _write_stderr, self._on_progress, self._on_store)
+
+    def _on_store(self) -> None:
+        """The store of sequences has something to do."""
+        if (engine := self._engine) is not None:
+            engine.wake()
 
     def _on_progress(self, fraction: float) -> bool:
         self._fraction = fraction
@@ -220,6 +230,10 @@ class Worker:
             case Limit():
                 if self._engine is not None:
                     self._engine.limit(order.sequences)
+            case KvBudget():
+                self._kv_budget = order.ram_bytes
+                if (loop := self._loop) is not None:
+                    loop.call_soon_threadsafe(self._use_kv_budget)
             case Forget():
                 if self._engine is not None:
                     self._engine.forget()
@@ -229,6 +243,11 @@ class Worker:
         """Runs on the loop, as offloading does, so the context stays valid."""
         if self._context is not None and self._threads is not None:
             self._context.use_threads(self._threads)
+
+    def _use_kv_budget(self) -> None:
+        """Runs on the loop, so the engine is the present one."""
+        if self._engine is not None and self._kv_budget is not None:
+            self._engine.limit_stored(self._kv_budget)
 
     def _end(self, order: str) -> None:
         """Ends serving with drain, stop or offload. Before the model serves, the process ends at once."""
@@ -254,12 +273,10 @@ class Worker:
         self._ending = loop.create_future()
 
         self._vision = self._vision or assembly.vision_of(model.loaded)
-        engine, embedder = assembly.engines_of(model.loaded, model.grant, self._vision, self._fatal)
+        engine, embedder = assembly.engines_of(model.loaded, model.grant, model.store, self._vision, self._fatal)
         self._engine = engine
         running = engine or embedder
         assert running is not None
-        if engine is not None:
-            engine.adopt(model.restored)
         readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._vision)
         app = assembly.app_of(model.loaded, engine, embedder, readers, self._vision)
         # Connections are kept: the only client owns the socket.
@@ -273,6 +290,7 @@ class Worker:
         self._pulse = running.counters.beat
         self._context = model.loaded.context
         self._use_threads()
+        self._use_kv_budget()
         self._channel.send(model.loaded.ready)
         app.rest()
         order = await self._ending
@@ -291,15 +309,21 @@ class Worker:
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, STOP_SECONDS)
+        if engine is not None and ended:
+            engine.store_all(STORE_SECONDS)
         if order != "offload" or not ended:
+            if model.store is not None and ended:
+                model.store.close(STORE_SECONDS)
             _exit(0)
         self._loop = None
         self._pulse, self._engine, self._context = _still, None, None
-        from inference.worker.worker_model import offload
+        from inference.worker.worker_model import free_context
 
         assert self._offloading is not None
-        retained = engine.retained() if engine is not None else []
-        self._channel.send(offload(model, retained, self._offloading))
+        freed = free_context(model)
+        if not self._offloading.stays and model.store is not None:
+            model.store.close(STORE_SECONDS)
+        self._channel.send(freed)
         if not self._offloading.stays:
             _exit(0)
 

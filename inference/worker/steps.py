@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
+from inference.worker.stored_sequences import StoredSequence
 
 HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
 """Offset added to the arrival time in the order of service. It is constant, so that no priority starves."""
@@ -45,6 +46,7 @@ class Limits:
     `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
     `copied`: the minimum number of tokens that are copied from another slot instead of computed.
+    `prefetched`: the maximum number of waiting jobs, beyond those that get a slot, whose sequences are read from disk.
     `window`: tokens that sliding-window layers attend to; 0 if all layers keep all tokens. `window_cells`: cells of a
     slot in these layers. `checkpoints`: the most checkpoints of a slot, at least `checkpoint_gap` tokens apart and in a
     prompt at most `checkpoint_tokens`.
@@ -63,6 +65,7 @@ class Limits:
     checkpoint_tokens: int = 2048
     checkpoint_gap: int = 16
     """Computing so few tokens again costs less than a checkpoint."""
+    prefetched: int = 0
 
     def __post_init__(self) -> None:
         fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
@@ -150,7 +153,52 @@ class Restore:
     checkpoint: Checkpoint
 
 
-Operation = Remove | Copy | Save | Restore
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Copy the sequence of `slot` with its `checkpoints` to host memory, as `sequence`."""
+
+    slot: int
+    sequence: StoredSequence
+    checkpoints: Sequence[Checkpoint] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy `sequence` from host memory to the empty `slot`, and fill its `checkpoints`."""
+
+    slot: int
+    sequence: StoredSequence
+    checkpoints: Sequence[Checkpoint] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to read `sequence` from disk to host memory."""
+
+    sequence: StoredSequence
+
+
+Operation = Remove | Copy | Save | Restore | Store | Load | Fetch
+
+
+def performed(operations: Sequence[Operation], perform: Callable[[Operation], bool]) -> list[int]:
+    """Performs memory operations in order; returns the slots that do not hold what they should.
+
+    `perform` returns False if a slot is empty because it could not be restored or loaded. Its later operations are left
+    out, and copies of it are not made.
+    """
+    lost: list[int] = []
+    for operation in operations:
+        match operation:
+            case Copy(source, target) if source in lost:
+                lost.append(target)
+            case Save(slot) | Restore(slot) if slot in lost:
+                pass
+            case _:
+                if not perform(operation):
+                    assert isinstance(operation, Restore | Load)
+                    lost.append(operation.slot)
+    return lost
 
 
 class Row(NamedTuple):

@@ -50,8 +50,8 @@ class Conversation:
         outputs = self._rig.answer(prompt, sampling=GREEDY, max_tokens=ANSWER, tenant=tenant)
         assert outputs[-1].error is None
         self.computed = self._rig.engine.counters.prompt_tokens - before
-        newest = max(self._rig.engine.retained(), key=lambda held: held.used_at)
-        return list(newest.tokens[len(prompt) :])
+        newest = max(self._rig.engine._scheduler.held(), key=lambda slot: slot.used_at)
+        return list(newest.tokens[len(prompt) : newest.computed])
 
     def cold(self, prompt: list[int]) -> list[int]:
         """The answer without any reuse."""

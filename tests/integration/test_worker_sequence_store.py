@@ -104,7 +104,7 @@ def test_a_sequence_returns_from_disk_after_a_restart(rig: StoreRig, tmp_path: P
         assert found.fetching
         opened.wait(lambda: not found.fetching)
         assert found.in_ram
-        assert opened.store.was_fetched(found)
+        assert found.fetched
         rig.context.forget_all()
         empty = [Checkpoint(position, oldest) for position, oldest in found.checkpoints]
         assert opened.store.load(0, found, empty)

@@ -11,8 +11,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inference.protocol import Priority
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
-from inference.worker.kv.catalog import common_prefix
-from inference.worker.steps import Copy, Job, Limits, Phase, Remove, Restore, Save, Step
+from inference.worker.kv.catalog import Catalog, common_prefix
+from inference.worker.steps import (
+    Copy,
+    Fetch,
+    Job,
+    Limits,
+    Load,
+    Operation,
+    Phase,
+    Remove,
+    Restore,
+    Save,
+    Step,
+    Store,
+    performed,
+)
+from inference.worker.stored_sequences import StoredSequence
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -53,6 +68,8 @@ class Window:
         assert set(range(max(0, position - window + 1), position)) <= set(self.cells), "the window has a hole"
 
 
+MOVES = ("sink", "read", "remove")
+
 PHYSICAL = 2
 """Tokens of a physical batch in these tests."""
 
@@ -60,11 +77,18 @@ PHYSICAL = 2
 class Memory:
     """The cells of llama.cpp: per cell of a slot the token and its tenant.
 
-    Every mistake is an assertion. `copied_states`: slots whose recurrent state is that of a longer sequence.
+    Every mistake is an assertion. `copied_states`: slots whose recurrent state is that of a longer sequence. `moving`:
+    slots that are copied to or from with the next batch. `stored`: the cells of stored sequences. `refusals`: how many
+    of the next transfers fail.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, catalog: Catalog | None = None) -> None:
         self.limits = limits
+        self.catalog = catalog
+        self.stored: dict[StoredSequence, list[tuple[int, str]]] = {}
+        self.moving: set[int] = set()
+        self.arriving: set[int] = set()
+        self.refusals = 0
         self.slots: list[list[tuple[int, str]]] = [[] for _ in range(limits.slots)]
         self.windows = [Window([None] * limits.window_cells) for _ in range(limits.slots)]
         self.copied_states: set[int] = set()
@@ -72,36 +96,94 @@ class Memory:
     def tokens(self, slot: int) -> list[int]:
         return [token for token, _tenant in self.slots[slot]]
 
-    def run(self, step: Step) -> None:
-        copies: set[int] = set()
-        for operation in step.operations:
-            match operation:
-                case Remove(slot, start):
-                    assert start == 0 or self.limits.can_trim, "a running state cannot be cut"
-                    self.cut(slot, start)
-                    if start == 0:
-                        copies.discard(slot)
-                case Copy(source, target, count):
-                    assert not self.slots[target], "copied over tokens"
-                    assert self.limits.copied <= count <= len(self.slots[source])
-                    self.slots[target] = self.slots[source][:count]
-                    self.windows[target] = Window(self.windows[source].cells[:], self.windows[source].head)
-                    self.windows[target].remove(count)
-                    if not self.limits.can_trim:
-                        self.copied_states.add(target)
-                    if self.limits.window:
-                        copies.add(target)
-                case Save(slot, checkpoint):
-                    assert checkpoint.position == len(self.slots[slot])
-                    checkpoint.state = self.slots[slot][:]
-                    self.windows[slot].check(checkpoint.position, self.limits.window)
-                    assert slot not in copies, "window cells of a copy come with the next batch"
-                case Restore(slot, checkpoint):
-                    assert self.slots[slot][: checkpoint.position] == checkpoint.state, "the state of other tokens"
-                    assert slot not in copies, "window cells of a copy come with the next batch"
-                    self.cut(slot, checkpoint.position)
-                    self.refill(slot, checkpoint.position)
-                    self.copied_states.discard(slot)
+    def run(self, step: Step) -> list[int]:
+        """Performs the operations; returns the slots that could not be loaded."""
+        transfers = [operation for operation in step.operations if isinstance(operation, Store | Load)]
+        assert len(transfers) <= 1, "several transfers between two steps"
+        return performed(step.operations, self.perform)
+
+    def perform(self, operation: Operation) -> bool:
+        copies = self.arriving if self.limits.window else set()
+        match operation:
+            case Remove(slot, start):
+                assert start == 0 or self.limits.can_trim, "a running state cannot be cut"
+                self.cut(slot, start)
+                if start == 0:
+                    copies.discard(slot)
+            case Copy(source, target, count):
+                assert not self.slots[target], "copied over tokens"
+                assert self.limits.copied <= count <= len(self.slots[source])
+                self.slots[target] = self.slots[source][:count]
+                self.windows[target] = Window(self.windows[source].cells[:], self.windows[source].head)
+                self.windows[target].remove(count)
+                if not self.limits.can_trim:
+                    self.copied_states.add(target)
+                self.moving |= {source, target}
+                self.arriving.add(target)
+            case Save(slot, checkpoint):
+                assert checkpoint.position == len(self.slots[slot])
+                checkpoint.state = self.slots[slot][:]
+                self.windows[slot].check(checkpoint.position, self.limits.window)
+                assert slot not in copies, "window cells of a copy come with the next batch"
+            case Restore(slot, checkpoint):
+                assert self.slots[slot][: checkpoint.position] == checkpoint.state, "the state of other tokens"
+                assert slot not in copies, "window cells of a copy come with the next batch"
+                self.cut(slot, checkpoint.position)
+                self.refill(slot, checkpoint.position)
+                self.copied_states.discard(slot)
+            case Store():
+                self.store(operation)
+            case Load(slot, sequence, checkpoints):
+                assert slot not in self.moving, "a copy that comes with the next batch would overwrite it"
+                assert not self.slots[slot] and sequence.in_ram
+                if self.refuses():
+                    self.forget(sequence)
+                    return False
+                self.slots[slot] = self.stored[sequence][:]
+                self.refill(slot, len(self.slots[slot]))
+                sequence.fetched = False
+                assert [(item.position, item.oldest) for item in checkpoints] == list(sequence.checkpoints)
+                for checkpoint in checkpoints:
+                    checkpoint.state = self.slots[slot][: checkpoint.position]
+            case Fetch(sequence):
+                assert sequence.fetching and not sequence.in_ram
+        return True
+
+    def store(self, operation: Store) -> None:
+        slot, sequence, checkpoints = operation.slot, operation.sequence, operation.checkpoints
+        assert slot not in self.arriving, "the cells of a copy come with the next batch"
+        assert slot not in self.copied_states, "the state is that of later tokens"
+        assert self.tokens(slot) == list(sequence.tokens)
+        assert {tenant for _token, tenant in self.slots[slot]} == {sequence.tenant}
+        if self.refuses():
+            return
+        assert self.catalog is not None
+        saved = [(item, pair) for item, pair in zip(checkpoints, sequence.checkpoints, strict=True) if item.state]
+        assert all(item.state == self.slots[slot][: item.position] for item, _pair in saved)
+        sequence.checkpoints = [pair for _item, pair in saved]
+        if (known := self.catalog.same(sequence.tokens, sequence.tenant)) is not None:
+            self.forget(known)
+        sequence.in_ram = True
+        self.catalog.add(sequence)
+        self.stored[sequence] = self.slots[slot][:]
+
+    def move(self, sequence: StoredSequence, what: str) -> None:
+        if what == "sink" and sequence.in_ram:
+            sequence.in_ram, sequence.on_disk = False, True
+        elif what == "read" and sequence.on_disk:
+            sequence.in_ram, sequence.fetching, sequence.fetched = True, False, True
+        elif what == "remove":
+            self.forget(sequence)
+
+    def refuses(self) -> bool:
+        self.refusals -= 1
+        return self.refusals >= 0
+
+    def forget(self, sequence: StoredSequence) -> None:
+        assert self.catalog is not None
+        self.catalog.remove(sequence)
+        self.stored.pop(sequence)
+        sequence.in_ram = sequence.fetching = False
 
     def cut(self, slot: int, start: int) -> None:
         del self.slots[slot][start:]
@@ -117,6 +199,8 @@ class Memory:
             self.windows[slot].add(first, count - first, self.limits.window)
 
     def decode(self, step: Step, tenants: Mapping[int, str]) -> None:
+        self.moving.clear()
+        self.arriving.clear()
         slots = [row.slot for row in step.rows]
         assert slots == sorted(set(slots)), "one slot twice in a batch, or rows that are not computed together"
         for row in step.rows:
@@ -161,6 +245,7 @@ class Traffic(RuleBasedStateMachine):
         window=st.sampled_from((0, 0, 2, 3, 5)),
         checkpoints=st.integers(0, 3),
         apart=st.integers(2, 5),
+        tiers=st.booleans(),
     )
     def begin(
         self,
@@ -173,19 +258,22 @@ class Traffic(RuleBasedStateMachine):
         window: int,
         checkpoints: int,
         apart: int,
+        tiers: bool,
     ) -> None:
+        self.tiers = tiers
         if can_trim and not window:
             checkpoints = 0
         self.limits = Limits(
             slots, context, batch, 6, can_trim, slots + outputs, copied, window,
-            window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2),
+            window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2), apart % 3,
         )  # fmt: skip
         self.restart()
 
     def restart(self) -> None:
         """A new scheduler with the present limits."""
-        self.scheduler = Scheduler(self.limits)
-        self.memory = Memory(self.limits)
+        catalog = Catalog() if self.tiers else None
+        self.scheduler = Scheduler(self.limits, catalog)
+        self.memory = Memory(self.limits, catalog)
         self.now = 0.0
         self.next_id = 1
         self.live: dict[int, Live] = {}
@@ -264,6 +352,28 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.resume(job)
         self.live[job].suspended = False
 
+    @precondition(lambda self: self.tiers)
+    @rule(data=st.data(), what=st.sampled_from(MOVES))
+    def move(self, data: st.DataObject, what: str) -> None:
+        """Stored sequences leave host memory for the disk, come back, or are removed."""
+        stored = list(self.memory.stored)
+        for sequence in data.draw(st.lists(st.sampled_from(stored), unique_by=id)) if stored else []:
+            self.memory.move(sequence, what)
+
+    @precondition(lambda self: self.tiers)
+    @rule(times=st.integers(1, 3))
+    def refuse(self, times: int) -> None:
+        """The next transfers fail."""
+        self.memory.refusals = times
+
+    @precondition(lambda self: self.tiers)
+    @rule(times=st.integers(1, 3))
+    def store(self, times: int) -> None:
+        """Retained sequences are stored ahead of need."""
+        for _ in range(times):
+            if (operation := self.scheduler.store_one()) is not None:
+                self.memory.store(operation)
+
     @rule(budget=st.integers(1, 16), fate=st.sampled_from(["ok"] * 8 + ["no room", "failed", "lost"]))
     def step(self, budget: int, fate: str) -> None:
         self.advance(budget, fate)
@@ -288,17 +398,22 @@ class Traffic(RuleBasedStateMachine):
         for job in step.expired:
             self.end(job)
         self.check_order(waited, ran)
-        self.memory.run(step)
+        lost = self.memory.run(step)
+        if lost:
+            self.scheduler.not_restored(lost)
+            return 0
         self.check_rows(step, budget)
         if not step.rows:
-            assert not [job for job, known in self.live.items() if not known.suspended], "a job could run"
+            waits = any(isinstance(item, Store | Load | Fetch) for item in step.operations) or self.is_fetching()
+            could_run = [job for job, known in self.live.items() if not known.suspended]
+            assert waits or not could_run, "a job could run"
             return 0
         if fate == "failed":
             for job in self.scheduler.failed():
                 self.end(job)
             return 0
         if fate == "no room":
-            self.refuse()
+            self.run_out()
             return 0
         self.memory.decode(step, {job: known.job.tenant for job, known in self.live.items()})
         self.scheduler.computed()
@@ -317,6 +432,9 @@ class Traffic(RuleBasedStateMachine):
             if row.sample:
                 self.sampled(row.job, self.live[row.job])
         return step.tokens
+
+    def is_fetching(self) -> bool:
+        return any(sequence.fetching for sequence in self.memory.stored)
 
     def is_late(self, known: Live) -> bool:
         """Whether the deadline passed before the request had a first token from any of its jobs."""
@@ -337,7 +455,7 @@ class Traffic(RuleBasedStateMachine):
         known.decodes = True
         self.scheduler.extend(job, token)
 
-    def refuse(self) -> None:
+    def run_out(self) -> None:
         """llama.cpp had no room: the youngest running job is preempted, and only a job that is alone ends."""
         running = sorted(
             set(self.live) - self.waiting() - {job for job, k in self.live.items() if k.suspended}, key=self.key
@@ -362,6 +480,8 @@ class Traffic(RuleBasedStateMachine):
             if job in self.live and any(self.key(job) < self.key(other) for other in admitted)
         ]
         for job in passed:
+            if self.is_fetching():
+                continue  # its slot stays free for it
             assert self.live[job].job.group is not None, "overtaken"
             assert any(self.live[other].job.group == self.live[job].job.group for other in self.live if other != job)
         assert len(passed) <= self.limits.slots - self.scheduler.active, "a choice lost its place"
@@ -401,17 +521,18 @@ class Traffic(RuleBasedStateMachine):
             self.scheduler.resume(job)
             known.suspended = False
         total = sum(len(known.tokens) + known.wanted for known in self.live.values())
-        bound = total + 2 * len(self.live) + 10
+        bound = total + 2 * len(self.live) + 10 + self.tiers * (4 * len(self.live) + 4)
         steps = 0
         while self.live:
             self.advance(4)
+            self.now += 0.5  # no job waits for long for a sequence from disk
             steps += 1
             assert steps <= bound, "a job starves"
         whole = Job(self.next_id, (2,) * self.limits.context, "z")
         assert self.scheduler.submit([whole])
         self.live[whole.id] = Live(whole, [2] * self.limits.context, 1)
         while self.live:
-            assert self.advance(16) > 0
+            assert self.advance(16) > 0 or self.tiers
         assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
 
 
@@ -499,10 +620,18 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     apart=st.integers(2, 6),
     copied=st.integers(1, 6),
     turns=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 20), TOKENS, st.integers(1, 8), st.booleans()),
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(0, 20),
+            TOKENS,
+            st.integers(1, 8),
+            st.booleans(),
+            st.sampled_from(("", *MOVES)),
+        ),
         min_size=4,
         max_size=25,
     ),
+    tiers=st.booleans(),
 )
 def test_prompts_differ_from_earlier_sequences_at_any_position(
     slots: int,
@@ -511,19 +640,64 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     checkpoints: int,
     apart: int,
     copied: int,
-    turns: list[tuple[int, int, list[int], int, bool]],
+    turns: list[tuple[int, int, list[int], int, bool, str]],
+    tiers: bool,
 ) -> None:
     """Slots with windows, states and checkpoints compute every prompt with the state of its own tokens."""
     traffic = Traffic()
+    traffic.tiers = tiers
     traffic.limits = Limits(
         slots, 64, 16, 6, can_trim, slots + 1, copied, window, window + PHYSICAL if window else 0,
         checkpoints if window or not can_trim else 0, apart, 2,
     )  # fmt: skip
     traffic.restart()
-    for which, back, more, answer, waits in turns:
+    for which, back, more, answer, waits, move in turns:
         tokens, tenant = traffic.past[which % len(traffic.past)] if traffic.past else ([], "x")
         prompt = [*tokens[: max(0, len(tokens) - back)], *more][:60]
         traffic.submit(prompt, tenant, Priority.NORMAL, 1, None, answer, score=False, alone=True)
         while waits and traffic.live:
             traffic.advance(8)
+            traffic.now += 0.1
+        for sequence in list(traffic.memory.stored) if move else ():
+            traffic.memory.move(sequence, move)
     traffic.teardown()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slots=st.integers(1, 3),
+    can_trim=st.booleans(),
+    window=st.sampled_from((0, 3)),
+    copied=st.integers(1, 4),
+    turns=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8), st.booleans()), max_size=20
+    ),
+)
+def test_displaced_sequences_are_stored(
+    slots: int, can_trim: bool, window: int, copied: int, turns: list[tuple[int, int, list[int], int, bool]]
+) -> None:
+    """Whatever was computed is in a slot or in the store, except for ends that are not worth a copy."""
+    traffic = Traffic()
+    traffic.tiers = True
+    traffic.limits = Limits(
+        slots, 64, 16, 6, can_trim, slots + 1, copied, window, window + PHYSICAL if window else 0,
+        2 if window or not can_trim else 0, 3, 2,
+    )  # fmt: skip
+    traffic.restart()
+    known: list[list[int]] = []
+    for which, back, more, answer, ahead in turns:
+        tokens = known[which % len(known)] if known else []
+        prompt = [*tokens[: max(0, len(tokens) - back)], *more][:50]
+        traffic.submit(prompt, "x", Priority.NORMAL, 1, None, answer, score=False, alone=True)
+        (job,) = traffic.live
+        live = traffic.live[job]
+        while traffic.live:
+            traffic.advance(8)
+        known.append(live.tokens[:-1])  # the last token was not computed
+        if ahead and (operation := traffic.scheduler.store_one()) is not None:
+            traffic.memory.store(operation)
+    held = [traffic.memory.tokens(slot) for slot in range(slots)]
+    held += [list(sequence.tokens) for sequence in traffic.memory.stored]
+    for tokens in known:
+        found = max((common_prefix(other, tokens, len(tokens)) for other in held), default=0)
+        assert found > len(tokens) - copied, "computed tokens were lost"

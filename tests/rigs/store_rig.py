@@ -16,12 +16,12 @@ import numpy as np
 from inference.file_stamp import fingerprint
 from inference.worker import llama
 from inference.worker.backend import OK
-from inference.worker.kv.stored_sequences import StoredSequence
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama import sequence_state
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.steps import Checkpoint, Row
+from inference.worker.stored_sequences import StoredSequence
 from inference.worker_link import Grant, KvTiers
 from tests.rigs import tiny_families
 from tests.rigs.engine_rig import start

@@ -12,8 +12,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,20 +24,45 @@ from inference.protocol import Code, Progress
 from inference.worker.answers.generation import Generation, Output, Scoring
 from inference.worker.answers.structured_answer import DividedGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
+from inference.worker.engine import sequence_commands
 from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.engine_work import QueueEstimate, Work
 from inference.worker.engine.output_tickets import Delivery, Outbox, Ticket
 from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine_stats import EngineCounters
-from inference.worker.kv.saved_sequences import Retained
+from inference.worker.kv.sequence_control import SequenceRow
+from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.sampling import Distribution
-from inference.worker.steps import Copy, Limits, Operation, Phase, Remove, Restore, Row, Save
+from inference.worker.steps import (
+    Copy,
+    Fetch,
+    Limits,
+    Load,
+    Operation,
+    Phase,
+    Remove,
+    Restore,
+    Row,
+    Save,
+    Store,
+    performed,
+)
 from inference.worker.worker_errors import WorkerError
 
+T = TypeVar("T")
 log = logging.getLogger("headgate.worker.engine")
 
 PROGRESS_SECONDS = 0.5
+
+IDLE_SECONDS = 0.2
+"""After so long without a step the engine stores retained sequences. The next prompt of an agent comes earlier."""
+
+AHEAD_SHARE = 0.02
+"""The share of the time that the engine spends with storing sequences while others run."""
+
+FETCH_CHECK_SECONDS = 0.05
+"""Interval of the checks while all jobs wait for sequences from disk. The store wakes the engine as well."""
 
 UNREAD_OUTPUTS = 2**14
 """Limit of unread outputs of one request, about 4 MiB. A joined output counts once; each alternative of a token counts
@@ -74,24 +101,33 @@ class Engine:
         deliver: Callable[[list[Delivery]], None],
         on_fatal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        store: SequenceStore | None = None,
+        threshold: float = 1.0,
     ) -> None:
+        """`store`: keeps sequences that have no slot. From the share `threshold` of slots in use on, it gets them ahead
+        of need.
+        """
         self.counters = EngineCounters(clock)
         self._backend = backend
         self._vocabulary = vocabulary
         self._make_sampler = make_sampler
         self._deliver = deliver
         self._clock = clock
-        self._scheduler = Scheduler(limits)
+        self._store = store
+        self._threshold = threshold
+        self._scheduler = Scheduler(limits, None if store is None else store.catalog)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}
         self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
-        self._control_commands: deque[Callable[[], None]] = deque()
+        self._control_commands: deque[Callable[[], object]] = deque()
         self._outbox = Outbox()
         self._next_seconds = math.inf
         self._unread_since: dict[Ticket[Output], float] = {}
         self._progress_reported_at = -math.inf
+        self._stepped_at = clock()
+        self._store_again_at = -math.inf
         self._queue_estimate = QueueEstimate(limits)
         self._runner = EngineThread("engine", self._iterate, self._close, on_fatal)
 
@@ -112,25 +148,61 @@ class Engine:
 
     def limit(self, sequences: int) -> None:
         """Sets the maximum number (at least 1) of concurrent sequences from the next step on."""
-        self._control_commands.append(lambda: self._scheduler.limit(sequences))
-        self._runner.wake()
+        self._control(lambda: self._scheduler.limit(sequences))
 
     def forget(self) -> None:
         """Drops the retained prefixes before the next step."""
-        self._control_commands.append(self._scheduler.forget)
-        self._runner.wake()
+        self._control(self._scheduler.forget)
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends all requests with `reason` after the running step. Returns whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
 
-    def adopt(self, held: Sequence[Retained]) -> None:
-        """Registers sequences that the context already holds. Call it before `start`."""
-        self._scheduler.adopt(held)
+    def store_all(self, seconds: float) -> None:
+        """Stores the retained sequences, for at most `seconds` and one transfer more. Call it after `stop`."""
+        deadline = self._clock() + seconds
+        while self._clock() < deadline and self._store_one():
+            pass
 
-    def retained(self) -> list[Retained]:
-        """The retained sequences of the context. Call it after `stop`."""
-        return self._scheduler.retained()
+    def limit_stored(self, ram_bytes: int) -> None:
+        """Sets the limit of host memory for sequences without a slot."""
+        if (store := self._store) is not None:
+            self._control(lambda: store.limit(ram_bytes))
+
+    def kv_sequences(self) -> Future[Sequence[SequenceRow]]:
+        """See `SequenceControl`, as for the next two methods."""
+        return self._asked(lambda: sequence_commands.rows(self._scheduler, self._store, self._clock()))
+
+    def clear_kv(self, tenant: str | None) -> Future[int]:
+        """Removes sequences that no request uses."""
+        return self._asked(lambda: sequence_commands.clear(self._scheduler, self._store, tenant))
+
+    def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
+        """Keeps sequences for `seconds` from now."""
+        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._store, ids, seconds))
+
+    def wake(self) -> None:
+        """Makes the engine look at its store."""
+        self._runner.wake()
+
+    def _asked(self, question: Callable[[], T]) -> Future[T]:
+        """The answer of `question`, which runs on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(question())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._control(answer)
+        return future
+
+    def _control(self, command: Callable[[], object]) -> None:
+        self._control_commands.append(command)
+        self._runner.wake()
 
     def _post(self, ticket: Ticket[Output], command: Callable[[], None]) -> None:
         self._commands.append((ticket, command))
@@ -139,11 +211,53 @@ class Engine:
     # --- the thread --------------------------------------------------------------------------------------------------
     def _iterate(self) -> bool:
         self._run_commands()
+        if self._store is not None:
+            self._store.run()
         self._publish()
         if self._scheduler.has_work:
-            self._guarded_step()
+            self._store_ahead()
+            if self._guarded_step():
+                self._stepped_at = self._clock()
+                return True
+            self._runner.rest(FETCH_CHECK_SECONDS)
+        elif self._store_idle():
             return True
         return bool(self._commands)
+
+    # --- sequences without a slot ------------------------------------------------------------------------------------
+    def _store_ahead(self) -> None:
+        """Stores a retained sequence while others run, if slots are scarce and no job waits for one."""
+        is_scarce = self._scheduler.occupied >= self._threshold and not self._scheduler.queued
+        if is_scarce and (began := self._clock()) >= self._store_again_at and self._store_one():
+            now = self._clock()
+            self._store_again_at = now + (now - began) / AHEAD_SHARE
+
+    def _store_idle(self) -> bool:
+        """Stores a retained sequence when the engine has been idle for a while; returns whether it did."""
+        if self._store is None:
+            return False
+        wait = self._stepped_at + IDLE_SECONDS - self._clock()
+        if wait > 0:
+            self._runner.rest(wait)
+            return False
+        return self._store_one()
+
+    def _store_one(self) -> bool:
+        """Stores a retained sequence; returns False if all are stored."""
+        if self._store is None or not self._store.enabled or (operation := self._scheduler.store_one()) is None:
+            return False
+        self._save_sequence(operation)
+        return True
+
+    def _save_sequence(self, operation: Store) -> None:
+        assert self._store is not None
+        sequence = operation.sequence
+        rate = self.counters.prefill.tokens_per_second
+        sequence.compute_seconds = len(sequence.tokens) / rate if rate else 0.0
+        sequence.used_at = time.time()
+        if (hint := sequence.hint) is not None and hint.kind == "pin":
+            sequence.pinned_until = sequence.used_at + hint.seconds
+        self._store.save(operation.slot, sequence, operation.checkpoints)
 
     def _close(self, reason: WorkerError) -> None:
         if self.counters.step_started is not None:
@@ -175,28 +289,30 @@ class Engine:
             log.exception("a request could not be removed")
             self._runner.give_up(reason.message)
 
-    def _guarded_step(self) -> None:
+    def _guarded_step(self) -> bool:
+        """Runs a step; returns False if there was nothing to do, because all jobs wait."""
         try:
-            self._step()
+            return self._step()
         except BaseException as error:
             # Nothing below is expected to raise; if it does, only the requests of this step end.
             log.exception("the step failed")
             if self.counters.step_started is not None:
                 self.counters.end()
             self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
+            return True
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         decoding, prompts = self._scheduler.load
         allowed = self._pace.seconds(decoding, prompts, just_begun=prompts > 0 and self._scheduler.just_begun)
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
-        if lost := [slot for operation in step.operations if (slot := self._perform(operation)) is not None]:
-            log.warning("checkpoints could not be restored: the prompts of %d slots are computed again", len(lost))
+        if lost := performed(step.operations, self._perform):
+            log.warning("%d slots could not be restored: their prompts are computed again", len(lost))
             self._scheduler.not_restored(lost)
-            return
+            return True
         if not step.rows:
-            return
+            return bool(step.operations or step.expired)
         self.counters.begin(step.tokens)
         status, last = self._backend.decode(step.rows)
         if status is not OK:
@@ -212,7 +328,7 @@ class Engine:
                     )
             else:
                 self._fail_step(f"llama.cpp could not compute a step ({status.name.lower()})")
-            return
+            return True
         self._runner.succeeded()
         self._scheduler.computed()
         reused = 0
@@ -230,9 +346,10 @@ class Engine:
         self._next_seconds = seconds if not step.prefill else math.inf
         self.counters.prefill = self.counters.prefill.read(step.prefill + reused, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
+        return True
 
-    def _perform(self, operation: Operation) -> int | None:
-        """Runs a memory operation; returns the slot that could not be restored."""
+    def _perform(self, operation: Operation) -> bool:
+        """Runs a memory operation; returns False if its slot could not be restored or loaded."""
         match operation:
             case Remove():
                 self._backend.remove(operation.slot, operation.start)
@@ -240,11 +357,16 @@ class Engine:
                 self._backend.copy(operation.source, operation.target, operation.count)
             case Save():
                 operation.checkpoint.state = self._backend.save(operation.slot)
-            case Restore():
-                checkpoint = operation.checkpoint
-                if not self._backend.restore(operation.slot, checkpoint.state, checkpoint.position):
-                    return operation.slot
-        return None
+            case Restore(slot, checkpoint):
+                return self._backend.restore(slot, checkpoint.state, checkpoint.position)
+            case Store():
+                self._save_sequence(operation)
+            case Load(slot, sequence, checkpoints):
+                return self._store is not None and self._store.load(slot, sequence, checkpoints)
+            case Fetch(sequence):
+                assert self._store is not None
+                self._store.fetch(sequence)
+        return True
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a computed row; `index` is the batch index of its last token."""
@@ -432,6 +554,15 @@ class Engine:
         is_due = now - self._progress_reported_at >= PROGRESS_SECONDS
         if is_due or not self.counters.active:
             self.counters.cells_used, self.counters.cells_retained = self._scheduler.cells
+            if self._store is not None:
+                hits = self._scheduler.hits
+                self.counters.kv = replace(
+                    self._store.counts(),
+                    hits_hot=hits.hot,
+                    hits_ram=hits.ram,
+                    hits_disk=hits.disk,
+                    misses=hits.misses,
+                )
         if is_due:
             self._progress_reported_at = now
             self._end_unread(now)

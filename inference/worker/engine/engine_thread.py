@@ -43,6 +43,7 @@ class EngineThread:
         self._end = end
         self._on_fatal = on_fatal
         self._wake = threading.Event()
+        self._rest_seconds = _IDLE_SECONDS
         self._stopping: WorkerError | None = None
         self._stop_requested = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -54,6 +55,10 @@ class EngineThread:
     def wake(self) -> None:
         """Requests an iteration. Thread-safe."""
         self._wake.set()
+
+    def rest(self, seconds: float) -> None:
+        """Makes the thread sleep at most `seconds` after this iteration. Call it on the engine thread only."""
+        self._rest_seconds = min(self._rest_seconds, seconds)
 
     def stop(self, reason: WorkerError, seconds: float) -> bool:
         """Ends the thread with `reason` after the running iteration; returns whether it ended within `seconds`.
@@ -97,7 +102,8 @@ class EngineThread:
                 self.give_up(f"the engine failed ({type(error).__name__}: {error})")
                 break
             if not has_more:
-                self._wake.wait(_IDLE_SECONDS)
+                self._wake.wait(self._rest_seconds)
+            self._rest_seconds = _IDLE_SECONDS
         self._end_all()
         while not self._stop_requested:
             self._wake.wait()

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
-from inference.worker.kv.saved_sequences import Retained
-from inference.worker.kv.slots import Slot, Slots
+from inference.worker.kv.slots import Hits, Slot, Slots
 from inference.worker.prompt.image_tokens import undivided
-from inference.worker.steps import DECODE, PREFILL, TRANSITIONS, WAITING, Job, Limits, Phase, Row, Step
+from inference.worker.steps import DECODE, PREFILL, TRANSITIONS, WAITING, Job, Limits, Phase, Row, Step, Store
+from inference.worker.stored_sequences import StoredSequence
 
 OLDEST_PART = 4
 """The oldest prompt gets at least the budget of a step divided by this number."""
@@ -43,13 +44,18 @@ llama.cpp computes rows together as far as they have the same length (`llama_bat
 of another length costs a pass over all weights, now and when the prompt is completed."""
 
 
+LEAST_FETCH_SECONDS = 1.0
+"""A job waits at least so long for its sequence from disk."""
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """A job and its state.
 
     `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
     `passed`: an image of the prompt did not fit into the last step. `stops`: positions at which a step ends, so that
-    the slot gets a checkpoint there, ascending.
+    the slot gets a checkpoint there, ascending. `fetched`: a sequence on disk that the job waits for until
+    `fetch_until`; `sought`: it was looked for.
     """
 
     job: Job
@@ -62,6 +68,9 @@ class _Run:
     scored: int = 0
     passed: bool = False
     stops: Sequence[int] = ()
+    fetched: StoredSequence | None = None
+    fetch_until: float = 0.0
+    sought: bool = False
 
 
 def _order(run: _Run) -> tuple[float, int]:
@@ -74,16 +83,19 @@ _by_slot = attrgetter("slot")
 class Scheduler:
     """The state. Each call of `plan` that returns rows requires exactly one of `computed`, `no_room` or `failed`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, catalog: Catalog | None = None) -> None:
+        """`catalog`: the sequences outside the context; None if there is no store for them."""
         self.limits = limits
         self._most = limits.slots
-        self._slots = Slots(limits)
+        self._catalog = catalog
+        self._slots = Slots(limits, catalog)
         self._runs: dict[int, _Run] = {}
         # Both in the order of service. Suspended jobs are in neither.
         self._waiting: list[_Run] = []
         self._running: list[_Run] = []
         self._pending: Sequence[Row] = ()
         self._earliest = math.inf
+        self._now = 0.0
         self._crowded = False
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -201,9 +213,9 @@ class Scheduler:
         """Sets the maximum number (at least 1) of slots in use; jobs with a slot keep it."""
         self._most = sequences
 
-    def forget(self) -> None:
-        """Drops the retained prefixes."""
-        self._slots.forget()
+    def forget(self, tenant: str | None = None) -> int:
+        """Drops the retained prefixes, of `tenant` or of all; returns how many."""
+        return self._slots.forget(tenant)
 
     def plan(self, now: float, prefill_budget: int) -> Step:
         """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
@@ -212,9 +224,10 @@ class Scheduler:
         prompts than streams wait.
         """
         assert not self._pending, "the result of the last step was not reported"
+        self._now = now
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
-            self._admit()
+            self._admit(now)
         if self.limits.checkpoints:
             self._take_checkpoints()
         rows = self._decoding()
@@ -228,8 +241,7 @@ class Scheduler:
 
     def computed(self) -> None:
         """Records that the batch of the step was computed."""
-        if self.limits.window:
-            self._slots.arrived()
+        self._slots.arrived()
         for row in self._pending:
             run = self._runs[row.job]
             self._slot_of(run).computed += len(row.tokens)
@@ -282,14 +294,27 @@ class Scheduler:
         return tuple(run.job.id for run in lost)
 
     # --- between steps -----------------------------------------------------------------------------------------------
-    def retained(self) -> list[Retained]:
-        """The tokens in slots without a job."""
-        return self._slots.retained()
+    def store_one(self) -> Store | None:
+        """The operation that stores the least recently used retained sequence without a copy, or None."""
+        return self._slots.store_one()
 
-    def adopt(self, held: Sequence[Retained]) -> None:
-        """Registers sequences that the context holds, least recently used first. Call it before the first step."""
-        for item in held:
-            self._slots.adopt(item)
+    def store(self, slot: Slot) -> Store | None:
+        """The operation that stores a free `slot`, None if that is impossible."""
+        return self._slots.store(slot)
+
+    def held(self) -> list[Slot]:
+        """The slots with tokens."""
+        return self._slots.held()
+
+    @property
+    def occupied(self) -> float:
+        """The share of slots that hold tokens, from 0.0 to 1.0."""
+        return self._slots.occupied
+
+    @property
+    def hits(self) -> Hits:
+        """How many prompts were continued, and from where."""
+        return self._slots.hits
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:
@@ -314,19 +339,40 @@ class Scheduler:
                 if other.job.request == run.job.request:
                     other.deadline = None
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """Gives free slots to the first waiting jobs."""
+        if self._catalog:
+            self._seek(now)
         for run in self._waiting[: self._free]:
-            if self._is_prefilled_by_sibling(run):
+            if self._is_prefilled_by_sibling(run) or self._is_fetching(run, now):
                 continue  # its slot stays free for it
+            tokens = run.tokens[:] if run.tokens is run.job.prompt else run.tokens
+            slot = self._slots.take(tokens, run.job.tenant, self._reusable(run))
+            if slot is None:
+                return  # sequences move first, one per step
             self._waiting.remove(run)
-            if run.tokens is run.job.prompt:
-                run.tokens = run.tokens[:]  # not earlier, so that waiting choices share one prompt
-            run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
+            run.tokens, run.slot = tokens, slot  # copied not earlier, so that waiting choices share one prompt
+            slot.priority, slot.hint = run.job.priority, run.job.kv
             if self.limits.checkpoints:
-                run.stops = checkpoint_stops(run.job, run.slot.computed, self.limits)
+                run.stops = checkpoint_stops(run.job, slot.computed, self.limits)
             insort(self._running, run, key=_order)
             self._move(run, "admit")
+
+    def _seek(self, now: float) -> None:
+        """Begins to read the sequences from disk that waiting jobs can go on from."""
+        for run in self._waiting[: self._free + self.limits.prefetched]:
+            if run.sought:
+                continue
+            run.sought = True
+            run.fetched = self._slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
+            if run.fetched is not None:
+                # A longer wait would take longer than computing the tokens again.
+                run.fetch_until = now + max(LEAST_FETCH_SECONDS, run.fetched.compute_seconds)
+                self._slots.fetch(run.fetched)
+
+    @staticmethod
+    def _is_fetching(run: _Run, now: float) -> bool:
+        return run.fetched is not None and run.fetched.fetching and now < run.fetch_until
 
     @property
     def _free(self) -> int:
@@ -436,15 +482,18 @@ class Scheduler:
         self._move(run, "preempt")
         insort(self._waiting, run, key=_order)
 
-    def _leave(self, run: _Run) -> None:
-        self._slots.release(self._slot_of(run))
+    def _leave(self, run: _Run, *, keeps: bool = True) -> None:
+        if keeps:
+            self._slots.release(self._slot_of(run), self._now)
+        else:
+            self._slots.empty(self._slot_of(run))
         run.slot = None
         self._running.remove(run)
         self._crowded = False
 
     def _end(self, run: _Run) -> None:
         if run.slot is not None:
-            self._leave(run)
+            self._leave(run, keeps=run.job.kv is None or run.job.kv.kind != "drop")
         elif run in self._waiting:
             self._waiting.remove(run)
         self._move(run, "end")

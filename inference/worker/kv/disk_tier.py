@@ -37,7 +37,7 @@ from inference.worker.kv.entry_format import (
     set_progress,
     set_states_sum,
 )
-from inference.worker.kv.stored_sequences import StoredSequence
+from inference.worker.stored_sequences import StoredSequence, sequence_id
 
 log = logging.getLogger("headgate.worker.kv")
 
@@ -109,7 +109,7 @@ class DiskTier:
 
     def name_of(self, sequence: StoredSequence) -> str:
         """The name of the file of a sequence."""
-        return _digest(sequence.tenant.encode(), b"\0", sequence.tokens.tobytes()) + ENTRY
+        return sequence_id(sequence.tokens, sequence.tenant) + ENTRY
 
     def write(
         self, sequence: StoredSequence, head: bytearray, states: memoryview, is_abandoned: Callable[[], bool]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from inference.protocol import Priority
-from inference.worker.kv.stored_sequences import StoredSequence
+from inference.worker.stored_sequences import StoredSequence
 
 Policy = Callable[[StoredSequence, float], float]
 """The worth of a sequence at a Unix time. Only the order of the worths of one policy at one time has a meaning."""
@@ -43,6 +43,10 @@ def hybrid(sequence: StoredSequence, now: float) -> float:
 POLICIES: Mapping[str, Policy] = {"lru": lru, "priority": priority, "hybrid": hybrid}
 
 
-def leaves_after(sequence: StoredSequence, policy: Policy, now: float) -> tuple[bool, float]:
-    """The sort key of the order in which sequences are removed: pinned ones last, else the lowest worth first."""
-    return sequence.pinned_until > now, policy(sequence, now)
+def leaves_after(sequence: StoredSequence, policy: Policy, now: float) -> tuple[bool, bool, float]:
+    """The sort key of the order in which sequences are removed.
+
+    Pinned ones are last, before them those with the hint `keep`; else the lowest worth is first.
+    """
+    keeps = sequence.hint is not None and sequence.hint.kind == "keep"
+    return sequence.pinned_until > now, keeps, policy(sequence, now)

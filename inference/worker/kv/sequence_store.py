@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from inference.worker.kv.catalog import Catalog
-from inference.worker.kv.stored_sequences import StoredSequence
 from inference.worker.steps import Checkpoint
+from inference.worker.stored_sequences import StoredSequence
 from inference.worker_link import KvCounts
 
 
@@ -59,6 +59,10 @@ class SequenceStore(Protocol):
 
     def limit(self, ram_bytes: int) -> None:
         """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
+        ...
+
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes of the state of `slot`."""
         ...
 
     def counts(self) -> KvCounts:

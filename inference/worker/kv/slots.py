@@ -14,14 +14,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inference.worker.kv.catalog import common_prefix
+from headgate.shared.kv_hint import KvHint
+from inference.protocol import Priority
+from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.kv.checkpoints import least_useful
-from inference.worker.kv.saved_sequences import Retained
-from inference.worker.steps import Checkpoint, Copy, Limits, Operation, Remove, Restore, Save
+from inference.worker.steps import Checkpoint, Copy, Fetch, Limits, Load, Operation, Remove, Restore, Save, Store
+from inference.worker.stored_sequences import StoredSequence
 
 MOST_MOVED = 64
 """Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
 sequences costs a step about as much as one or two tokens, and few answers have enough steps to repay more."""
+
+LOADED = "loaded"
+"""Stands for the state of a checkpoint until its sequence is loaded."""
+
+
+@dataclass(slots=True)
+class Hits:
+    """How many prompts were continued from a slot, from host memory, from disk, or not at all."""
+
+    hot: int = 0
+    ram: int = 0
+    disk: int = 0
+    misses: int = 0
+
+    def count(self, reused: int, loaded: StoredSequence | None) -> None:
+        """A prompt reuses `reused` tokens, of `loaded` or of a slot."""
+        if reused == 0:
+            self.misses += 1
+        elif loaded is None:
+            self.hot += 1
+        elif loaded.fetched:
+            self.disk += 1
+        else:
+            self.ram += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +56,8 @@ class Slot:
 
     `checkpoints` are in the order of their positions. `oldest` and `freed` bound which tokens the window layers have:
     the position from which on they were complete when the slot was filled, and the cells that were freed since.
+    `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when it was to be stored
+    last; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last job.
     """
 
     number: int
@@ -41,8 +69,18 @@ class Slot:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     oldest: int = 0
     freed: int = 0
-    arriving: bool = False
-    """Whether it is a copy whose window cells llama.cpp moves with the next batch; until then they are not usable."""
+    stored: StoredSequence | None = None
+    priority: Priority = Priority.NORMAL
+    hint: KvHint | None = None
+    released_at: float = 0.0
+    tried: int = -1
+
+    @property
+    def unsaved(self) -> int:
+        """Tokens that are lost with the slot, 0 if there is a copy of all of them."""
+        copy = self.stored
+        has_copy = copy is not None and len(copy.tokens) == self.computed and (copy.in_ram or copy.on_disk)
+        return 0 if has_copy else self.computed
 
 
 class Reuse(NamedTuple):
@@ -53,14 +91,38 @@ class Reuse(NamedTuple):
     checkpoint: Checkpoint | None = None
 
 
-class Slots:
-    """All slots, and the memory operations at the beginning of the next step."""
+class _Choice(NamedTuple):
+    """How a prompt gets a slot.
 
-    def __init__(self, limits: Limits) -> None:
+    `target` first moves its tokens to `shelter`, if there is one. Then `stored` is loaded into it, or `reuse` is copied
+    to it or continued in it. `moves`: the slot of `reuse` is emptied after the copy.
+    """
+
+    target: Slot
+    reuse: Reuse
+    stored: StoredSequence | None = None
+    shelter: Slot | None = None
+    moves: bool = False
+
+
+class Slots:
+    """All slots, and the memory operations at the beginning of the next step.
+
+    `catalog`: the sequences outside the context; None if there is no store for them. A step stores or loads at most
+    one sequence, because running sequences wait meanwhile.
+    """
+
+    def __init__(self, limits: Limits, catalog: Catalog | None = None) -> None:
         self._limits = limits
+        self._catalog = catalog
         self._slots = [Slot(number) for number in range(limits.slots)]
         self._operations: list[Operation] = []
         self._clock = 0
+        self._transferred = False
+        # Slots that llama.cpp copies to and from with the next batch.
+        self._arriving: set[int] = set()
+        self._departing: set[int] = set()
+        self.hits = Hits()
 
     @property
     def used(self) -> int:
@@ -81,50 +143,104 @@ class Slots:
     def operations(self) -> tuple[Operation, ...]:
         """Returns and clears the memory operations to run before the next batch."""
         operations, self._operations = self._operations, []
+        self._transferred = False
         return tuple(operations)
 
-    def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot:
+    def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot | None:
         """Assigns a free slot (there must be one) to `tokens`. Up to `reusable` tokens may come from a shared prefix.
 
         A copy costs as much as moving all cells of a sequence. Short prefixes are therefore not copied and displace no
-        retained prefix, and short retained tails are dropped.
+        retained prefix, and short retained tails are dropped. Tokens that would be lost are stored first. Returns None
+        if that, or loading, has to wait for the next step.
         """
+        choice = self._choose(tokens, tenant, reusable)
+        for slot, kept in self._displaced(choice):
+            is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
+            if is_worth_it and self._can_store(slot):
+                if self._transferred:
+                    return None
+                self._transferred = True
+                self._operations.append(self._stored(slot))
+        if choice.stored is not None:
+            if self._transferred:
+                return None
+            self._load(choice.target, choice.stored)
         self._clock += 1
-        best, shared, checkpoint = self._longest_prefix(tokens, tenant, reusable)
-        free = [slot for slot in self._slots if not slot.taken]
-        target = min(free, key=self._dispensable)
-        pays = shared >= self._limits.copied
-        if best is not None and not best.taken:
-            loses_little = best.computed - shared < self._limits.copied
-            stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
-            if loses_little or stays or (target.computed and pays):
-                target = best  # a prefix is lost anyway: drop the tail of this one
-        moves = False
-        if checkpoint is None and (near := self._nearer(target, free)) is not None:
-            moves = target is best and pays
-            best = self._clear(near, best, free)
-            target = near
-        if target is best:
+        target, (best, shared, checkpoint) = choice.target, choice.reuse
+        if choice.stored is not None:
+            found = self._resumable(target, shared)
+            self._go_back(target, found.tokens, found.checkpoint)
+        elif target is best and choice.shelter is None:
             self._go_back(target, shared, checkpoint)
         else:
+            if choice.shelter is not None:
+                self._forget(choice.shelter, 0)
+                self._copy(target, choice.shelter, target.computed)
+                self._pass_on(target, choice.shelter)
+                best = choice.shelter if best is target else best
             self._forget(target, 0)
-            if best is not None and pays:
+            if best is not None and shared >= self._limits.copied:
                 self._copy(best, target, shared)
                 if checkpoint is not None:
                     self._restore(target, checkpoint)
-                if moves:
+                if choice.moves:
                     self._forget(best, 0)
+        self.hits.count(target.computed, choice.stored)
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 
+    def on_disk(self, tokens: array[int], tenant: str, reusable: int) -> StoredSequence | None:
+        """A sequence that is on disk only and shares more with `tokens` than all slots and sequences in host memory."""
+        found, shared = self._best_stored(tokens, tenant, reusable, in_ram=False)
+        if found is None or found.in_ram:
+            return None
+        here = max(
+            self._longest_prefix(tokens, tenant, reusable).tokens, self._best_stored(tokens, tenant, reusable)[1]
+        )
+        return found if shared >= here + self._limits.copied else None
+
+    def fetch(self, sequence: StoredSequence) -> None:
+        """Begins to read `sequence` from disk."""
+        sequence.fetching = True
+        self._operations.append(Fetch(sequence))
+
+    def store_one(self) -> Store | None:
+        """The operation that stores the least recently used free slot whose tokens are not stored, or None.
+
+        Each sequence is tried once after its use.
+        """
+        slots = [
+            slot
+            for slot in self._slots
+            if not slot.taken and slot.tried < slot.used_at and slot.unsaved >= self._limits.copied
+        ]
+        for slot in sorted(slots, key=lambda slot: slot.used_at):
+            if (operation := self.store(slot)) is not None:
+                return operation
+        return None
+
+    def store(self, slot: Slot) -> Store | None:
+        """The operation that stores a free `slot`, None if that is impossible."""
+        return self._stored(slot) if self._can_store(slot) else None
+
+    def held(self) -> list[Slot]:
+        """The slots with tokens."""
+        return [slot for slot in self._slots if slot.computed]
+
+    @property
+    def occupied(self) -> float:
+        """The share of slots that hold tokens."""
+        return sum(slot.computed > 0 for slot in self._slots) / len(self._slots)
+
     def arrived(self) -> None:
         """Records that a batch was computed, so that llama.cpp has copied what was to be copied."""
-        for slot in self._slots:
-            slot.arriving = False
+        self._arriving.clear()
+        self._departing.clear()
 
-    def release(self, slot: Slot) -> None:
-        """Frees the slot and retains its tokens."""
+    def release(self, slot: Slot, now: float) -> None:
+        """Frees the slot at time `now` and retains its tokens."""
         self._clock += 1
+        slot.released_at = now
         slot.tokens, slot.taken, slot.used_at = slot.tokens[: slot.computed], False, self._clock
 
     def empty(self, slot: Slot) -> None:
@@ -142,7 +258,11 @@ class Slots:
         """Takes a checkpoint of the present state, unless an earlier one is near. Replaces the least useful one."""
         kept = slot.checkpoints
         last = kept[-1].position if kept else 0
-        if not self._limits.checkpoints or slot.arriving or slot.computed < last + self._limits.checkpoint_gap:
+        if (
+            not self._limits.checkpoints
+            or self._has_no_window(slot)
+            or slot.computed < last + self._limits.checkpoint_gap
+        ):
             return
         if len(kept) >= self._limits.checkpoints:
             del kept[least_useful([item.position for item in kept], slot.computed)]
@@ -170,42 +290,88 @@ class Slots:
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None
 
-    def _clear(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
-        """Empties `slot`; its tokens move to an empty or less recently used slot other than `best`, or are dropped.
+    # --- decisions ----------------------------------------------------------------------------------------------------
+    def _choose(self, tokens: array[int], tenant: str, reusable: int) -> _Choice:
+        reuse = best, shared, checkpoint = self._longest_prefix(tokens, tenant, reusable)
+        free = [slot for slot in self._slots if not slot.taken]
+        target = min(free, key=self._dispensable)
+        stored, more = self._best_stored(tokens, tenant, reusable)
+        if stored is not None and more >= shared + self._limits.copied:
+            still = [slot for slot in free if not self._is_moving(slot)]
+            if still:
+                return _Choice(min(still, key=self._dispensable), Reuse(None, more), stored)
+        pays = shared >= self._limits.copied
+        if best is not None and not best.taken:
+            loses_little = best.computed - shared < self._limits.copied
+            stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
+            if loses_little or stays or (target.computed and pays):
+                target = best  # a prefix is lost anyway: drop the tail of this one
+        if checkpoint is not None or (near := self._nearer(target, free)) is None:
+            return _Choice(target, reuse)
+        shelter = self._shelter(near, best, free)
+        if shelter is None and near is best:
+            reuse = Reuse(None)
+        return _Choice(near, reuse, None, shelter, target is best and pays)
 
-        Returns the slot that now holds the tokens of `best`.
-        """
+    def _displaced(self, choice: _Choice) -> list[tuple[Slot, int]]:
+        """The slots that lose tokens, each with the number of tokens that it keeps."""
+        best = choice.reuse.slot
+        lost = [(choice.target, choice.reuse.tokens if choice.target is best else 0)]
+        if choice.shelter is not None:
+            lost = [(choice.shelter, 0)]
+        if choice.moves and best is not None:
+            lost.append((best, choice.reuse.tokens))
+        return lost
+
+    def _shelter(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
+        """An empty or less recently used slot other than `best` that may take the tokens of `slot`, or None."""
         shelters = [other for other in free if other is not slot and other is not best]
         shelter = min(shelters, key=self._dispensable, default=slot)
         if slot.computed < self._limits.copied or self._dispensable(shelter) >= self._dispensable(slot):
-            self._forget(slot, 0)
-            return None if slot is best else best
-        self._forget(shelter, 0)
-        self._copy(slot, shelter, slot.computed)
-        shelter.tokens, shelter.tenant, shelter.used_at = slot.tokens, slot.tenant, slot.used_at
-        self._forget(slot, 0)
-        return shelter if slot is best else best
+            return None
+        return shelter
 
-    def retained(self) -> list[Retained]:
-        """The tokens in free slots."""
-        return [
-            Retained(slot.number, slot.tokens[: slot.computed], slot.tenant, slot.used_at)
-            for slot in self._slots
-            if not slot.taken and slot.computed
-        ]
+    def _best_stored(
+        self, tokens: array[int], tenant: str, reusable: int, *, in_ram: bool = True
+    ) -> tuple[StoredSequence | None, int]:
+        """The stored sequence of which most tokens can be reused, with their number. `in_ram`: only in host memory."""
+        best, most = None, 0
+        if self._catalog is None:
+            return best, most
+        for sequence, shared in self._catalog.candidates(tokens, tenant, reusable):
+            if shared <= most:
+                break
+            if in_ram and not sequence.in_ram:
+                continue
+            usable = self._resumable(self._as_slot(sequence), shared).tokens
+            if usable > most:
+                best, most = sequence, usable
+        return best, most
 
-    def adopt(self, held: Retained) -> None:
-        """Registers a sequence that the context already holds in a free slot, with the newest window of its tokens."""
-        self._clock += 1
-        slot = self._slots[held.slot]
-        slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
+    def _as_slot(self, sequence: StoredSequence) -> Slot:
+        """A slot as it is after `sequence` was loaded."""
+        slot = Slot(-1, sequence.tokens, len(sequence.tokens), sequence.tenant)
+        slot.checkpoints = [Checkpoint(position, oldest, LOADED) for position, oldest in sequence.checkpoints]
         self._holds_only(slot, max(0, slot.computed - self._limits.window))
+        return slot
 
-    def forget(self) -> None:
-        """Drops the tokens in free slots."""
-        for slot in self._slots:
-            if not slot.taken:
-                self._forget(slot, 0)
+    def _can_store(self, slot: Slot) -> bool:
+        return self._catalog is not None and slot.number not in self._arriving and min(slot.tokens, default=-1) >= 0
+
+    def _is_moving(self, slot: Slot) -> bool:
+        """Whether llama.cpp will copy to or from `slot` with the next batch."""
+        return slot.number in self._arriving or slot.number in self._departing
+
+    def _has_no_window(self, slot: Slot) -> bool:
+        """Whether it is a copy whose window cells come with the next batch and are not usable before."""
+        return self._limits.window > 0 and slot.number in self._arriving
+
+    def forget(self, tenant: str | None = None) -> int:
+        """Drops the tokens in free slots, of `tenant` or of all; returns the number of these slots."""
+        slots = [slot for slot in self.held() if not slot.taken and tenant in (None, slot.tenant)]
+        for slot in slots:
+            self._forget(slot, 0)
+        return len(slots)
 
     # --- positions of a slot ------------------------------------------------------------------------------------------
     def _first_position(self, slot: Slot) -> int:
@@ -221,19 +387,24 @@ class Slots:
 
     def _emptied(self, slot: Slot) -> None:
         slot.tokens = array("i")
-        slot.checkpoints, slot.oldest, slot.freed, slot.arriving = [], 0, 0, False
+        slot.checkpoints, slot.oldest, slot.freed, slot.stored = [], 0, 0, None
 
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
             slot.freed += slot.computed - start
-            slot.computed = start
+            self._cut(slot, start)
             self._operations.append(Remove(slot.number, start))
             slot.checkpoints = [item for item in slot.checkpoints if item.position <= start]
         if start == 0:
             self._emptied(slot)
 
+    def _cut(self, slot: Slot, count: int) -> None:
+        slot.computed = count
+        if slot.stored is not None and len(slot.stored.tokens) > count:
+            slot.stored = None
+
     def _restore(self, slot: Slot, checkpoint: Checkpoint) -> None:
-        slot.computed = checkpoint.position
+        self._cut(slot, checkpoint.position)
         slot.checkpoints = [item for item in slot.checkpoints if item.position <= checkpoint.position]
         self._holds_only(slot, checkpoint.oldest)
         self._operations.append(Restore(slot.number, checkpoint))
@@ -248,10 +419,38 @@ class Slots:
 
     def _copy(self, source: Slot, target: Slot, count: int) -> None:
         self._operations.append(Copy(source.number, target.number, count))
+        self._arriving.add(target.number)
+        self._departing.add(source.number)
         target.computed = count
-        target.arriving = self._limits.window > 0
+        target.stored = source.stored if source.stored is not None and len(source.stored.tokens) <= count else None
         target.oldest, target.freed = source.oldest, source.freed + source.computed - count
         target.checkpoints = [item for item in source.checkpoints if item.position <= count]
+
+    def _pass_on(self, source: Slot, target: Slot) -> None:
+        """`target` has become a copy of the retained sequence of `source`."""
+        target.tokens, target.tenant, target.used_at = source.tokens, source.tenant, source.used_at
+        target.priority, target.hint, target.released_at = source.priority, source.hint, source.released_at
+
+    def _stored(self, slot: Slot) -> Store:
+        slot.tried = self._clock
+        kept = list(slot.checkpoints)
+        slot.stored = StoredSequence(
+            slot.tokens[: slot.computed],
+            slot.tenant,
+            [(item.position, item.oldest) for item in kept],
+            slot.priority,
+            hint=slot.hint,
+        )
+        return Store(slot.number, slot.stored, kept)
+
+    def _load(self, slot: Slot, sequence: StoredSequence) -> None:
+        self._forget(slot, 0)
+        self._transferred = True
+        found = self._as_slot(sequence)
+        slot.tokens, slot.computed, slot.tenant = found.tokens, found.computed, found.tenant
+        slot.checkpoints, slot.oldest, slot.freed = found.checkpoints, found.oldest, found.freed
+        slot.stored = sequence
+        self._operations.append(Load(slot.number, sequence, list(slot.checkpoints)))
 
     def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> Reuse:
         best = Reuse(None)
@@ -269,7 +468,7 @@ class Slots:
         has_window = self._first_position(slot) <= max(0, shared - self._limits.window)
         if (self._limits.can_trim and has_window) or (shared == slot.computed and not slot.taken):
             return Reuse(slot, shared)
-        if slot.arriving or (slot.taken and self._limits.window):
+        if self._has_no_window(slot) or (slot.taken and self._limits.window):
             return Reuse(None)
         saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
         return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)

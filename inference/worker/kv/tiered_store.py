@@ -30,10 +30,10 @@ from inference.worker.kv.entry_format import (
     encode_head,
 )
 from inference.worker.kv.retention_policies import POLICIES, leaves_after
-from inference.worker.kv.stored_sequences import StoredSequence
 from inference.worker.llama import sequence_state
 from inference.worker.llama.binding import lib
 from inference.worker.steps import Checkpoint
+from inference.worker.stored_sequences import StoredSequence
 from inference.worker_link import Grant, KvCounts, KvTiers
 
 log = logging.getLogger("headgate.worker.kv")
@@ -82,16 +82,6 @@ def sequence_key(grant: Grant, files: Fingerprint) -> dict[str, Any]:
         "context_length": grant.context_length,
         "library": [[Path(path).name, size, modified] for path, (size, modified, _inode) in library],
     }
-
-
-@dataclass(slots=True)
-class HitCounts:
-    """How prompts were continued; counted by the owner of the slots. See `KvCounts`."""
-
-    hits_hot: int = 0
-    hits_ram: int = 0
-    hits_disk: int = 0
-    misses: int = 0
 
 
 @dataclass(slots=True)
@@ -165,7 +155,6 @@ class TieredStore:
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.hits = HitCounts()
         self._context = context
         self._form = _form(context)
         self._key = dict(key)
@@ -281,18 +270,16 @@ class TieredStore:
         self._counts.load_seconds += time.perf_counter() - began
         return True
 
-    def was_fetched(self, sequence: StoredSequence) -> bool:
-        """Whether a sequence was fetched and not loaded since."""
-        stored = self._stored.get(sequence)
-        return stored is not None and stored.fetched_at is not None
-
     def fetch(self, sequence: StoredSequence) -> None:
         """Begins to read a sequence from disk. It is `fetching` until it is in host memory or was removed.
 
         Without room, or if the disk takes too long, it is not `fetching` and stays on disk.
         """
         stored = self._stored.get(sequence)
-        if stored is None or stored.region is not None or stored.file is None or sequence.fetching:
+        if stored in self._fetches:
+            return
+        sequence.fetching = False
+        if stored is None or stored.region is not None or stored.file is None:
             return
         size = rounded(stored.sizes.all_bytes)
         if any(map(self._is_overdue, self._fetches)) or not self._make_room(size, stored):
@@ -336,13 +323,13 @@ class TieredStore:
         self._shrink(ram_bytes)
         self._arena.trim(max(0, ram_bytes - self._arena.used_bytes))
 
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes of the state of `slot`."""
+        return sequence_state.count_bytes(self._context.handle, slot)
+
     def counts(self) -> KvCounts:
-        """Numbers for the heartbeat."""
-        hits, own = self.hits, self._counts
-        return KvCounts(
-            hits_hot=hits.hits_hot, hits_ram=hits.hits_ram, hits_disk=hits.hits_disk, misses=hits.misses,
-            **{name: getattr(own, name) for name in _Counts.__slots__},
-        )  # fmt: skip
+        """Numbers for the heartbeat, without `hits_*` and `misses`."""
+        return KvCounts(**{name: getattr(self._counts, name) for name in _Counts.__slots__})
 
     # --- the life of the store ----------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -571,9 +558,9 @@ class TieredStore:
             return
         now, fetched_after = self._clock(), time.monotonic() - FETCHED_SECONDS
 
-        def place(stored: _Stored) -> tuple[bool, bool, bool, float]:
-            is_pinned, worth = leaves_after(stored.sequence, self._policy, now)
-            return (stored.fetched_at or 0.0) > fetched_after, is_pinned, stored.file is None, worth
+        def place(stored: _Stored) -> tuple[bool, bool, bool, bool, float]:
+            is_pinned, keeps, worth = leaves_after(stored.sequence, self._policy, now)
+            return (stored.fetched_at or 0.0) > fetched_after, is_pinned, stored.file is None, keeps, worth
 
         inside = [
             stored
@@ -721,7 +708,7 @@ class TieredStore:
         stored.sequence.checkpoints = head.sequence.checkpoints
         self._arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
         self._enter_ram(stored, region)
-        stored.fetched_at = time.monotonic()
+        stored.fetched_at, stored.sequence.fetched = time.monotonic(), True
 
     def _not_fetched(self, stored: _Stored, failure: Exception | None) -> None:
         """A file that is damaged or gone is removed; without memory it stays."""
@@ -796,7 +783,7 @@ class TieredStore:
         stored.sequence.used_at = self._clock()
         if stored.fetched_at is not None:
             self._counts.prefetched_used += 1
-            stored.fetched_at = None
+            stored.fetched_at, stored.sequence.fetched = None, False
         self._record_times(stored)
         self._end_transit()
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
+
+
+def sequence_id(tokens: array[int], tenant: str) -> str:
+    """A hash that identifies the sequence of a model in all tiers, 32 hexadecimal digits."""
+    return hashlib.blake2b(tenant.encode() + b"\0" + tokens.tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +22,8 @@ class StoredSequence:
 
     `checkpoints` are pairs of a position and the first position that the sliding-window layers had there, ascending.
     `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: tokens, state and checkpoints.
-    `hits`: how often it was restored. `fetching`: it is being read from disk to host memory.
+    `hits`: how often it was loaded. `fetching`: it is being read from disk to host memory. `fetched`: it was read, and
+    has not been loaded since. `hint`: what the request wants to happen to it.
     """
 
     tokens: array[int]
@@ -30,3 +38,5 @@ class StoredSequence:
     in_ram: bool = False
     on_disk: bool = False
     fetching: bool = False
+    fetched: bool = False
+    hint: KvHint | None = None
