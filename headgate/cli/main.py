@@ -69,7 +69,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "circuit breakers; `breakers reset NAME` closes one",
             "headgate breakers reset local/demo",
         ),
-        Verb("kv", "kv", "stored sequences: list, remove or keep them", "headgate kv pin 3f9c2a71b04e88d5 --for 2h"),
+        Verb("kv", "operate", "stored sequences: list, remove or keep them", "headgate kv pin 3f9c2a71b04e88d5"),
         Verb(
             "quarantine",
             "operate",
