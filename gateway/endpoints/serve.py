@@ -297,12 +297,12 @@ async def find_route(runtime: Runtime, model: str, exchange: Exchange) -> RouteM
 
 
 def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
-    """The route of `model`; None if only local candidates could serve it and the service does not list it."""
+    """The route of `model`; None if only a local model of this name could serve it and the service does not list it."""
     view, routes = runtime.view, runtime.config.routes
     found = chain.find_route(model, routes, view.aliases)
     if found is None or found.route != "*" or found.model in view.models or not view.is_fresh:
         return found
-    return None if all(entry.startswith(f"{LOCAL}/") for entry in routes["*"].chain) else found
+    return None if all(entry == f"{LOCAL}/*" for entry in routes["*"].chain) else found
 
 
 def _unknown(runtime: Runtime, model: str) -> RequestError:

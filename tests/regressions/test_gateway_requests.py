@@ -219,3 +219,12 @@ async def test_connections_of_a_cloud_are_not_limited() -> None:
         async with asyncio.timeout(15):
             answers = await asyncio.gather(*calls)
     assert {response.status_code for response in answers} == {204}
+
+
+async def test_route_for_other_names_may_name_a_local_model(tmp_path: Path, fake: FakeInference) -> None:
+    """Some clients send a fixed model name, which no local model has."""
+    async with Gateway(tmp_path, fake.url, 'routes: {"*": {chain: [local/demo]}}\n') as gateway:
+        await gateway.look()
+        for name in ("gpt-3.5-turbo", "demo-mini"):
+            answer = await gateway.chat(name)
+            assert (answer.status_code, answer.headers.get("x-headgate-model")) == (200, "local/demo"), answer.text
