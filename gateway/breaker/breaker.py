@@ -203,7 +203,8 @@ class Breaker:
         return self._permits.counts(permit)
 
     def _record_success(self, permit: Permit) -> None:
-        self._permits.release_probe(permit)
+        if permit.is_probe:
+            self._permits.release_probe(permit)
         if self._ramp is not None:
             self._ramp.succeeded()
         self._window.add(self._rule, self._clock(), failed=False)

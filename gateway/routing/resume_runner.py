@@ -339,4 +339,4 @@ async def assemble(answer: Answer) -> dict[str, Any]:
 def _read(frames: list[Frame], assembly: Assembly) -> None:
     for frame in frames:
         if isinstance(frame, Data):
-            assembly.add(frame.parsed())
+            assembly.add(frame.chunk or frame.parsed())

@@ -105,7 +105,7 @@ def kind_of(choices: Sequence[Any]) -> DeltaKind:
         if isinstance(choice, dict):
             if choice.get("finish_reason") is not None:
                 return FINISH
-            if has_content(choice):
+            if kind is OTHER and has_content(choice):
                 kind = CONTENT
     return kind
 
