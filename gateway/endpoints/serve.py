@@ -187,9 +187,10 @@ class Generation(RequestApp):
     async def run(self, job: Job) -> bytes | None:
         """See `RequestApp`."""
         runtime, request, record = self.runtime, job.parsed.request, job.record
-        fetched = Room(runtime.bodies, runtime.config.max_body)
+        fetched: Room | None = None
         try:
             if VISION in request.needs:
+                fetched = Room(runtime.bodies, runtime.config.max_body)
                 request = await runtime.images.inlined(request, fetched)
             runner = ChainRunner(
                 job.state, request, job.match, job.context, record, job.exchange.began, job.note_waited(),
@@ -202,7 +203,8 @@ class Generation(RequestApp):
             record.outcome = "success"
             return body
         finally:
-            fetched.close()
+            if fetched is not None:
+                fetched.close()
 
     def finish(self, record: Record) -> None:
         """Counts the request and logs its end."""

@@ -183,13 +183,16 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._error: BrokenError | None = None
         self._is_reading = True
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append
+        """Called by the parser, for each piece of the body until `_deliver`."""
         self._parser = httptools.HttpResponseParser(self)
         self._renew()
 
     def _renew(self) -> None:
         self._head: asyncio.Future[Answer] | None = None
         self._headers: dict[str, str] = {}
-        self._pieces: list[bytes] = []
+        self._pieces.clear()
         self._on_piece: Callable[[bytes], None] | None = None
         self._on_end: Callable[[BrokenError | None], None] | None = None
         self._head_bytes = 0
@@ -323,10 +326,6 @@ class _Connection(asyncio.Protocol):
             self._headers = {}
         elif self._head is not None and not self._head.done():
             self._head.set_result(Answer(self, status, self._headers))
-
-    def on_body(self, body: bytes) -> None:
-        """Keeps a piece of the body until `_deliver`."""
-        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         """Marks the response as complete."""
