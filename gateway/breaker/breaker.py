@@ -25,7 +25,7 @@ from gateway.breaker.permits import (
     Rule,
 )
 from gateway.breaker.probe_schedule import MAX_PACE_SECONDS, POSTPONE_SECONDS, Finding
-from gateway.breaker.silence import SilenceDetector, StreamActivity
+from gateway.breaker.silence import SilenceDetector
 from gateway.breaker.state_machine import BreakerStorage, StateMachine
 
 log = logging.getLogger("gateway.breaker.breakers")
@@ -157,16 +157,6 @@ class Breaker:
         """Whether silent attempts, counted as failures, would open this closed breaker."""
         missing = max(1, self._rule.failures - self.storage.counter)
         return silence.silent_attempts(now, missing) >= missing
-
-    def first_byte(self, permit: Permit, activity: StreamActivity) -> None:
-        """The first byte of the attempt under `permit` has arrived; `activity` reports its later silence."""
-        if self.silence is not None:
-            self.silence.first_byte(permit.number, self._clock(), activity)
-
-    def first_token(self, permit: Permit) -> None:
-        """The first token of the attempt under `permit` has arrived."""
-        if self.silence is not None:
-            self.silence.first_token(permit.number, self._clock())
 
     def _ended(self, permit: Permit, *, answered: bool = False) -> None:
         self._permits.outstanding -= 1

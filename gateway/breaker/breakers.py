@@ -62,13 +62,14 @@ class Lease:
         for held in () if self._is_settled else self._held:
             if held.permit.is_probe and held.breaker.name == LOCAL:
                 held.confirm_probe()
-            else:
-                held.breaker.first_byte(held.permit, activity)
+            elif held.breaker.silence is not None:
+                held.breaker.silence.first_byte(held.permit.number, self._breakers.clock(), activity)
 
     def first_token(self) -> None:
         """The first token has arrived: the success of a probe is recorded now, so that other attempts need not wait."""
         for held in () if self._is_settled else self._held:
-            held.breaker.first_token(held.permit)
+            if held.breaker.silence is not None:
+                held.breaker.silence.first_token(held.permit.number, self._breakers.clock())
             if held.permit.is_probe:
                 held.confirm_probe()
 
@@ -130,7 +131,7 @@ class Breakers:
         self.on_failure = on_failure
         self._rule = rule
         self._max_breakers = max_breakers
-        self._clock = clock
+        self.clock = clock
         self._on_state = on_state
         self._store = BreakerStore() if store is None else store
         self._breakers: dict[tuple[str, str], Breaker] = {}
@@ -160,7 +161,7 @@ class Breakers:
             if len(self._breakers) >= self._max_breakers:
                 self._make_room()
             storage = self._store.storage(provider, model)
-            breaker = self._breakers[key] = Breaker(provider, model, self._rule, self._clock, self._on_state, storage)
+            breaker = self._breakers[key] = Breaker(provider, model, self._rule, self.clock, self._on_state, storage)
             self._on_state(provider, model, breaker.state)
         return breaker
 
@@ -223,7 +224,7 @@ class Breakers:
 
     def skip(self, provider: str, model: str, seconds: float, priorities: Iterable[str]) -> None:
         """Requests of these priorities skip the pair for `seconds`: its queue is full."""
-        now = self._clock()
+        now = self.clock()
         self._skipped_until = {key: until for key, until in self._skipped_until.items() if until > now}
         self._skipped_until.update(((provider, model, priority), now + seconds) for priority in priorities)
 
@@ -232,7 +233,7 @@ class Breakers:
         until = self._skipped_until.get((provider, model, priority))
         if until is None:
             return None
-        if (remaining := until - self._clock()) > 0:
+        if (remaining := until - self.clock()) > 0:
             return remaining
         del self._skipped_until[provider, model, priority]
         return None

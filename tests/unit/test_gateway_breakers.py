@@ -266,7 +266,7 @@ def test_reset_closes_breaker_by_name(breakers: Breakers, clock: Clock) -> None:
 
 # --- recovery probes --------------------------------------------------------------------------------------------------
 def _probe(breakers: Breakers, finding: Finding, seconds: float = 2.0) -> Permit:
-    permit = breakers.breaker("p").acquire_recovery_probe(breakers._clock() + seconds)
+    permit = breakers.breaker("p").acquire_recovery_probe(breakers.clock() + seconds)
     assert permit is not None
     breakers.breaker("p").settle_recovery_probe(permit, finding, f"it is {finding}")
     return permit
