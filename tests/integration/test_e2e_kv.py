@@ -1,0 +1,78 @@
+"""Stored sequences from the client to the worker: hints, restores, and the operations of operators."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rigs.processes import wait_until
+from tests.rigs.stack import Stack, chat_body
+
+TEXT = "The river runs past the mill and the gate of water opens in the morning. " * 8
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("kv"), inference_env={"INFERENCE_KV_RAM_GB": "0.25"}).start()
+    yield stack
+    stack.kill()
+
+
+@pytest.fixture
+def cleared(stack: Stack) -> Stack:
+    """The stack without sequences."""
+    stack.ask("/memory/kv/clear", {}, direct=True)
+    return stack
+
+
+def cached(stack: Stack, text: str, hint: str | None = None) -> int:
+    """Asks once; prompt tokens that were not computed."""
+    headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
+    if hint is not None:
+        headers["x-headgate-kv"] = hint
+    body = json.dumps(chat_body(text, max_tokens=2)).encode()
+    request = urllib.request.Request(stack.base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        details = json.load(answer)["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens", 0))
+
+
+def rows(stack: Stack) -> list[dict[str, Any]]:
+    """The sequences of the loaded models."""
+    return list(stack.ask("/memory/kv/sequences", direct=True)["sequences"])
+
+
+def test_dropped_tokens_are_not_kept(cleared: Stack) -> None:
+    assert cached(cleared, TEXT, "drop") == 0
+    assert rows(cleared) == []
+    assert cached(cleared, TEXT) == 0
+    assert cached(cleared, TEXT) > 100
+
+
+def test_hint_pins_the_sequence_in_host_memory(cleared: Stack) -> None:
+    cached(cleared, TEXT, "pin:60s")
+    (row,) = wait_until("it is pinned", lambda: [row for row in rows(cleared) if row["pinned_until"]])
+    assert "ram" in row["tiers"]
+    assert row["tokens"] > 100
+
+
+def test_pinned_sequence_is_continued_by_a_new_worker_until_it_is_cleared(cleared: Stack) -> None:
+    cached(cleared, TEXT)
+    (row,) = rows(cleared)
+    assert (row["model_name"], row["tiers"][0], row["pinned_until"]) == ("demo", "hot", None)
+    assert len(row["tenant"]) == 32
+    wish = {"ids": [row["id"]], "seconds": 60}
+    assert cleared.ask("/memory/kv/pin", wish, direct=True)["pinned"] == 1
+    cleared.ask("/models/demo/restart", {}, direct=True, seconds=60)
+    (stored,) = rows(cleared)
+    assert (stored["id"], stored["tiers"], stored["tokens"]) == (row["id"], ["ram"], row["tokens"])
+    assert stored["pinned_until"] is not None
+    assert cached(cleared, TEXT) > 100
+    assert cleared.ask("/memory/kv/clear", {"tenant": "other"}, direct=True)["cleared"] == 0
+    assert cleared.ask("/memory/kv/clear", {"tenant": row["tenant"]}, direct=True)["cleared"] > 0
+    assert rows(cleared) == []
+    assert cached(cleared, TEXT) == 0
