@@ -7,7 +7,7 @@ import random
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,10 @@ class StoreRig:
     def store(self, keep: int | None = None, ram_bytes: int = PLENTY, **tiers: Any) -> Iterator[OpenStore]:
         """Opens a store for the context."""
         changed = threading.Event()
-        grant = grant_for(self.grant.path, kv_type=self.grant.kv_type, kv=KvTiers(ram_bytes=ram_bytes, **tiers))
+        grant = replace(self.grant, kv=KvTiers(ram_bytes=ram_bytes, **tiers))
         store = open_store(self.context, grant, fingerprint(Path(self.grant.path)), keep, changed.set)
         try:
-            yield OpenStore(store, changed)
+            yield OpenStore(store, changed, grant.kv)
         finally:
             store.close(30.0)
 
@@ -113,6 +113,12 @@ class OpenStore:
 
     store: TieredStore
     changed: threading.Event
+    tiers: KvTiers
+
+    def attach(self, rig: StoreRig) -> None:
+        """Goes on with the context of `rig`."""
+        grant = replace(rig.grant, kv=self.tiers)
+        self.store.attach(rig.context, grant, fingerprint(Path(grant.path)))
 
     def save(
         self, slot: int, tokens: array[int], checkpoints: Sequence[Checkpoint] = (), **more: Any

@@ -160,10 +160,9 @@ class Arena:
         Without memory there is none.
         """
         size = rounded(count_bytes)
-        if any(region.size >= size for region in self._spare.copy()):
-            self.trim(most_spare)
-        elif size <= most_spare:
-            self.trim(most_spare - size)
+        makes = size <= most_spare and not any(region.size >= size for region in self._spare.copy())
+        self.trim(most_spare - size if makes else most_spare)
+        if makes:
             with contextlib.suppress(MemoryError):
                 self._keep(self._new(size))
 

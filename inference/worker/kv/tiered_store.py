@@ -197,6 +197,7 @@ class TieredStore:
         Sequences with images are not saved, because the numbers of images are valid in this process only.
         """
         began = time.perf_counter()
+        self.run()
         tokens = sequence.tokens
         if not self.enabled or not _is_text(tokens) or not self._holds_only(slot, len(tokens)):
             return False
@@ -227,7 +228,7 @@ class TieredStore:
         self._remove_prefixes(sequence, with_files=self._disk is None)
         if self._disk is not None:
             self._queue_write(stored)
-        self._prepare(sizes.all_bytes)
+        self._prepare(stored)
         self._counts.saves += 1
         self._counts.saved_bytes += sizes.all_bytes
         self._counts.save_seconds += time.perf_counter() - began
@@ -275,6 +276,7 @@ class TieredStore:
 
         Without room, or if the disk takes too long, it is not `fetching` and stays on disk.
         """
+        self.run()
         stored = self._stored.get(sequence)
         if stored in self._fetches:
             return
@@ -319,6 +321,7 @@ class TieredStore:
 
     def limit(self, ram_bytes: int) -> None:
         """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
+        self.run()
         self._ram_bytes = ram_bytes
         self._shrink(ram_bytes)
         self._arena.trim(max(0, ram_bytes - self._arena.used_bytes))
@@ -548,8 +551,8 @@ class TieredStore:
                 self._in_transit = None
             return None
 
-    def _shrink(self, ram_bytes: int) -> None:
-        """Evicts sequences until the others take at most `ram_bytes` of host memory.
+    def _shrink(self, ram_bytes: int, apart: _Stored | None = None) -> None:
+        """Evicts sequences, but not `apart`, until the others take at most `ram_bytes` of host memory.
 
         Those that were fetched for a request leave last; before them those that are pinned; before them those that are
         not on disk yet. Those that are being written stay.
@@ -565,7 +568,7 @@ class TieredStore:
         inside = [
             stored
             for stored in self._stored.values()
-            if stored.region is not None and not stored.being_written and stored is not self._in_transit
+            if stored.region is not None and not stored.being_written and stored not in (self._in_transit, apart)
         ]
         for stored in sorted(inside, key=place):
             self._evict(stored)
@@ -589,13 +592,14 @@ class TieredStore:
         if not waits and (stored.file is not None or stored in self._unwritten):
             self._evict(stored)
 
-    def _prepare(self, count_bytes: int) -> None:
+    def _prepare(self, saved: _Stored) -> None:
         """Evicts ahead and prepares memory in the background, so that the next save only copies."""
-        if SPARE_SHARE * count_bytes > self._ram_bytes:
+        size = rounded(saved.sizes.all_bytes)
+        if SPARE_SHARE * size > self._ram_bytes:
             return
-        self._shrink(self._ram_bytes - count_bytes)
-        most_spare = min(2 * count_bytes, self._ram_bytes - self._ram_used)
-        self._memory_jobs.add(lambda: self._arena.prepare(count_bytes, most_spare))
+        self._shrink(self._ram_bytes - size, apart=saved)
+        most_spare = min(2 * size, self._ram_bytes - self._ram_used)
+        self._memory_jobs.add(lambda: self._arena.prepare(size, most_spare))
 
     # --- the disk -----------------------------------------------------------------------------------------------------
     def _queue_write(self, stored: _Stored) -> None:
