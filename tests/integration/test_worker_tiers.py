@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from inference.worker.kv.stored_sequences import StoredSequence
 from inference.worker.steps import Checkpoint
+from inference.worker.stored_sequences import StoredSequence
 from tests.rigs.store_rig import PLENTY, OpenStore, StoreRig, family, random_tokens, store_rig
 
 
@@ -118,7 +118,7 @@ def test_what_leaves_memory_stays_on_disk(rig: StoreRig, disk: dict[str, Any]) -
         assert old.in_ram
         rig.context.remove(1)
         assert opened.store.load(1, old, [])
-        assert not opened.store.was_fetched(old)
+        assert not old.fetched
         assert rig.go_on(1, [*old.tokens, 5]) == rig.cold([*old.tokens, 5])
 
 
@@ -402,6 +402,9 @@ def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str
             assert counts.disk_sequences == sum(sequence.on_disk for sequence in held)
             assert counts.ram_bytes <= limit + 2 * one, "at most one in transit and one that is being written"
             assert all(sequence.in_ram or sequence.on_disk for sequence in held)
+        for sequence in [sequence for sequence in store.catalog if sequence.fetched]:
+            rig.context.remove(0)
+            assert store.load(0, sequence, [])
         store.limit(0)
         opened.wait(lambda: store.counts().ram_bytes == 0)
         assert store.counts().invalid == 0

@@ -158,7 +158,7 @@ def test_times_can_be_changed_in_a_complete_entry() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
-    [(b"HGKVSEQ1", b"HGKVSEQ9", "not an entry"), (b"tenant", b"nobody", "metadata"), (b",64]", b",65]", "checkpoints")],
+    [(b"HGKVSEQ1", b"HGKVSEQ9", "not an entry"), (b"tenant", b"renter", "metadata"), (b",64]", b",65]", "checkpoints")],
 )
 def test_an_entry_of_another_version_is_invalid(old: bytes, new: bytes, reason: str) -> None:
     """Its mark, its metadata or its sizes are unknown, although its checksums are right."""

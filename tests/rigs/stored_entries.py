@@ -16,7 +16,7 @@ from typing import Any
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.disk_tier import DiskTier
 from inference.worker.kv.entry_format import Head, decode_head, decode_prefix, encode_head
-from inference.worker.kv.stored_sequences import StoredSequence
+from inference.worker.stored_sequences import StoredSequence
 
 KEY: Mapping[str, Any] = {"files": [["tiny.gguf", 1, 2]], "kv_type": "f16"}
 PLENTY = 2**30
@@ -71,7 +71,7 @@ def read(tier: DiskTier, number: int) -> int:
     """Reads a file and checks its content; its number."""
     arena = Arena()
     arena.open()
-    region, head = tier.read(sequence_of(number), lambda size: arena.allocate(size, PLENTY), arena.release)
+    region, head = tier.read(sequence_of(number), arena, PLENTY)
     found = _checked(head, region)
     arena.release(region)
     arena.close()

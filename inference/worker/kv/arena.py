@@ -138,10 +138,11 @@ class Arena:
             self._end = alive
             os.ftruncate(self._handle, alive)
 
-    def allocate(self, count_bytes: int, most_bytes: int) -> Region:
+    def allocate(self, count_bytes: int, most_bytes: int, *, maps: bool = True) -> Region:
         """A region of at least `count_bytes`, marked as being written.
 
-        Spare regions are released so that the arena has at most `most_bytes` if possible. Raises MemoryError.
+        Spare regions are released so that the arena has at most `most_bytes` if possible. Without `maps` the pages of a
+        new region are not mapped yet, for `fill`. Raises MemoryError.
         """
         size = rounded(count_bytes)
         with self._lock:
@@ -152,7 +153,27 @@ class Arena:
         if region is not None:
             return self._cut(region, size)
         self.trim(max(0, most_bytes - self.used_bytes - size))
-        return self._new(size)
+        return self._new(size, maps=maps)
+
+    def fill(self, region: Region, at: int, handle: int, count: int) -> None:
+        """Copies `count` bytes from the open file `handle` to the same place `at` in a region, as far as it goes.
+
+        In a region that is not mapped, the kernel copies from its cache into new pages, which it need not clear. One
+        thread at a time. Raises OSError.
+        """
+        done = 0
+        while done < count:
+            if region.is_ready:
+                copied = os.preadv(handle, [region.view[at + done : at + count]], at + done)
+            else:
+                os.lseek(self._handle, region.offset + at + done, os.SEEK_SET)
+                copied = os.sendfile(self._handle, handle, at + done, count - done)
+            if copied == 0:
+                return
+            done += copied
+        if not region.is_ready:
+            start = at // PAGE * PAGE
+            _madvise(region.address + start, at + count - start, _POPULATE_READ)
 
     def prepare(self, count_bytes: int, most_spare: int) -> None:
         """Makes a spare region of this size, unless there is one, and trims the others to `most_spare` in total.
@@ -215,7 +236,7 @@ class Arena:
             self._handle = -1
 
     # --- regions ------------------------------------------------------------------------------------------------------
-    def _new(self, size: int) -> Region:
+    def _new(self, size: int, *, maps: bool = True) -> Region:
         with self._lock:
             offset, self._end = self._end, self._end + size
             if self._handle >= 0:
@@ -223,13 +244,14 @@ class Arena:
         try:
             if self._handle >= 0:
                 os.pwrite(self._handle, blank_header(size), offset)  # before the pages, so that a scan finds them
-                os.posix_fallocate(self._handle, offset, size)
-            region = self._map(offset, size)
+                if maps:
+                    os.posix_fallocate(self._handle, offset, size)
+            region = self._map(offset, size, is_ready=maps or self._handle < 0)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._punch(offset, size)
             raise MemoryError(f"no host memory for {size} bytes ({error.strerror})") from error
-        if sys.platform == "linux":
+        if maps and sys.platform == "linux":
             _madvise(region.address, size, _POPULATE_WRITE)
         region.view[:HEADER_BYTES] = blank_header(size)
         return region

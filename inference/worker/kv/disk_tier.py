@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference.worker.kv.arena import Region
+from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.entry_format import (
     HEADER_BYTES,
     Head,
@@ -147,12 +147,10 @@ class DiskTier:
             self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
         return removed
 
-    def read(
-        self, sequence: StoredSequence, allocate: Callable[[int], Region], release: Callable[[Region], None]
-    ) -> tuple[Region, Head]:
-        """Reads the entry of a sequence into a region of `allocate` and verifies it; the region is not committed.
+    def read(self, sequence: StoredSequence, arena: Arena, most_bytes: int) -> tuple[Region, Head]:
+        """Reads the entry of a sequence into a region of `arena` and verifies it; the region is not committed.
 
-        Raises FileNotFoundError, OSError, InvalidEntryError, and what `allocate` raises; then there is no region.
+        `most_bytes`: see `Arena.allocate`. Raises FileNotFoundError, OSError, InvalidEntryError and MemoryError.
         """
         handle = os.open(self._own / self.name_of(sequence), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -161,11 +159,11 @@ class DiskTier:
                 raise InvalidEntryError("of another sequence")
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(handle, 0, head.sizes.all_bytes, os.POSIX_FADV_SEQUENTIAL)
-            region = allocate(head.sizes.all_bytes)
+            region = arena.allocate(head.sizes.all_bytes, most_bytes, maps=False)
             try:
-                self._read_states(handle, head, region.view)
+                self._read_states(handle, head, arena, region)
             except BaseException:
-                release(region)
+                arena.release(region, spare=True)
                 raise
             set_progress(encoded, Progress.WRITING)
             region.view[: len(encoded)] = encoded
@@ -230,14 +228,16 @@ class DiskTier:
             raise InvalidEntryError("made for another form of the model")
         return encoded, head
 
-    def _read_states(self, handle: int, head: Head, target: memoryview) -> None:
+    def _read_states(self, handle: int, head: Head, arena: Arena, region: Region) -> None:
+        """Reads the states into `region`. They are not right if the file becomes shorter meanwhile."""
         size, states = head.sizes.all_bytes, StatesSum()
         for at in range(head.sizes.state_at, size, PIECE_BYTES):
-            piece = target[at : min(at + PIECE_BYTES, size)]
-            _read_exactly(handle, piece, at)
-            states.update(piece)
+            end = min(at + PIECE_BYTES, size)
+            arena.fill(region, at, handle, end - at)
+            states.update(region.view[at:end])
         if states.intdigest() != head.states_sum:
             raise InvalidEntryError("damaged: the checksum of its states is wrong")
+        region.is_ready = True
 
     def _create(self, path: Path, count_bytes: int) -> int:
         """A new file of this size, with a lock that shows that its writer runs."""

@@ -47,7 +47,7 @@ FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
 SPARE_SHARE = 4
-"""Memory for the next sequence is prepared if so many of them fit into the limit."""
+"""Memory for the next sequence is prepared if at least this number of them fits into the limit."""
 
 
 def open_store(
@@ -670,11 +670,7 @@ class TieredStore:
         failure: Exception | None = None
         try:
             assert disk is not None
-            region, head = disk.read(
-                stored.sequence,
-                lambda count: self._arena.allocate(count, self._ram_bytes),
-                lambda failed: self._arena.release(failed, spare=True),
-            )
+            region, head = disk.read(stored.sequence, self._arena, self._ram_bytes)
         except (OSError, MemoryError, InvalidEntryError) as error:
             failure = error
         except Exception as error:
