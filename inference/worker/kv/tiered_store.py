@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from inference.file_stamp import Fingerprint, fingerprint
+from inference.file_stamp import Fingerprint
 from inference.worker import llama
 from inference.worker.kv.arena import Arena, Region, rounded
 from inference.worker.kv.background_jobs import Apply, BackgroundJobs
 from inference.worker.kv.catalog import Catalog
+from inference.worker.kv.context_states import ContextStates
 from inference.worker.kv.disk_tier import AbandonedError, DiskTier, FoundEntry
 from inference.worker.kv.entry_format import (
     HEADER_BYTES,
@@ -30,8 +31,7 @@ from inference.worker.kv.entry_format import (
     encode_head,
 )
 from inference.worker.kv.retention_policies import POLICIES, leaves_after
-from inference.worker.llama import sequence_state
-from inference.worker.llama.binding import lib
+from inference.worker.kv.sequence_key import sequence_key
 from inference.worker.steps import Checkpoint
 from inference.worker.stored_sequences import StoredSequence
 from inference.worker_link import Grant, KvCounts, KvTiers
@@ -67,23 +67,6 @@ def open_store(
     return store
 
 
-def sequence_key(grant: Grant, files: Fingerprint) -> dict[str, Any]:
-    """The properties that must be equal for a state to be valid, as JSON returns them.
-
-    Files have names and no inodes, so that a new container of the same image finds its sequences. The number of
-    sequences and the devices are left out, because a state does not depend on them.
-    """
-    library = fingerprint(Path(lib._lib._name))
-    return {
-        "files": [[Path(path).name, size, modified] for path, (size, modified, _inode) in files],
-        "kv_type": grant.kv_type,
-        "flash_attention": grant.flash_attention,
-        "swa_full": grant.swa_full,
-        "context_length": grant.context_length,
-        "library": [[Path(path).name, size, modified] for path, (size, modified, _inode) in library],
-    }
-
-
 @dataclass(slots=True)
 class _Counts:
     """The counters of `KvCounts` that the store keeps."""
@@ -107,21 +90,6 @@ class _Counts:
     disk_write_seconds: float = 0.0
     disk_read_bytes: int = 0
     disk_read_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What kinds of layers a model has. `is_recurrent`: no attention at all."""
-
-    has_window: bool
-    has_partial: bool
-    is_recurrent: bool
-
-
-def _form(context: llama.Context) -> _Form:
-    model = context.model
-    has_window = int(lib.llama_model_n_swa(model.handle)) > 0
-    return _Form(has_window, has_window or model.keeps_whole_state, bool(lib.llama_model_is_recurrent(model.handle)))
 
 
 @dataclass(slots=True, eq=False)
@@ -155,12 +123,10 @@ class TieredStore:
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._context = context
-        self._form = _form(context)
+        self._states = ContextStates(context)
         self._key = dict(key)
         self._arena = arena
         self._clock = clock
-        self._tiers = tiers
         self._policy = POLICIES[tiers.policy]
         self._ram_bytes = tiers.ram_bytes
         self._disk = _disk_tier(tiers, self._key, clock)
@@ -199,22 +165,19 @@ class TieredStore:
         began = time.perf_counter()
         self.run()
         tokens = sequence.tokens
-        if not self.enabled or not _is_text(tokens) or not self._holds_only(slot, len(tokens)):
+        if not self.enabled or not _is_text(tokens) or not self._states.holds_only(slot, len(tokens)):
             return False
         kept = [item for item in checkpoints if item.state is not None]
         sequence.checkpoints = tuple((item.position, item.oldest) for item in kept)
         if self._replaces(sequence):
             return True
-        handle = self._context.handle
-        state_bytes = sequence_state.count_bytes(handle, slot)
-        partial_at = sequence_state.partial_at(handle, slot) if self._form.has_partial else 0
+        state_bytes, partial_at = self._states.measure(slot)
         head, sizes = encode_head(sequence, self._key, state_bytes, [item.state.nbytes for item in kept], partial_at)
         stored = _Stored(sequence, sizes, partial_at)
         region = self._region_for(stored)
         if region is None:
             return False
-        room = region.size - sizes.state_at
-        if sequence_state.read(handle, slot, region.address + sizes.state_at, room) != state_bytes:
+        if not self._states.read(slot, region.array(sizes.state_at, state_bytes)):
             log.warning("sequence not saved: llama.cpp did not return its state: tokens=%d", len(tokens))
             self._release(region)
             self._in_transit = None if self._in_transit is stored else self._in_transit
@@ -246,16 +209,8 @@ class TieredStore:
         region, sizes = stored.region, stored.sizes
         self._arena.prefault(region)
         state = region.array(sizes.state_at, sizes.state_bytes)
-        streams = self._other_streams(slot, state)
-        if streams:
-            state = sequence_state.with_streams(
-                state, streams, stored.partial_at, second_has_streams=self._form.has_window
-            )
-        taken = sequence_state.write(self._context.handle, slot, state.ctypes.data, state.size)
-        last = sequence_state.bounds(self._context.memory, slot)[1]
-        if taken != state.size or last != len(sequence.tokens) - 1:
+        if not self._states.write(slot, state, stored.partial_at, len(sequence.tokens)):
             log.warning("stored sequence removed: llama.cpp rejects its state: tokens=%d", len(sequence.tokens))
-            self._context.remove(slot)
             self._counts.invalid += 1
             self._remove(stored)
             return False
@@ -263,8 +218,7 @@ class TieredStore:
         for item in checkpoints:
             if (place := places.get(item.position)) is not None:
                 saved = region.array(sizes.checkpoints_at[place], sizes.checkpoint_bytes[place])
-                converts = streams and self._form.has_window
-                item.state = sequence_state.with_streams(saved, streams) if converts else saved.copy()
+                item.state = self._states.checkpoint(saved)
         self._loaded(stored)
         self._counts.loads += 1
         self._counts.loaded_bytes += sizes.all_bytes
@@ -328,7 +282,7 @@ class TieredStore:
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes of the state of `slot`."""
-        return sequence_state.count_bytes(self._context.handle, slot)
+        return self._states.measure(slot)[0]
 
     def counts(self) -> KvCounts:
         """Numbers for the heartbeat, without `hits_*` and `misses`."""
@@ -345,8 +299,7 @@ class TieredStore:
 
     def attach(self, context: llama.Context, grant: Grant, files: Fingerprint) -> None:
         """Goes on with another context of the model, after the earlier one was freed."""
-        self._context = context
-        self._tiers = grant.kv
+        self._states = ContextStates(context)
         self._policy = POLICIES[grant.kv.policy]
         key = sequence_key(grant, files)
         if key != self._key:
@@ -726,12 +679,6 @@ class TieredStore:
         return time.monotonic() - self._fetches[stored] > allowed
 
     # --- sequences ----------------------------------------------------------------------------------------------------
-    def _holds_only(self, slot: int, count: int) -> bool:
-        """Removes surplus cells of a slot; returns whether it then holds exactly `count` tokens."""
-        if sequence_state.bounds(self._context.memory, slot)[1] >= count:
-            self._context.remove(slot, count)
-        return sequence_state.bounds(self._context.memory, slot)[1] == count - 1
-
     def _replaces(self, sequence: StoredSequence) -> bool:
         """Whether the same tokens are in host memory already. `sequence` then takes their place in the catalog."""
         same = self._catalog.same(sequence.tokens, sequence.tenant)
@@ -752,19 +699,12 @@ class TieredStore:
         self._record_times(stored)
         return True
 
-    def _other_streams(self, slot: int, state: np.ndarray) -> int:
-        """The number of streams of the context if a state was saved with another number, else 0."""
-        if self._form.is_recurrent:
-            return 0
-        streams = sequence_state.empty_streams(self._context.handle, slot)
-        return streams if streams != sequence_state.streams(state) else 0
-
     def _remove_prefixes(self, sequence: StoredSequence, *, with_files: bool) -> None:
         """Removes sequences that `sequence` continues, if its end can be removed instead: they are never better.
 
         Their files stay until `sequence` has one.
         """
-        if not self._context.can_trim or self._context.window:
+        if not self._states.can_trim:
             return
         now = self._clock()
         found = self._catalog.candidates(sequence.tokens, sequence.tenant, len(sequence.tokens))
