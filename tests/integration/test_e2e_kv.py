@@ -68,7 +68,7 @@ def test_pinned_sequence_is_continued_by_a_new_worker_until_it_is_cleared(cleare
     wish = {"ids": [row["id"]], "seconds": 60}
     assert cleared.ask("/memory/kv/pin", wish, direct=True)["pinned"] == 1
     cleared.ask("/models/demo/restart", {}, direct=True, seconds=60)
-    (stored,) = rows(cleared)
+    (stored,) = wait_until("the new worker has read them", lambda: rows(cleared))
     assert (stored["id"], stored["tiers"], stored["tokens"]) == (row["id"], ["ram"], row["tokens"])
     assert stored["pinned_until"] is not None
     assert cached(cleared, TEXT) > 100
