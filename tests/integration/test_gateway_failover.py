@@ -150,11 +150,11 @@ async def test_request_that_no_model_can_serve_is_refused(gateway: Gateway, fake
 async def test_4xx_of_the_request_is_passed_on_without_a_fallback(
     gateway: Gateway, fake: FakeInference, code: Code, stream: bool
 ) -> None:
-    fake.answers["demo"] = Answer(refuse=code, message="9000 tokens, 2048 fit")
+    fake.answers["demo"] = Answer(refuse=code, message=f"{code}: 9000 tokens, 2048 fit")
     answer = await gateway.chat(stream=stream)
     error = answer.json()["error"]
     assert answer.status_code in (400, 422)
-    assert (error["code"], error["message"]) == (code, "9000 tokens, 2048 fit")
+    assert (error["code"], error["message"]) == (code, f"{code}: 9000 tokens, 2048 fit")
     assert answer.headers["x-should-retry"] == "false"
     assert (answer.headers["x-headgate-tier"], answer.headers["x-headgate-attempts"]) == ("none", "1")
     assert fake.seen_for("demo-mini") == []
