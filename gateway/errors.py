@@ -21,7 +21,7 @@ from inference.protocol import CODES, Code, error_body
 class GatewayError(Exception):
     """Base of errors that a client gets, with `code`, `status`, `retryable` and `retry_after` (seconds).
 
-    `retryable` says whether a retry may help: as the code says, unless it is given.
+    `retryable`: whether a retry may help. The default depends on the code.
     """
 
     def __init__(

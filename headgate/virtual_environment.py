@@ -50,7 +50,7 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that `.venv` can be made with."""
+    """A Python interpreter that can create `.venv`."""
 
     executable: str
     version: tuple[int, int, int]
@@ -80,7 +80,7 @@ class Interpreter:
 def is_optimized(configured: str, prefix: str) -> bool:
     """Whether an interpreter is optimized, from its `configure` arguments and its prefix.
 
-    Interpreters of distributions are. Debian's arguments do not show it, so the prefix `/usr` counts.
+    Interpreters of distributions are optimized. Debian's arguments do not show it, so the prefix `/usr` is enough.
     """
     return "--enable-optimizations" in configured or prefix == "/usr"
 
@@ -99,7 +99,10 @@ def installed_interpreters(path: str) -> list[Interpreter]:
 
 
 def best_interpreter(own: Interpreter, others: Sequence[Interpreter]) -> Interpreter:
-    """`own`, or the optimized one of the nearest minor version when `own` is not optimized; of several the newest."""
+    """`own` if it is optimized or no usable interpreter is; otherwise the optimized one with the nearest minor version.
+
+    Of several with this minor version, the newest is returned.
+    """
     better = [other for other in others if other.optimized and other.is_standard and other.version[0] == own.version[0]]
     if own.optimized or not better:
         return own

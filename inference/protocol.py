@@ -145,7 +145,7 @@ def error_body(
     type: str | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The OpenAI error envelope; `details` (numbers behind the message) goes to `error.headgate`.
+    """The OpenAI error envelope; `details` (the numbers in the message) goes to `error.headgate`.
 
     `type` defaults to the type of the code; for codes of providers to `server_error`.
     """
@@ -280,7 +280,7 @@ _PROGRESS = re.compile(rb": headgate (queued|loading|prefill) (\d+)(?:/(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a waiting stream: place in the queue, percent loaded, or computed prompt tokens of all."""
+    """The progress of a waiting stream: place in the queue, percent loaded, or computed and total prompt tokens."""
 
     stage: Stage
     done: int

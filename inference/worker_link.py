@@ -65,10 +65,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class KvTiers:
-    """Where sequences are stored that have no slot. `directory` None means not on disk.
+    """Where sequences without a slot are stored. `directory` None means not on disk.
 
-    `policy`: lru, priority or hybrid. `threshold`: the share of slots in use from which on idle sequences are saved
-    while others run. `prefetch`: waiting requests have their sequences read from disk.
+    `policy`: lru, priority or hybrid. `threshold`: idle sequences are saved while others run when at least this share
+    of the slots is in use. `prefetch`: waiting requests have their sequences read from disk.
     """
 
     ram_bytes: int = 0

@@ -108,9 +108,10 @@ def _headers(limit_statuses: Sequence[core.LimitStatus]) -> tuple[tuple[str, str
 class Meter:
     """Counts the tokens of one request of a limited key, while the context is open.
 
-    An answer with a usage is charged that usage, and at least one token per piece: the usage of a resumed answer is
-    that of its last attempt. An interrupted answer is charged the estimate of its prompt and a token per piece; where
-    tokens are limited, pieces of local answers are single tokens. A request that ends in an error is charged none.
+    An answer with a usage is charged this usage, but at least one token per piece, because the usage of a resumed
+    answer covers only its last attempt. An interrupted answer is charged the estimate of its prompt and a token per
+    piece; where tokens are limited, pieces of local answers are single tokens. A request that ends in an error is
+    charged none.
     """
 
     def __init__(self, limiter: Limiter, key: Key, exchange: Exchange, number: int) -> None:

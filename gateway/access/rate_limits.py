@@ -18,11 +18,11 @@ from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 BYTES_PER_TOKEN = 4
-"""Estimate for prompts, in bytes of UTF-8 text."""
+"""An estimate for prompts, whose text is counted in bytes of UTF-8."""
 IMAGE_TOKENS = 1000
-"""Estimate for each data: URL."""
+"""An estimate for each data: URL."""
 ANSWER_TOKENS = 500
-"""Estimate for an answer without `max_tokens`."""
+"""An estimate for an answer without `max_tokens`."""
 UNKNOWN_SECONDS = 1.0
 """Expected time until a request ends if there is no mean duration yet."""
 

@@ -86,7 +86,7 @@ class CacheControl(Struct, kw_only=True, omit_defaults=True):
 
 # --- content ----------------------------------------------------------------------------------------------------------
 class TextBlock(Closed, kw_only=True, tag_field="type", tag="text"):
-    """Text."""
+    """A content block with text."""
 
     text: str
     citations: Any = None
@@ -94,7 +94,7 @@ class TextBlock(Closed, kw_only=True, tag_field="type", tag="text"):
 
 
 class Base64Image(Closed, kw_only=True, tag_field="type", tag="base64"):
-    """An image in the request."""
+    """The source of an image, as base64."""
 
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: Text
@@ -113,7 +113,7 @@ class ImageAddress(Closed, kw_only=True, tag_field="type", tag="url"):
 
 
 class ImageBlock(Closed, kw_only=True, tag_field="type", tag="image"):
-    """An image."""
+    """A content block with an image."""
 
     source: Annotated[Base64Image | ImageAddress, Meta(extra=refused_types({"file": _NO_FILES}.get))]
     transformations: Any = None
@@ -121,14 +121,14 @@ class ImageBlock(Closed, kw_only=True, tag_field="type", tag="image"):
 
 
 class Base64Pdf(Closed, kw_only=True, tag_field="type", tag="base64"):
-    """A PDF in the request."""
+    """The source of a PDF, as base64."""
 
     media_type: Literal["application/pdf"]
     data: Text
 
 
 class TextSource(Closed, kw_only=True, tag_field="type", tag="text"):
-    """A document of text."""
+    """The source of a plain text document."""
 
     data: str
     media_type: Literal["text/plain"] | None = None
@@ -144,7 +144,7 @@ _DOCUMENTS = {"url": _NO_FETCHING, "file": _NO_FILES, "content": "send its block
 
 
 class DocumentBlock(Closed, kw_only=True, tag_field="type", tag="document"):
-    """A document."""
+    """A content block with a document."""
 
     source: Annotated[Base64Pdf | TextSource, Meta(extra=refused_types(_DOCUMENTS.get))]
     title: str | None = None
@@ -157,7 +157,7 @@ ShownBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock
 
 
 class ToolResultBlock(Closed, kw_only=True, tag_field="type", tag="tool_result"):
-    """The result of a tool call."""
+    """A content block with the result of a tool call."""
 
     tool_use_id: Text
     content: Annotated[
@@ -175,7 +175,7 @@ class ToolResultBlock(Closed, kw_only=True, tag_field="type", tag="tool_result")
 
 
 class ToolUseBlock(Closed, kw_only=True, tag_field="type", tag="tool_use"):
-    """A tool call of the assistant."""
+    """A content block with a tool call of the assistant."""
 
     id: Text
     name: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -289,7 +289,7 @@ class ThinkingBetweenTools(Closed, kw_only=True, tag_field="type", tag="between_
 
 
 class DisabledThinking(Closed, kw_only=True, tag_field="type", tag="disabled"):
-    """No reasoning."""
+    """The setting for no reasoning."""
 
 
 Thinking: TypeAlias = EnabledThinking | AdaptiveThinking | ThinkingBetweenTools | DisabledThinking

@@ -62,19 +62,19 @@ MAX_METADATA = 16
 
 # --- content ----------------------------------------------------------------------------------------------------------
 class InputText(Extensible, kw_only=True, tag_field="type", tag="input_text"):
-    """Text of the client."""
+    """A content part with text of the client."""
 
     text: str
 
 
 class OutputText(Extensible, kw_only=True, tag_field="type", tag="output_text"):
-    """Text of the assistant."""
+    """A content part with text of the assistant."""
 
     text: str
 
 
 class InputImage(Extensible, kw_only=True, tag_field="type", tag="input_image"):
-    """An image."""
+    """A content part with an image, as a data: URL or an address."""
 
     image_url: ImageUrlText | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -82,7 +82,7 @@ class InputImage(Extensible, kw_only=True, tag_field="type", tag="input_image"):
 
 
 class InputFile(Extensible, kw_only=True, tag_field="type", tag="input_file"):
-    """A file."""
+    """A content part with a file."""
 
     file_data: (
         Annotated[
@@ -105,14 +105,14 @@ ItemContent = Annotated[str | list[ContentPart], Meta(extra=expected("a string o
 
 # --- items ------------------------------------------------------------------------------------------------------------
 class MessageItem(Extensible, kw_only=True, tag_field="type", tag="message"):
-    """A message."""
+    """An input item that is a message."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemContent
 
 
 class FunctionCallItem(Extensible, kw_only=True, tag_field="type", tag="function_call"):
-    """A function call of the assistant."""
+    """An input item that is a function call of the assistant."""
 
     call_id: Text
     name: Text
@@ -136,7 +136,7 @@ class ReasoningText(Extensible, kw_only=True):
 
 
 class ReasoningItem(Extensible, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning of the assistant."""
+    """An input item that is reasoning of the assistant."""
 
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
@@ -221,15 +221,15 @@ class AllowedTools(Extensible, kw_only=True, tag_field="type", tag="allowed_tool
 
 # --- options ----------------------------------------------------------------------------------------------------------
 class TextFormat(Extensible, kw_only=True, tag_field="type", tag="text"):
-    """Free text."""
+    """A format without restrictions."""
 
 
 class JsonObjectFormat(Extensible, kw_only=True, tag_field="type", tag="json_object"):
-    """A JSON object."""
+    """The format of any JSON object."""
 
 
 class SchemaFormat(Extensible, kw_only=True, tag_field="type", tag="json_schema"):
-    """JSON of a schema."""
+    """The format of JSON that satisfies a schema."""
 
     name: Text
     schema: Object
@@ -255,7 +255,7 @@ class ReasoningOptions(Extensible, kw_only=True):
 
 
 class ResponsesStreamOptions(Extensible, kw_only=True):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_obfuscation: bool | None = None
 

@@ -92,7 +92,7 @@ class Breaker:
         self._machine.set_rule(rule)
 
     def _changed(self, before: BreakerState, after: BreakerState) -> None:
-        """The state machine changed its state, or was reset in the same one."""
+        """The state machine changed its state, or was reset without a change of the state."""
         self._permits.new_epoch()
         self._window.clear()
         self._ramp = Ramp(self._clock()) if after is CLOSED and before is HALF_OPEN else None
@@ -245,7 +245,7 @@ class Breaker:
     def settle_recovery_probe(self, permit: Permit, finding: Finding, detail: str) -> None:
         """Record the finding of the probe under `permit`: GOOD ends the open period now, BAD extends it.
 
-        UNKNOWN has no effect, and neither has a late finding. The next attempt still is a probe.
+        UNKNOWN has no effect, and neither has a late finding. The next attempt is still a probe.
         """
         self._permits.outstanding -= 1
         self.last_probe = detail
@@ -282,7 +282,7 @@ class Breaker:
 
     @property
     def open_for(self) -> float | None:
-        """Seconds until a probe may pass; None when an attempt may pass now. Advisory: the permit decides."""
+        """Seconds until a probe may pass; None when an attempt may pass now. An estimate: `acquire` decides."""
         state = self._machine.state
         if state is CLOSED:
             return None

@@ -88,7 +88,7 @@ class BreakerFile(BreakerStore):
         except HeadgateError as error:
             log.warning("all breakers start closed: %s", error)
             return
-        # no open period is longer than when it was written, even if the wall clock was set back since
+        # an open period is not longer than when it was written, even if the wall clock was set back since then
         now, providers = max(self._wall(), written), self._providers()
         for provider, model, until in found:
             remaining = min(until - now, MAX_RETRY_AFTER_SECONDS)

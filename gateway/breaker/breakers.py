@@ -209,7 +209,7 @@ class Breakers:
         return Lease((_HeldPermit(outer, first), _HeldPermit(inner, second)), self, (provider, model))
 
     def open_for(self, provider: str, model: str) -> float | None:
-        """Seconds until the pair may be tried, None when now. Advisory: the permit decides."""
+        """Seconds until the pair may be tried, None when now. An estimate: `acquire` decides."""
         longest = None
         for key in ((provider, ""), (provider, model)):
             breaker = self._breakers.get(key)

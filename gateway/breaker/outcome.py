@@ -202,7 +202,7 @@ _BY_LOCAL_CODE: Mapping[str, Scope | Reason] = {
 }
 
 _BREAKING = frozenset({Code.MODEL_FAILED, Code.DEVICE_LOST})
-"""The worker or its device died, which ends all its requests by one event."""
+"""The worker or its device failed, which ends all its requests by one event."""
 
 PAYMENT_REQUIRED = 402
 """The account is empty: further requests would fail too."""

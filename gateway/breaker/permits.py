@@ -51,7 +51,7 @@ class Rule:
 class Permit(NamedTuple):
     """The right to make one attempt until `expires` (monotonic seconds).
 
-    `on_trial`: the rest of a probe's attempt whose first content was recorded as the recovery.
+    `on_trial`: for the rest of a probe's attempt after its first content was recorded as the recovery.
     """
 
     epoch: int
@@ -107,7 +107,7 @@ class Permits:
     def renew(self, permit: Permit, *, on_trial: bool) -> Permit:
         """A permit of the present epoch for the rest of a probe's attempt, after its success was recorded.
 
-        It is not a probe's. `on_trial`: a failure before any other attempt succeeds undoes the recovery.
+        It is not the permit of a probe. `on_trial`: a failure before any other attempt succeeds undoes the recovery.
         """
         self._issued += 1
         return Permit(self.epoch, self._issued, False, permit.expires, on_trial)
@@ -121,14 +121,14 @@ class Permits:
         return permit.epoch == self.epoch and (not permit.is_probe or self.probe is permit)
 
     def release_probe(self, permit: Permit) -> None:
-        """Another attempt may be the probe, if `permit` was."""
+        """Allows another probe, if `permit` belonged to the probe."""
         if self.probe is permit:
             self.probe = None
 
     def is_new_event(self, permit: Permit, now: float) -> bool:
-        """Whether the break of a running attempt at `now` counts: the first one of an event does.
+        """Whether the break of a running attempt at `now` counts. Only the first break of an event counts.
 
-        One crash breaks all attempts that run at the time, so that later breaks of those are the same event.
+        One crash breaks all attempts that run at the time, so their later breaks belong to the same event.
         """
         if permit.number <= self._event_newest and now - self._event_at < ONE_EVENT_SECONDS:
             return False

@@ -20,7 +20,7 @@ MIN_PACE_SECONDS, MAX_PACE_SECONDS = 0.5, 4.0
 PACE_SHARE = 0.1
 """The time between recovery probes, as a share of the time since the breaker opened."""
 FALSE_RECOVERY_FACTOR = 8.0
-"""After each false recovery an open period must last this many times as long before a probe may end it."""
+"""After each false recovery, the time after which a probe may end an open period is multiplied by this number."""
 POSTPONE_SECONDS = 10.0
 """After a failed probe the open period lasts at least this long: longer than the slowest pace and one probe."""
 
@@ -60,14 +60,14 @@ class Finding(StrEnum):
 class Watch:
     """The probes of one breaker of the inference service while something is wrong. Times are monotonic seconds.
 
-    `suspected_at`: time of a failure that probes have yet to confirm. `trouble_since`: since when the breaker has not
-    been closed. `opened_at`: start of the present open period. `ended_early`: a probe ended that period.
-    `false_recoveries`: number of early ends that a failed user's request followed. `needs_memory`: it opened because
+    `suspected_at`: time of a failure that probes have yet to confirm. `not_closed_since`: since when the breaker has
+    not been closed. `opened_at`: start of the present open period. `ended_early`: a probe ended that period.
+    `false_recoveries`: number of early ends after which a request of a user failed. `needs_memory`: it opened because
     the service refused memory.
     """
 
     suspected_at: float | None = None
-    trouble_since: float | None = None
+    not_closed_since: float | None = None
     opened_at: float = 0.0
     probed_at: float | None = None
     ended_early: bool = False
@@ -93,7 +93,7 @@ def suspected(watch: Watch, now: float) -> Watch:
 def opened(watch: Watch, now: float, needs_memory: bool = False) -> Watch:
     """The breaker opened, or opened again."""
     return Watch(
-        trouble_since=now if watch.trouble_since is None else watch.trouble_since,
+        not_closed_since=now if watch.not_closed_since is None else watch.not_closed_since,
         opened_at=now,
         false_recoveries=watch.false_recoveries + watch.ended_early,
         needs_memory=needs_memory,
@@ -126,8 +126,8 @@ def due_at(watch: Watch, state: BreakerState) -> float | None:
     least = watch.opened_at + MIN_PACE_SECONDS * FALSE_RECOVERY_FACTOR**watch.false_recoveries
     if watch.probed_at is None:
         return least
-    trouble = watch.probed_at - (watch.opened_at if watch.trouble_since is None else watch.trouble_since)
-    pace = min(max(trouble * PACE_SHARE, MIN_PACE_SECONDS), MAX_PACE_SECONDS)
+    elapsed = watch.probed_at - (watch.opened_at if watch.not_closed_since is None else watch.not_closed_since)
+    pace = min(max(elapsed * PACE_SHARE, MIN_PACE_SECONDS), MAX_PACE_SECONDS)
     return max(least, watch.probed_at + pace)
 
 

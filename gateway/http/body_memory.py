@@ -17,7 +17,7 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are not counted: the number of connections bounds them."""
 
 LARGEST_AT_A_TIME = 16
-"""Bodies of the largest allowed size that may be held at a time, or more smaller ones."""
+"""Number of bodies of the largest allowed size that may be held at a time, or a larger number of smaller ones."""
 
 _RETRY_SECONDS = 1.0
 

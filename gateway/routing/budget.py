@@ -116,7 +116,7 @@ class Budget(NamedTuple):
         return self.attempts < self.limits.attempts and now < self.commit_by
 
     def share(self, started: float) -> float:
-        """Seconds that an attempt from `started` on may be silent or load while other candidates are left.
+        """Seconds that an attempt that began at `started` may be silent, or load, while other candidates remain.
 
         Where the client has the shorter limit, an attempt gets half of the remaining time, so that the next one still
         has a chance.
@@ -187,17 +187,17 @@ def _client_gap(budget: Budget, phase: Phase) -> Deadline:
     Half of the time is kept for the candidates that could resume; without any, all of it is used.
     """
     quiet_since = phase.last_activity if phase.opened or budget.quiet_since is None else budget.quiet_since
-    gone = quiet_since + budget.max_gap
-    return Deadline(gone, Due.CLIENT) if phase.last else Deadline((phase.last_activity + gone) / 2, Due.LOAD_WAIT)
+    latest = quiet_since + budget.max_gap
+    return Deadline(latest, Due.CLIENT) if phase.last else Deadline((phase.last_activity + latest) / 2, Due.LOAD_WAIT)
 
 
 def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
     """When a stream has been silent for `allowed` seconds; keep-alives postpone the deadline."""
-    mute = Deadline(phase.last_activity + allowed, Due.SILENCE)
+    silent = Deadline(phase.last_activity + allowed, Due.SILENCE)
     if phase.idle_since is None:
-        return mute
+        return silent
     bound = phase.idle_since + max(allowed, KEEP_ALIVE_FACTOR * limits.first_token)
-    return min(mute, Deadline(bound, Due.SILENCE, kept_alive=True), key=_AT)
+    return min(silent, Deadline(bound, Due.SILENCE, kept_alive=True), key=_AT)
 
 
 def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:

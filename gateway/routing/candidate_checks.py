@@ -6,8 +6,8 @@ by the model itself, and the next candidate is tried.
 
     time to first token = load + queue + prompt tokens / prefill rate
 
-The inference service measures all three. An unknown part counts as zero, so that it never defers a candidate; a later
-candidate counts as quicker only when its wait is known.
+The inference service measures all three. An unknown part counts as zero, so that no candidate is deferred because of
+it; a later candidate counts as quicker only when its wait is known.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fit(Enum):
     NOTHING = "nothing"
 
 
-def is_far(size_bytes: int, max_tokens: int | None, context_length: int) -> bool:
+def certainly_fits(size_bytes: int, max_tokens: int | None, context_length: int) -> bool:
     """Whether a body of `size_bytes` certainly fits the context, so that its tokens need not be counted."""
     return size_bytes / LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS + (max_tokens or 1) <= context_length
 

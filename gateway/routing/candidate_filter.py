@@ -113,7 +113,7 @@ class CandidateFilter:
             return None
         max_tokens = self._request.most_tokens(context)
         is_countable = self._request.endpoint.streams and not self._request.needs & _UNCOUNTED
-        if not is_countable or checks.is_far(self._request.size_bytes, max_tokens, context):
+        if not is_countable or checks.certainly_fits(self._request.size_bytes, max_tokens, context):
             return None
         if not self._counts and not self.may_hold_more(candidate, later):
             return None  # no other candidate could do better, and the model's own refusal has the numbers
@@ -147,7 +147,7 @@ class CandidateFilter:
             if room is None or room <= context:
                 continue
             max_tokens = self._request.most_tokens(room)
-            if checks.is_far(self._request.size_bytes, max_tokens, room):
+            if checks.certainly_fits(self._request.size_bytes, max_tokens, room):
                 return other
             tokens = await self._count(other, budget)
             if tokens is not None and checks.fit(tokens, max_tokens, room) is Fit.WHOLE:

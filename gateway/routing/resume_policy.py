@@ -17,7 +17,7 @@ from gateway.breaker.outcome import Failure, Ignore, Next, Verdict
 from gateway.routing.chain import Candidate
 from headgate.shared.bodies.openai_bodies import AnswerSoFar, CompletionRequest, Message
 
-MAX_HOPS = 2
+MAX_RESUMES = 2
 """Maximum number of resumes of one answer."""
 
 MAX_PAUSE_SECONDS = 5.0

@@ -148,7 +148,7 @@ class Answer:
         if isinstance(error, ExpiredError) and error.kept_alive:
             self._stalled.add(broken.candidate)
         if broken.reader.answered:
-            self._hops = self._hops_with_this
+            self._hops = self._resumes_with_this
             self._tried.clear()
             self._budget = None
         partial = sent.partial  # before `_obstacle`, which depends on it
@@ -172,8 +172,8 @@ class Answer:
         raise error
 
     @property
-    def _hops_with_this(self) -> int:
-        """The resumes of the answer once the current attempt, which gave a part of it, is over."""
+    def _resumes_with_this(self) -> int:
+        """The number of resumes after the current attempt, which has given a part of the answer."""
         return self._hops + (self._splice is not None)
 
     def _is_replaceable(self) -> bool:
@@ -182,19 +182,19 @@ class Answer:
         if sent.is_finished:
             return True
         partial = sent.partial  # before `_obstacle`, which depends on it
-        if self._obstacle(_SPILLED, self._hops_with_this) is not None:
+        if self._obstacle(_SPILLED, self._resumes_with_this) is not None:
             return False
         policy, kept = state.policy.route.resume, self._filter.select_again().kept
         order = resume_policy.resume_order(kept, self.attempt.candidate, _SPILLED, policy, partial, self._stalled)
         return any(_continuation(state, partial, candidate) is not None for candidate in order)
 
-    def _obstacle(self, verdict: Verdict, hops: int) -> str | None:
+    def _obstacle(self, verdict: Verdict, resumes: int) -> str | None:
         """Why the answer is not resumed at all; None when it may be."""
         if self._sent.has_begun and self._sent.obstacle is not None:
             return self._sent.obstacle
         if not resume_policy.is_resumable(verdict):
             return "refused"
-        return "failed" if hops >= resume_policy.MAX_HOPS else None
+        return "failed" if resumes >= resume_policy.MAX_RESUMES else None
 
     def _candidates(self, verdict: Verdict, partial: PartialAnswer) -> list[Candidate]:
         """The candidates to try, in order; records the reason for each of the others."""
@@ -284,7 +284,7 @@ def _attempt(state: RequestState, candidate: Candidate, body: AnyRequest, budget
     provider = state.gateway.registry.get(candidate.provider)
     if provider is None:
         return "its provider is gone"
-    lease = state.acquire(candidate, forced=True)  # the limit of a recovery must not cost an answer that has begun
+    lease = state.acquire(candidate, forced=True)  # a recovering breaker must not end an answer that has begun
     if isinstance(lease, Refused):
         return f"breaker {lease.by} is open for another {lease.retry_in:.1f} s"
     try:

@@ -238,7 +238,7 @@ def overlap(sent: str, text: str, final: bool) -> int | None:
 
 
 def stripped_white_space(sent: str, text: str, final: bool) -> int | None:
-    """The same for a prefill, from which the API strips the white space at the end of `sent`."""
+    """Like `overlap`, for a prefill, from which the API strips the white space at the end of `sent`."""
     space = sent[len(sent.rstrip()) :]
     if not final and len(text) < len(space) and space.startswith(text):
         return None

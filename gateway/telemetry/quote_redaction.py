@@ -19,7 +19,8 @@ LEFT_OUT = "[...]"
 WITHHELD = "[error message of a long request removed]"
 
 _STEP = QUOTE_CHARS // 2
-"""Every quote of QUOTE_CHARS contains a piece of the message that starts at a multiple of this and is as long."""
+"""The message is searched in consecutive pieces of this length: a quote of QUOTE_CHARS contains at least one of
+them."""
 
 
 def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:

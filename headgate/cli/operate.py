@@ -162,7 +162,7 @@ def _pin_duration(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if math.isinf(seconds):
-        raise argparse.ArgumentTypeError("a pin ends; use a time such as 2d")
+        raise argparse.ArgumentTypeError("a pin needs an end; use a duration such as 2d")
     return seconds
 
 

@@ -2,7 +2,7 @@
 order.
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. The kernel kills
-the children when the supervisor dies.
+the children when the supervisor ends.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def run(session: Session) -> int:
 def _children(plan: UpPlan, directory: Path) -> list[Child]:
     """The two services. The gateway is last, so that it stops first."""
     # The services read `.env` themselves, so that a reload sees changes. The gateway gets the address of this
-    # inference service whatever its file says.
+    # inference service, regardless of its configuration file.
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GATEWAY_INFERENCE__URL": plan.inference_url}
 
     def argv(name: str, host: str, port: int) -> list[str]:

@@ -34,5 +34,7 @@ def parse_kv_hint(text: str) -> KvHint:
     except ValueError:
         raise ValueError(f"needs a duration after `pin:`, for example pin:60s; it is {text[:40]!r}") from None
     if not 0 < seconds <= MOST_PIN_SECONDS:
-        raise ValueError(f"pins for more than 0 s and at most {format_duration(MOST_PIN_SECONDS)}; it is {text[:40]!r}")
+        raise ValueError(
+            f"must pin for more than 0 s and at most {format_duration(MOST_PIN_SECONDS)}; it is {text[:40]!r}"
+        )
     return KvHint("pin", seconds)

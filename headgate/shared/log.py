@@ -45,7 +45,7 @@ def quiet() -> None:
 
 
 def on_one_line(text: str) -> str:
-    """`text` with line breaks and control characters escaped: names that clients choose occur in messages."""
+    """`text` with line breaks and control characters escaped, because messages contain text from clients."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -19,7 +19,7 @@ _INT32 = 2**31 - 1
 
 Kind = Literal["integer", "number", "boolean", "strings"]
 Clouds = Literal["sent", "renamed", "left out", "tier skipped"]
-"""`sent`: where the provider has the parameter. `renamed`: the gateway sends the other parameter that it stands for.
+"""`sent`: where the provider has the parameter. `renamed`: the gateway sends the equivalent parameter.
 `tier skipped`: the tier is skipped, unless the value has no effect (false, 0)."""
 
 

@@ -49,8 +49,8 @@ from inference.protocol import (
 
 log = logging.getLogger(__name__)
 
-WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
-"""Interval of comments on a waiting stream: shorter than documented, so that a busy machine keeps it."""
+COMMENT_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
+"""Interval of comments on a waiting stream: shorter than the documented one, because a busy machine may be late."""
 _EXIT_SECONDS = 0.5
 BODY_SECONDS = 60.0
 """Time limit for the arrival of a body."""
@@ -187,7 +187,7 @@ class Relay:
     # --- waiting ---------------------------------------------------------------------------------------------------
     async def _wait_with_progress(self, ticket: Ticket, out: Response) -> Lease:
         while True:
-            lease = await ticket.wait(WORD_SECONDS)
+            lease = await ticket.wait(COMMENT_SECONDS)
             if lease is not None:
                 return lease
             await _send_progress(out, ticket.progress())
@@ -200,7 +200,7 @@ class Relay:
         flow: Flow | None = None
         try:
             while not asking.done():
-                await asyncio.wait({asking}, timeout=WORD_SECONDS)
+                await asyncio.wait({asking}, timeout=COMMENT_SECONDS)
                 if not asking.done():
                     await _send_progress(out, Progress("queued", 0))
             answer = asking.result()
@@ -259,7 +259,7 @@ class Relay:
             return self._authority.loss(model, lease.devices, exit.message)
         cause = exit.cause
         if cause is ExitCause.BROKEN_BUILD:
-            if not await self._authority.build_holds():
+            if not await self._authority.build_computes():
                 return BrokenBuild()
             cause = ExitCause.ASSERT  # later exits of this kind have the same cause
         failure = ModelFailed(

@@ -158,7 +158,9 @@ def _priority(headers: Headers) -> Priority:
         return Priority(value.lower())
     except ValueError:
         names = ", ".join(Priority)
-        raise InvalidRequestError(f"{H_PRIORITY} is one of {names}, not {value[:50]!r}", param=H_PRIORITY) from None
+        raise InvalidRequestError(
+            f"{H_PRIORITY} must be one of {names}, not {value[:50]!r}", param=H_PRIORITY
+        ) from None
 
 
 def _check_kv_hint(headers: Headers) -> None:
@@ -175,5 +177,7 @@ def _deadline(headers: Headers) -> float | None:
     if value is None:
         return None
     if not value.isascii() or not value.isdigit() or len(value) > 12:
-        raise InvalidRequestError(f"{H_DEADLINE} is a number of milliseconds, not {value[:50]!r}", param=H_DEADLINE)
+        raise InvalidRequestError(
+            f"{H_DEADLINE} must be a number of milliseconds, not {value[:50]!r}", param=H_DEADLINE
+        )
     return int(value) / 1000

@@ -20,7 +20,7 @@ from inference.protocol import DeviceState
 
 FIRST_READ_SECONDS = 1.0
 LAST_READ_SECONDS = 10.0
-DOUBT_SECONDS = 10.0
+SUSPECT_SECONDS = 10.0
 """How long an unreadable device stays usable; then a trial decides."""
 AGAIN_SECONDS = 60.0
 """Time between trials of a device that passes them but stays unreadable."""
@@ -37,26 +37,25 @@ class HealthEvent(StrEnum):
     """Events of a device."""
 
     UNREADABLE = "unreadable"
-    """unreadable"""
-    DOUBT = "doubt"
+    TRIAL_NEEDED = "trial needed"
     """a worker ended with the loss of the device, no process can reach it, or an operator requested a trial"""
     CLEARED = "cleared"
     """readable again, without problems"""
-    ILL = "ill"
+    DEGRADED = "degraded"
     """still computes, but has to be emptied"""
-    DEAD = "dead"
+    LOST = "lost"
     """does not compute, or is missing"""
     EMPTY = "empty"
     """no model is left on it"""
     OVERDUE = "overdue"
     """the time of the state is over"""
-    PROMISING = "promising"
+    TRIAL_ALLOWED = "trial allowed"
     """a new reading allows a trial"""
-    PASSED = "passed"
+    TRIAL_PASSED = "trial passed"
     COMPUTES = "computes"
     """a trial passed, but the device is unreadable"""
-    FAILED = "failed"
-    OUT_OF_REACH = "out of reach"
+    TRIAL_FAILED = "trial failed"
+    UNREACHABLE = "unreachable"
     """a trial failed, and only a restart of the service helps"""
 
 
@@ -81,27 +80,27 @@ _S, _E, _F = DeviceState, HealthEvent, Effect
 TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect, ...]]] = MappingProxyType(
     {
         (_S.HEALTHY, _E.UNREADABLE): (_S.SUSPECT, ()),
-        (_S.HEALTHY, _E.DOUBT): (_S.PROBING, (_F.PROBE,)),
-        (_S.HEALTHY, _E.ILL): (_S.DRAINING, (_F.DRAIN,)),
-        (_S.HEALTHY, _E.DEAD): (_S.LOST, (_F.LOSE,)),
+        (_S.HEALTHY, _E.TRIAL_NEEDED): (_S.PROBING, (_F.PROBE,)),
+        (_S.HEALTHY, _E.DEGRADED): (_S.DRAINING, (_F.DRAIN,)),
+        (_S.HEALTHY, _E.LOST): (_S.LOST, (_F.LOSE,)),
         (_S.SUSPECT, _E.CLEARED): (_S.HEALTHY, ()),
-        (_S.SUSPECT, _E.DOUBT): (_S.PROBING, (_F.PROBE,)),
+        (_S.SUSPECT, _E.TRIAL_NEEDED): (_S.PROBING, (_F.PROBE,)),
         (_S.SUSPECT, _E.OVERDUE): (_S.PROBING, (_F.PROBE,)),
-        (_S.SUSPECT, _E.ILL): (_S.DRAINING, (_F.DRAIN,)),
-        (_S.SUSPECT, _E.DEAD): (_S.LOST, (_F.LOSE,)),
+        (_S.SUSPECT, _E.DEGRADED): (_S.DRAINING, (_F.DRAIN,)),
+        (_S.SUSPECT, _E.LOST): (_S.LOST, (_F.LOSE,)),
         (_S.DRAINING, _E.EMPTY): (_S.QUARANTINED, ()),
         (_S.DRAINING, _E.OVERDUE): (_S.QUARANTINED, (_F.LOSE,)),
-        (_S.DRAINING, _E.DEAD): (_S.LOST, (_F.LOSE,)),
-        (_S.QUARANTINED, _E.PROMISING): (_S.PROBING, (_F.PROBE,)),
-        (_S.QUARANTINED, _E.DEAD): (_S.LOST, ()),
-        (_S.PROBING, _E.PASSED): (_S.HEALTHY, (_F.RELOAD,)),
+        (_S.DRAINING, _E.LOST): (_S.LOST, (_F.LOSE,)),
+        (_S.QUARANTINED, _E.TRIAL_ALLOWED): (_S.PROBING, (_F.PROBE,)),
+        (_S.QUARANTINED, _E.LOST): (_S.LOST, ()),
+        (_S.PROBING, _E.TRIAL_PASSED): (_S.HEALTHY, (_F.RELOAD,)),
         (_S.PROBING, _E.COMPUTES): (_S.SUSPECT, (_F.RELOAD,)),
-        (_S.PROBING, _E.FAILED): (_S.LOST, (_F.LOSE,)),
+        (_S.PROBING, _E.TRIAL_FAILED): (_S.LOST, (_F.LOSE,)),
         (_S.PROBING, _E.OVERDUE): (_S.LOST, (_F.LOSE,)),
-        (_S.PROBING, _E.OUT_OF_REACH): (_S.DRAINING, (_F.DRAIN, _F.RESTART)),
-        (_S.PROBING, _E.ILL): (_S.DRAINING, (_F.DRAIN,)),
-        (_S.PROBING, _E.DEAD): (_S.LOST, (_F.LOSE,)),
-        (_S.LOST, _E.PROMISING): (_S.PROBING, (_F.PROBE,)),
+        (_S.PROBING, _E.UNREACHABLE): (_S.DRAINING, (_F.DRAIN, _F.RESTART)),
+        (_S.PROBING, _E.DEGRADED): (_S.DRAINING, (_F.DRAIN,)),
+        (_S.PROBING, _E.LOST): (_S.LOST, (_F.LOSE,)),
+        (_S.LOST, _E.TRIAL_ALLOWED): (_S.PROBING, (_F.PROBE,)),
     }
 )
 
@@ -117,7 +116,7 @@ class DeviceHealth:
     """
 
     state: DeviceState = DeviceState.HEALTHY
-    sign: Sign = Sign.FINE
+    sign: Sign = Sign.HEALTHY
     note: str = ""
     unhealthy_since: float = math.inf
     due_at: float = math.inf
@@ -170,8 +169,8 @@ class Tick:
 
 Seen = Read | Suspected | TrialResult | Tick
 _AWAY = (_S.QUARANTINED, _S.LOST)
-_NO_READING = (Sign.UNSURE, Sign.UNREACHABLE)
-_NOT_THERE = (Sign.DEAD, Sign.GONE)
+_NO_READING = (Sign.UNCERTAIN, Sign.UNREACHABLE)
+_LOST_SIGNS = (Sign.FAILED, Sign.MISSING)
 
 
 def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> tuple[DeviceHealth, tuple[Effect, ...]]:
@@ -182,7 +181,7 @@ def step(health: DeviceHealth, seen: Seen, now: float, drain_seconds: float) -> 
             health = replace(health, sign=seen.sign, reading_requested=False)
             note = seen.note
         case Suspected(note):
-            event = _E.DOUBT if health.usable else _E.PROMISING
+            event = _E.TRIAL_NEEDED if health.usable else _E.TRIAL_ALLOWED
         case TrialResult(trial, failure):
             event, note = _of_trial(health, trial, failure), failure or health.note
         case _:
@@ -202,17 +201,17 @@ def pause(unhealthy_seconds: float) -> float:
 
 
 def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | None:
-    if seen.sign in _NOT_THERE:
-        return _E.DEAD
-    if seen.sign is Sign.ILL:
-        return _E.ILL
+    if seen.sign in _LOST_SIGNS:
+        return _E.LOST
+    if seen.sign is Sign.DEGRADED:
+        return _E.DEGRADED
     if health.state in _AWAY:
-        returned = seen.sign is Sign.FINE and health.sign is not Sign.FINE
-        return _E.PROMISING if returned or health.reading_requested else None
-    if seen.sign is Sign.FINE:
+        returned = seen.sign is Sign.HEALTHY and health.sign is not Sign.HEALTHY
+        return _E.TRIAL_ALLOWED if returned or health.reading_requested else None
+    if seen.sign is Sign.HEALTHY:
         return _E.CLEARED
     if seen.sign is Sign.UNREACHABLE and health.sign is not Sign.UNREACHABLE:
-        return _E.DOUBT
+        return _E.TRIAL_NEEDED
     return _E.UNREADABLE
 
 
@@ -220,8 +219,8 @@ def _of_trial(health: DeviceHealth, trial: int, failure: str | None) -> HealthEv
     if trial != health.trial:
         return None
     if failure is None:
-        return _E.COMPUTES if health.sign in _NO_READING else _E.PASSED
-    return _E.OUT_OF_REACH if health.sign is Sign.UNREACHABLE and not health.restart_requested else _E.FAILED
+        return _E.COMPUTES if health.sign in _NO_READING else _E.TRIAL_PASSED
+    return _E.UNREACHABLE if health.sign is Sign.UNREACHABLE and not health.restart_requested else _E.TRIAL_FAILED
 
 
 def _of_time(health: DeviceHealth, now: float, *, empty: bool) -> HealthEvent | None:
@@ -267,7 +266,7 @@ def _state_seconds(health: DeviceHealth, event: HealthEvent, now: float, drain_s
         case _S.HEALTHY:
             return math.inf
         case _S.SUSPECT:
-            return AGAIN_SECONDS if event is _E.COMPUTES else DOUBT_SECONDS
+            return AGAIN_SECONDS if event is _E.COMPUTES else SUSPECT_SECONDS
         case _S.DRAINING:
             return drain_seconds + STOP_SECONDS
         case _S.PROBING:

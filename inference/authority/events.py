@@ -191,7 +191,7 @@ class Loaded:
     worker: str
     ready: Ready
     files: Fingerprint = ()
-    """of the model, as they are now"""
+    """the current stamps of the model's files"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,10 @@ class ContextFreed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEnded:
-    """The driver suspended or resumed a worker, or failed. `of_state`: because of the current state of the device."""
+    """The driver suspended or resumed a worker, or failed.
+
+    `of_state`: the cause of the failure is the current state of the device.
+    """
 
     worker: str
     operation: Literal["suspend", "resume"]
@@ -228,7 +231,7 @@ class Exited:
     worker: str
     exit: WorkerExit
     files: Fingerprint = ()
-    """of the model, as they are now"""
+    """the current stamps of the model's files"""
     arenas: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -383,7 +386,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class DepartureWanted:
-    """Make a model leave as if the authority had decided it; for tools and tests."""
+    """Unload a model, or move it to the warm pool, as if the authority had decided so; for tools and tests."""
 
     model: str
     reason: str

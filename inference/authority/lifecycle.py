@@ -38,7 +38,7 @@ class ModelEvent(StrEnum):
     EXITED = "exited"
     """the worker has ended as requested"""
     FAIL = "fail"
-    """the worker died, or the load failed"""
+    """the worker ended unexpectedly, or the load failed"""
     RETRY = "retry"
     """the backoff is over"""
 
@@ -135,7 +135,7 @@ class Reason(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the model must leave even if no other model needs its memory any more."""
+        """Whether the model must be evicted even if no other model needs its memory any more."""
         return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE)
 
 

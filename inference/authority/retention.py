@@ -49,8 +49,8 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaver:
-    """A loaded model that leaves for another one. `warm` is None if it cannot be kept."""
+class EvictedModel:
+    """A loaded model that is evicted for another one. `warm` is None if it cannot be kept."""
 
     model: str
     holding: str
@@ -69,18 +69,18 @@ def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: flo
     return tuple(kept[at].model for at in chosen)
 
 
-def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, now: float) -> frozenset[str]:
-    """The models of `leavers` that can be kept beside `need`; models with the highest worth are tried first.
+def kept_of(evicted: Sequence[EvictedModel], need: Mapping[str, int], ledger: Ledger, now: float) -> frozenset[str]:
+    """The models of `evicted` that can be kept beside `need`; models with the highest worth are tried first.
 
     No warm model is dropped for them, because memory is short.
     """
-    after = ledger.without([leaver.holding for leaver in leavers])
+    after = ledger.without([model.holding for model in evicted])
     try:
         after = after.reserve("newcomer", "newcomer", need)
-    except LedgerError:  # other models have to leave as well, so there is no memory to keep models
+    except LedgerError:  # other models must be evicted as well, so there is no memory to keep models
         return frozenset()
     kept = []
-    for warm in sorted((item.warm for item in leavers if item.warm), key=lambda item: item.worth(now), reverse=True):
+    for warm in sorted((item.warm for item in evicted if item.warm), key=lambda item: item.worth(now), reverse=True):
         try:
             after = after.reserve(f"warm {warm.model}", warm.model, {HOST: warm.bytes}, exempt=True)
         except LedgerError:

@@ -116,7 +116,7 @@ class Authority:
             effects.Answer: self._answer,
             effects.Refuse: self._refuse,
             **MeasuringRunner(
-                inventory, estimator, headrooms, supervisor.arenas, self.build_holds, self.dispatch
+                inventory, estimator, headrooms, supervisor.arenas, self.build_computes, self.dispatch
             ).performers,
             **self._processes.performers,
         }
@@ -229,9 +229,9 @@ class Authority:
         await self.reached(lambda state: state.started)
         return check_devices(self._state.config, accelerators)
 
-    async def build_holds(self) -> bool:
+    async def build_computes(self) -> bool:
         """Whether llama.cpp computes on this CPU, after a worker crashed at its first step."""
-        return self._build_check is None or await self._build_check.holds()
+        return self._build_check is None or await self._build_check.computes()
 
     def stop_accepting(self, error: InferenceError | None = None) -> None:
         """Stops accepting requests; waiting ones fail with `error`, by default ShuttingDown."""

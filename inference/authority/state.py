@@ -279,7 +279,7 @@ class ModelRecord:
     wanted_at: float = 0.0
     """since when requests have waited for it without a gap"""
     eviction_began_at: float = math.inf
-    """when other models first began to leave for it"""
+    """when the first eviction of another model for it began"""
     room_at: float = 0.0
     """when evictions for it may begin, if known"""
     pace: Pace = field(default_factory=Pace)
@@ -303,7 +303,7 @@ class ModelRecord:
     on_cpu_until: float = 0.0
     """it is loaded on the CPU alone until then (`oom_policy: cpu`)"""
     shortages: tuple[Shortage, ...] = ()
-    """of its last load, when memory was refused that the plan had allowed"""
+    """of its last load: devices refused memory that the plan had allowed"""
     kept: Kept | None = None
     kv_counts: KvCounts = field(default_factory=KvCounts)
     """stored sequences: as last reported, with the counters of all its workers together"""
@@ -324,7 +324,7 @@ class ModelRecord:
 
     @property
     def reload_again_seconds(self) -> float:
-        """Time to load or restore it if it left now."""
+        """Time to load or restore it if it were unloaded or moved to the warm pool now."""
         keeps = self.spec.warm and self.restore_seconds is not None and self.state is not ModelState.WARM
         return self.restore_seconds if keeps and self.restore_seconds is not None else self.reload_seconds
 
@@ -472,7 +472,7 @@ class MoveCommand:
 
 @dataclass(frozen=True, slots=True)
 class CollectCommand:
-    """Waits for idle models to leave, then for heaps to be trimmed."""
+    """Waits until idle models are unloaded, then until heaps are trimmed."""
 
     awaited: frozenset[str]
     records: tuple[Eviction, ...] = ()
@@ -561,7 +561,7 @@ class State:
     advice: Advice = field(default_factory=Advice)
     evictions: tuple[Eviction, ...] = ()
     departures: Counter[str] = field(default_factory=Counter)
-    """how many models left, by action"""
+    """number of models that were unloaded or moved to the warm pool, by action"""
     restorations: int = 0
     bytes_per_second: float | None = None
     """rate of the last load of any model"""

@@ -2,7 +2,7 @@
 
 Every start stores the number of accelerators and its circumstances in the state directory. A service that ends because
 its processes cannot reach them marks the record. Under the same circumstances the next start fails if it finds no
-accelerator, or after a mark fewer than before, unless the CPU is configured.
+accelerator (after a mark: fewer than before), unless the CPU is configured.
 """
 
 from __future__ import annotations

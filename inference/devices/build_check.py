@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 NAME = "build.json"
 START_SECONDS = 120.0
 """Timeout of the check at a start, which takes about a second on an idle machine."""
-DOUBT_SECONDS = 30.0
+RECHECK_SECONDS = 30.0
 """Timeout of the check while requests wait for it."""
 ADVICE = (
     "Compile llama.cpp for this CPU. In a clone: `make clean`, then `make serve`. In a container: rebuild the image. "
@@ -79,7 +79,7 @@ class BuildCheck:
         log.info("llama.cpp computes on this CPU: %s", build.cpu)
         self._keep({"passed": asdict(build)})
 
-    async def holds(self) -> bool:
+    async def computes(self) -> bool:
         """Checks the build after a crash at a worker's first step. Concurrent calls share one check.
 
         The first failed check calls `broken`; its result is final.
@@ -93,7 +93,7 @@ class BuildCheck:
     async def _check_again(self) -> bool:
         log.warning("a worker crashed at its first step; checking that llama.cpp computes on this CPU")
         try:
-            failure = await self._failure(DOUBT_SECONDS, decided=True)
+            failure = await self._failure(RECHECK_SECONDS, decided=True)
         except HelperError as error:
             log.warning("the check of llama.cpp has no result (%s); the crash is attributed to the model", error)
             self._doubt = None

@@ -47,7 +47,7 @@ class Reading:
     """Version of its driver, if known."""
     unified: bool = False
     """Whether it uses host memory."""
-    sign: Sign = Sign.FINE
+    sign: Sign = Sign.HEALTHY
     """Evidence of the newest reading about its health, with the reason in `note`."""
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def outer_set(value: str | None) -> list[str] | None:
 def narrowed(value: str | None, index: int, uuid: str | None) -> str:
     """The value that allows only the `index`-th of the devices that `value` allows.
 
-    Without a value of the operator it is the UUID, which does not depend on the order of devices.
+    If the operator set no value, the result is the UUID of the device, which does not depend on the order of devices.
     """
     allowed = outer_set(value)
     if allowed is not None:

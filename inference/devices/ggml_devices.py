@@ -91,7 +91,7 @@ class GgmlProbe(Probe):
             elif self._nvml.error is not None and self._nvml.answered and reading.kind == "cuda":
                 fresh[reading.id] = _unread(reading, self._nvml.error, self._nvml.sign)
             elif reading.kind == "cuda" and self._nvml.knows(self._address(reading)):
-                fresh[reading.id] = _unread(reading, "NVML no longer lists it", Sign.GONE)
+                fresh[reading.id] = _unread(reading, "NVML no longer lists it", Sign.MISSING)
             else:
                 del fresh[reading.id]
         if len(fresh) < len(self._readings):
@@ -175,7 +175,7 @@ class GgmlProbe(Probe):
         address = self._pci[reading.id]
         item = listed.get(canonical_pci(address)) if address else None
         if item is None:
-            return _unread(reading, why, Sign.GONE if address else Sign.UNSURE)
+            return _unread(reading, why, Sign.MISSING if address else Sign.UNCERTAIN)
         if reading.uuid is None:
             return _unread(reading, why)
         return _measured(reading, item["total_bytes"], item["free_bytes"])
@@ -206,12 +206,12 @@ def _measured(reading: Reading, total_bytes: int, free_bytes: int) -> Reading:
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         used_bytes=max(0, total_bytes - free_bytes),
-        sign=Sign.FINE,
+        sign=Sign.HEALTHY,
         note="",
     )
 
 
-def _unread(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
+def _unread(reading: Reading, why: str, sign: Sign = Sign.UNCERTAIN) -> Reading:
     return replace(reading, sign=sign, note=why)
 
 

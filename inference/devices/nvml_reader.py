@@ -37,7 +37,7 @@ class Card:
     free_bytes: int
     used_bytes: int
     driver: str
-    sign: Sign = Sign.FINE
+    sign: Sign = Sign.HEALTHY
     note: str = ""
 
 
@@ -68,10 +68,10 @@ class NvmlReader:
     def sign(self) -> Sign:
         """Evidence about all devices from a failed reading."""
         if self.error is None:
-            return Sign.FINE
+            return Sign.HEALTHY
         if self.answered and self._reopening.is_exhausted:
             return Sign.UNREACHABLE
-        return Sign.UNSURE if self._code is None else sign_of_nvml(self._code)
+        return Sign.UNCERTAIN if self._code is None else sign_of_nvml(self._code)
 
     def knows(self, pci: str) -> bool:
         """Whether a reading ever contained the address (in the form of `canonical_pci`)."""
@@ -80,7 +80,7 @@ class NvmlReader:
     async def read(self) -> Mapping[str, Card]:
         """The cards by PCI address (in the form of `canonical_pci`); empty without NVML and after a failure (`error`).
 
-        After a failure it does not ask a helper before the next one is due.
+        After a failure no helper is asked until the next attempt is due.
         """
         if self._absent or (self.error is not None and not self._reopening.is_due(self._clock())):
             return {}
@@ -154,7 +154,7 @@ def _with_evidence(card: Card, xids: Iterable[int], action: int | None) -> Card:
     found = [(sign_of_xid(number), xid_words(number)) for number in xids]
     if action is not None:
         found.append((sign_of_action(action), f"its driver requests recovery action {action}"))
-    reasons = [words for sign, words in found if sign is not Sign.FINE]
+    reasons = [words for sign, words in found if sign is not Sign.HEALTHY]
     return replace(card, sign=worst(sign for sign, _words in found), note="; ".join(reasons))
 
 

@@ -15,14 +15,14 @@ from types import MappingProxyType
 class Sign(StrEnum):
     """The meaning of evidence about a device, from good to bad."""
 
-    FINE = "fine"
-    UNSURE = "unsure"
+    HEALTHY = "healthy"
+    UNCERTAIN = "uncertain"
     """Something happened, or the device is unreadable: another reading or a trial decides."""
-    ILL = "ill"
+    DEGRADED = "degraded"
     """It still computes, but must be emptied and then reset."""
-    DEAD = "dead"
+    FAILED = "failed"
     """It no longer computes, and its memory is lost."""
-    GONE = "gone"
+    MISSING = "missing"
     """The machine does not have it at the moment."""
     UNREACHABLE = "unreachable"
     """New processes of this service cannot reach it: only a restart of the service or its container helps.
@@ -35,8 +35,8 @@ _ORDER = tuple(Sign)
 
 
 def worst(signs: Iterable[Sign]) -> Sign:
-    """The worst of several; FINE of none."""
-    return max(signs, key=_ORDER.index, default=Sign.FINE)
+    """The worst of several; HEALTHY of none."""
+    return max(signs, key=_ORDER.index, default=Sign.HEALTHY)
 
 
 # --- NVML ------------------------------------------------------------------------------------------------------------
@@ -44,15 +44,15 @@ DRIVER_NOT_LOADED, OPERATING_SYSTEM, LIB_RM_VERSION_MISMATCH, UNKNOWN = 9, 17, 1
 
 _BY_CODE: Mapping[int, Sign] = MappingProxyType(
     {
-        0: Sign.FINE,
-        6: Sign.GONE,  # NOT_FOUND
-        8: Sign.DEAD,  # INSUFFICIENT_POWER: power cables are not attached
-        DRIVER_NOT_LOADED: Sign.DEAD,
-        11: Sign.ILL,  # IRQ_ISSUE: the kernel reports a problem with its interrupts
-        15: Sign.DEAD,  # GPU_IS_LOST
-        16: Sign.DEAD,  # RESET_REQUIRED
-        LIB_RM_VERSION_MISMATCH: Sign.ILL,  # the driver was replaced: old processes continue, new ones cannot start
-        28: Sign.GONE,  # GPU_NOT_FOUND
+        0: Sign.HEALTHY,
+        6: Sign.MISSING,  # NOT_FOUND
+        8: Sign.FAILED,  # INSUFFICIENT_POWER: power cables are not attached
+        DRIVER_NOT_LOADED: Sign.FAILED,
+        11: Sign.DEGRADED,  # IRQ_ISSUE: the kernel reports a problem with its interrupts
+        15: Sign.FAILED,  # GPU_IS_LOST
+        16: Sign.FAILED,  # RESET_REQUIRED
+        LIB_RM_VERSION_MISMATCH: Sign.DEGRADED,  # the driver was replaced: old processes continue, new ones fail
+        28: Sign.MISSING,  # GPU_NOT_FOUND
     }
 )
 
@@ -61,29 +61,29 @@ OUT_OF_REACH = frozenset({OPERATING_SYSTEM, LIB_RM_VERSION_MISMATCH, UNKNOWN})
 
 
 def sign_of_nvml(code: int) -> Sign:
-    """The sign of an NVML code for a device, or for all devices in an answer of the library; UNSURE if unlisted.
+    """The sign of an NVML code for a device, or for all devices in an answer of the library; UNCERTAIN if unlisted.
 
     A single code does not mean UNREACHABLE, which needs the same answer in several new processes.
     """
-    return _BY_CODE.get(code, Sign.UNSURE)
+    return _BY_CODE.get(code, Sign.UNCERTAIN)
 
 
 _BY_ACTION: Mapping[int, Sign] = MappingProxyType(
     {
-        0: Sign.FINE,  # none
-        1: Sign.DEAD,  # reset
-        2: Sign.DEAD,  # reboot of the node
-        3: Sign.ILL,  # drain traffic between devices
-        4: Sign.ILL,  # drain, then reset: it works at reduced capacity until then
-        6: Sign.DEAD,  # reset of the bus
-        7: Sign.DEAD,  # reboot of the system
+        0: Sign.HEALTHY,  # none
+        1: Sign.FAILED,  # reset
+        2: Sign.FAILED,  # reboot of the node
+        3: Sign.DEGRADED,  # drain traffic between devices
+        4: Sign.DEGRADED,  # drain, then reset: it works at reduced capacity until then
+        6: Sign.FAILED,  # reset of the bus
+        7: Sign.FAILED,  # reboot of the system
     }
 )
 
 
 def sign_of_action(action: int) -> Sign:
-    """The sign of the recovery action that the driver requests; UNSURE if unlisted."""
-    return _BY_ACTION.get(action, Sign.UNSURE)
+    """The sign of the recovery action that the driver requests; UNCERTAIN if unlisted."""
+    return _BY_ACTION.get(action, Sign.UNCERTAIN)
 
 
 # --- Xid -------------------------------------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ _WORDS: Mapping[int, str] = MappingProxyType(
 
 
 def sign_of_xid(number: int) -> Sign:
-    """The sign of an Xid event; UNSURE if unlisted, so that the device is read again."""
+    """The sign of an Xid event; UNCERTAIN if unlisted, so that the device is read again."""
     if number in _IGNORE or number in _RESTART_APP:
-        return Sign.FINE
+        return Sign.HEALTHY
     if number in _RESET:
-        return Sign.DEAD
+        return Sign.FAILED
     if number in _DRAIN:
-        return Sign.ILL
-    return Sign.UNSURE
+        return Sign.DEGRADED
+    return Sign.UNCERTAIN
 
 
 def xid_words(number: int) -> str:

@@ -143,7 +143,7 @@ class Estimator:
         try:
             answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
         except HelperError as error:
-            log.warning("estimate of %s: %s; using its header instead", spec.id, error)
+            log.warning("%s cannot be measured (%s); its estimate is computed from its header", spec.id, error)
             try:
                 answer = await run_helper("estimate", {**job, "exact": False}, seconds=HEADER_SECONDS)
             except HelperError as second:

@@ -2,7 +2,7 @@
 
 After a failed load, and after a first failure while computing (which foreign use may have caused), the head-room is
 limited to the size of the empty device, so that the model can still be loaded. After a second failure while computing
-it is not limited, because requests fail with the worker: a model that does not fit with it is refused with numbers.
+it is not limited, because each failure ends running requests. A model that then does not fit is refused with numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Headroom:
 
 def grown(room: Headroom, need_bytes: int, now: float, *, computing: bool) -> Headroom:
     """The head-room after one more shortage, while computing or loading. `need_bytes` is the estimate."""
-    before = eased(room, now)
+    before = decayed(room, now)
     if computing:
         return replace(before, compute_bytes=_more(before.compute_bytes, need_bytes), good=0, at=now)
     return replace(before, load_bytes=_more(before.load_bytes, need_bytes), good=0, at=now)
@@ -60,15 +60,15 @@ def _more(bytes_before: int, need_bytes: int) -> int:
     return min(max(first, 2 * bytes_before), max(first, need_bytes // MOST_SHARE))
 
 
-def eased(room: Headroom, now: float) -> Headroom:
+def decayed(room: Headroom, now: float) -> Headroom:
     """The head-room at `now`, after decay; a clock that was set back is ignored."""
     halvings = int(max(0.0, now - room.at) / HALF_LIFE_SECONDS)
     return _halved(room, halvings, room.at + halvings * HALF_LIFE_SECONDS) if halvings else room
 
 
-def proven(room: Headroom, now: float) -> Headroom:
+def after_normal_end(room: Headroom, now: float) -> Headroom:
     """The head-room after one more worker that ended normally."""
-    before = eased(room, now)
+    before = decayed(room, now)
     if before.good + 1 < ENOUGH_GOOD:
         return replace(before, good=before.good + 1)
     return _halved(before, 1, now)

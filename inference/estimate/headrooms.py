@@ -18,7 +18,7 @@ from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import format_bytes
 from inference.devices.device import CPU, Reading
-from inference.estimate.headroom import Headroom, eased, extra_bytes, grown, proven
+from inference.estimate.headroom import Headroom, after_normal_end, decayed, extra_bytes, grown
 from inference.estimate.model_estimate import Estimate, parameters_of
 from inference.estimate.overheads import key_of
 from inference.file_stamp import stamp
@@ -72,7 +72,7 @@ class Headrooms:
     def of(self, spec: ModelSpec, device: Reading) -> Headroom:
         """The current head-room of a model on a device."""
         entry = self._entries.get(_key(spec, device))
-        return eased(entry.room, self.clock()) if entry is not None else Headroom()
+        return decayed(entry.room, self.clock()) if entry is not None else Headroom()
 
     def short(self, spec: ModelSpec, device: Reading, need_bytes: int, *, computing: bool) -> int:
         """Learns that a model with an estimate of `need_bytes` ran out of memory. Returns its head-room in bytes."""
@@ -98,7 +98,7 @@ class Headrooms:
         for device in devices:
             key = _key(spec, device)
             if key in self._entries:
-                was, room = self._entries[key].room, proven(self._entries[key].room, self.clock())
+                was, room = self._entries[key].room, after_normal_end(self._entries[key].room, self.clock())
                 changed = changed or (room.load_bytes, room.compute_bytes) != (was.load_bytes, was.compute_bytes)
                 self._keep(key, replace(self._entries[key], room=room))
         return changed

@@ -32,7 +32,7 @@ ENOUGH = 3
 """With fewer observations the initial overhead is the minimum: foreign memory that was freed at the same time can make
 a single observation too small.
 """
-SPARE = 1.1
+SAFETY_FACTOR = 1.1
 """Factor on the largest observation, because pools grow with the first large batches."""
 _MOST_KEYS = 64
 _VERSION = 1
@@ -52,7 +52,7 @@ class Overheads:
         first = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
         seen = self._seen.get(key_of(device), ())
         least = first if len(seen) < ENOUGH else 0
-        return max(least, int(max(seen, default=0) * SPARE))
+        return max(least, int(max(seen, default=0) * SAFETY_FACTOR))
 
     def learn(self, device: Reading, observed_bytes: int) -> None:
         """Adds an observation. Ignores values that cannot be an overhead."""

@@ -149,17 +149,17 @@ class Vocabulary(Protocol):
 
     @property
     def adds_sep(self) -> bool:
-        """Whether SEP stands between two texts."""
+        """Whether the tokenizer adds SEP between two texts."""
         ...
 
     @property
     def longest_piece(self) -> int | None:
-        """Most bytes one token can stand for, None when unknown."""
+        """Maximum number of bytes of one token, None when unknown."""
         ...
 
     @property
     def fill_tokens(self) -> tuple[int, int, int] | None:
-        """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
+        """The fill-in-the-middle tokens before the prefix, the suffix and the middle; None if one is missing."""
         ...
 
     @property

@@ -52,7 +52,7 @@ _METADATA = {
 
 
 def defaults(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Sampling values that the GGUF recommends for itself."""
+    """Sampling values that the GGUF file recommends."""
     found: dict[str, float] = {}
     for key, name in _METADATA.items():
         try:
@@ -88,10 +88,10 @@ class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, DRY, cuts, temperature,
     draw. Mirostat replaces the cuts and the draw.
 
-    Where a cut keeps few tokens, candidates for these are found first and only they pass through the chain. The result
-    is the same unless an earlier sampler changes logits or uses all of them. The distance below the best logit in which
-    candidates are searched for is learned, because a flat distribution has thousands of them and a sharp one has one;
-    `top_k` or more of the best tokens contain all tokens that the cut keeps.
+    If a sampler keeps few tokens (`top_k`, `min_p`), candidates are selected first, and only they pass through the
+    chain. The result is the same unless an earlier sampler changes logits or uses all of them. Candidates are the
+    tokens within a distance of the best logit. This distance is adapted after each token, because a flat distribution
+    has thousands of candidates and a sharp one has one.
 
     DRY, XTC and Mirostat only see allowed tokens, because they could rank a forbidden token before an allowed one.
 
@@ -238,7 +238,8 @@ class ChainSampler:
         return self._chain.sample(self._context, index)
 
     def _rule_out_ends(self, logits: np.ndarray) -> None:
-        """Forbids end tokens in place, unless no other token is allowed: a format precedes `min_tokens`."""
+        """Forbids end tokens in place, unless only they are allowed: a response format has precedence over
+        `min_tokens`."""
         before = logits[self._ends]
         logits[self._ends] = -np.inf
         if logits.max() == -np.inf:
@@ -271,7 +272,7 @@ class ConstrainedSampler:
     """Masks the logits, draws with another sampler and advances the mask. ConstraintError ends this request only."""
 
     def __init__(self, inner: TokenSampler, backend: Backend, mask: Mask) -> None:
-        """`inner` draws from the logits of `backend`; `mask` is this answer's own."""
+        """`inner` draws from the logits of `backend`; `mask` is used by this answer only."""
         self._inner = inner
         self._backend = backend
         self._mask = mask

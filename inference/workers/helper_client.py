@@ -1,6 +1,6 @@
 """Runs helper processes with a deadline.
 
-A helper that times out, crashes or returns an invalid answer is killed and becomes a HelperError. One that hangs in a
+A helper that times out, crashes or returns an invalid answer is killed, and HelperError is raised. One that hangs in a
 driver cannot be killed; with MOST_STUCK of them no further helpers of that job are started.
 """
 

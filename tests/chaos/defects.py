@@ -36,7 +36,7 @@ def done_on_a_cut(service: str) -> None:
         await send({"type": "http.response.body", "body": DONE})
 
     answer_stream._end_with = dishonest
-    resume_policy.MAX_HOPS = 0
+    resume_policy.MAX_RESUMES = 0
 
 
 def no_death_signal(service: str) -> None:

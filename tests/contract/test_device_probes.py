@@ -78,7 +78,7 @@ async def test_every_probe_has_stable_identities_and_plausible_figures(
         assert [identity(reading) for reading in second] == [identity(reading) for reading in first]
         assert len({reading.id for reading in first}) == len(first)
         for reading in second:
-            assert reading.sign is Sign.FINE
+            assert reading.sign is Sign.HEALTHY
             assert 0 <= reading.free_bytes <= reading.total_bytes
             assert abs(reading.free_bytes + reading.used_bytes - reading.total_bytes) <= reading.total_bytes // 100
             assert reading.name
@@ -116,13 +116,13 @@ async def test_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypat
         machine.tell("cut", "gpu-0")
         await nvidia.refresh()
         await simulated.refresh()
-        assert [reading.sign for reading in simulated.readings()] == [Sign.DEAD, Sign.FINE]
-        assert [reading.sign for reading in nvidia.readings()] == [Sign.DEAD, Sign.FINE]
+        assert [reading.sign for reading in simulated.readings()] == [Sign.FAILED, Sign.HEALTHY]
+        assert [reading.sign for reading in nvidia.readings()] == [Sign.FAILED, Sign.HEALTHY]
         assert "(15)" in nvidia.readings()[0].note
         machine.tell("heal")
         await nvidia.refresh()
         await simulated.refresh()
-        assert {reading.sign for reading in (*simulated.readings(), *nvidia.readings())} == {Sign.FINE}
+        assert {reading.sign for reading in (*simulated.readings(), *nvidia.readings())} == {Sign.HEALTHY}
     await nvidia.close()
     await simulated.close()
 
@@ -147,11 +147,11 @@ async def test_end_of_the_simulator_loses_its_devices_without_a_hang() -> None:
     servers = children_of(probe.pid)
     os.kill(probe.pid, 9)
     await asyncio.wait_for(noticed.wait(), 10)
-    assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
+    assert {reading.sign for reading in probe.readings()} == {Sign.MISSING}
     with pytest.raises(HeadgateError, match="has ended"):
         await probe.tell("status")
     await probe.refresh()
-    assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
+    assert {reading.sign for reading in probe.readings()} == {Sign.MISSING}
     assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
     wait_until("its servers end", lambda: not any(is_alive(pid) for pid in servers))
     wait_until("the socket is closed", lambda: _is_refused(probe.socket_path))
@@ -178,19 +178,19 @@ async def test_simulator_restarts_after_its_loss_was_reported() -> None:
     before = [identity(reading) for reading in probe.readings()]
     first = await ended(probe, noticed)
     await probe.refresh()
-    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.GONE}, first)
+    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.MISSING}, first)
     await asyncio.gather(probe.refresh(), probe.refresh())
-    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
+    assert {reading.sign for reading in probe.readings()} == {Sign.HEALTHY}
     assert [identity(reading) for reading in probe.readings()] == before
     assert probe.readings()[0].used_bytes == 0
     await probe.trial("gpu-0")
     second = await ended(probe, noticed)
     for _ in range(2):
         await probe.refresh()
-    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.GONE}, second)
+    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.MISSING}, second)
     await probe.renew()
     await probe.refresh()
-    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
+    assert {reading.sign for reading in probe.readings()} == {Sign.HEALTHY}
     await probe.close()
     assert not [pid for pid in (first, second) if is_alive(pid)]
 
@@ -231,9 +231,9 @@ async def test_single_event_is_seen_by_simultaneous_readings() -> None:
         await inventory.refresh()
         seen.append(inventory.measured()[0].sign)
 
-    paper.next_signs = [Sign.DEAD, Sign.FINE]
+    paper.next_signs = [Sign.FAILED, Sign.HEALTHY]
     await asyncio.gather(read(), read())
-    assert seen == [Sign.DEAD, Sign.FINE]
+    assert seen == [Sign.FAILED, Sign.HEALTHY]
 
 
 class RecordingProbe(CpuProbe):
@@ -244,7 +244,7 @@ class RecordingProbe(CpuProbe):
         self.id = id
         self.done: list[str] = []
         self.notice: Callable[[], None] = lambda: None
-        self.sign, self.next_signs = Sign.FINE, [Sign.FINE]
+        self.sign, self.next_signs = Sign.HEALTHY, [Sign.HEALTHY]
 
     async def refresh(self) -> None:
         await asyncio.sleep(0)
@@ -272,7 +272,7 @@ async def test_refusal_of_a_simulator_has_its_message() -> None:
     with Control(probe.socket_path) as control, pytest.raises(SimulatorError, match="did you mean stall"):
         control.tell("stal")
     await probe.refresh()
-    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
+    assert {reading.sign for reading in probe.readings()} == {Sign.HEALTHY}
     await probe.close()
 
 

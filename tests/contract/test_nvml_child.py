@@ -170,8 +170,8 @@ async def test_unreadable_device_has_a_reason_until_it_is_readable(stub: NvmlStu
         signs.append([reading.sign for reading in probe.readings()])
         notes.append(probe.readings()[1].note)
         stub.gpus = kept
-    fine = Sign.FINE
-    assert signs == [[Sign.UNSURE, Sign.UNSURE], [fine, Sign.DEAD], [fine, Sign.GONE], [fine, fine]]
+    fine = Sign.HEALTHY
+    assert signs == [[Sign.UNCERTAIN, Sign.UNCERTAIN], [fine, Sign.FAILED], [fine, Sign.MISSING], [fine, fine]]
     assert "(999)" in notes[0]
     assert "(15)" in notes[1]
     assert notes[2:] == ["NVML no longer lists it", ""]
@@ -186,7 +186,7 @@ async def test_probe_child_measures_without_a_working_nvml(stub: NvmlStub) -> No
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
     await probe.refresh()
-    assert [(reading.free_bytes, reading.sign) for reading in probe.readings()] == [(9, Sign.FINE)] * 2
+    assert [(reading.free_bytes, reading.sign) for reading in probe.readings()] == [(9, Sign.HEALTHY)] * 2
     assert probe.readings()[1].environment == {"CUDA_VISIBLE_DEVICES": "1"}
     await probe.close()
 

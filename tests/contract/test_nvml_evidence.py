@@ -29,12 +29,12 @@ async def test_xid_triggers_a_notice_and_is_part_of_the_next_reading_only(stub: 
     await asyncio.wait_for(noticed.wait(), 10)
     seen: list[tuple[Sign, str]] = []
     async with asyncio.timeout(10):
-        while not seen or seen[-1][0] is Sign.FINE:  # the notice may arrive between two events
+        while not seen or seen[-1][0] is Sign.HEALTHY:  # the notice may arrive between two events
             cards = await reader.read()
             seen.append((cards[ONE].sign, cards[ONE].note))
-            assert cards[TWO].sign is Sign.FINE
-    assert seen[-1] == (Sign.DEAD, "Xid 79 (fallen off the bus)")
-    assert (await reader.read())[ONE].sign is Sign.FINE
+            assert cards[TWO].sign is Sign.HEALTHY
+    assert seen[-1] == (Sign.FAILED, "Xid 79 (fallen off the bus)")
+    assert (await reader.read())[ONE].sign is Sign.HEALTHY
 
 
 async def test_no_event_is_lost_between_two_readings(stub: NvmlStub, reader: NvmlReader) -> None:
@@ -53,7 +53,7 @@ async def test_no_event_is_lost_between_two_readings(stub: NvmlStub, reader: Nvm
     stub.write()
     await asyncio.wait_for(noticed.wait(), 10)
     card = (await reader.read())[TWO]
-    assert card.sign is Sign.ILL
+    assert card.sign is Sign.DEGRADED
     assert card.note == "Xid 64 (memory cannot be remapped); Xid 154 (another recovery action is needed)"
 
 
@@ -65,18 +65,18 @@ async def test_recovery_action_is_reported_while_the_driver_requires_it(stub: Nv
         stub.write()
         cards = await reader.read()
         signs.append(cards[ONE].sign)
-        assert (cards[TWO].sign, cards[TWO].note) == (Sign.FINE, "")
+        assert (cards[TWO].sign, cards[TWO].note) == (Sign.HEALTHY, "")
         assert ("recovery action" in cards[ONE].note) is (action != 0)
-    assert signs == [Sign.FINE, Sign.ILL, Sign.ILL, Sign.DEAD, Sign.FINE]
+    assert signs == [Sign.HEALTHY, Sign.DEGRADED, Sign.DEGRADED, Sign.FAILED, Sign.HEALTHY]
 
 
 async def test_devices_without_events_are_read(stub: NvmlStub, reader: NvmlReader) -> None:
     stub.errors = [("nvmlDeviceRegisterEvents", 3, FIRST), ("nvmlEventSetCreate", 3, "")]
     stub.write()
-    assert {card.sign for card in (await reader.read()).values()} == {Sign.FINE}
+    assert {card.sign for card in (await reader.read()).values()} == {Sign.HEALTHY}
 
 
-@pytest.mark.parametrize(("code", "sign"), [(15, Sign.DEAD), (18, Sign.ILL)])
+@pytest.mark.parametrize(("code", "sign"), [(15, Sign.FAILED), (18, Sign.DEGRADED)])
 async def test_error_codes_apply_to_a_card_or_to_the_library(
     stub: NvmlStub, reader: NvmlReader, code: int, sign: Sign
 ) -> None:
@@ -85,7 +85,7 @@ async def test_error_codes_apply_to_a_card_or_to_the_library(
     stub.errors = [("nvmlDeviceGetMemoryInfo_v2", code, FIRST)]
     stub.write()
     cards = await reader.read()
-    assert (cards[ONE].sign, cards[TWO].sign, reader.sign) == (sign, Sign.FINE, Sign.FINE)
+    assert (cards[ONE].sign, cards[TWO].sign, reader.sign) == (sign, Sign.HEALTHY, Sign.HEALTHY)
     stub.errors = [("all", code, "")]
     stub.write()
     assert await reader.read() == {}
@@ -100,7 +100,7 @@ async def test_missing_library_is_tried_again(
     await reader.close()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stub.root))
     await reader.read()
-    assert reader.sign is Sign.UNSURE
+    assert reader.sign is Sign.UNCERTAIN
     monkeypatch.setenv("LD_LIBRARY_PATH", stub.env["LD_LIBRARY_PATH"])
     assert len(await reader.read()) == 2
 
@@ -123,8 +123,8 @@ async def test_readings_have_the_sign_and_its_reason(stub: NvmlStub) -> None:
         await probe.refresh()
         found.append([reading.sign for reading in probe.readings()])
         stub.gpus = kept
-    fine = Sign.FINE
-    assert found == [[Sign.ILL, fine], [fine, Sign.DEAD], [fine, Sign.GONE], [fine, fine]]
+    fine = Sign.HEALTHY
+    assert found == [[Sign.DEGRADED, fine], [fine, Sign.FAILED], [fine, Sign.MISSING], [fine, fine]]
     assert [reading.note for reading in probe.readings()] == ["", ""]
     await probe.close()
 

@@ -19,19 +19,19 @@ from tests.rigs.sim_machine import TROUBLES, SimMachine
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
 
 MIB = 2**20
-FINE, DEAD, GONE = Sign.FINE, Sign.DEAD, Sign.GONE
+FINE, DEAD, GONE = Sign.HEALTHY, Sign.FAILED, Sign.MISSING
 EXPECTED = {
     "application-fault": (FINE, FINE),
     "killed-process": (FINE, FINE),
-    "double-bit-error": (Sign.ILL, FINE),
+    "double-bit-error": (Sign.DEGRADED, FINE),
     "uncontained-error": (DEAD, FINE),
     "firmware-timeout": (DEAD, FINE),
     "off-the-bus": (DEAD, FINE),
     "unlisted": (GONE, FINE),
     "driver-reset": (DEAD, DEAD),
-    "driver-replaced": (Sign.ILL, Sign.ILL),
-    "out-of-reach": (Sign.UNSURE, Sign.UNSURE),
-    "hung-driver": (Sign.UNSURE, Sign.UNSURE),
+    "driver-replaced": (Sign.DEGRADED, Sign.DEGRADED),
+    "out-of-reach": (Sign.UNCERTAIN, Sign.UNCERTAIN),
+    "hung-driver": (Sign.UNCERTAIN, Sign.UNCERTAIN),
 }
 
 

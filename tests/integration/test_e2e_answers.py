@@ -97,7 +97,7 @@ def test_completions_and_models_work_with_the_official_client(stack: Stack) -> N
     assert {"demo", "demo-mini"} <= set(models)
 
 
-def test_concurrent_clients_get_the_same_answers_as_alone(stack: Stack) -> None:
+def test_concurrent_clients_get_the_same_answers_as_single_clients(stack: Stack) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     questions = ["Hello!", "How are you?", "What is your name?", "Tell me a joke."] * 4

@@ -28,7 +28,7 @@ class UnhealthyDevices(FakeAccelerator):
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
-        self.signs = {f"gpu-{number}": (Sign.FINE, "") for number in range(count)}
+        self.signs = {f"gpu-{number}": (Sign.HEALTHY, "") for number in range(count)}
         self.failures: dict[str, str] = {}
         self.trials: list[str] = []
         self.renewals = 0
@@ -79,7 +79,7 @@ async def loses(
     service: Service, gpus: UnhealthyDevices, device: str = "gpu-0", note: str = "it fell off the bus"
 ) -> None:
     """The device is read as lost, at once."""
-    gpus.signs[device] = (Sign.DEAD, note)
+    gpus.signs[device] = (Sign.FAILED, note)
     await service.clock.advance(TICK_SECONDS)
 
 
@@ -127,7 +127,7 @@ async def test_model_in_use_is_loaded_elsewhere_at_once_or_when_the_device_retur
         False, "no device is available: every accelerator is excluded or lost; gpu-0 is lost (it fell off the bus)"
     )  # fmt: skip
     assert 1 <= (status.retry_after_seconds or 0) <= 10
-    gpus.signs["gpu-0"] = (Sign.FINE, "")
+    gpus.signs["gpu-0"] = (Sign.HEALTHY, "")
     await bound.becomes(ModelState.READY)
     assert state_of(service) is DeviceState.HEALTHY
     assert gpus.trials == ["gpu-0"]
@@ -178,7 +178,7 @@ async def test_unhealthy_device_is_drained(start: Start) -> None:
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
     assert lease is not None
-    gpus.signs["gpu-0"] = (Sign.ILL, "Xid 63")
+    gpus.signs["gpu-0"] = (Sign.DEGRADED, "Xid 63")
     await service.clock.advance(TICK_SECONDS)
     assert (state_of(service), model.state) == (DeviceState.DRAINING, ModelState.DRAINING)
     lease.release(completed=True)
@@ -186,7 +186,7 @@ async def test_unhealthy_device_is_drained(start: Start) -> None:
     assert [record.reason for record in authority.state.evictions] == [Reason.DEVICE]
     with pytest.raises(DeviceLost, match=r"gpu-0 is quarantined \(Xid 63\)"):
         await authority.load(model)
-    gpus.signs["gpu-0"] = (Sign.FINE, "")
+    gpus.signs["gpu-0"] = (Sign.HEALTHY, "")
     await model.becomes(ModelState.READY)
 
 

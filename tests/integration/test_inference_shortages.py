@@ -57,7 +57,7 @@ def reserved(service: Service) -> int:
     return service.authority.resolve("a").estimates["gpu-0"].need["gpu-0"] // MIB
 
 
-async def test_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(start: Start) -> None:
+async def test_error_of_a_load_out_of_memory_has_numbers_and_the_next_plan_reserves_more(start: Start) -> None:
     """`memory_limit_exceeded` with the message and the memory of the device, and Retry-After; nothing stays booked."""
     service = await begin(start, {}, {"fail": "oom_load"})
     model = service.authority.resolve("a")

@@ -101,7 +101,7 @@ def test_a_repeated_prompt_computes_only_its_end(rig: EngineRig) -> None:
     assert talk.cold(prompt) == first
 
 
-def test_long_prompt_has_checkpoints_inside(rig: EngineRig) -> None:
+def test_long_prompt_has_checkpoints_before_its_end(rig: EngineRig) -> None:
     """A prompt of one message that departs far before its end computes at most one interval again."""
     talk = Conversation(rig, 4)
     long = talk.message(6000)

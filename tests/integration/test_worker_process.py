@@ -221,7 +221,7 @@ def test_worker_started_by_a_user_prints_a_hint(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_worker_with_a_wrong_parent_ends(tmp_path: Path) -> None:
+def test_worker_whose_parent_is_not_the_service_ends(tmp_path: Path) -> None:
     """The parent ended before the worker could check it."""
     env = {**os.environ, worker_link.LINK_FD_ENV: "0", worker_link.SOCKET_FD_ENV: "1", worker_link.PARENT_ENV: "1"}
     done = subprocess.run([sys.executable, "-m", "inference.worker"], env=env, capture_output=True, timeout=20)

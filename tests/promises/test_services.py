@@ -84,8 +84,8 @@ async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> 
 async def test_progress_is_sent_at_least_every_two_seconds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause between comments is shorter than promised; this test uses a tenth of it."""
     assert PROGRESS_INTERVAL_SECONDS == 2.0
-    assert 0 < relay.WORD_SECONDS < PROGRESS_INTERVAL_SECONDS
-    monkeypatch.setattr(relay, "WORD_SECONDS", relay.WORD_SECONDS / 10)
+    assert 0 < relay.COMMENT_SECONDS < PROGRESS_INTERVAL_SECONDS
+    monkeypatch.setattr(relay, "COMMENT_SECONDS", relay.COMMENT_SECONDS / 10)
     service = await start({"a": {}}, {"a": {"load_seconds": 1.5}})
     body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "stream": True}
     answer = await ask(service.app, "POST", "/v1/chat/completions", body)

@@ -184,7 +184,7 @@ class Authority(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self.world.gpus)
-    @rule(number=numbers, sign=st.sampled_from([*Sign, Sign.FINE, Sign.FINE, Sign.FINE]), reads=st.booleans())
+    @rule(number=numbers, sign=st.sampled_from([*Sign, Sign.HEALTHY, Sign.HEALTHY, Sign.HEALTHY]), reads=st.booleans())
     def device(self, number: int, sign: Sign, reads: bool) -> None:
         self.world.put_sign(self.world.gpus[number % len(self.world.gpus)], sign)
         if reads:
@@ -218,7 +218,7 @@ class Authority(RuleBasedStateMachine):
                 self._lose(worker.placement.devices[0])
 
     def _lose(self, device: str) -> None:
-        self.world.put_sign(device, Sign.DEAD)
+        self.world.put_sign(device, Sign.FAILED)
         for _ in range(3):
             self.world.deliver(len(self.world.later) - 1)
 
@@ -314,7 +314,7 @@ class Authority(RuleBasedStateMachine):
         elif then == "crash" and model is not None and model.worker in world.alive:
             world.end(model.worker, ExitCause.KILLED)
         elif then == "lose" and device in world.gpus:
-            world.put_sign(device, Sign.DEAD)
+            world.put_sign(device, Sign.FAILED)
 
     @rule(request=st.sampled_from([events.Collect(), events.Defragment(), events.Recover("gpu-0"), events.Refresh()]))
     def operate(self, request: events.Request) -> None:

@@ -79,14 +79,14 @@ class World:
 
 
 OUTCOMES = {
-    (Sign.FINE, None): {DeviceState.HEALTHY},
-    (Sign.UNSURE, None): {DeviceState.SUSPECT},
+    (Sign.HEALTHY, None): {DeviceState.HEALTHY},
+    (Sign.UNCERTAIN, None): {DeviceState.SUSPECT},
     (Sign.UNREACHABLE, None): {DeviceState.SUSPECT},
-    (Sign.ILL, None): {DeviceState.QUARANTINED, DeviceState.LOST},
-    (Sign.DEAD, None): {DeviceState.LOST},
-    (Sign.GONE, None): {DeviceState.LOST},
-    (Sign.DEAD, "failed"): {DeviceState.LOST},
-    (Sign.UNSURE, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
+    (Sign.DEGRADED, None): {DeviceState.QUARANTINED, DeviceState.LOST},
+    (Sign.FAILED, None): {DeviceState.LOST},
+    (Sign.MISSING, None): {DeviceState.LOST},
+    (Sign.FAILED, "failed"): {DeviceState.LOST},
+    (Sign.UNCERTAIN, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
     (Sign.UNREACHABLE, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
 }
 

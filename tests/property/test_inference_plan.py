@@ -81,7 +81,7 @@ def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(
 
 @given(machines(), st.integers(1, 900))
 @settings(max_examples=100, deadline=None)
-def test_final_refusal_stays_without_other_models(machine: tuple[Ledger, list[Held]], need: int) -> None:
+def test_final_refusal_is_the_same_without_other_models(machine: tuple[Ledger, list[Held]], need: int) -> None:
     """A refusal that waits for no model stays with every evictable model gone."""
     ledger, held = machine
     decision = plan(Request("new", (Option("gpu-0", {"gpu-0": need}),)), ledger, held, Policy(100.0))

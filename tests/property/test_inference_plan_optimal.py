@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unmeasured
 
 NOW = 100.0
 GPUS = ("gpu-0", "gpu-1", "gpu-2")
-DEARER_AT_MOST = 1.10
+MAX_COST_RATIO = 1.10
 ROUNDING = 1 + 1e-9
 
 
@@ -136,9 +136,9 @@ def leaving_models_make_room(
     ways: Sequence[dict[str, int]],
 ) -> bool:
     """Whether it waits only for models that leave anyway, and fits once they are gone."""
-    leavers = [item for item in held if item.eviction_state is EvictionState.LEAVING]
-    stage = Stage.of(ledger.without({item.holding for item in leavers}), [x for x in held if x not in leavers])
-    return {*refusal.waits_for} == {item.model for item in leavers} and fits_at_all(request, stage, policy, ways)
+    evicted = [item for item in held if item.eviction_state is EvictionState.LEAVING]
+    stage = Stage.of(ledger.without({item.holding for item in evicted}), [x for x in held if x not in evicted])
+    return {*refusal.waits_for} == {item.model for item in evicted} and fits_at_all(request, stage, policy, ways)
 
 
 def cost_of(decision: Placement, held: list[Held]) -> float:
@@ -183,7 +183,7 @@ def test_plan_over_several_devices_is_within_a_tenth_of_the_lowest_cost(
         assert best is None or leaving_models_make_room(request, decision, ledger, held, policy, ways)
         return
     assert best is not None
-    assert cost_of(decision, held) <= best * DEARER_AT_MOST * ROUNDING
+    assert cost_of(decision, held) <= best * MAX_COST_RATIO * ROUNDING
     if decision.result is Result.FREE:
         assert not decision.evict
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.authority.placement.ledger import Account, Ledger
-from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
+from inference.authority.retention import HOST, EvictedModel, Warm, displaced, kept_of
 
 GIB = 2**30
 NOW = 1000.0
@@ -50,15 +50,15 @@ def test_displaced_models_suffice_and_have_the_lowest_worth(kept: list[Warm], ne
     st.integers(8, 48),
 )
 def test_warm_models_leave_enough_memory_for_the_new_model(
-    leavers: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
+    evicted: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
 ) -> None:
     """With any warm models the new model fits, and the limit of the host is not exceeded."""
     ledger = Ledger().open(Account("gpu-0", 64 * GIB, 64 * GIB)).open(Account(HOST, 64 * GIB, budget * GIB))
     items = []
-    for number, (gpu, warm) in enumerate(leavers):
+    for number, (gpu, warm) in enumerate(evicted):
         holding, model = f"h{number}", f"m{number}"
         ledger = ledger.reserve(holding, model, {"gpu-0": gpu * GIB})
-        items.append(Leaver(model, holding, Warm(model, warm * GIB, 1.0, number) if warm else None))
+        items.append(EvictedModel(model, holding, Warm(model, warm * GIB, 1.0, number) if warm else None))
     need = {"gpu-0": need_gpu * GIB, HOST: need_host * GIB}
     kept = kept_of(items, need, ledger, NOW)
     after = ledger.without([item.holding for item in items])
@@ -78,5 +78,5 @@ def test_warm_models_leave_enough_memory_for_the_new_model(
 def test_no_model_is_kept_warm_if_the_new_model_does_not_fit() -> None:
     """If the evicted models release too little memory, no model is kept warm."""
     ledger = Ledger().open(Account(HOST, GIB, GIB)).reserve("h", "m", {HOST: 10})
-    leaver = Leaver("m", "h", Warm("m", 5, 1.0, 0.0))
+    leaver = EvictedModel("m", "h", Warm("m", 5, 1.0, 0.0))
     assert kept_of([leaver], {HOST: 2 * GIB}, ledger, NOW) == frozenset()

@@ -30,7 +30,7 @@ class Unkillable:
         return -9
 
 
-async def test_hanging_helper_is_reaped_later_and_too_many_refuse_the_job(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hanging_helper_is_reaped_later_and_too_many_block_the_job(caplog: pytest.LogCaptureFixture) -> None:
     hung = [Unkillable() for _ in range(helper_client.MOST_STUCK)]
     with caplog.at_level(logging.WARNING):
         for process in hung:

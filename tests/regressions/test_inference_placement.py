@@ -26,7 +26,7 @@ from inference.authority.placement.plan import (
     Result,
     Scene,
     plan,
-    prospect,
+    refusal_now,
 )
 from inference.errors import DeviceLost, InvalidRequestError
 from inference.estimate.model_estimate import Estimate
@@ -198,7 +198,7 @@ def test_prospects_of_fifty_models_are_fast() -> None:
 
     def look() -> list[object]:
         scene = Scene.of(ledger, held)
-        return [prospect(request, scene, Policy(1000.0)) for request in requests]
+        return [refusal_now(request, scene, Policy(1000.0)) for request in requests]
 
     answers = look()
     assert None in answers

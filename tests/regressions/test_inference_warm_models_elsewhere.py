@@ -32,7 +32,7 @@ def test_model_restored_onto_the_cpu_can_be_offloaded_again() -> None:
     world.command(events.Offload("a"))
     world.settle(1)
     assert world.state.models["a"].state is ModelState.WARM
-    world.put_sign("gpu-0", Sign.DEAD)
+    world.put_sign("gpu-0", Sign.FAILED)
     world.settle(1)
     world.want("a")
     world.settle(1)

@@ -124,7 +124,7 @@ async def test_booking_of_an_ended_worker_is_released_although_its_device_cannot
     await authority.unload(model)
     assert model.state is ModelState.COLD
     await authority.emptied(seconds=10)
-    assert "became free after a; it counts as foreign" in caplog.text
+    assert "became free; the rest counts as foreign" in caplog.text
     assert caplog.text.count("no such device") == 1, "repeated failures are logged once"
     accelerator.failure = None
     await authority.load(model)

@@ -56,7 +56,7 @@ def test_chunks_of_a_completion_have_no_prompt_usage() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_requested_usage_is_null_in_every_other_chunk_as_at_openai(kind: str) -> None:
+def test_requested_usage_is_null_in_every_other_chunk_as_in_openai(kind: str) -> None:
     assert all(chunk["usage"] is None for chunk in streamed(kind))
 
 

@@ -220,7 +220,7 @@ class World:
             total, kind = (HOST_BYTES, CPU) if device == CPU else (GPU_BYTES, self.kind)
             taken = min(total, used[device])
             found[device] = Reading(
-                device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.FINE)
+                device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.HEALTHY)
             )
         return found
 
@@ -233,9 +233,9 @@ class World:
         """Something happens to a device; one that is dead or gone loses its memory."""
         self.signs[device] = sign
         self.absent.discard(device)
-        if sign is Sign.GONE:
+        if sign is Sign.MISSING:
             self.absent.add(device)
-        if sign in (Sign.DEAD, Sign.GONE):
+        if sign in (Sign.FAILED, Sign.MISSING):
             for process in self.alive.values():
                 process.bytes.pop(device, None)
             for _, left in self.lingering.values():
@@ -395,7 +395,7 @@ class World:
     def _lose_memory(self, process: Process) -> None:
         """A process has nothing on a device that is dead or gone."""
         for device in list(process.bytes):
-            if self.signs.get(device) in (Sign.DEAD, Sign.GONE):
+            if self.signs.get(device) in (Sign.FAILED, Sign.MISSING):
                 del process.bytes[device]
 
     def _gone(self, worker: str) -> None:
@@ -519,7 +519,7 @@ class World:
         self.foreign = {}
         self.foreign_moved_at = self.now
         for device in self.gpus:
-            self.put_sign(device, Sign.FINE)
+            self.put_sign(device, Sign.HEALTHY)
 
     def _files(self, worker: str) -> Any:
         record = self.state.workers.get(worker)

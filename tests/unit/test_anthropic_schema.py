@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from gateway.apis.messages.messages_request import parse
 from gateway.errors import UpstreamError
-from gateway.providers.anthropic.anthropic_schema import held
+from gateway.providers.anthropic.anthropic_schema import to_anthropic_schema
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import anthropic_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS
@@ -58,7 +58,7 @@ def body_of(schema: Any) -> dict[str, Any]:
 
 def refusal(schema: Any) -> UpstreamError:
     with pytest.raises(UpstreamError) as caught:
-        held(schema, "response_format")
+        to_anthropic_schema(schema, "response_format")
     return caught.value
 
 
@@ -92,7 +92,7 @@ def test_schema_of_the_official_openai_client_is_translated(schema: dict[str, An
     ],
 )
 def test_result_equals_that_of_anthropics_client(schema: dict[str, Any]) -> None:
-    got = held(schema, "x")
+    got = to_anthropic_schema(schema, "x")
     assert {**got, "description": None} == {**transform_schema(schema), "description": None}
     assert anthropic_problem(got) is None and anthropic_problem(transform_schema(schema)) is None
 
@@ -109,7 +109,7 @@ def test_keywords_that_anthropics_client_drops_are_kept() -> None:
         "definitions": {"p": {"type": ["object", "null"], "properties": {"a": CLOSED}, "additionalProperties": True}},
     }
     before = str(schema)
-    got = held(schema, "x")
+    got = to_anthropic_schema(schema, "x")
     assert str(schema) == before
     assert anthropic_problem(got) is None
     assert got == {
@@ -136,7 +136,7 @@ def test_keywords_that_anthropics_client_drops_are_kept() -> None:
 
 def test_type_beside_a_union_of_objects_is_left_out() -> None:
     variant = {"type": "object", "properties": {}, "additionalProperties": False}
-    got = held({"type": "object", "anyOf": [variant]}, "x")
+    got = to_anthropic_schema({"type": "object", "anyOf": [variant]}, "x")
     assert got == {"anyOf": [variant]}
 
 
@@ -160,7 +160,9 @@ def test_intersection_of_several_objects_is_unsuitable(schema: dict[str, Any]) -
 
 @pytest.mark.parametrize("other", [{"type": "null"}, {"enum": ["a"]}])
 def test_intersection_of_one_object_with_other_types_is_suitable(other: dict[str, Any]) -> None:
-    assert held({"allOf": [_OPEN, other]}, "x") == {"allOf": [{**_OPEN, "additionalProperties": False}, other]}
+    assert to_anthropic_schema({"allOf": [_OPEN, other]}, "x") == {
+        "allOf": [{**_OPEN, "additionalProperties": False}, other]
+    }
 
 
 @pytest.mark.parametrize(
@@ -270,14 +272,14 @@ _SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
 
 @given(_SCHEMAS, _BOUNDS)
 def test_translated_schema_is_valid_and_stable(schema: dict[str, Any], bounds: dict[str, Any]) -> None:
-    got = held({**bounds, **schema}, "x")
+    got = to_anthropic_schema({**bounds, **schema}, "x")
     assert anthropic_problem(got) is None
-    assert held(got, "x") == got
+    assert to_anthropic_schema(got, "x") == got
 
 
 @given(ODD_SCHEMAS)
 def test_arbitrary_schema_is_translated_or_rejected(schema: Any) -> None:
     try:
-        held(schema, "x")
+        to_anthropic_schema(schema, "x")
     except UpstreamError as error:
         assert error.param == "x"

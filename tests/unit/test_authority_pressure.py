@@ -189,7 +189,7 @@ def test_lost_device_has_no_pressure() -> None:
     assert GPU not in [alert.subject for alert in alerts if alert.kind == "pressure"]
 
 
-def test_check_happens_when_the_devices_cannot_be_read() -> None:
+def test_pressure_check_uses_the_last_figures_when_the_devices_cannot_be_read() -> None:
     world = begin({"a": {}}, {"a": 300}, pressure_check_interval_seconds=1)
     before = len(world.state.pressure.history)
     for _ in range(4):

@@ -45,7 +45,7 @@ def test_each_priority_has_its_own_queue_limit() -> None:
         assert (error.status, error.details) == (429, {FULL_FOR: [priority]})
 
 
-def test_request_that_returns_after_its_retry_after_is_admitted() -> None:
+def test_request_that_is_retried_after_the_given_time_is_admitted() -> None:
     world = begin({"a": {}}, queue_normal=1)
     load(world, "a", 1.5)
     first = world.want("a")
@@ -163,7 +163,7 @@ def test_refusal_has_numbers() -> None:
     assert shortage.short_bytes > 0
 
 
-def test_failed_loads_wait_longer_each_time() -> None:
+def test_retry_delay_doubles_with_each_failed_load() -> None:
     world = begin({"a": {}})
     for failures in (1, 2, 3):
         ticket = world.want("a")

@@ -172,7 +172,7 @@ def test_second_model_waits_for_a_busy_one_which_is_then_kept_warm() -> None:
     assert world.model("a").state is S.WARM
 
 
-def test_max_models_evicts() -> None:
+def test_max_models_evicts_the_other_model() -> None:
     world = begin({"a": {}, "b": {}}, max_models=1)
     world.used("a", "b", "a")
     assert [world.model(name).state for name in "ab"] == [S.READY, S.WARM]

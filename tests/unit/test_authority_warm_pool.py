@@ -345,7 +345,7 @@ def test_suspended_model_whose_device_is_lost_is_loaded_on_another() -> None:
     world = suspending(gpus=("gpu-0", "gpu-1"))
     home = world.state.workers[process(world)].placement.devices[0]
     offload(world)
-    world.signs[home] = Sign.DEAD
+    world.signs[home] = Sign.FAILED
     world.send(events.DeviceNoticed())
     world.live(2)
     world.used("a")

@@ -375,7 +375,7 @@ def test_anthropic_stream_without_usage_is_complete() -> None:
     assert not [frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.USAGE]
 
 
-def test_stream_is_finished_before_it_is_complete() -> None:
+def test_stream_is_finished_before_its_end_mark_arrives() -> None:
     claude = AnthropicStream(1)
     seen = []
     for frame in SseSplitter().feed(events(START, TEXT, finish("end_turn"), STOP)):

@@ -740,7 +740,9 @@ def test_effort_is_limited_to_the_highest_of_the_provider() -> None:
         (Flavor.GOOGLE, "gemini-2.5-pro", "max", "high"),
     ],
 )
-def test_effort_is_the_next_higher_one_of_the_model(flavor: Flavor, model: str, effort: str, sent: str | None) -> None:
+def test_unsupported_effort_becomes_the_next_higher_one_of_the_model(
+    flavor: Flavor, model: str, effort: str, sent: str | None
+) -> None:
     """Or the highest one."""
     body = to_openai(Endpoint.CHAT, {"messages": [user()], "reasoning_effort": effort}, model, flavor)
     assert body.get("reasoning_effort") == sent

@@ -90,12 +90,12 @@ def test_without_listed_hosts_all_addresses_are_rejected() -> None:
      "fe80::1%eth0", "fd00:ec2::254", "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1",
      "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001::1", "2001:db8::1", "localhost", ""],
 )  # fmt: skip
-def test_private_and_reserved_ip_addresses(address: str) -> None:
+def test_private_and_reserved_ip_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "93.184.215.14", "2606:4700:4700::1111"])
-def test_public_ip_addresses(address: str) -> None:
+def test_public_ip_addresses_are_public(address: str) -> None:
     assert is_public(address)
 
 

@@ -342,7 +342,7 @@ def test_interval_of_recovery_probes_is_a_tenth_of_the_outage() -> None:
         watch = probe_schedule.probed(watch, RECOVER, BAD, at)
         assert probe_schedule.due_at(watch, OPEN) == following
     again = probe_schedule.opened(watch, 1030.0)
-    assert again.trouble_since == 100.0, "it was never closed in between"
+    assert again.not_closed_since == 100.0, "it was never closed in between"
     assert probe_schedule.due_at(again, OPEN) == 1030.5
 
 
@@ -368,7 +368,7 @@ def test_sign_of_recovery_skips_pace_but_not_minimum_period() -> None:
     assert probe_schedule.due_at(probe_schedule.due_now(watch), OPEN) == 0.5
     confirming = probe_schedule.probed(probe_schedule.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
     assert probe_schedule.due_now(confirming) == confirming
-    assert probe_schedule.due_at(replace(watch, trouble_since=None), OPEN) == 44.0
+    assert probe_schedule.due_at(replace(watch, not_closed_since=None), OPEN) == 44.0
 
 
 def test_service_is_probed_before_its_models() -> None:

@@ -17,9 +17,9 @@ from gateway.routing.candidate_checks import (
     TEMPLATE_TOKENS,
     Fit,
     about_tokens,
+    certainly_fits,
     fit,
     is_alternative,
-    is_far,
     little_room,
     too_long,
 )
@@ -51,16 +51,16 @@ def test_context_needs_room_for_the_prompt_and_the_answer(
 
 
 def test_only_prompts_near_the_context_length_are_counted() -> None:
-    assert is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS)
-    assert not is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS - 1)
-    assert not is_far(1001, 100, 500 + 100 + TEMPLATE_TOKENS)
-    assert is_far(1000, None, 500 + 1 + TEMPLATE_TOKENS)
+    assert certainly_fits(1000, 100, 500 + 100 + TEMPLATE_TOKENS)
+    assert not certainly_fits(1000, 100, 500 + 100 + TEMPLATE_TOKENS - 1)
+    assert not certainly_fits(1001, 100, 500 + 100 + TEMPLATE_TOKENS)
+    assert certainly_fits(1000, None, 500 + 1 + TEMPLATE_TOKENS)
 
 
 @given(st.integers(0, 10**6), st.none() | st.integers(0, 10**6), st.integers(1, 10**6), st.data())
 def test_prompt_that_is_not_counted_fits(size: int, most: int | None, context: int, data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, size // LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS))
-    if is_far(size, most, context):
+    if certainly_fits(size, most, context):
         assert fit(tokens, most, context) is Fit.WHOLE
 
 

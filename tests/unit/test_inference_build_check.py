@@ -123,13 +123,13 @@ async def test_without_an_engine_nothing_is_checked(tmp_path: Path) -> None:
 async def test_concurrent_checks_after_crashes_share_one_run(tmp_path: Path, engine: Path) -> None:
     check, helper = _check(tmp_path, engine)
     helper.gate.clear()
-    checks = [asyncio.ensure_future(check.holds()) for _ in range(3)]
+    checks = [asyncio.ensure_future(check.computes()) for _ in range(3)]
     await asyncio.sleep(0)
     helper.gate.set()
     assert await asyncio.gather(*checks) == [True] * 3
     assert helper.runs == 1
     assert check.is_trusted
-    assert await check.holds()
+    assert await check.computes()
     assert helper.runs == 1
 
 
@@ -140,8 +140,8 @@ async def test_failed_check_of_a_running_service_is_reported_once_and_repeated_a
     check, helper = _check(tmp_path, engine, CRASHED)
     reports: list[str] = []
     check.broken = reports.append
-    assert await check.holds() is False
-    assert await check.holds() is False
+    assert await check.computes() is False
+    assert await check.computes() is False
     assert helper.runs == 1
     assert len(reports) == 1
     assert "signal SIGILL" in reports[0]
@@ -152,8 +152,8 @@ async def test_failed_check_of_a_running_service_is_reported_once_and_repeated_a
 
 async def test_check_without_a_result_attributes_the_crash_to_the_model(tmp_path: Path, engine: Path) -> None:
     check, helper = _check(tmp_path, engine, LATE)
-    assert await check.holds()
+    assert await check.computes()
     assert not check.is_trusted
     helper.result = {}
-    assert await check.holds()
+    assert await check.computes()
     assert (helper.runs, check.is_trusted) == (2, True)

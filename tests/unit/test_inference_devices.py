@@ -233,15 +233,15 @@ async def test_unreadable_devices_keep_their_figures_with_a_note(root: Path) -> 
     await probe.start()
     gone = items.pop()
     await probe.refresh()
-    assert [reading.sign for reading in probe.readings()] == ["unsure", "gone"]
+    assert [reading.sign for reading in probe.readings()] == ["uncertain", "missing"]
     assert "lists 1 devices where there were 2" in probe.readings()[0].note
     assert probe.readings()[1].free_bytes == 9
     items.append(gone)
     await probe.refresh()
-    assert {reading.sign for reading in probe.readings()} == {"fine"}
+    assert {reading.sign for reading in probe.readings()} == {"healthy"}
 
 
-async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_unsure(root: Path) -> None:
+async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_uncertain(root: Path) -> None:
     answers: list[list[dict[str, Any]]] = [listed("Vulkan", 1)]
 
     async def listing() -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_u
     probe = GgmlProbe({}, root=root, probe=listing)
     await probe.start()
     await probe.refresh()
-    assert (probe.readings()[0].sign, probe.readings()[0].note) == ("unsure", "it died")
+    assert (probe.readings()[0].sign, probe.readings()[0].note) == ("uncertain", "it died")
     empty = GgmlProbe({}, root=root, probe=listing)
     await empty.start()
     await empty.refresh()

@@ -273,7 +273,7 @@ def test_inconsistent_measurement_gives_no_layers(exact: dict[str, Parts], sizes
     assert layers_of(ALL, exact, "gpu-0", sizes) is None
 
 
-def test_caches_of_unknown_size_are_equal() -> None:
+def test_total_cache_is_divided_equally_among_layers_of_unknown_cache_size() -> None:
     layers = layers_of(ALL, {"gpu-0": Parts(400, 100, 0)}, "gpu-0", [Sizes(100, 0)] * 4)
     assert layers is not None
     assert {size.kv_bytes for size in layers.sizes} == {25}

@@ -9,9 +9,9 @@ import pytest
 
 from inference.authority.device_health import (
     AGAIN_SECONDS,
-    DOUBT_SECONDS,
     LAST_READ_SECONDS,
     STOP_SECONDS,
+    SUSPECT_SECONDS,
     TABLE,
     TRIAL_SECONDS,
     DeviceHealth,
@@ -63,15 +63,15 @@ def device() -> Device:
 
 
 def test_lost_device_is_read_until_it_is_back_and_has_passed_a_trial(device: Device) -> None:
-    assert device.reads(Sign.FINE) == (S.HEALTHY, [])
-    assert device.reads(Sign.DEAD, "it was cut") == (S.LOST, [Effect.LOSE])
+    assert device.reads(Sign.HEALTHY) == (S.HEALTHY, [])
+    assert device.reads(Sign.FAILED, "it was cut") == (S.LOST, [Effect.LOSE])
     assert (device.case.note, device.case.usable) == ("it was cut", False)
     assert device.case.seconds_to_verdict(device.now) == 1
     assert device.waits(0.5) == (S.LOST, [])
     assert device.case.seconds_to_verdict(device.now) == 0.5
     assert device.waits(0.5) == (S.LOST, [Effect.READ])
-    assert device.reads(Sign.DEAD, "it was cut") == (S.LOST, [])
-    assert device.reads(Sign.FINE, after=0.3) == (S.PROBING, [Effect.PROBE])
+    assert device.reads(Sign.FAILED, "it was cut") == (S.LOST, [])
+    assert device.reads(Sign.HEALTHY, after=0.3) == (S.PROBING, [Effect.PROBE])
     assert device.case.seconds_to_verdict(device.now) == 0
     assert device.tried() == (S.HEALTHY, [Effect.RELOAD])
     assert device.case == DeviceHealth(trial=1)
@@ -80,14 +80,14 @@ def test_lost_device_is_read_until_it_is_back_and_has_passed_a_trial(device: Dev
 
 def test_device_that_fails_its_trial_stays_lost(device: Device) -> None:
     """It is tried again after each pause, not at each reading."""
-    device.reads(Sign.DEAD)
-    device.reads(Sign.FINE)
+    device.reads(Sign.FAILED)
+    device.reads(Sign.HEALTHY)
     assert device.tried("wrong result") == (S.LOST, [])
     assert device.case.note == "wrong result"
-    assert device.reads(Sign.FINE) == (S.LOST, [])
+    assert device.reads(Sign.HEALTHY) == (S.LOST, [])
     assert device.waits(1) == (S.LOST, [Effect.READ])
-    assert device.reads(Sign.FINE) == (S.PROBING, [Effect.PROBE])
-    assert device.reads(Sign.DEAD, "gone again") == (S.LOST, [])
+    assert device.reads(Sign.HEALTHY) == (S.PROBING, [Effect.PROBE])
+    assert device.reads(Sign.FAILED, "gone again") == (S.LOST, [])
     assert device.tried() == (S.LOST, [])
 
 
@@ -96,69 +96,69 @@ def test_pauses_grow_with_the_outage_up_to_a_limit() -> None:
 
 
 def test_reading_of_a_lost_device_is_repeated(device: Device) -> None:
-    device.reads(Sign.DEAD)
+    device.reads(Sign.FAILED)
     looks = [device.waits(0.5)[1] for _ in range(40)]
     assert looks.count([Effect.READ]) == 16  # ten in the first ten seconds, then fewer
 
 
 def test_unhealthy_device_is_drained_before_it_is_quarantined(device: Device) -> None:
-    assert device.reads(Sign.ILL, "Xid 63") == (S.DRAINING, [Effect.DRAIN])
+    assert device.reads(Sign.DEGRADED, "Xid 63") == (S.DRAINING, [Effect.DRAIN])
     assert device.case.seconds_to_verdict(device.now) == DRAIN_SECONDS + STOP_SECONDS
-    assert device.reads(Sign.FINE) == (S.DRAINING, [])
+    assert device.reads(Sign.HEALTHY) == (S.DRAINING, [])
     assert device.waits(5, empty=False) == (S.DRAINING, [])
     assert device.waits(1) == (S.QUARANTINED, [])
-    assert device.reads(Sign.ILL, "Xid 63") == (S.QUARANTINED, [])
+    assert device.reads(Sign.DEGRADED, "Xid 63") == (S.QUARANTINED, [])
     assert device.waits(1) == (S.QUARANTINED, [Effect.READ])
-    assert device.reads(Sign.ILL, "Xid 63") == (S.QUARANTINED, [])
-    assert device.reads(Sign.FINE) == (S.PROBING, [Effect.PROBE])
-    assert device.reads(Sign.ILL, "again") == (S.DRAINING, [])
+    assert device.reads(Sign.DEGRADED, "Xid 63") == (S.QUARANTINED, [])
+    assert device.reads(Sign.HEALTHY) == (S.PROBING, [Effect.PROBE])
+    assert device.reads(Sign.DEGRADED, "again") == (S.DRAINING, [])
     assert device.waits(1) == (S.QUARANTINED, [])
-    assert device.reads(Sign.DEAD) == (S.LOST, [])
+    assert device.reads(Sign.FAILED) == (S.LOST, [])
 
 
 def test_models_that_are_not_unloaded_in_time_are_stopped(device: Device) -> None:
-    device.reads(Sign.ILL)
+    device.reads(Sign.DEGRADED)
     assert device.waits(DRAIN_SECONDS, empty=False) == (S.DRAINING, [])
     assert device.waits(STOP_SECONDS, empty=False) == (S.QUARANTINED, [Effect.LOSE])
 
 
 def test_device_that_fails_while_draining_is_lost(device: Device) -> None:
-    device.reads(Sign.ILL)
-    assert device.reads(Sign.GONE) == (S.LOST, [Effect.LOSE])
+    device.reads(Sign.DEGRADED)
+    assert device.reads(Sign.MISSING) == (S.LOST, [Effect.LOSE])
 
 
 def test_unreadable_device_is_suspect_for_a_while(device: Device) -> None:
-    assert device.reads(Sign.UNSURE, "timeout") == (S.SUSPECT, [])
+    assert device.reads(Sign.UNCERTAIN, "timeout") == (S.SUSPECT, [])
     assert device.case.usable
-    assert device.waits(DOUBT_SECONDS - 1) == (S.SUSPECT, [])
-    assert device.reads(Sign.FINE) == (S.HEALTHY, [])
+    assert device.waits(SUSPECT_SECONDS - 1) == (S.SUSPECT, [])
+    assert device.reads(Sign.HEALTHY) == (S.HEALTHY, [])
     assert device.case.note == ""
 
 
 def test_unreadable_device_that_passes_its_trial_stays_in_use(device: Device) -> None:
-    device.reads(Sign.UNSURE, "timeout")
-    assert device.waits(DOUBT_SECONDS, empty=False) == (S.PROBING, [Effect.PROBE])
+    device.reads(Sign.UNCERTAIN, "timeout")
+    assert device.waits(SUSPECT_SECONDS, empty=False) == (S.PROBING, [Effect.PROBE])
     assert device.tried() == (S.SUSPECT, [])
-    assert device.waits(DOUBT_SECONDS, empty=False) == (S.SUSPECT, [])
+    assert device.waits(SUSPECT_SECONDS, empty=False) == (S.SUSPECT, [])
     assert device.waits(AGAIN_SECONDS, empty=False) == (S.PROBING, [Effect.PROBE])
     assert device.tried("no answer") == (S.LOST, [Effect.LOSE])
 
 
 def test_suspect_device_may_be_drained_or_lost(device: Device) -> None:
-    device.reads(Sign.UNSURE)
-    assert device.reads(Sign.ILL) == (S.DRAINING, [Effect.DRAIN])
+    device.reads(Sign.UNCERTAIN)
+    assert device.reads(Sign.DEGRADED) == (S.DRAINING, [Effect.DRAIN])
     other = Device()
-    other.reads(Sign.UNSURE)
-    assert other.reads(Sign.DEAD) == (S.LOST, [Effect.LOSE])
+    other.reads(Sign.UNCERTAIN)
+    assert other.reads(Sign.FAILED) == (S.LOST, [Effect.LOSE])
 
 
-@pytest.mark.parametrize("sign", [Sign.FINE, Sign.UNSURE])
+@pytest.mark.parametrize("sign", [Sign.HEALTHY, Sign.UNCERTAIN])
 def test_exit_of_a_worker_with_a_device_error_starts_a_trial(device: Device, sign: Sign) -> None:
     device.reads(sign)
     assert device.sees(Suspected("a worker ended")) == (S.PROBING, [Effect.PROBE])
     assert device.sees(Suspected("another")) == (S.PROBING, [])
     assert device.reads(sign) == (S.PROBING, [])
-    assert device.tried() == ({Sign.FINE: S.HEALTHY, Sign.UNSURE: S.SUSPECT}[sign], [])
+    assert device.tried() == ({Sign.HEALTHY: S.HEALTHY, Sign.UNCERTAIN: S.SUSPECT}[sign], [])
 
 
 def test_trial_without_a_result_fails_and_its_late_result_is_ignored(device: Device) -> None:
@@ -184,8 +184,8 @@ def test_device_with_a_broken_nvml_stays_in_use_after_its_trial(device: Device) 
     device.reads(Sign.UNREACHABLE, "Unknown Error")
     assert device.tried() == (S.SUSPECT, [])
     assert device.reads(Sign.UNREACHABLE) == (S.SUSPECT, [])
-    assert device.reads(Sign.UNSURE) == (S.SUSPECT, [])
-    assert device.reads(Sign.FINE) == (S.HEALTHY, [])
+    assert device.reads(Sign.UNCERTAIN) == (S.SUSPECT, [])
+    assert device.reads(Sign.HEALTHY) == (S.HEALTHY, [])
 
 
 def test_all_states_can_be_reached_and_left() -> None:
@@ -230,14 +230,23 @@ def test_documentation_contains_the_current_table() -> None:
 def test_worst_sign_is_the_last_of_the_enumeration() -> None:
     for some in itertools.permutations(Sign, 3):
         assert list(Sign).index(worst(some)) == max(list(Sign).index(sign) for sign in some)
-    assert worst([]) is Sign.FINE
+    assert worst([]) is Sign.HEALTHY
 
 
 @pytest.mark.parametrize(
     ("code", "sign"),
-    [(0, Sign.FINE), (9, Sign.DEAD), (15, Sign.DEAD), (16, Sign.DEAD), (18, Sign.ILL), (999, Sign.UNSURE),
-     (6, Sign.GONE), (10, Sign.UNSURE), (12345, Sign.UNSURE)],
-)  # fmt: skip
+    [
+        (0, Sign.HEALTHY),
+        (6, Sign.MISSING),
+        (9, Sign.FAILED),
+        (10, Sign.UNCERTAIN),
+        (15, Sign.FAILED),
+        (16, Sign.FAILED),
+        (18, Sign.DEGRADED),
+        (999, Sign.UNCERTAIN),
+        (12345, Sign.UNCERTAIN),
+    ],
+)
 def test_each_nvml_code_has_its_sign(code: int, sign: Sign) -> None:
     assert sign_of_nvml(code) is sign
 
@@ -250,7 +259,15 @@ def test_single_code_does_not_make_a_device_unreachable() -> None:
 
 @pytest.mark.parametrize(
     ("action", "sign"),
-    [(0, Sign.FINE), (1, Sign.DEAD), (2, Sign.DEAD), (3, Sign.ILL), (4, Sign.ILL), (6, Sign.DEAD), (99, Sign.UNSURE)],
+    [
+        (0, Sign.HEALTHY),
+        (1, Sign.FAILED),
+        (2, Sign.FAILED),
+        (3, Sign.DEGRADED),
+        (4, Sign.DEGRADED),
+        (6, Sign.FAILED),
+        (99, Sign.UNCERTAIN),
+    ],
 )
 def test_each_recovery_action_has_its_sign(action: int, sign: Sign) -> None:
     assert sign_of_action(action) is sign
@@ -259,21 +276,21 @@ def test_each_recovery_action_has_its_sign(action: int, sign: Sign) -> None:
 @pytest.mark.parametrize(
     ("number", "sign"),
     [
-        (45, Sign.FINE),  # from each killed worker
-        (43, Sign.FINE),
-        (63, Sign.FINE),
-        (13, Sign.FINE),
-        (31, Sign.FINE),
-        (94, Sign.FINE),
-        (130, Sign.FINE),
-        (48, Sign.ILL),
-        (64, Sign.ILL),
-        (79, Sign.DEAD),
-        (95, Sign.DEAD),
-        (119, Sign.DEAD),
-        (74, Sign.UNSURE),
-        (154, Sign.UNSURE),
-        (9999, Sign.UNSURE),
+        (45, Sign.HEALTHY),  # from each killed worker
+        (43, Sign.HEALTHY),
+        (63, Sign.HEALTHY),
+        (13, Sign.HEALTHY),
+        (31, Sign.HEALTHY),
+        (94, Sign.HEALTHY),
+        (130, Sign.HEALTHY),
+        (48, Sign.DEGRADED),
+        (64, Sign.DEGRADED),
+        (79, Sign.FAILED),
+        (95, Sign.FAILED),
+        (119, Sign.FAILED),
+        (74, Sign.UNCERTAIN),
+        (154, Sign.UNCERTAIN),
+        (9999, Sign.UNCERTAIN),
     ],
 )
 def test_each_xid_event_has_its_sign(number: int, sign: Sign) -> None:

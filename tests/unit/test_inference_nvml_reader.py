@@ -92,14 +92,14 @@ async def test_failing_library_is_tried_at_growing_intervals(
     starts: list[int] = []
     for _ in range(9):
         assert await read(reader, helper, failure(9)) == 0
-        assert reader.sign is Sign.DEAD
+        assert reader.sign is Sign.FAILED
         starts.append(helper.starts)
         clock.now += 1.0
     assert starts == [1, 2, 3, 3, 4, 4, 4, 4, 5]
     assert await read(reader, helper, reading()) == 0
     await reader.renew()
     assert await read(reader, helper, reading()) == 2
-    assert reader.sign is Sign.FINE
+    assert reader.sign is Sign.HEALTHY
     assert await read(reader, helper, failure(9)) == 0
     assert await read(reader, helper, reading()) == 2
 
@@ -118,7 +118,7 @@ async def test_lost_card_does_not_restart_the_child_at_each_reading(
     assert starts == [1, 2, 3, 3, 4, 4, 4, 4]
     helper.answer = reading()
     cards = await reader.read()
-    assert (cards[ONE].sign, cards[TWO].sign) == (Sign.FINE, Sign.FINE)
+    assert (cards[ONE].sign, cards[TWO].sign) == (Sign.HEALTHY, Sign.HEALTHY)
 
 
 @pytest.mark.parametrize("code", [999, 18, 17])
@@ -135,7 +135,7 @@ async def test_device_that_several_new_processes_cannot_reach_is_unreachable(
     assert Sign.UNREACHABLE not in signs[:-1]
     assert signs[-1] is Sign.UNREACHABLE
     await read(reader, helper, reading())
-    assert reader.sign is Sign.FINE
+    assert reader.sign is Sign.HEALTHY
 
 
 @pytest.mark.parametrize("answer", [failure(9), HelperError("late")])
@@ -147,7 +147,7 @@ async def test_other_failures_do_not_make_devices_unreachable(
     for _ in range(EXHAUSTED_AFTER + 2):
         await read(reader, helper, answer)
         clock.now += 15.0
-    assert reader.sign is (Sign.UNSURE if isinstance(answer, HelperError) else Sign.DEAD)
+    assert reader.sign is (Sign.UNCERTAIN if isinstance(answer, HelperError) else Sign.FAILED)
 
 
 async def test_nvml_that_never_worked_does_not_make_devices_unreachable(
@@ -157,7 +157,7 @@ async def test_nvml_that_never_worked_does_not_make_devices_unreachable(
     for _ in range(EXHAUSTED_AFTER + 2):
         await read(reader, helper, failure(999))
         clock.now += 15.0
-    assert reader.sign is Sign.UNSURE
+    assert reader.sign is Sign.UNCERTAIN
 
 
 async def test_card_that_was_never_read_is_unknown(reader: NvmlReader, helper: PaperHelper) -> None:

@@ -24,10 +24,10 @@ from inference.estimate.headroom import (
     LEAST_BYTES,
     MOST_SHARE,
     Headroom,
-    eased,
+    after_normal_end,
+    decayed,
     extra_bytes,
     grown,
-    proven,
 )
 from inference.estimate.headrooms import Headrooms
 from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads
@@ -149,27 +149,27 @@ def test_headroom_of_a_tiny_model_is_one_mebibyte() -> None:
 def test_three_good_ends_halve_headroom_and_a_small_rest_is_dropped() -> None:
     room = Headroom(0, 3 * MIB)
     for _ in range(ENOUGH_GOOD - 1):
-        room = proven(room, 1.0)
+        room = after_normal_end(room, 1.0)
     assert room.compute_bytes == 3 * MIB
-    room = proven(room, 1.0)
+    room = after_normal_end(room, 1.0)
     assert room == Headroom(0, 3 * MIB // 2, 0, 1.0)
     for _ in range(ENOUGH_GOOD):
-        room = proven(room, 1.0)
+        room = after_normal_end(room, 1.0)
     assert room.is_empty
 
 
 def test_failure_resets_the_count_of_good_ends() -> None:
-    room = proven(proven(Headroom(0, 4 * MIB), 0.0), 0.0)
+    room = after_normal_end(after_normal_end(Headroom(0, 4 * MIB), 0.0), 0.0)
     assert grown(room, NEED, 0.0, computing=False).good == 0
 
 
 def test_headroom_halves_after_each_whole_hour() -> None:
     room = Headroom(8 * MIB, 4 * MIB, 2, 100.0)
-    assert eased(room, 100.0 + HALF_LIFE_SECONDS - 1) == room
-    assert eased(room, 50.0) == room
-    later = eased(room, 100.0 + 2.5 * HALF_LIFE_SECONDS)
+    assert decayed(room, 100.0 + HALF_LIFE_SECONDS - 1) == room
+    assert decayed(room, 50.0) == room
+    later = decayed(room, 100.0 + 2.5 * HALF_LIFE_SECONDS)
     assert later == Headroom(2 * MIB, MIB, 0, 100.0 + 2 * HALF_LIFE_SECONDS)
-    assert eased(room, 1e12).is_empty
+    assert decayed(room, 1e12).is_empty
 
 
 def test_headroom_of_one_failure_never_excludes_a_model() -> None:

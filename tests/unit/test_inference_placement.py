@@ -21,7 +21,7 @@ from inference.authority.placement.smaller_settings import (
     smaller_context,
     smaller_ubatch,
 )
-from inference.authority.retention import HOST, Leaver, Warm, displaced, kept_of
+from inference.authority.retention import HOST, EvictedModel, Warm, displaced, kept_of
 
 NOW = 10_000.0
 SIZE = 500
@@ -69,11 +69,11 @@ def test_warm_model_that_is_cheaper_to_restore_is_dropped(a: Look, b: Look, goes
 def test_evicted_model_that_is_more_expensive_to_restore_is_kept_warm(a: Look, b: Look, goes: str) -> None:
     """The host has memory for one."""
     ledger = Ledger().open(Account("gpu-0", 2 * SIZE, 2 * SIZE)).open(Account(HOST, SIZE, SIZE))
-    leavers = []
+    evicted = []
     for name, look in (("a", a), ("b", b)):
         ledger = ledger.reserve(name, name, {"gpu-0": SIZE})
-        leavers.append(Leaver(name, name, warm(name, look)))
-    assert kept_of(leavers, {"gpu-0": 2 * SIZE}, ledger, NOW) == {"a", "b"} - {goes}
+        evicted.append(EvictedModel(name, name, warm(name, look)))
+    assert kept_of(evicted, {"gpu-0": 2 * SIZE}, ledger, NOW) == {"a", "b"} - {goes}
 
 
 def test_warm_model_is_not_dropped_for_one_that_loads_faster() -> None:
@@ -103,7 +103,7 @@ def test_cost_of_eviction_follows_from_size_reload_time_and_idle_time(
         assert Warm("a", 1000, seconds, NOW - idle).worth(NOW) == pytest.approx(cost)
 
 
-def test_each_step_is_taken_once_in_order() -> None:
+def test_settings_are_reduced_in_steps_and_each_step_is_taken_once() -> None:
     """Cleaning, a smaller batch, a smaller context."""
     reduction = Reduction()
     taken = []

@@ -20,7 +20,7 @@ from inference.authority.placement.plan import (
     Result,
     Scene,
     plan,
-    prospect,
+    refusal_now,
 )
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
@@ -381,7 +381,7 @@ def test_layers_are_divided_over_many_devices() -> None:
 def test_prospect_is_computed_without_choosing_evictions() -> None:
     ledger, held = hold(machine(gpu_0=1000), "old", {"gpu-0": 900})
     scene = Scene.of(ledger, [held])
-    assert prospect(ask(gpu(500)), scene, Policy(NOW)) is None
-    refusal = prospect(ask(gpu(1500)), scene, Policy(NOW))
+    assert refusal_now(ask(gpu(500)), scene, Policy(NOW)) is None
+    refusal = refusal_now(ask(gpu(1500)), scene, Policy(NOW))
     assert refusal is not None
     assert refusal.result is Result.CANT_ACCOMMODATE

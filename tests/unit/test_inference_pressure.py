@@ -373,14 +373,14 @@ def lowered(before: Limits, *accounts: Account, limit: int | None = None, policy
 
 
 def names(before: Limits, now: Limits, held: list[Held]) -> list[str]:
-    return sorted(item.model for item in surplus(before, now, held).leavers)
+    return sorted(item.model for item in surplus(before, now, held).evicted)
 
 
 def test_models_stay_while_no_limit_is_lowered() -> None:
     """Use above an unchanged or raised limit, and new devices, are handled elsewhere."""
     before, held = books(("a", EvictionState.IDLE, {"gpu-0": 600}), limit=1000)
     over = Limits(before.ledger.observe("gpu-0", 1500, 0), before.policy)
-    assert surplus(over, over, held).leavers == ()
+    assert surplus(over, over, held).evicted == ()
     assert names(over, lowered(over, Account("gpu-0", 1100, 1100), limit=1100), held) == []
     fresh = Limits(Ledger().open(Account("cpu", 1000, 1000)), before.policy)
     assert names(fresh, lowered(before, limit=None), held) == []
@@ -399,9 +399,9 @@ def test_idle_models_are_evicted_before_busy_ones_and_pinned_ones_last() -> None
 def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
     before, held = books(("a", EvictionState.IDLE, {"gpu-0": 400}), ("b", EvictionState.WARM, {"cpu": 300}))
     found = surplus(before, lowered(before, limit=500), held)
-    assert (found.leavers, found.reasons) == ((), ())
+    assert (found.evicted, found.reasons) == ((), ())
     found = surplus(before, lowered(before, limit=399), held)
-    assert [item.model for item in found.leavers] == ["a"]
+    assert [item.model for item in found.evicted] == ["a"]
     assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
 
 
@@ -447,7 +447,7 @@ def test_lowered_limits_hold_without_needless_evictions(
     ]
     before, held = books(*described)
     now = lowered(before, Account("gpu-0", 1000, on_gpu), Account("cpu", 1000, on_host), limit=limit)
-    gone = [item.holding for item in surplus(before, now, held).leavers]
+    gone = [item.holding for item in surplus(before, now, held).evicted]
 
     def holds(without: list[str]) -> bool:
         after = now.ledger.without(without)
@@ -501,7 +501,7 @@ def test_pressure_alert_has_its_numbers() -> None:
     assert pressure_alert(FULL, Level.HIGH, Restriction.NONE) is None
 
 
-def test_recommended_limit_beside_foreign_use_is_sufficient() -> None:
+def test_limit_recommended_for_foreign_use_is_sufficient() -> None:
     assert changes(foreign_use()) == (Kind.FOREIGN_USE, {"INFERENCE_GPU_MEMORY_LIMIT_MB": "430"})
     assert foreign_use(budget_bytes=430 * MIB) is None
     assert changes(foreign_use(host=True)) == (Kind.FOREIGN_USE, {"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.43"})

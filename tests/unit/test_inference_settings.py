@@ -87,7 +87,7 @@ def test_command_line_overrides_the_environment(directory: Path) -> None:
     assert config.models == {}
 
 
-def test_aliases_and_slashes_resolve(directory: Path) -> None:
+def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> None:
     config = load(directory, "models: {org/a: {path: tiny.gguf, aliases: [x, y/z]}}")
     assert config.names == {"org/a": "org/a", "x": "org/a", "y/z": "org/a"}
 

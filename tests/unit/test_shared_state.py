@@ -65,7 +65,7 @@ def test_second_authority_gets_an_error_with_the_first_one(tmp_path: Path) -> No
     MachineLock.acquire(environ, {"pid": 2}).release()
 
 
-def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+def test_lock_of_an_ended_process_is_taken_over(tmp_path: Path) -> None:
     environ = {"HEADGATE_LOCK_DIR": str(tmp_path)}
     lock_path(environ).write_text('{"pid": 99}')
     MachineLock.acquire(environ, {"pid": 2}).release()

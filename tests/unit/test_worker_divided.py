@@ -128,7 +128,7 @@ def test_stop_string_does_not_match_across_a_call() -> None:
     assert (text(outputs), outputs[-1].finish) == ("STOP", "tool_calls")
 
 
-def test_stop_string_in_text_that_the_parser_held_back_cuts() -> None:
+def test_stop_string_in_held_back_text_ends_the_answer() -> None:
     outputs = follow("x[STOP", stops=("[STOP",))
     assert (text(outputs), outputs[-1].finish) == ("x", "stop")
 

@@ -100,7 +100,7 @@ async def test_input_that_is_too_long_ends_with_an_error(bench: Bench) -> None:
     assert found[0].error is found[2].error is None
 
 
-async def test_values_that_are_not_finite_end_only_their_input(bench: Bench) -> None:
+async def test_values_that_are_not_finite_fail_only_their_input(bench: Bench) -> None:
     found = await bench.ask([1], [BROKEN], [2])
     codes = [vector.error and vector.error.code for _index, vector in sorted(found.items())]
     assert codes == [None, Code.MODEL_FAILED, None]

@@ -135,7 +135,7 @@ async def test_step_without_room_is_repeated_with_fewer_jobs(bench: Bench) -> No
     assert await bench.outcome(second) == [("abcdefgh", "stop", None)]
 
 
-async def test_request_that_does_not_fit_alone_ends(bench: Bench) -> None:
+async def test_request_that_does_not_fit_even_alone_ends_with_an_error(bench: Bench) -> None:
     bench.backend.fates = deque([Decode.NO_ROOM] * 3)
     [(_, _, code)] = await bench.outcome(bench.ask())
     assert code is Code.MODEL_FAILED

@@ -69,6 +69,6 @@ def test_hybrid_keeps_what_saves_most_time_for_its_bytes() -> None:
     assert first_out("hybrid", sequence(0.0), often).compute_seconds == 0.0
 
 
-def test_the_default_policy_exists() -> None:
+def test_default_retention_policy_is_one_of_the_policies() -> None:
     """The grant names one of them."""
     assert KvTiers().policy in POLICIES

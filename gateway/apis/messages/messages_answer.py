@@ -83,8 +83,8 @@ def stop_of(
 ) -> dict[str, Any]:
     """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
 
-    `tool_use` needs a tool call. A tier that met a stop sequence names it in `stop_reason`. An answer that ended by
-    length before `max_tokens` filled the context.
+    `tool_use` needs a tool call. A tier that met a stop sequence names it in `stop_reason`. If an answer ended by
+    length and has fewer than `max_tokens` tokens, it has filled the context.
     """
     reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
     sequence = choice.get("stop_reason")

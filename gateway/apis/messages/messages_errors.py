@@ -57,8 +57,8 @@ _TYPES: Mapping[int, str] = {
 """Anthropic's `error.type` by HTTP status. Others below 500 are `invalid_request_error`, the rest `api_error`."""
 
 _CODE_OF_PARAM: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
-"""Parameters whose rejection has a code of Anthropic's, which its clients handle: without threads they send the whole
-conversation."""
+"""Parameters whose rejection has a code that Anthropic's clients handle: if threads are not supported, they send the
+whole conversation."""
 
 _OWN_NAMES: Mapping[str, str] = {
     "chat_template_kwargs": "thinking",

@@ -50,7 +50,7 @@ from gateway.providers.anthropic.anthropic_models import (
     thinking_by_effort,
     thinking_for,
 )
-from gateway.providers.anthropic.anthropic_schema import held
+from gateway.providers.anthropic.anthropic_schema import to_anthropic_schema
 from gateway.providers.provider_fields import ANTHROPIC_CHAT, unsupported
 from headgate.shared.bodies.openai_bodies import (
     AudioPart,
@@ -186,7 +186,7 @@ def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
         return
     try:
         if body.response_format is not None and body.response_format.type == "json_schema":
-            held(_schema_of(body.response_format), "response_format")
+            to_anthropic_schema(_schema_of(body.response_format), "response_format")
         strict = [tool.function for tool in body.tools or () if tool.function is not None and tool.function.strict]
         if len(strict) > _MOST_STRICT_TOOLS:
             raise unsupported(
@@ -368,7 +368,7 @@ def _strict_input_schema(function: Function) -> dict[str, Any]:
     parameters = function.parameters or {}
     if not parameters.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
         raise unsupported("tools", _OWN_OBJECT)
-    return {"type": "object", **held({"type": "object", "properties": {}, **parameters}, "tools")}
+    return {"type": "object", **to_anthropic_schema({"type": "object", "properties": {}, **parameters}, "tools")}
 
 
 def _tool_choice(choice: str | ChosenTool | None) -> MessagesChoice | None:
@@ -407,7 +407,7 @@ def _output_config(body: ChatRequest, model: str) -> OutputConfig | None:
     """The schema of response_format, and reasoning_effort."""
     config = OutputConfig()
     if body.response_format is not None and body.response_format.type == "json_schema":
-        schema = held(_schema_of(body.response_format), "response_format")
+        schema = to_anthropic_schema(_schema_of(body.response_format), "response_format")
         config.format = JsonSchemaFormat(type="json_schema", schema=schema)
     if (effort := _EFFORTS.get(body.reasoning_effort or "")) is not None:
         config.effort = effort_for(effort, model)

@@ -25,7 +25,7 @@ _JOINED = "objects accept only their own properties, so that objects joined by a
 _REFERENCES = "references in a schema must point to its `$defs`, without cycles"
 
 
-def held(schema: Any, param: str) -> dict[str, Any]:
+def to_anthropic_schema(schema: Any, param: str) -> dict[str, Any]:
     """`schema` as Anthropic accepts it; raises UpstreamError (400, `unsupported_parameter`) naming `param`."""
     written = _supported_schema(schema, param)
     _check_references(written, param)

@@ -111,7 +111,9 @@ class LocalProvider:
         try:
             async with self._session.get(self._url + "/events", headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:
-                    raise UpstreamError(UpstreamKind.STATUS, "GET /events", status=response.status)
+                    raise UpstreamError(
+                        UpstreamKind.STATUS, f"GET /events: status {response.status}", status=response.status
+                    )
                 yield response.content.iter_any()
         except TimeoutError as error:
             raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: no data for {silence_seconds:g} s") from error

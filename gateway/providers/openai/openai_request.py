@@ -35,7 +35,7 @@ _KEYWORDS = frozenset((
     "exclusiveMinimum", "exclusiveMaximum",
 ))  # fmt: skip
 _MEANINGS = ("type", "anyOf", "$ref")
-"""Every schema has one of these."""
+"""A schema without one of these keywords counts as not strict."""
 _HOLDERS: Mapping[str, type] = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "required": list}
 
 _CHAT: Mapping[Flavor, Profile] = {
@@ -337,10 +337,10 @@ def _named(pattern: str) -> re.Pattern[str]:
 _REASONS = _named(r"(o\d|codex-|gpt-([5-9]|[12]\d)(?!\d|-chat))")
 """The o series and GPT-5 and later except `gpt-5-chat`. They answer 400 to sampling parameters."""
 
-_SAMPLES_UNTHINKING = _named(r"gpt-5\.\d")
+_SAMPLES_WITHOUT_EFFORT = _named(r"gpt-5\.\d")
 """GPT-5.1 and later 5.x models accept sampling parameters while their effort is `none`."""
 
-_UNTHINKING = _named(r"gpt-5\.[1-4](?!\d|[^:]*-(chat|codex|pro))")
+_NO_EFFORT_BY_DEFAULT = _named(r"gpt-5\.[1-4](?!\d|[^:]*-(chat|codex|pro))")
 """Models whose default effort is `none`. For GPT-5.5 and later, and for the excluded variants, it is `medium` or
 higher."""
 
@@ -408,8 +408,8 @@ def effort_for(effort: str, model: str) -> str | None:
 def takes_sampling(model: str, effort: str | None) -> bool:
     """Whether a reasoning `model` accepts `temperature`, `top_p`, `logprobs` with this effort (None: its default)."""
     given = None if effort is None else effort_for(effort, model)
-    unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(given)
-    return unthinking is not None and unthinking.match(model) is not None
+    models = {None: _NO_EFFORT_BY_DEFAULT, "none": _SAMPLES_WITHOUT_EFFORT}.get(given)
+    return models is not None and models.match(model) is not None
 
 
 def takes_stop(model: str) -> bool:

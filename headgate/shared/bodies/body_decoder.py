@@ -1,8 +1,8 @@
 """Decodes the JSON body of a request into a typed object, and encodes typed objects as JSON values.
 
-A body type is a `msgspec.Struct`. It declares the fields, their bounds and what an error says; validation, error
-messages with the parameter's path, and JSON Schema are derived from it. The gateway decodes the bodies of clients with
-it, and a worker those of the local hop.
+A body type is a `msgspec.Struct`. It declares the fields, their bounds and the texts of errors. Validation,
+error messages with the parameter's path, and JSON Schema are derived from it. The gateway decodes the bodies of its
+clients with it, and a worker decodes the bodies that the gateway sends.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def _bounds_problem(node: types.Type, value: Any) -> str:
 def json_schema(type_: type[Body], *, is_public: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it.
 
-    `HOP_FIELDS` are in it unless it `is_public`.
+    With `is_public`, HOP_FIELDS are left out.
     """
     (reference,), components = msgspec.json.schema_components((type_,), ref_template="#/components/schemas/{name}")
     for schema in components.values():

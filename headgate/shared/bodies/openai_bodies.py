@@ -51,45 +51,45 @@ ImageUrlText = Annotated[
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 class TextPart(Extensible, kw_only=True, tag_field="type", tag="text"):
-    """Text of a message."""
+    """A content part with text."""
 
     text: str
 
 
 class RefusalPart(Extensible, kw_only=True, tag_field="type", tag="refusal"):
-    """The text of a refusal."""
+    """A content part with the text of a refusal."""
 
     refusal: str
 
 
 class ImageUrl(Extensible, kw_only=True):
-    """An image of a message."""
+    """The address of an image, or a data: URL with the image."""
 
     url: ImageUrlText
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ImagePart(Extensible, kw_only=True, tag_field="type", tag="image_url"):
-    """An image of a message."""
+    """A content part with an image."""
 
     image_url: ImageUrl
 
 
 class InputAudio(Extensible, kw_only=True):
-    """Sound as base64."""
+    """Audio as base64, with its format."""
 
     data: Text
     format: Text
 
 
 class AudioPart(Extensible, kw_only=True, tag_field="type", tag="input_audio"):
-    """Sound of a message."""
+    """A content part with audio."""
 
     input_audio: InputAudio
 
 
 class FilePart(Extensible, kw_only=True, tag_field="type", tag="file"):
-    """A file of a message."""
+    """A content part with a file."""
 
     file: Object
 

@@ -1,1 +1,1 @@
-"""Where a model goes, what it needs there and which models leave for it."""
+"""Where a model is placed, what it needs there and which models are evicted for it."""

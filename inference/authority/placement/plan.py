@@ -1,4 +1,4 @@
-"""The planner: where a model goes and which models must leave for it (`plan`).
+"""The planner: where a model is placed and which models must be evicted for it (`plan`).
 
 Pure and deterministic; the same trace explains a dry run, a decision and a refusal. It tries in this order: one device
 with free memory (the tightest fit), several devices by layer with free memory, one device after evictions (or several
@@ -35,10 +35,10 @@ __all__ = (
     "Result",
     "Scene",
     "plan",
-    "prospect",
+    "refusal_now",
 )  # fmt: skip
 
-DEARER_AT_MOST = 1.1
+MAX_COST_RATIO = 1.1
 """One device is preferred if its evictions cost at most this multiple of those for several devices."""
 
 
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the model goes. `evict` names the models that must leave first.
+    """Where the model goes. `evict` names the models that must be evicted first.
 
     `tensor_split` is the number of layers on each of `devices`, empty on one device. A placement that is not `measured`
     is computed from the need on one device, and must be measured before anything is booked.
@@ -144,7 +144,7 @@ def plan(request: Request, ledger: Ledger, models: Sequence[Held], policy: Polic
     return _plan(request, Scene.of(ledger, models), policy, choose=True)
 
 
-def prospect(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
+def refusal_now(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
     """Why `request` could not be placed now, or None; faster than `plan`, because it does not minimize evictions."""
     decision = _plan(request, scene, policy, choose=False)
     return decision if isinstance(decision, Refusal) else None
@@ -179,7 +179,7 @@ class _Decision:
     choose: bool
 
     def decide(self) -> Placement | Refusal:
-        return self._free(self.scene.now) or self._after_leavers() or self._full() or self._refusal()
+        return self._free(self.scene.now) or self._after_evictions() or self._full() or self._refusal()
 
     def _obstacle(self, option: Option, stage: Stage) -> str | None:
         return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
@@ -208,7 +208,7 @@ class _Decision:
             return self._placement(Result.FREE, split, ())
         return None
 
-    def _after_leavers(self) -> Refusal | None:
+    def _after_evictions(self) -> Refusal | None:
         """A refusal with a wait, if models that are already leaving make enough room."""
         scene = self.scene
         if scene.left is scene.now:
@@ -220,7 +220,7 @@ class _Decision:
             elif self._obstacle(option, scene.left):
                 option = None
             if option is not None:
-                self.trace.append(f"{', '.join(option.devices)}: fits once {', '.join(names)}, leaving now, is gone")
+                self.trace.append(f"{', '.join(option.devices)}: fits after {', '.join(names)} is unloaded")
                 lacks = scene.now.ledger.lacks(option.need)
                 return Refusal(lacks, "other models are leaving to release memory", names, trace=tuple(self.trace))
         return None
@@ -231,7 +231,7 @@ class _Decision:
             return self._full_split(math.inf)
         option, victims = alone
         if self.choose:
-            below = sum(held.cost(self.policy.now) for held in victims) / DEARER_AT_MOST
+            below = sum(held.cost(self.policy.now) for held in victims) / MAX_COST_RATIO
             if (split := self._full_split(below)) is not None:
                 return split
         return self._evicting(option, victims)
@@ -271,7 +271,7 @@ class _Decision:
 
     def _evicting(self, option: Option, victims: Sequence[Held]) -> Placement:
         names = tuple(held.model for held in victims)
-        self.trace.append(f"{_shares(option.layers) or option.device}: fits once {', '.join(names)} left")
+        self.trace.append(f"{_shares(option.layers) or option.device}: fits after {', '.join(names)} is evicted")
         return self._placement(Result.FULL, option, names)
 
     def _refusal(self) -> Refusal:
@@ -280,7 +280,7 @@ class _Decision:
         possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
         if (possible := possible or self._split(emptied)) is not None:
             waits = tuple(held.model for held in movable)  # at least one: it does not fit now
-            self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
+            self.trace.append(f"{', '.join(possible.devices)}: would fit after {', '.join(waits)} can be evicted")
             reason = "room is held by models that cannot leave yet: " + ", ".join(
                 f"{held.model} ({held.eviction_state})" for held in movable
             )
@@ -290,7 +290,7 @@ class _Decision:
         reason = self._obstacle(option, emptied) or "it does not fit"
         if self.request.spread is not None and len(self.request.spread.over) > 1:
             reason += ", nor divided over " + ", ".join(self.request.spread.over)
-        self.trace.append(f"{', '.join(option.devices)}: {reason}, even if every model left that may leave")
+        self.trace.append(f"{', '.join(option.devices)}: {reason}, even without all models that may be evicted")
         return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
 
     def _unfitness(self, option: Option) -> tuple[bool, int]:
@@ -330,8 +330,8 @@ def _shares(layers: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """The models that could leave for one option, and the amounts that must be released: bytes per device and in total,
-    numbers of models. `least` is a lower bound of the cost.
+    """The models that could be evicted for one option, and the amounts that must be released: bytes per device and in
+    total, numbers of models. `least` is a lower bound of the cost.
     """
 
     idle: tuple[Held, ...]

@@ -119,7 +119,7 @@ class Reduction:
         return max(0.0, self.rests_until - now)
 
     def rested(self, now: float) -> Reduction:
-        """The same, or a new one after the rest period."""
+        """This reduction, or a new one after the rest period."""
         return self if self.rest(now) else Reduction()
 
 
@@ -134,10 +134,10 @@ def next_step(reduction: Reduction, now: float, without: Collection[Step] = ()) 
 
 
 def smaller_ubatch(ubatch: int) -> int | None:
-    """A quarter of it, with about a quarter of the compute memory; None if it is at its minimum."""
+    """A quarter of `ubatch`, which needs about a quarter of the compute memory; None if `ubatch` is at its minimum."""
     return max(LEAST_UBATCH, ubatch // UBATCH_SHARE) if ubatch > LEAST_UBATCH else None
 
 
 def smaller_context(context_length: int) -> int | None:
-    """Half of it; None if it is at its minimum."""
+    """Half of `context_length`; None if it is at its minimum."""
     return max(LEAST_REDUCED_CONTEXT, context_length // 2) if context_length > LEAST_REDUCED_CONTEXT else None

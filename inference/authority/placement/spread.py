@@ -1,4 +1,4 @@
-"""Whether and how a model fits on several devices by layer, and which models must leave for it.
+"""Whether and how a model fits on several devices by layer, and which models must be evicted for it.
 
 Consecutive layers are divided over the fewest possible devices, evenly filled. llama.cpp takes devices in a given order
 and assigns each a run of layers. For one order, filling each device before the next shows whether a division exists.
@@ -94,7 +94,7 @@ def split_free(
 def split_full(
     spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, below: float
 ) -> tuple[dict[str, int], tuple[Held, ...]] | None:
-    """The layers of each device and the cheapest idle models that must leave for them.
+    """The layers of each device and the cheapest idle models that must be evicted for them.
 
     None if it does not fit without all idle models, or if the evictions cost `below` or more.
     """

@@ -1,4 +1,5 @@
-"""The models that hold memory at the stages of a decision: now, without leaving models, without idle models."""
+"""The models that hold memory at the stages of a decision: now, after models that are leaving have ended, and after
+idle models are evicted."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class EvictionState(StrEnum):
     LOADING = "loading"
     LEAVING = "leaving"
     FIXED = "fixed"
-    """pinned or dedicated: leaves only on an operator's command"""
+    """pinned or dedicated: is unloaded only on an operator's command"""
     WARM = "warm"
     """in the warm pool: it is dropped before loaded models and does not count as a model of a device"""
 

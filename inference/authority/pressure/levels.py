@@ -14,7 +14,7 @@ from headgate.shared.units import format_bytes
 
 BAND = 0.02
 """A level falls only when the share is this far below its bound."""
-WOBBLE = 0.01
+FOREIGN_TOLERANCE = 0.01
 """Share of a device by which foreign use may vary without effect."""
 
 
@@ -100,7 +100,7 @@ def admit(gauge: Gauge, use: Use) -> Gauge:
 def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
     """The gauge after a check. A larger use by Headgate than known counts as planned."""
     admitted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.admitted_bytes
-    slack = 0.0 if gauge.level >= Level.CRITICAL else WOBBLE * use.total_bytes
+    slack = 0.0 if gauge.level >= Level.CRITICAL else FOREIGN_TOLERANCE * use.total_bytes
     planned = use.ours_bytes > 0 and use.foreign_bytes <= admitted + slack
     level = max(bounds.level(use.share), min(gauge.level, bounds.level(use.share + BAND)))
     if planned and use.foreign_bytes < bounds.critical * use.total_bytes:
@@ -111,4 +111,4 @@ def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
 
 def grew(gauge: Gauge, use: Use) -> bool:
     """Whether foreign use is noticeably larger than at the last check."""
-    return gauge.mark_bytes is not None and use.foreign_bytes > gauge.mark_bytes + WOBBLE * use.total_bytes
+    return gauge.mark_bytes is not None and use.foreign_bytes > gauge.mark_bytes + FOREIGN_TOLERANCE * use.total_bytes

@@ -37,15 +37,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Surplus:
-    """The models that have to leave, and a sentence for every exceeded limit."""
+    """The models that must be evicted, and a sentence for every exceeded limit."""
 
-    leavers: tuple[Held, ...] = ()
+    evicted: tuple[Held, ...] = ()
     reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """One exceeded limit: the excess in bytes or models, and what each model that may leave releases of it."""
+    """One exceeded limit: the excess in bytes or models, and what each model that may be evicted releases of it."""
 
     reason: str
     missing: int
@@ -53,9 +53,9 @@ class _Excess:
 
 
 def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
-    """The models that must leave so that the limits of `now` that are lower than `before` are met.
+    """The models that must be evicted so that the limits of `now` that are lower than `before` are met.
 
-    Models that are already leaving count as gone. If foreign use alone exceeds a limit, all models there leave.
+    Models that are already leaving are not counted. If foreign use alone exceeds a limit, all models there are evicted.
     """
     stage = Stage.of(now.ledger, models).without(EvictionState.LEAVING)
     found = [item for item in _excesses(before, now, stage) if item.missing > 0]

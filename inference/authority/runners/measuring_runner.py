@@ -21,7 +21,7 @@ log = logging.getLogger("inference.authority")
 
 
 class MeasuringRunner:
-    """Results go to `dispatch` as events. Performers that are coroutines run in the background."""
+    """Results go to `dispatch` as events. Effects that a coroutine performs run in the background."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class MeasuringRunner:
         estimator: Estimator,
         headrooms: Headrooms,
         arenas: Arenas,
-        build_holds: Callable[[], Awaitable[bool]],
+        build_computes: Callable[[], Awaitable[bool]],
         dispatch: Callable[[events.Event], None],
     ) -> None:
         self._inventory = inventory
         self._estimator = estimator
         self._headrooms = headrooms
         self._arenas = arenas
-        self._build_holds = build_holds
+        self._build_computes = build_computes
         self._dispatch = dispatch
         self._is_looking = False
         self.performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
@@ -46,11 +46,11 @@ class MeasuringRunner:
             effects.RenewProbes: self._renew_probes,
             effects.CheckSuspension: self._prove_suspension,
             effects.Estimate: self._estimate,
-            effects.CheckFiles: self._look_at_files,
+            effects.CheckFiles: self._check_files,
             effects.CheckBuild: self._check_build,
             effects.LearnShortage: self._learn_shortage,
             effects.LearnGoodEnd: self._learn_good_end,
-            effects.CheckHeadrooms: self._ease_headrooms,
+            effects.CheckHeadrooms: self._decay_headrooms,
             effects.LearnOverhead: self._learn_overhead,
         }
 
@@ -64,7 +64,7 @@ class MeasuringRunner:
         problem: str | None = None
         try:
             await self._inventory.refresh()
-        except Exception as error:  # noqa: BLE001, RUF100 - any at all: decisions are made on the last figures then
+        except Exception as error:  # noqa: BLE001, RUF100 - after any exception, decisions use the last figures
             problem = repr(error)
         self._dispatch(events.DevicesRead(self._inventory.measured(), problem, self._arenas.used_bytes()))
 
@@ -110,7 +110,7 @@ class MeasuringRunner:
         else:
             self._dispatch(events.Estimated(key, found))
 
-    async def _look_at_files(self, effect: effects.CheckFiles) -> None:
+    async def _check_files(self, effect: effects.CheckFiles) -> None:
         if self._is_looking:
             return
         self._is_looking = True
@@ -121,7 +121,7 @@ class MeasuringRunner:
         self._dispatch(events.FilesChecked(found))
 
     async def _check_build(self, effect: effects.CheckBuild) -> None:
-        self._dispatch(events.BuildChecked(effect.model, await self._build_holds(), effect.error))
+        self._dispatch(events.BuildChecked(effect.model, await self._build_computes(), effect.error))
 
     def _learn_shortage(self, effect: effects.LearnShortage) -> None:
         found = []
@@ -138,7 +138,7 @@ class MeasuringRunner:
         if self._headrooms.ended_well(effect.spec, effect.devices):
             self._dispatch(events.HeadroomChanged((effect.spec,)))
 
-    def _ease_headrooms(self, effect: effects.CheckHeadrooms) -> None:
+    def _decay_headrooms(self, effect: effects.CheckHeadrooms) -> None:
         specs = [spec for spec, device, count in effect.planned if count > self._headrooms.of(spec, device).total_bytes]
         if specs:
             self._dispatch(events.HeadroomChanged(tuple(dict.fromkeys(specs))))

@@ -21,7 +21,7 @@ from inference.workers.worker_supervisor import Supervisor, trim_heaps, worker_b
 log = logging.getLogger("inference.authority")
 
 WORKER_IDLE_SECONDS = 2.0
-"""A connection to a worker that is idle for so long is closed; a new one over a Unix socket costs little."""
+"""A connection to a worker is closed after this idle time; a new one over a Unix socket costs little."""
 
 
 _CALLS: Mapping[type, Callable[[WorkerProcess, Any], object]] = {

@@ -97,7 +97,7 @@ class Servers:
             self._keep(spare)
             raise
         self.prepare()
-        if server is None or server.process.returncode is not None:  # it died while it waited
+        if server is None or server.process.returncode is not None:  # it ended while it waited
             return await self._start()
         return server
 

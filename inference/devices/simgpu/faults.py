@@ -57,10 +57,10 @@ def parse(data: object, devices: list[str]) -> Order:
     if device is not None and device not in devices:
         raise ValueError(f"there is no simulated device {device!r} (there are {', '.join(devices)})")
     if device is None and name in _OF_ONE_DEVICE:
-        raise ValueError(f"{name} needs device")
+        raise ValueError(f"{name} needs the parameter device")
     if not parameter or data.get(parameter) is None:
         if name in _NEEDED:
-            raise ValueError(f"{name} needs {parameter}")
+            raise ValueError(f"{name} needs the parameter {parameter}")
         return Order(name, device)
     return Order(name, device, _amount(parameter, data[parameter]))
 
@@ -68,5 +68,5 @@ def parse(data: object, devices: list[str]) -> Order:
 def _amount(parameter: str, value: Any) -> float:
     allowed = int if parameter in _WHOLE else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or value < 0 or not math.isfinite(value):
-        raise ValueError(f"{parameter} must be a number from 0 on, not {value!r}")
+        raise ValueError(f"{parameter} must be a number of 0 or more, not {value!r}")
     return value

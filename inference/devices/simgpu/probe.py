@@ -88,7 +88,7 @@ class SimProbe(Probe):
         try:
             status = await self.tell("status")
         except SimulatorError as error:
-            self._lose(str(error), Sign.UNSURE if process is None or process.returncode is None else Sign.GONE)
+            self._lose(str(error), Sign.UNCERTAIN if process is None or process.returncode is None else Sign.MISSING)
         else:
             self._readings = tuple(map(_reading, status.values()))
 
@@ -152,7 +152,7 @@ class SimProbe(Probe):
     async def _reopen(self, status: int) -> None:
         """Starts the next simulator when it is due and the end of the last one was reported."""
         if not self._is_loss_reported or not self._reopening.is_due(time.monotonic()):
-            self._lose(f"the simulator has ended with status {status}", Sign.GONE)
+            self._lose(f"the simulator has ended with status {status}", Sign.MISSING)
             self._is_loss_reported = True
             return
         self._is_opening = True
@@ -160,7 +160,7 @@ class SimProbe(Probe):
             await self._open()
         except HeadgateError as error:
             self._reopening = self._reopening.failed(time.monotonic())
-            self._lose(str(error), Sign.GONE)
+            self._lose(str(error), Sign.MISSING)
         else:
             log.info("the simulator answers again; its devices are empty")
         finally:
@@ -172,7 +172,7 @@ class SimProbe(Probe):
         if now - self._opened_at > STEADY_SECONDS:
             self._reopening = Reopening()
         self._reopening = self._reopening.failed(now)
-        self._lose(f"the simulator has ended with status {process.returncode}", Sign.GONE)
+        self._lose(f"the simulator has ended with status {process.returncode}", Sign.MISSING)
         if self._notice is not None:
             self._notice()
 
@@ -196,6 +196,6 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         uuid=device["uuid"],
         rpc_endpoint=device["endpoint"],
         environment=HIDDEN,
-        sign=Sign.DEAD if lost else Sign.FINE,
+        sign=Sign.FAILED if lost else Sign.HEALTHY,
         note="it was cut" if lost else "",
     )

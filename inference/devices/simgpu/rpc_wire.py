@@ -153,7 +153,7 @@ class _Awaited:
 
 
 class Conversation:
-    """The requests and replies of one connection, with `account` deciding what is allocated."""
+    """The requests and replies of one connection; `account` decides what is allocated."""
 
     def __init__(self, account: Account) -> None:
         self._account = account

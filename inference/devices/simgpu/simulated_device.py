@@ -1,7 +1,7 @@
 """One simulated device: a loopback port with ggml's RPC protocol and faults on demand.
 
-A `Conversation` checks allocations against the `Memory` of the device. A ggml server of its own computes for each
-connection that sends something. The data of a process can be suspended: it is in host memory until it is resumed, and
+A `Conversation` checks allocations against the `Memory` of the device. Each connection that sends something has
+its own ggml server. The data of a process can be suspended: it is in host memory until it is resumed, and
 requests of the process wait.
 """
 
@@ -64,7 +64,7 @@ class Device:
         self._connections: dict[int, asyncio.Task[None]] = {}
         self._links: dict[int, _Link] = {}
         self._turn = asyncio.Lock()
-        """Held to suspend or resume."""
+        """Lock for suspending and resuming."""
         self._listening: asyncio.Task[None] | None = None
         self._port = 0
         self._pace = Pace()

@@ -1,4 +1,4 @@
-"""Follows one answer from token to token: text, stop strings, length, log probabilities also of its prompt."""
+"""Follows one answer from token to token: text, stop strings, length, and log probabilities (also of its prompt)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference.worker.worker_requests import AnswerPrefix
 
 
 class Detokenizer:
-    """Exact incremental UTF-8: the pieces joined equal the bytes joined and decoded at once, with U+FFFD for errors."""
+    """Decodes UTF-8 in pieces; the result is the same as for all bytes decoded together, with U+FFFD for errors."""
 
     def __init__(self) -> None:
         self._decoder = IncrementalDecoder("replace")
@@ -65,7 +65,7 @@ class StopFilter:
         return text[:cut]
 
     def flush(self) -> str:
-        """The text that was held back, at an end without a stop string."""
+        """The rest of the text at the end of an answer without a stop string: what was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -46,7 +46,7 @@ class DividedGeneration(Generation):
         reading: Reading,
         parser: AnswerParser,
     ) -> None:
-        """`parser` is this choice's own."""
+        """`parser` belongs to this choice only."""
         super().__init__(choice, sampler, vocabulary, max_tokens, stops)
         self._reading = reading
         self._parser = parser

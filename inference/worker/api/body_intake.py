@@ -93,7 +93,7 @@ def parse(raw: bytes) -> Any:
 
 
 def typed(body: Any, decode: Callable[[Mapping[str, Any]], T], facts: Facts) -> T:
-    """`body`, parsed JSON, as `decode` returns it; raises BadRequestError.
+    """The result of `decode` for `body`, which is parsed JSON; raises BadRequestError.
 
     A worker has one model, so that the body need not name it.
     """

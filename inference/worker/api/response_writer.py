@@ -123,7 +123,7 @@ def _by_key(scored: Sequence[tuple[bytes, float]]) -> dict[str, float | None]:
 
 
 def _key(piece: bytes) -> str:
-    """The text of a token. As at OpenAI, tokens that are not valid UTF-8 are written as bytes."""
+    """The text of a token. As in OpenAI's API, tokens that are not valid UTF-8 are written as bytes."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -131,7 +131,7 @@ def _key(piece: bytes) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    """As at OpenAI, -9999 stands for minus infinity."""
+    """As in OpenAI's API, -9999 stands for minus infinity."""
     return None if value is None else max(value, -9999.0)
 
 

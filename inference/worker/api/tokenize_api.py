@@ -26,7 +26,7 @@ _read_detokenize = partial(decode, type_=DetokenizeBody, path="")
 
 
 class Counting:
-    """Tokens for one model, the same as those of a request with these messages or this prompt."""
+    """Tokenizes for one model, exactly as a request with the same messages or prompt is tokenized."""
 
     def __init__(self, facts: Facts, prompts: Prompts, detokenize: Callable[[list[int]], str]) -> None:
         self._facts = facts

@@ -309,7 +309,7 @@ class App:
                 unfinished -= output.finish is not None
                 frames.append(stream.frames(output))
             if not outputs:
-                # Progress is reported only while the engine computes or advances: a hung engine must look hung.
+                # Progress is reported only while the engine computes or advances, so that a hung engine is detected.
                 now = (engine.counters.steps, ticket.progress)
                 if now != seen or engine.counters.is_computing:
                     seen = now

@@ -1,10 +1,10 @@
 """Decides which objects of a JSON schema have only the declared properties.
 
 llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalProperties` as the whole list of properties,
-because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is
-read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like
-beside `properties`): such a description is closed as a whole, with the names of all its parts, and values that two of
-its parts describe stay open. Objects that `const` or `enum` lists keep their own properties.
+because weak models otherwise invent properties until the length limit. A schema with `additionalProperties` is
+interpreted as JSON Schema defines it. Several parts may describe one value (`allOf`, `anyOf`, `$ref` and similar
+keywords beside `properties`). Such a description is closed as a whole: its properties are those of all its parts. The
+value of a property that two parts describe stays open. Objects in `const` or `enum` keep their own properties.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Description(NamedTuple):
 
 
 def delegates(node: Mapping[str, Any]) -> bool:
-    """Whether the node itself describes nothing and leads to schemas that do: each of those is closed on its own, as
-    the options of `anyOf` are.
+    """Whether the node only refers to schemas that describe the value, such as the options of `anyOf`.
+
+    Each of these schemas is closed on its own.
     """
     present = _DESCRIBING & node.keys()
     if present == {"allOf"}:

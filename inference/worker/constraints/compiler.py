@@ -1,6 +1,6 @@
 """Compiles forms into constraints and caches the most recently used ones.
 
-The first constraint needs llguidance and a trie of the vocabulary. Building the trie holds Python's lock, so an idle
+The first constraint needs llguidance and a trie of the vocabulary. Building the trie holds the GIL, so an idle
 worker reads its vocabulary in advance.
 """
 
@@ -37,8 +37,8 @@ growth that a reservation allows."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 """llguidance's own tables except the one for blanks, which takes a sixth of the memory and saves 1 to 2 us per mask.
-With 128,256 tokens and no tables, a mask inside a string takes 2 ms instead of 5 us, and the trie 34 instead of 54
-MB."""
+With 128,256 tokens and no tables, a mask inside a string takes 2 ms instead of 5 us, and the trie takes 34 instead of
+54 MB."""
 REFUSED_SECONDS = 60.0
 """For this time a refused form is refused again without another trial."""
 KEPT = 24
@@ -264,7 +264,7 @@ class _Wrapper:
 
 
 def _key(form: Form, param: str) -> bytes:
-    """A key from the form itself. To write the form as a grammar first would slow down the use of a cached one."""
+    """A key from the form itself. Writing the form as a grammar first would slow down each use of the cache."""
     try:
         return hashlib.sha256(repr(form).encode("utf-8", "surrogatepass")).digest()
     except RecursionError:

@@ -138,7 +138,7 @@ class _Writer:
         return self._composed(form, self._rule)
 
     def _runs(self, form: Sequence) -> str:
-        """Regular neighbours become one terminal."""
+        """Joins adjacent regular parts into one terminal."""
         pieces: list[str] = []
         run: list[Form] = []
         for part in [*_flat(form), None]:

@@ -23,9 +23,9 @@ def finite(lowered: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     defs: dict[str, Any] = lowered.get("$defs", {})
     if not defs:
         return lowered
-    found = _Ends(defs)
+    found = _FiniteTypes(defs)
     found.find(names)
-    dead = {name for name in defs if not found.ends[name]}
+    dead = {name for name in defs if not found.types[name]}
     if not dead:
         return lowered
     if not found.of(lowered):
@@ -69,12 +69,12 @@ def has_open_names(lowered: Mapping[str, Any]) -> bool:
     return False
 
 
-class _Ends:
-    """For every definition the JSON types of its finite values (the least fixpoint)."""
+class _FiniteTypes:
+    """For every definition, the JSON types that its finite values can have (the least fixpoint)."""
 
     def __init__(self, defs: Mapping[str, Any]) -> None:
         self._defs = defs
-        self.ends: dict[str, frozenset[str]] = dict.fromkeys(defs, _NONE)
+        self.types: dict[str, frozenset[str]] = dict.fromkeys(defs, _NONE)
 
     def find(self, names: Mapping[str, str]) -> None:
         """Repeats until nothing changes; raises SchemaError if that takes too long."""
@@ -82,9 +82,9 @@ class _Ends:
         for _round in range(MAX_VISITS // sum(1 for _node in _nodes({"$defs": self._defs}))):
             is_changed = False
             for name in order:
-                ends = self.of(self._defs[name])
-                is_changed |= ends != self.ends[name]
-                self.ends[name] = ends
+                types = self.of(self._defs[name])
+                is_changed |= types != self.types[name]
+                self.types[name] = types
             if not is_changed:
                 return
         raise SchemaError(names[order[-1]], "the references are too complex to decide whether a finite value exists")
@@ -95,7 +95,7 @@ class _Ends:
             return kinds({}) if node else _NONE
         left = kinds(node)
         if "$ref" in node:
-            left &= self.ends[node["$ref"].removeprefix(_REF)]
+            left &= self.types[node["$ref"].removeprefix(_REF)]
         for item in node.get("allOf", ()):
             left &= self.of(item)
         for key in ("anyOf", "oneOf"):

@@ -1,8 +1,9 @@
 """Lowers a JSON schema to the part of draft 2020-12 that masks enforce.
 
-Lowering resolves references, older drafts and keywords that equal simpler ones. Keywords that cannot be enforced are
-refused under `strict`, with their name and place; otherwise they are left to the model if the answer keeps its shape
-without them. A schema whose shape is unknown (a reference without a target) is refused in both cases.
+Lowering resolves references, and replaces keywords of older drafts and keywords that equal simpler ones. Keywords that
+cannot be enforced are refused under `strict`, with their name and place; otherwise they are left to the model if the
+answer keeps its shape without them. A schema whose shape is unknown (a reference without a target) is refused in both
+cases.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OUT_OF_REACH = frozenset([*_MEANINGLESS, "divisibleBy", "disallow"])
 _IN_PLACE = _UNCLEAR | frozenset(
     ["$ref", "allOf", "anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies"]
 )
-"""Keywords beside which the unevaluated ones depend on the value."""
+"""Beside these keywords, what `unevaluatedProperties` and `unevaluatedItems` forbid depends on the value."""
 _DIGITS = 15
 """Numbers with at most this many digits are below 2^53 without the decimal point; llguidance reads them exactly."""
 _PLACES = 22
@@ -177,7 +178,9 @@ class Node:
     def _schemas(self, key: str, value: Any) -> None:
         named = self._map(key, value)
         if len(named) > MAX_PROPERTIES:
-            raise SchemaError(self._path(key), f"{len(named)} {key}; at most {MAX_PROPERTIES} can be enforced")
+            raise SchemaError(
+                self._path(key), f"there are {len(named)} {key}; at most {MAX_PROPERTIES} can be enforced"
+            )
         lowered = {name: self._sub(item, key, name) for name, item in named.items()}
         if key == "patternProperties":
             self._whole.allowance.take_patterns(len(named), self._path(key))

@@ -75,7 +75,7 @@ class Document:
             raise SchemaError(at, "a schema must be an object, true or false")
         self._nodes += 1
         if self._nodes > MAX_NODES:
-            raise SchemaError(at, f"the schema is too large: more than {MAX_NODES} schemas in one")
+            raise SchemaError(at, f"the schema is too large: it has more than {MAX_NODES} schemas")
         if depth > MAX_DEPTH:
             raise SchemaError(at, f"the schema is nested more than {MAX_DEPTH} levels deep; use $defs and $ref")
         if depth and node.get("$schema", self._dialect) != self._dialect:

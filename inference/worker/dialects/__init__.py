@@ -2,8 +2,8 @@
 
 All parsers follow the same rules. White space next to a marker of reasoning or next to a call belongs to it and is
 dropped; other white space is kept. A call begins when its name is known and its arguments open with a brace; from then
-on the arguments are passed on as the model writes them. Until then all text is held back, and text that is not a call
-after all is content, with its markers.
+on the arguments are passed on as the model writes them. Until then all text is held back. Text that turns out not to be
+a call is content, including its markers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def detect(template: str, control_texts: Collection[str], *, presents: bool = Tr
     """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: whether
     the rendered prompt contains the tools.
 
-    A template with an unknown notation of calls, without one, or without the tools is `generic`. Harmony and DeepSeek
-    explain tools in a message where their templates do not present them, because their models have tokens for calls.
+    A template is `generic` if its notation of calls is unknown or missing, or if it does not contain the tools. Harmony
+    and DeepSeek explain tools in a message where their templates do not present them, because their models have tokens
+    for calls.
     """
     thinking = thinking_of(template, control_texts)
     text = _UNFILTERED.search(template) is not None

@@ -13,7 +13,7 @@ from inference.worker.dialects.answer_parts import AnswerParser, Tool, ToolChoic
 from inference.worker.dialects.conversation import described, explained, normal
 from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, Repeat
 from inference.worker.dialects.reading import CallReader
-from inference.worker.dialects.thinking import MIDST, Thinking
+from inference.worker.dialects.thinking import TEXT_BEGUN, Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,12 @@ class Dialect(abc.ABC):
         if thinking is None or not (thought or content):
             return AnswerOpening((Literal(content),), opened + content)
         if place == "after" or not (thought or place == "inside"):
-            return AnswerOpening((Literal(content),), (thinking.end + MIDST) if content else opened)
+            return AnswerOpening((Literal(content),), (thinking.end + TEXT_BEGUN) if content else opened)
         begin = () if place == "inside" else (Marker(thinking.begin), Literal("\n"))
         if not content:
-            return AnswerOpening((*begin, Literal(thought)), thinking.begin + MIDST)
+            return AnswerOpening((*begin, Literal(thought)), thinking.begin + TEXT_BEGUN)
         end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
-        return AnswerOpening((*begin, *end), thinking.end + MIDST)
+        return AnswerOpening((*begin, *end), thinking.end + TEXT_BEGUN)
 
 
 class CallingDialect(Dialect):

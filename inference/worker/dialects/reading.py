@@ -14,7 +14,7 @@ from collections.abc import Collection, Generator, Sequence
 from typing import Any, TypeVar
 
 from inference.worker.dialects.answer_parts import SPACE, Content, Kind, Part, PartCollector, Reasoning, Tool
-from inference.worker.dialects.thinking import MIDST, Thinking
+from inference.worker.dialects.thinking import TEXT_BEGUN, Thinking
 
 _INSIDE = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]<]')
@@ -216,7 +216,7 @@ class Reader(ABC):
             if not (yield from self.literal(thinking.begin)):
                 self.give_back()
                 return
-        if not opened.endswith(MIDST):
+        if not opened.endswith(TEXT_BEGUN):
             self.out.border()
         if place != "after" and (yield from self.until(Markers(thinking.end), Reasoning)):
             self.out.border()

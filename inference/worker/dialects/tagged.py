@@ -95,8 +95,8 @@ def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form
 
 
 def text_form(schema: Any, without: str) -> Form:
-    """A text between its tags, without the string `without`, which is part of the closing tag. Only enumerated texts
-    are enforced; lengths, patterns and formats are left to the model.
+    """The form of a text between its tags, without the string `without`, which is part of the closing tag. Only
+    enumerated texts are enforced; lengths, patterns and formats are left to the model.
     """
     listed = schema.get("enum") if isinstance(schema, Mapping) else None
     if kind_of(schema) == "text" and isinstance(listed, list) and not any(without in text for text in listed):
@@ -105,7 +105,7 @@ def text_form(schema: Any, without: str) -> Form:
 
 
 def json_form(tool: Tool, schema: Any) -> Form:
-    """A value that is not a text between its tags."""
+    """The form of a value between its tags that is not a text."""
     if not isinstance(schema, Mapping):
         return Json(True, tool.strict)
     shared = {key: value for key, value in (tool.parameters or {}).items() if key in _KEPT}

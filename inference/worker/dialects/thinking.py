@@ -12,7 +12,7 @@ _BREAK = Regex(r"[\n ]{0,2}")
 """Text between reasoning and answer: at most an empty line."""
 
 
-MIDST = "\uffff"
+TEXT_BEGUN = "\uffff"
 """Added to the end of `opened` if text has begun after the marker: the answer continues this text, and its white space
 is kept. It is not a valid character, so that no template writes it."""
 
@@ -29,7 +29,7 @@ class Thinking:
 
         Only the end counts: earlier markers belong to earlier turns or to texts of users.
         """
-        end = opened.removesuffix(MIDST).rstrip()
+        end = opened.removesuffix(TEXT_BEGUN).rstrip()
         if end.endswith(self.begin):
             return "inside"
         return "after" if end.endswith(self.end) else "before"

@@ -26,7 +26,7 @@ from inference.worker.worker_requests import (
 )
 
 OPENED_CHARS = 256
-"""Length of the end of a rendered prompt that shows what it opens for the answer, such as reasoning."""
+"""Characters at the end of a rendered prompt that are searched for an open part, such as reasoning."""
 
 TOKENIZER_STACK_BYTES = 256 * 2**20
 """Stack of threads that tokenize: llama.cpp splits text with recursive regular expressions. Only address space is
@@ -37,8 +37,8 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "prompt": ("the prompt", "the prompt takes"),
     "answer_so_far": ("the prompt", "the prompt and the answer so far take"),
 }
-"""For messages about length: how the value of a parameter is called, and the beginning of the sentence. Other
-parameters are called by their names.
+"""For messages about length: by parameter, a name for its value and the beginning of the sentence. Messages about other
+parameters use the name of the parameter.
 """
 
 

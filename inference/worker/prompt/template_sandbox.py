@@ -97,7 +97,7 @@ def to_json(
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Iterators, such as the results of `map`, are render as lists."""
+    """Iterators, such as the results of `map`, are rendered as lists."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON serializable")

@@ -94,8 +94,10 @@ class TemplateProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Wants:
-    """What a template needs: contents as lists of `parts`, like some templates of vision models, and `nones` in place
-    of missing tools and documents, which most templates test and some would iterate over.
+    """What a template needs.
+
+    `parts`: contents as lists of parts, as some templates of vision models. `nones`: None for missing tools and
+    documents, which most templates test for; others iterate over them and need an empty list.
     """
 
     parts: bool = False

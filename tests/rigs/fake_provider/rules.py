@@ -186,15 +186,15 @@ def _reasoning_model(body: Mapping[str, Any]) -> None:
         return
     _reasoning_effort(body)
     silent = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
-    unthinking = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"
+    no_effort = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"
     refused = ["frequency_penalty", "presence_penalty", "logit_bias"]
-    refused += [] if unthinking else ["logprobs", "top_logprobs"]
+    refused += [] if no_effort else ["logprobs", "top_logprobs"]
     refused += [] if match[1] in ("o1", "o3-mini") else ["stop"]
     for name in refused:
         if body.get(name) is not None:
             message = f"Unsupported parameter: '{name}' is not supported with this model."
             raise RefusedError(message, "unsupported_parameter", name)
-    for name in () if unthinking else ("temperature", "top_p"):
+    for name in () if no_effort else ("temperature", "top_p"):
         if body.get(name) not in (None, 1):
             message = f"Unsupported value: '{name}' does not support {body[name]} with this model."
             raise RefusedError(f"{message} Only the default (1) value is supported.", "unsupported_value", name)

@@ -86,7 +86,7 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
     now = _limits(draft)
     found = surplus(before, now, held_models(draft.state, now.policy.now))
     is_host_short = now.ledger.excess(HOST) > 0
-    for held in found.leavers:
+    for held in found.evicted:
         model = draft.state.models.get(held.model)
         if model is None:
             continue

@@ -70,7 +70,7 @@ def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
 
 # --- loads at the start ----------------------------------------------------------------------------------------------
 def load_next(draft: Draft) -> None:
-    """Requests the next model, when a worker of the one before was started."""
+    """Requests the next model when the worker of the previous one was started."""
     while draft.state.startup and not draft.state.closing:
         waiting = [item.model for item in draft.state.tickets.values() if item.purpose is Purpose.STARTUP]
         if any(name in draft.state.models and draft.model(name).worker is None for name in waiting):

@@ -29,7 +29,7 @@ MOST_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class NeedsEstimate:
-    """The model must be measured first. `divides`: with a division of the planner over devices."""
+    """The model must be measured first. `divides`: for a division over several devices that the planner chose."""
 
     key: EstimateKey
     divides: bool = False
@@ -107,7 +107,7 @@ def plan_on(
 ) -> Placement | Refusal | None:
     """The plan for a move of the model to one of these devices; None while an estimate is missing.
 
-    Its own memory counts as free. Without `evicts`, no other model leaves for it.
+    Its own memory counts as free. Without `evicts`, no other model is evicted for it.
     """
     request = request_for(state, model.effective, devices, divide=False)
     if request is None:

@@ -1,7 +1,7 @@
 """Reconciliation: decides for every wanted model, and acts on the decision.
 
-Models for which others are already leaving come first, then the longest wait. For conditions that change with time
-only, a timer is set.
+Models for which others are already leaving come first, then the models that have waited longest. If a condition changes
+only with time, a timer is set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from inference.settings import ModelSpec
 MOST_BACKOFF_SECONDS = 2.0
 """Requests wait for a backoff of at most this time; a longer one is an error."""
 ALONE_BACKOFF_SECONDS = 10.0
-"""The same for a request that was in flight when the worker ended."""
+"""This limit for a request that was in flight when the worker ended."""
 FIX_SECONDS = 30.0
 """A suggestion is verified again after this time, because foreign use changes."""
 MOST_FIXES = 256

@@ -47,10 +47,10 @@ def accelerators(state: State, now: float) -> tuple[Reading, ...]:
 
 
 def _shown(reading: Reading, health: DeviceHealth | None, now: float) -> Reading:
-    """The reading with the health state; a dead device has no valid memory figures."""
+    """The reading with the health state; a failed device has no valid memory figures."""
     if health is None or health.state is DeviceState.HEALTHY:
         return reading
-    if health.sign is Sign.DEAD:
+    if health.sign is Sign.FAILED:
         reading = replace(reading, free_bytes=0, used_bytes=0)
     return replace(
         reading, state=health.state, note=health.note or reading.note, verdict_seconds=health.seconds_to_verdict(now)

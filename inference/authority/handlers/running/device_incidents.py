@@ -32,7 +32,7 @@ def take_readings(draft: Draft) -> None:
     found = {item.id: item for item in devices.measured if item.id != CPU}
     for device in {**devices.health, **found}:
         reading = found.get(device)
-        sign, note = (Sign.GONE, "it is missing") if reading is None else (reading.sign, reading.note)
+        sign, note = (Sign.MISSING, "it is missing") if reading is None else (reading.sign, reading.note)
         news = (devices.done, sign, note)
         if draft.state.devices.reported_signs.get(device) != news:
             draft.set_devices(reported_signs={**draft.state.devices.reported_signs, device: news})

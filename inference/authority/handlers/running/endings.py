@@ -144,7 +144,9 @@ def return_is_due(draft: Draft, holding: str) -> None:
         return
     _forget_return(draft, holding)
     draft.warning(
-        "not all memory on %s became free after %s; it counts as foreign", ", ".join(awaited.devices), awaited.model
+        "the worker of %s ended, but not all of its memory on %s became free; the rest counts as foreign",
+        awaited.model,
+        ", ".join(awaited.devices),
     )
     draft.set(ledger=draft.state.ledger.forfeit(holding))
     record(draft, awaited.model, awaited.departure, 0)

@@ -13,10 +13,10 @@ from inference.errors import InferenceError, ModelFailed
 from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 
-MOST_WAYS = 8
-"""Stored estimates of divisions per model."""
-MOST_SPECS = 64
-"""Stored estimates of settings that only dry runs or checks use."""
+MAX_DIVISION_ESTIMATES = 8
+"""Maximum number of stored estimates per model for divisions over several devices."""
+MAX_TRIAL_ESTIMATES = 64
+"""Maximum number of stored estimates for settings that only dry runs or checks use."""
 
 
 def request(draft: Draft, key: EstimateKey) -> bool:
@@ -43,7 +43,7 @@ def estimated(draft: Draft, event: Estimated) -> InferenceError | None:
     before, found = draft.state.estimates_of(spec), event.result
     known = dict(before) | {event.key.placement: found}
     ways = [name for name, item in known.items() if item.counts]
-    for name in ways[:-MOST_WAYS]:
+    for name in ways[:-MAX_DIVISION_ESTIMATES]:
         del known[name]
     estimates = {other: items for other, items in draft.state.estimates.items() if other != spec}
     draft.set(estimates={**estimates, spec: known})
@@ -64,7 +64,7 @@ def _forget_oldest(draft: Draft) -> None:
     own = {model.effective for model in draft.state.models.values()}
     own |= {model.spec for model in draft.state.models.values()}
     others = [spec for spec in draft.state.estimates if spec not in own]
-    gone = {*others[:-MOST_SPECS]}
+    gone = {*others[:-MAX_TRIAL_ESTIMATES]}
     if gone:
         draft.set(estimates={spec: found for spec, found in draft.state.estimates.items() if spec not in gone})
 

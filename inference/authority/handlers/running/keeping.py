@@ -9,7 +9,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle import Action
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request
-from inference.authority.retention import HOST, Leaver, Mechanism, Warm, kept_of
+from inference.authority.retention import HOST, EvictedModel, Mechanism, Warm, kept_of
 from inference.authority.state import ModelRecord, State, WorkerRecord
 from inference.file_stamp import parts_of
 from inference.protocol import ModelState
@@ -55,7 +55,7 @@ def can_suspend(state: State, worker: WorkerRecord) -> bool:
 
 
 def action_of(state: State, model: ModelRecord) -> Action:
-    """The action for a model that leaves without need for its memory."""
+    """The action for a model that is evicted although no other model needs its memory."""
     return Action.UNLOAD if obstacle(state, model) else Action.OFFLOAD
 
 
@@ -68,7 +68,7 @@ def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
 
 
 def kept_as(state: State, model: ModelRecord) -> Warm:
-    """The memory and the saved time of keeping a loaded model, without sequences."""
+    """The memory and the saved time if a loaded model is kept, without sequences."""
     worker = state.worker_of(model)
     assert worker is not None
     how = mechanism(state, model)
@@ -86,15 +86,15 @@ def _warm(model: ModelRecord, count_bytes: int) -> Warm:
 
 
 def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
-    """The models that leave for this placement and are kept."""
-    leavers = []
+    """The models that are evicted for this placement and kept in the warm pool."""
+    evicted = []
     for name in placement.evict:
         model = state.models[name]
         worker = state.worker_of(model)
         assert worker is not None
         may = model.state in (_S.READY, _S.BUSY) and not obstacle(state, model)
-        leavers.append(Leaver(name, worker.holding, kept_as(state, model) if may else None))
-    return kept_of(leavers, placement.need, state.ledger, now)
+        evicted.append(EvictedModel(name, worker.holding, kept_as(state, model) if may else None))
+    return kept_of(evicted, placement.need, state.ledger, now)
 
 
 def droppable(state: State) -> list[Warm]:

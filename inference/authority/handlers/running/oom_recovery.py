@@ -64,7 +64,7 @@ def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
 
 # --- refused by the plan ---------------------------------------------------------------------------------------------
 def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
-    """The plan refuses the model. True: a step of the policy was taken, and it is planned again."""
+    """Called when the plan refuses the model. True: a step of the policy was taken, and the model is planned again."""
     model = draft.model(id)
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         restore_sizes(draft, id)
@@ -115,11 +115,11 @@ def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -
         return False
     short = _short(worker, event.exit)
     if model.spec.oom_policy == "cpu" and CPU not in short:
-        return _shelter(draft, model, worker)
+        return _use_cpu(draft, model, worker)
     if model.spec.oom_policy != "reduce":
         return False
-    bends = _step_down(draft, model.id, {}, on_host=CPU in short, cleans=not computing)
-    return bends and model.state is ModelState.LOADING
+    has_step = _step_down(draft, model.id, {}, on_host=CPU in short, cleans=not computing)
+    return has_step and model.state is ModelState.LOADING
 
 
 def _short(worker: WorkerRecord, exit: WorkerExit) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def restore_sizes(draft: Draft, id: str) -> None:
 
 
 # --- what the policies do --------------------------------------------------------------------------------------------
-def _shelter(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
+def _use_cpu(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
     draft.set_model(model.id, on_cpu_until=draft.now + REST_SECONDS)
     draft.warning("%s is loaded on the CPU: no memory on %s", model.id, ", ".join(worker.placement.devices))
     if model.state is not ModelState.LOADING:

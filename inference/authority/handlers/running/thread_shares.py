@@ -61,7 +61,7 @@ def _on_cpu(state: State, model: ModelRecord) -> bool:
 
 
 def shares(cores: int, busy: Mapping[str, int | None]) -> Mapping[str, int]:
-    """Threads for every model of `busy` (id to the number its configuration fixes, or None), in order.
+    """The number of threads of each model in `busy`, which maps ids to the configured number or None; in its order.
 
     Threads that wait for each other spin: more of them than cores make every model slow.
 

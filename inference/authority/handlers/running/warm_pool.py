@@ -336,7 +336,7 @@ def restore(draft: Draft, id: str, placement: Placement) -> WorkerRecord:
         device=devices[0],
         began_at=draft.now,
         progress=0.0,
-        limit=worker.limit if worker.suspended is not None else None,  # a resumed process has it still
+        limit=worker.limit if worker.suspended is not None else None,  # a resumed process still has it
         spec=model.effective,
         estimate=estimates.get(placement_key(placement.devices, placement.tensor_split), worker.estimate),
     )

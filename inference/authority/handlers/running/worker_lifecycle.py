@@ -47,9 +47,9 @@ from inference.worker_link import Heartbeat
 from inference.workers.exit_cause import WorkerExit
 
 RETRY_REPLACED_SECONDS = 1.0
-"""Delay before a load is repeated whose files changed meanwhile."""
+"""Delay before a load is repeated because the files changed during it."""
 _S, _E = ModelState, ModelEvent
-_WAY_OUT = {
+_TRANSITIONS_TO_COLD = {
     _S.LOADING: (_E.UNLOAD, _E.EXITED),
     _S.READY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
     _S.BUSY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
@@ -59,7 +59,7 @@ _WAY_OUT = {
     _S.RESTORING: (_E.UNLOAD, _E.EXITED),
     _S.UNLOADING: (_E.EXITED,),
 }
-"""The remaining transitions to cold after a worker ended as requested, or normally by itself."""
+"""For every state of a model, its transitions to cold after its worker ended without a failure."""
 
 
 # --- beginning -------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def spawn_failed(draft: Draft, event: SpawnFailed) -> None:
     if not is_current:
         return
     if draft.model(worker.model).state is not _S.LOADING:  # the load was cancelled meanwhile
-        for step in _WAY_OUT[draft.model(worker.model).state]:
+        for step in _TRANSITIONS_TO_COLD[draft.model(worker.model).state]:
             draft.advance(worker.model, step)
         _drop_removed(draft, worker.model)
         return
@@ -173,16 +173,16 @@ def loaded(draft: Draft, event: Loaded) -> None:
     actual = dict(estimate.overhead_bytes)
     for buffer in ready.buffers:
         actual[buffer.device] = actual.get(buffer.device, 0) + buffer.bytes
-    complaint = excess(estimate, ready)
+    problem = excess(estimate, ready)
     try:
-        if complaint is None:
+        if problem is None:
             _commit(draft, model, worker, actual)
     except LedgerError as error:
-        complaint = str(error)
+        problem = str(error)
     replaced = "" if is_back else _replaced(worker, event.files)
-    if complaint is not None or replaced:
+    if problem is not None or replaced:
         failure = ModelFailed(
-            f"the load of {model.id!r} was stopped: {replaced or complaint}",
+            f"the load of {model.id!r} was stopped: {replaced or problem}",
             retry_after=RETRY_REPLACED_SECONDS if replaced else None,
         )
         draft.set_worker(worker.id, failure=failure)
@@ -199,7 +199,7 @@ def loaded(draft: Draft, event: Loaded) -> None:
     if model.backoff.failures:
         draft.count("recoveries", "reload")
     draft.info(
-        "%s is ready on %s after %.2f s: %s of %s reserved",
+        "%s is ready on %s after %.2f s: %s used, %s estimated",
         model.id, ", ".join(worker.placement.devices), seconds, format_bytes(sum(actual.values())),
         format_bytes(predicted),
     )  # fmt: skip
@@ -264,7 +264,7 @@ def exited(draft: Draft, event: Exited) -> None:
 
 
 def shortage_learned(draft: Draft, event: ShortageLearned) -> None:
-    """The need after an out-of-memory error was learned: completes the end of the worker."""
+    """The memory need was measured after an out-of-memory error: completes the end of the worker."""
     worker = draft.state.workers.get(event.worker)
     if worker is None or not worker.ending:
         return
@@ -298,7 +298,7 @@ def _finish(
         draft.emit(RecordCrash(worker.model, worker.pid or 0, exit, tuple(worker.leases)))
     if is_current:
         if requested:
-            for step in _WAY_OUT[draft.model(worker.model).state]:
+            for step in _TRANSITIONS_TO_COLD[draft.model(worker.model).state]:
                 draft.advance(worker.model, step)
             draft.info("%s was unloaded", worker.model)
         else:
@@ -381,7 +381,7 @@ def _fail_load(draft: Draft, id: str, error: InferenceError) -> None:
 
 
 def return_from_move(draft: Draft, id: str, error: InferenceError) -> bool:
-    """A load of a moved model failed: it returns to its old device, then to any device, while its requests wait.
+    """A load of a moved model failed: it is loaded on its old device, or else on any device, while its requests wait.
 
     False if it is not being moved, or was not loaded before.
     """

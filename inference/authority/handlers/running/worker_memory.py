@@ -52,8 +52,9 @@ def measured(draft: Draft, bytes: Mapping[str, int]) -> None:
 
 
 def growth_bytes(ledger: Ledger, holding: str, device: str, seen_bytes: int) -> int:
-    """How much the process of `holding` has of `device` beyond its reservation; 0 while it is within
-    GROWTH_SLACK_BYTES and a tenth of it: buffers of requests come and go.
+    """The bytes of `device` that the process of `holding` uses beyond its reservation.
+
+    0 if they are at most GROWTH_SLACK_BYTES plus a tenth of the reservation, because buffers of requests come and go.
     """
     held = ledger.holdings[holding].bytes.get(device, 0)
     return seen_bytes - held if seen_bytes - held > GROWTH_SLACK_BYTES + held // 10 else 0

@@ -61,7 +61,7 @@ def note_refusal(draft: Draft, model: str) -> None:
 
 
 def report(draft: Draft) -> None:
-    """Logs the begin and the end of each alert."""
+    """Logs the beginning and the end of each alert."""
     before = draft.state.advice.logged
     found = {(str(alert.kind), alert.subject): alert for alert in alerts(draft.state, draft.now)}
     for key, alert in found.items():

@@ -6,7 +6,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
 from inference.authority.handlers.running.oom_recovery import can_reduce
-from inference.authority.placement.plan import Refusal, Scene, prospect
+from inference.authority.placement.plan import Refusal, Scene, refusal_now
 from inference.authority.state import ModelRecord, State
 
 
@@ -36,7 +36,7 @@ class Predictions:
         request = request_for(state, model.effective, allowed)
         if request is None:
             return None
-        refusal = prospect(request, self._scene, device_view.policy(state.settings, now))
+        refusal = refusal_now(request, self._scene, device_view.policy(state.settings, now))
         if refusal is not None and can_reduce(model, refusal, now):
             return None  # it may fit with smaller settings, which are measured when a request comes
         return refusal or True

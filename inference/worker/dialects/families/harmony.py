@@ -76,7 +76,7 @@ class HarmonyParser(Reader):
                 return
 
     def _header(self, marker: str) -> Steps[tuple[str, str]]:
-        """Channel and recipient of the message that `marker` opens; None is the message that the prompt has begun."""
+        """Channel and recipient of the message that `marker` opens; None: the message that the prompt has begun."""
         if marker == START:
             yield from self.word()
         channel = (yield from self.word()) if marker == CHANNEL else ""
@@ -243,7 +243,7 @@ def _next(*message: Form) -> Form:
 
 
 def _calls(tool: Tool) -> list[Form]:
-    """A call with its recipient after the channel, as models write it mostly, and before it, as the template does."""
+    """A call with its recipient after the channel, as most models write it, or before it, as the template does."""
     to = f"to={_NAMESPACE}{tool.name}"
     body = (Marker(MESSAGE), arguments_of(tool))
     constrained = (Literal(f"commentary {to} "), Marker(CONSTRAIN), Literal("json"))

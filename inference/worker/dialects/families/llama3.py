@@ -11,7 +11,7 @@ from inference.worker.dialects.conversation import one_at_a_time
 from inference.worker.dialects.dialect import CallingDialect, led, object_call, one_of, wanted
 from inference.worker.dialects.forms import AnyText, Form, Literal, Marker
 from inference.worker.dialects.reading import CallReader, Markers, Steps
-from inference.worker.dialects.thinking import MIDST, Thinking
+from inference.worker.dialects.thinking import TEXT_BEGUN, Thinking
 
 TAG = "<|python_tag|>"
 
@@ -42,8 +42,8 @@ class Llama3Parser(CallReader):
 
 
 def _starts(thinking: Thinking | None, opened: str) -> bool:
-    """Whether bare JSON may be a call behind `opened`."""
-    thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
+    """Whether bare JSON after `opened` may be a call."""
+    thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(TEXT_BEGUN)
     return thinks or opened.rstrip().endswith(_BEGINNINGS)
 
 
