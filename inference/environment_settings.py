@@ -292,7 +292,9 @@ def simulated_sizes(text: str) -> tuple[int, ...]:
             raise ValueError(f"a simulated device of {format_bytes(size)} is too small for a model{meant}")
         count = int(match[1] or 1)
         if count == 0:
-            raise ValueError(f"a simulated device cannot be a cpu; write cpu, or for example {SIMULATED_EXAMPLE}")
+            raise ValueError(
+                f"write cpu for no simulated devices, or a number above 0, for example {SIMULATED_EXAMPLE}"
+            )
         found += [size] * count
     if len(found) > MOST_SIMULATED:
         raise ValueError(f"there can be at most {MOST_SIMULATED} simulated devices, not {len(found)}")

@@ -24,17 +24,17 @@ _RANKS = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One accepted key. `digest` is its SHA-256, `ceiling` the highest priority of its requests."""
+    """One accepted key. `digest` is its SHA-256, `max_priority` the highest priority of its requests."""
 
     name: str
     digest: bytes
     scopes: frozenset[Scope]
-    ceiling: Priority = Priority.HIGH
+    max_priority: Priority = Priority.HIGH
     limits: Limits = NO_LIMITS
 
     def cap(self, priority: Priority) -> Priority:
-        """`priority`, or the ceiling of the key when that is lower."""
-        return priority if self.ceiling is _RANKS[0] else max(priority, self.ceiling, key=_RANKS.index)
+        """`priority`, or the `max_priority` of the key if that is lower."""
+        return priority if self.max_priority is _RANKS[0] else max(priority, self.max_priority, key=_RANKS.index)
 
 
 class Keys:

@@ -85,6 +85,6 @@ def _rest(count: int, times: int) -> int:
 
 def extra_bytes(room: Headroom, need_bytes: int, capacity_bytes: int) -> int:
     """The bytes to add to an estimate of `need_bytes` on a device with `capacity_bytes` for all models."""
-    insists = room.compute_bytes if room.compute_bytes > _first(need_bytes) else 0
-    spare = max(0, capacity_bytes - need_bytes - insists)
-    return insists + min(room.total_bytes - insists, spare)
+    required = room.compute_bytes if room.compute_bytes > _first(need_bytes) else 0
+    spare = max(0, capacity_bytes - need_bytes - required)
+    return required + min(room.total_bytes - required, spare)

@@ -165,7 +165,7 @@ async def test_priority_of_a_request_is_limited_by_its_key(tmp_path: Path, fake:
             record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
             assert record["priority"] == effective
         assert (await gateway.chat(headers={H_PRIORITY: "high"})).status_code == 200
-        assert fake.seen[-1].headers[H_PRIORITY] == "high", "the ceiling of one key does not affect another"
+        assert fake.seen[-1].headers[H_PRIORITY] == "high", "the maximum priority of one key does not affect another"
 
 
 async def test_new_secret_of_a_key_keeps_its_usage(tmp_path: Path, fake: FakeInference) -> None:

@@ -78,7 +78,7 @@ def test_empty_key_is_rejected(state: StateDir) -> None:
     assert Keys.load([_setting("")], {}, state).identify({}) is None
 
 
-def test_hashed_keys_have_scopes_and_a_ceiling(state: StateDir) -> None:
+def test_hashed_keys_have_scopes_and_a_maximum_priority(state: StateDir) -> None:
     keys = Keys.load([_setting("team", priority="normal"), _setting("op", scopes=["admin"])], {}, state)
     team, _ = keys.admit(_bearer("team"), "use")
     assert [team.cap(requested) for requested in Priority] == [Priority.NORMAL, Priority.NORMAL, Priority.LOW]
@@ -116,7 +116,7 @@ def test_share_prefixes_is_a_setting(tmp_path: Path, share: str, tenants: int) -
 def test_cached_key_matches_only_itself(state: StateDir) -> None:
     keys = Keys.load([_setting("one"), _setting("other", priority="low")], {}, state)
     assert keys.admit(_bearer("one"), "use") == keys.admit({"x-api-key": "one"}, "use")
-    assert keys.admit(_bearer("other"), "use")[0].ceiling is Priority.LOW
+    assert keys.admit(_bearer("other"), "use")[0].max_priority is Priority.LOW
     for wrong in ("one ones", "on", "", "others"):
         for _ in range(2):
             with pytest.raises(RequestError):

@@ -216,7 +216,7 @@ async def test_counters_contain_computed_tokens(bench: Bench) -> None:
     assert beat.generated_tokens == 2 * 9
 
 
-async def test_counters_contain_used_cells_periodically(bench: Bench) -> None:
+async def test_used_cells_are_counted_periodically(bench: Bench) -> None:
     """And at the end."""
     now = [0.0]
     engine = Engine(bench.backend, ByteVocabulary(), bench.samplers, LIMITS, len, bench.fatal.append, lambda: now[0])

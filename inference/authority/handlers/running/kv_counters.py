@@ -1,6 +1,7 @@
 """Counts what workers report about stored sequences.
 
-The counters of a worker start with its process. Those of a model and of the metrics go on.
+The counters of a worker start with its process. Those of a model and of the metrics continue with the next
+worker of the model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _GAUGES = tuple(item.name for item in fields(KvCounts) if item.name not in _COUN
 
 
 def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
-    """A worker reports its stored sequences. An empty report of one that waits for its model is ignored."""
+    """A worker reports its stored sequences. An empty report of a worker without a loaded model is ignored."""
     if counts in (_NOTHING, worker.kv_counts):
         return
     before = worker.kv_counts
