@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from inference.worker.kv import tiered_store
 from inference.worker.steps import Checkpoint
 from inference.worker.stored_sequences import StoredSequence
 from tests.rigs.store_rig import PLENTY, OpenStore, StoreRig, family, random_tokens, store_rig
@@ -261,6 +262,56 @@ def test_a_worker_waits_for_the_memory_that_another_one_uses(rig: StoreRig, keep
             assert opened.found(tokens) is not None
     with rig.store(keep) as first, rig.store(keep):
         first.save(0, tokens)  # the other one ends while it waits
+
+
+def test_a_worker_without_its_memory_uses_its_own(rig: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
+    """An invalid descriptor costs a log line."""
+    with rig.store(987) as opened:
+        sequence = saved(rig, opened, 1)
+        rig.context.remove(0)
+        assert opened.store.load(0, sequence, [])
+    assert "end with this worker" in caplog.text
+
+
+def test_sequences_in_memory_get_files_from_the_next_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """Only those that have none."""
+    with rig.store(keep) as opened:
+        first = saved(rig, opened, 1)
+    with rig.store(keep, **disk) as opened:
+        found = opened.found(first.tokens)
+        assert found is not None
+        opened.wait(lambda: found.on_disk)
+    with rig.store(keep, **disk) as opened:
+        again = opened.found(first.tokens)
+        assert again is not None
+        opened.wait(lambda: again.on_disk)
+        assert opened.store.counts().disk_written_bytes == 0
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sequence is computed instead, others are not even begun, and memory works. It ends at some time."""
+    monkeypatch.setattr(tiered_store, "FETCH_SECONDS", 0.2)
+    one = size_of(rig)
+    with rig.store(ram_bytes=one, **disk) as opened:
+        hangs, other = saved(rig, opened, 1), None
+        opened.wait(lambda: hangs.on_disk)
+        (path,) = Path(disk["directory"]).rglob("*.kv")
+        other = saved(rig, opened, 2)
+        opened.wait(lambda: other.on_disk)
+        path.unlink()
+        os.mkfifo(path)  # to open it for reading waits for a writer
+        opened.store.fetch(hangs)
+        opened.wait(lambda: not hangs.fetching)
+        assert not hangs.in_ram
+        opened.store.fetch(other)
+        assert not other.fetching
+        assert "too slowly" in caplog.text
+        os.close(os.open(path, os.O_WRONLY))
+        opened.wait(lambda: opened.found(hangs.tokens) is None)
+        opened.store.fetch(other)
+        opened.wait(lambda: other.in_ram)
 
 
 def test_a_full_disk_affects_nothing_else(

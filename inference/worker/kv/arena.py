@@ -287,8 +287,9 @@ class Arena:
 
     def _free(self, region: Region) -> None:
         """Unmaps a region that is not a complete entry, and frees its pages."""
-        self._punch(region.offset + PAGE, region.size - PAGE)
-        self._punch(region.offset, PAGE)  # last, because its header says how much is to be freed
+        with contextlib.suppress(OSError):  # then the next worker frees them
+            self._punch(region.offset + PAGE, region.size - PAGE)
+            self._punch(region.offset, PAGE)  # last, because its header says how much is to be freed
         self.unmap(region)
 
     def _punch(self, offset: int, size: int) -> None:

@@ -291,7 +291,13 @@ class TieredStore:
     # --- the life of the store ----------------------------------------------------------------------------------------
     def open(self) -> None:
         """Finds the sequences of earlier workers, now or when the worker ends that still uses them."""
-        if self._arena.open():
+        try:
+            is_free = self._arena.open()
+        except OSError as error:
+            log.warning("stored sequences end with this worker: their memory cannot be used (%s)", error.strerror)
+            self._arena = Arena()
+            is_free = self._arena.open()
+        if is_free:
             self._opened()
         else:
             log.info("another worker of the model uses the stored sequences: waiting for its end")
