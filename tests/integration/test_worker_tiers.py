@@ -453,6 +453,7 @@ def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str
             assert counts.disk_sequences == sum(sequence.on_disk for sequence in held)
             assert counts.ram_bytes <= limit + 2 * one, "at most one in transit and one that is being written"
             assert all(sequence.in_ram or sequence.on_disk for sequence in held)
+            assert all(sequence.in_ram for sequence in held if sequence.fetched)
         for sequence in [sequence for sequence in store.catalog if sequence.fetched]:
             rig.context.remove(0)
             assert store.load(0, sequence, [])

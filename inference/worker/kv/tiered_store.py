@@ -448,7 +448,7 @@ class TieredStore:
         if region is None:
             return
         stored.sequence.in_ram = False
-        stored.fetched_at = None
+        stored.fetched_at, stored.sequence.fetched = None, False
         self._counts.ram_sequences -= 1
         self._counts.ram_bytes -= region.size
         self._counts.ram_tokens -= len(stored.sequence.tokens)
@@ -698,8 +698,8 @@ class TieredStore:
         del self._stored[same]
         sequence.checkpoints, sequence.hits = same.checkpoints, same.hits
         sequence.pinned_until = max(sequence.pinned_until, same.pinned_until)
-        sequence.in_ram, sequence.on_disk = same.in_ram, same.on_disk
-        same.in_ram = same.on_disk = False
+        sequence.in_ram, sequence.on_disk, sequence.fetched = same.in_ram, same.on_disk, same.fetched
+        same.in_ram = same.on_disk = same.fetched = False
         stored.sequence = sequence
         self._add(stored)
         self._record_times(stored)
