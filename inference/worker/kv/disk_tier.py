@@ -21,7 +21,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,13 +68,12 @@ class AbandonedError(Exception):
     """The write was abandoned because the worker ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file in the directory."""
+class _File(NamedTuple):
+    """A file in the directory. A tuple with a string, because there may be thousands."""
 
-    path: Path
-    count_bytes: int
     modified_at: float
+    count_bytes: int
+    path: str
 
 
 class DiskTier:
@@ -173,24 +171,25 @@ class DiskTier:
 
     def find(self) -> Iterator[FoundEntry | None]:
         """The files of this model, the last used first. Invalid ones are removed with a log line; None for each."""
-        for file in sorted(self._files(self._own), key=lambda item: -item.modified_at):
-            if file.path.suffix != ENTRY:
+        for file in sorted(self._files(self._own), reverse=True):
+            if not file.path.endswith(ENTRY):
                 continue
+            name = Path(file.path).name
             try:
                 handle = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
                     _, head = self._head(handle)
                 finally:
                     os.close(handle)
-                if self.name_of(head.sequence) != file.path.name:
+                if self.name_of(head.sequence) != name:
                     raise InvalidEntryError("of another sequence")
             except FileNotFoundError:
                 continue
             except (InvalidEntryError, OSError) as error:
-                self.discard(file.path.name, error)
+                self.discard(name, error)
                 yield None
                 continue
-            yield FoundEntry(file.path.name, head, self._plausible(file.modified_at))
+            yield FoundEntry(name, head, self._plausible(file.modified_at))
 
     def discard(self, name: str, reason: Exception) -> None:
         """Removes an unusable file, with a log line. A file that only cannot be opened at present stays."""
@@ -295,37 +294,40 @@ class DiskTier:
             _sync(self._root)
         files = []
         for directory in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
-            for file in self._files(Path(directory)):
-                if file.path.suffix == TEMPORARY and _is_abandoned(file.path):
-                    file.path.unlink(missing_ok=True)
+            for file in self._files(directory):
+                if file.path.endswith(TEMPORARY) and _is_abandoned(file.path):
+                    Path(file.path).unlink(missing_ok=True)
                 else:
                     files.append(file)
-        total = sum(file.count_bytes for file in files)
-        removed = []
+        total = sum([file.count_bytes for file in files])
+        removed: list[str] = []
+        if total + count_bytes <= self._most_bytes:
+            return removed
         for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
             if total + count_bytes <= self._most_bytes:
                 break
-            if file.path.suffix != ENTRY:
+            path = Path(file.path)
+            if path.suffix != ENTRY:
                 continue
-            file.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             total -= file.count_bytes
-            if file.path.parent == self._own:
-                removed.append(file.path.name)
+            if path.parent == self._own:
+                removed.append(path.name)
             else:
                 with contextlib.suppress(OSError):
-                    file.path.parent.rmdir()  # fails while there are others
+                    path.parent.rmdir()  # fails while there are others
         if total + count_bytes > self._most_bytes:
             raise OSError(errno.ENOSPC, "other sequences are being written, and the limit is reached")
         return removed
 
-    def _files(self, directory: Path) -> list[_File]:
+    def _files(self, directory: str | Path) -> list[_File]:
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # removed by another worker
-                    if entry.name.endswith((ENTRY, TEMPORARY)) and entry.is_file(follow_symlinks=False):
+                if entry.name.endswith((ENTRY, TEMPORARY)) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # removed by another worker
                         status = entry.stat(follow_symlinks=False)
-                        found.append(_File(Path(entry.path), status.st_size, status.st_mtime))
+                        found.append(_File(status.st_mtime, status.st_size, entry.path))
         return found
 
     def _plausible(self, modified_at: float) -> float:
@@ -360,7 +362,7 @@ def _write_exactly(handle: int, source: memoryview, offset: int) -> None:
         done += os.pwrite(handle, source[done:], offset + done)
 
 
-def _is_abandoned(path: Path) -> bool:
+def _is_abandoned(path: str) -> bool:
     """Whether the writer of a temporary file has ended."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
