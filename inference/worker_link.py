@@ -83,8 +83,9 @@ class KvTiers:
 class Grant:
     """The model to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
 
-    `reserved_bytes` is the reservation per device id. `context_length` is the number of KV cells for each of
-    `parallel` sequences. `threads` None means the physical cores of this process.
+    `reserved_bytes` is the reservation per device id. `context_length` is the maximum length of each of `parallel`
+    sequences. They share a pool of `kv_cells` KV cells; None gives each sequence its own `context_length` cells.
+    `threads` None means the physical cores of this process.
     """
 
     tag: ClassVar[str] = "grant"
@@ -95,6 +96,7 @@ class Grant:
     tensor_split: tuple[float, ...] = ()
     context_length: int = 4096
     parallel: int = 1
+    kv_cells: int | None = None
     kv_type: str = "f16"
     batch: int = 2048
     ubatch: int = 512

@@ -63,22 +63,31 @@ class Context:
         self._logits_row = ctypes.c_float * model.n_vocab
         self._logits_views: dict[int, np.ndarray] = {}
         is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
-        self.n_ctx_seq = self.n_ctx if self.pooling > 0 else self.n_ctx // self.n_slots
-        """Cells of one sequence."""
-        self.worth_copying = max(LEAST_COPIED, self.n_ctx_seq // COPIED_PART)
-        """The minimum number of tokens that are copied instead of computed."""
+        is_pool = bool(params.kv_unified) and self.pooling <= 0 and not lib.llama_model_is_recurrent(model.handle)
+        self.cells = int(params.n_ctx) if is_pool else 0
+        """Cells that all sequences share, 0 if each has its own. Copies share the cells of their source."""
+        self.n_ctx_seq = self.n_ctx // (1 if params.kv_unified else self.n_slots)
+        """The maximum number of cells of one sequence."""
+        if params.kv_unified:
+            self.n_ctx_seq = min(self.n_ctx, params.context_length)
         self._in_pieces = is_causal and self.pooling in (POOLING_LAST, POOLING_RANK)
-        self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx // self.n_slots))
+        self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx_seq))
         if not self._in_pieces:
             self.pool_tokens = min(self.pool_tokens, self.n_ubatch)
         self.can_trim = False
-        swa_cells = min(self.n_ctx_seq, int(lib.llama_model_n_swa(model.handle)) + self.n_ubatch)
-        self.window_cells = -(-swa_cells // CELLS_STEP) * CELLS_STEP
-        """Cells of a sequence in sliding-window layers (`llama_kv_cache_iswa`)."""
-        self.window = 0 if params.swa_full else int(lib.llama_model_n_swa(model.handle))
+        n_swa = int(lib.llama_model_n_swa(model.handle))
+        swa_cells = min(self.n_ctx_seq, n_swa + self.n_ubatch)
+        self.window_cells = n_swa if self.cells else -(-swa_cells // CELLS_STEP) * CELLS_STEP
+        """Cells that a sequence has at least in sliding-window layers (`llama_kv_cache_iswa`). In a pool, all sequences
+        take the cells of tokens outside the window of their sequence, even if others are free."""
+        self.window = 0 if params.swa_full and not self.cells else n_swa
         """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
         if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
             self.window = 0
+        self.shares_cells = self.cells >= (n_swa * self.n_slots + self.n_ubatch if self.window else 1)
+        """Whether the cells that copies share count once: windows, which are not shared, then have room in any case."""
+        self.worth_copying = max(LEAST_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
+        """The minimum number of tokens that are copied instead of computed."""
         self.checkpoint_bytes = 0
         """The size of a checkpoint: of the states and windows of one sequence. Set by `warm_up`."""
         self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
@@ -164,11 +173,19 @@ class Context:
     def copy(self, source: int, target: int, count: int) -> None:
         """Copies the first `count` tokens of `source` to the empty slot `target`.
 
-        Each sequence has its own cells, and llama.cpp copies only whole sequences (it asserts that). The data moves at
-        the beginning of the next step.
+        If each sequence has its own cells, llama.cpp copies only whole sequences (it asserts that), and the data moves
+        at the beginning of the next step. In a pool the copy shares the cells and is complete at once. It gets its own
+        cells in sliding-window layers, because llama.cpp never takes shared ones for new tokens, and they would run
+        out.
         """
-        _seq_cp(self.memory, source, target, -1, -1)
-        _seq_rm(self.memory, target, count, -1)
+        if not self.cells:
+            _seq_cp(self.memory, source, target, -1, -1)
+            _seq_rm(self.memory, target, count, -1)
+            return
+        _seq_cp(self.memory, source, target, 0, count)
+        state = self.save(target) if self.window else None
+        if state is not None and not self.restore(target, state, count):
+            _seq_cp(self.memory, source, target, 0, count)
 
     def save(self, slot: int) -> np.ndarray | None:
         """The recurrent state and the window cells of `slot`, for `restore`; None if there is no memory for them."""
@@ -193,7 +210,7 @@ class Context:
         all tokens, as pooling needs. Token ids and lengths must be valid, because llama.cpp asserts on some invalid
         ones. A batch with more outputs than reserved returns BAD_BATCH, because llama.cpp would assert.
         """
-        gap = self._gap(rows) if self.can_trim and not self.window and len(rows) > 1 else []
+        gap = self._gap(rows) if self.can_trim and not self.window and not self.cells and len(rows) > 1 else []
         if not gap:
             return self._decode(rows, every)
         together = sorted([*rows, *gap], key=_slot_of)
@@ -329,7 +346,7 @@ class Context:
         Sets `can_trim`: whether the end of a sequence can be removed, which is impossible with recurrent states.
         """
         token = self.model.bos if self.model.bos is not None else 0
-        many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx // self.n_slots)
+        many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx_seq)
         row = _Row(0, 0, (token,) * many, every=self.pooling <= 0)
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
         if self.pooling <= 0 and (self.window or self.model.keeps_whole_state):

@@ -56,19 +56,21 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
 def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:
     """Context parameters of llama.cpp for `grant`. `pooling` is the pooling type, None for a generating context.
 
-    In a generating context each sequence has its own cells (`kv_unified` false), so attention reads only these. A
-    pooling context retains nothing and uses one stream, which takes inputs of different lengths in one batch.
+    In a generating context each sequence has its own cells (`kv_unified` false), so attention reads only these, or all
+    sequences share the `kv_cells` of the grant. A pooling context retains nothing and uses one stream, which takes
+    inputs of different lengths in one batch.
 
     `n_outputs_max` reserves logits for one row per sequence and for scoring; the default of llama.cpp is a whole batch
     times the vocabulary. A pooled input must fit into one physical batch, so both batch sizes are the context length,
     unless inputs can be computed in pieces (`in_pieces`).
     """
     params = lib.llama_context_default_params()
-    params.n_ctx = grant.context_length * grant.parallel
+    params.n_ctx = grant.kv_cells or grant.context_length * grant.parallel
     params.n_seq_max = grant.parallel
     params.n_batch = grant.batch
     params.n_ubatch = min(grant.ubatch, grant.batch)
-    params.kv_unified = pooling is not None
+    params.kv_unified = pooling is not None or grant.kv_cells is not None
+    params.context_length = grant.context_length  # of one sequence; not a parameter of llama.cpp
     params.swa_full = grant.swa_full
     params.type_k = params.type_v = KV_TYPES[grant.kv_type]
     params.flash_attn_type = (

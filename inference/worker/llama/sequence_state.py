@@ -79,6 +79,7 @@ def with_streams(state: np.ndarray, count: int, second_at: int = 0, *, second_ha
 
 def _with_streams(part: np.ndarray, slot: int, count: int) -> list[np.ndarray]:
     before = int.from_bytes(part[:4].tobytes(), "little")
-    cells = part[4 + 4 * slot : part.size - 4 * (before - 1 - slot)]
+    stream = slot if before > 1 else 0  # a pool is one stream
+    cells = part[4 + 4 * stream : part.size - 4 * (before - 1 - stream)]
     head = np.array([count], np.uint32).view(np.uint8)
     return [head, cells, np.zeros(4 * (count - 1), np.uint8)]
