@@ -67,6 +67,7 @@ class Authority(RuleBasedStateMachine):
         )
         self.shuts_down = shuts_down
         self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind)
+        self.world.stored_at_stop = 5 * MIB if lazy else 0
         if is_measured:
             self.world.deliver_all()
 

@@ -151,7 +151,7 @@ class CheckedWorld(World):
             if process is not None and model.state in SERVING and process.has_arena:
                 assert process.kv_bytes == budget, f"the worker of {model.id} has its budget"
             is_checked = state.pressure.watches != before.pressure.watches or isinstance(
-                event, events.PressureChecked | events.DevicesRead | events.DevicesFound
+                event, events.PressureChecked | events.DevicesRead | events.DevicesFound | events.SettingsChanged
             )
             worker = state.worker_of(model)
             is_filled = worker is not None and not worker.ending and model.state in SERVING

@@ -161,6 +161,8 @@ class World:
         self.alive: dict[str, Process] = {}
         self.arenas: Counter[str] = Counter()
         """bytes of stored sequences in host memory, by model"""
+        self.stored_at_stop = 0
+        """bytes that a worker stores before it ends as ordered"""
         self.dropped: set[str] = set()
         """models whose arena is freed when the process that uses it ends"""
         self.lingering: dict[str, tuple[float, dict[str, int]]] = {}
@@ -332,6 +334,8 @@ class World:
         elif isinstance(event, events.Exited):
             if event.worker not in self.alive:
                 return
+            if event.exit.cause is ExitCause.REQUESTED:
+                self.store(event.worker, self.stored_at_stop)
             self._gone(event.worker)
         elif not self._arrives(event):
             return

@@ -84,6 +84,17 @@ def test_arena_without_sequences_ends_with_its_worker() -> None:
     assert not world.state.ledger.holdings
 
 
+def test_sequences_that_a_worker_stores_before_it_ends_are_kept() -> None:
+    """Until then its arena may be empty."""
+    world = begin({"a": {"warm": False}})
+    world.stored_at_stop = 7 * MIB
+    world.used("a")
+    world.command(events.Unload("a"))
+    assert (world.model("a").state, budget(world, "a")) == (S.UNLOADING, WHOLE)
+    world.live(2)
+    assert (world.model("a").state, budget(world, "a")) == (S.COLD, 7)
+
+
 def test_load_takes_the_memory_of_stored_sequences_at_once() -> None:
     """Budgets grow again at a regular check after the model has left."""
     world = begin({"a": {}, "b": {"warm": False}}, {"a": 200, "b": 1600}, kv_ram_gb=1.5)
@@ -154,6 +165,8 @@ def test_reload_that_ends_or_resizes_them_applies_at_once() -> None:
     assert (granted(world, "a"), budget(world, "b")) == (32, None)
     change(world, {"a": {}, "b": {}}, kv_enabled=False)
     assert (granted(world, "a"), world.arenas["a"]) == (0, 0)
+    change(world, {"a": {}, "b": {}}, kv_ram_gb=0.125)
+    assert granted(world, "a") == 64
 
 
 def test_model_of_the_cpu_keeps_its_sequences_while_it_is_warm_and_gives_them_back() -> None:

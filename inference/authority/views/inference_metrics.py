@@ -38,7 +38,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.kv_restore_seconds = Histogram(
-            "inference_kv_restore_seconds", "Restoring saved sequences", buckets=_RESTORE_BUCKETS,
+            "inference_kv_restore_seconds", "Loading a stored sequence into the context", buckets=_RESTORE_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
         self.estimate_error = Histogram(

@@ -72,6 +72,7 @@ def apply(draft: Draft, event: SettingsChanged) -> None:
         if model.state is ModelState.WARM and keeping.obstacle(draft.state, model):
             departure.leave(draft, model.id, Reason.CHANGED)
     _keep_lowered_limits(draft, before)
+    draft.kv_grows = True
     draft.set(to_measure=tuple(draft.state.models))
     draft.changed()
     draft.plan()

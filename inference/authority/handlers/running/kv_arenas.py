@@ -24,7 +24,8 @@ from inference.protocol import ModelState
 from inference.worker_link import KvTiers
 
 _S = ModelState
-_FILLS = (_S.LOADING, _S.READY, _S.BUSY, _S.DRAINING, _S.OFFLOADING, _S.RESTORING)
+_FILLS = (_S.LOADING, _S.READY, _S.BUSY, _S.DRAINING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
+"""A worker that is stopped stores its sequences before it ends."""
 _SERVES = (_S.READY, _S.BUSY, _S.DRAINING)
 
 
@@ -111,7 +112,7 @@ def _arenas(state: State, caches: Mapping[str, Holding]) -> list[ArenaUse]:
 
 
 def _fills(state: State, model: ModelRecord) -> bool:
-    """Whether the model has a worker that adds sequences, now or after its load; a suspended process does not."""
+    """Whether the model has a worker that may add sequences, now or later; a suspended process does not."""
     worker = state.worker_of(model)
     has_arena = worker is not None and worker.kv_bytes is not None and worker.suspended is None and not worker.ending
     return has_arena and model.state in _FILLS
@@ -150,6 +151,9 @@ def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
         draft.info("unloading %s, which is warm (%s; %s)", model.id, Reason.MEMORY_WANTED, why)
         endings.end(draft, model.id, Departure(Reason.MEMORY_WANTED, Action.UNLOAD, (why,)))
         return True
+    if worker is not None and worker.kv_bytes and model.state is _S.WARM:
+        draft.set_worker(worker.id, kv_bytes=0)
+        draft.emit(LimitKv(worker.id, 0))  # a process in standby may use the arena still
     why = f"all models may keep {format_bytes(total)}" if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
     _drop(draft, cache, why)
     return False

@@ -45,6 +45,8 @@ def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
     for name, (metric, labels) in _METRICS.items():
         if grown[name]:
             draft.count(metric, worker.model, *labels, amount=grown[name])
+    for _ in range(grown["loads"]):
+        draft.count("kv_restore_seconds", amount=grown["load_seconds"] / grown["loads"])
     counted = {name: getattr(before, name) + more for name, more in grown.items()}
     draft.set_worker(worker.id, kv_counts=replace(counts, **counted))
     if worker.model in draft.state.models:

@@ -123,7 +123,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
         files=model.seen_files,
         predecessor=leaving.id,
         left_device=leaving.device.id,
-        kv_bytes=leaving.kv_bytes,
+        kv_bytes=None if leaving.kv_bytes is None else 0,
     )
     draft.set(workers={**draft.state.workers, id: holder})
     path = str(model.effective.path)

@@ -219,8 +219,6 @@ def _note_load(
         worker_memory.learn_overhead(draft, worker)
         draft.set(bytes_per_second=sum(actual.values()) / max(seconds, 1e-3))
         return
-    if ready.restored_tokens:
-        draft.count("kv_restore_seconds", amount=ready.restore_seconds)
     draft.set_model(model.id, restore_seconds=seconds)
     draft.set(restorations=draft.state.restorations + 1)
     draft.count("restorations")
