@@ -133,13 +133,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Save at most `most_bytes` of the sequences and free the context; then wait if `stays`, else exit.
+    """Store the retained sequences and free the context; then wait if `stays`, else exit.
 
     It is sent only when no request is in flight.
     """
 
     tag: ClassVar[str] = "offload"
-    most_bytes: int
     stays: bool
 
 

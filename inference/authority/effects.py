@@ -220,10 +220,9 @@ class SetThreads:
 
 @dataclass(frozen=True, slots=True)
 class FreeContext:
-    """Save sequences in at most `most_bytes` and free the context, then stay or end (`ContextFreed`)."""
+    """Store the retained sequences and free the context, then stay or end (`ContextFreed`)."""
 
     worker: str
-    most_bytes: int
     stays: bool
 
 

@@ -136,12 +136,12 @@ class WorkerProcess:
         self._watch.begin_task(self._loop.time())
         self._send(Hold(path))
 
-    def offload(self, most_bytes: int, *, stays: bool) -> None:
+    def offload(self, *, stays: bool) -> None:
         """Makes an idle worker save its sequences and free its context, and then stay or end."""
         if self.offloaded.done():
             self.offloaded = self._loop.create_future()
         self._requested = self._requested or not stays
-        self._send(Offload(most_bytes, stays))
+        self._send(Offload(stays))
 
     def suspend(self) -> None:
         """The process is being suspended: hang detection pauses, and `stop` kills."""

@@ -44,7 +44,7 @@ def cached(response: dict[str, Any]) -> int:
 
 
 def offloaded(rig: WorkerRig, *, stays: bool) -> worker_link.Offloaded:
-    rig.send(worker_link.Offload(0, stays))
+    rig.send(worker_link.Offload(stays))
     return rig.expect(worker_link.Offloaded)
 
 

@@ -621,10 +621,10 @@ class World:
                 process.order, process.kv_bytes, process.has_context = order, order.kv.ram_bytes, True
                 self.dropped.discard(process.model)
                 self.later.append(self._loaded(worker))
-            case effects.FreeContext(worker, most, stays):
+            case effects.FreeContext(worker, stays):
                 process = self.alive[worker]
                 cells = sum(item.bytes for item in self._ready(worker).buffers if item.kind == "kv")
-                self.later.append(events.ContextFreed(worker, Offloaded(min(most, cells // 2), 1, 10)))
+                self.later.append(events.ContextFreed(worker, Offloaded(cells // 2, 1, 10)))
                 if not stays:
                     process.is_stopped = True
                     self._exits(worker, ExitCause.REQUESTED)

@@ -139,7 +139,7 @@ class WorkerRunner:
 
     def _free_context(self, effect: effects.FreeContext) -> None:
         worker = self.workers[effect.worker].process
-        worker.offload(effect.most_bytes, stays=effect.stays)
+        worker.offload(stays=effect.stays)
         worker.offloaded.add_done_callback(lambda done: self._on_freed(effect.worker, done))
 
     def _on_freed(self, id: str, done: asyncio.Future[Any]) -> None:

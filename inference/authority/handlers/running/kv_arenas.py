@@ -43,7 +43,8 @@ def tiers(draft: Draft, worker: str) -> KvTiers:
     record = draft.worker(worker)
     budget = 0
     if record.kv_bytes is not None:
-        budget = budget_of(draft.state, record.model)
+        cache = draft.state.ledger.caches.get(record.model)
+        budget = 0 if cache is None else sum(cache.bytes.values())
         draft.set_worker(worker, kv_bytes=budget)
     directory = settings.kv_dir or draft.state.kv_directory
     has_disk = settings.kv_disk_bytes > 0 and directory is not None
@@ -55,12 +56,6 @@ def tiers(draft: Draft, worker: str) -> KvTiers:
         threshold=settings.kv_threshold,
         prefetch=settings.kv_prefetch,
     )
-
-
-def budget_of(state: State, model: str) -> int:
-    """The budget of the arena of a model in bytes; 0 without one."""
-    cache = state.ledger.caches.get(model)
-    return 0 if cache is None else sum(cache.bytes.values())
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------------

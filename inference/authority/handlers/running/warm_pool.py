@@ -98,10 +98,9 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
 
 def _free_context(draft: Draft, worker: WorkerRecord, *, stays: bool) -> None:
     """Makes a worker save its sequences into its arena and free its context."""
-    budget_bytes = kv_arenas.budget_of(draft.state, worker.model)
-    draft.emit(FreeContext(worker.id, budget_bytes, stays=stays))
+    draft.emit(FreeContext(worker.id, stays=stays))
     cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
-    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(min(cells, budget_bytes)))
+    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(cells))
 
 
 def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
