@@ -240,7 +240,7 @@ class WorkerRecord:
     counted: Mapping[str, int] = field(default_factory=dict)
     """tokens that were added to the metrics, by kind"""
     kv_counts: KvCounts = field(default_factory=KvCounts)
-    """its last report about stored sequences; the counters are those that were added to the metrics"""
+    """its last report about stored sequences"""
     ending: bool = False
     """it has ended, and learning from its end is pending"""
 

@@ -9,7 +9,7 @@ import pytest
 from inference.authority import events
 from inference.authority.lifecycle import Action, Reason
 from inference.protocol import ExitCause, ModelState
-from inference.worker_link import Grant
+from inference.worker_link import Grant, Heartbeat, KvCounts
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld, begin
 
@@ -240,3 +240,27 @@ def test_pages_of_an_arena_are_not_growth_of_its_worker() -> None:
     assert world.state.ledger.balance("cpu").foreign_bytes == 0
     assert world.state.ledger.balance("cpu").resident_bytes == 200 * MIB
     assert not any("more than reserved" in line for line in world.log)
+
+
+# --- counters --------------------------------------------------------------------------------------------------------
+def report(world: StepWorld, **counts: Any) -> None:
+    """The worker of `a` sends a heartbeat."""
+    beat = Heartbeat(None, 0, 0, 0, 0, 0, kv=KvCounts(**counts))
+    world.send(events.Progressed(world.model("a").worker or "", 1.0, beat))
+
+
+def test_counters_of_a_model_go_on_when_those_of_its_worker_begin_again() -> None:
+    """Sizes are those of the last report. A worker in standby reports nothing, which is no beginning."""
+    world = begin({"a": {}})
+    world.used("a")
+    report(world, ram_sequences=4, hits_hot=3, misses=1, saved_bytes=100)
+    report(world, ram_sequences=2, hits_hot=5, misses=1, saved_bytes=150)
+    report(world)
+    assert world.model("a").kv_counts == KvCounts(ram_sequences=2, hits_hot=5, misses=1, saved_bytes=150)
+    report(world, ram_sequences=3, hits_hot=2, misses=0, saved_bytes=160)
+    assert world.model("a").kv_counts == KvCounts(ram_sequences=3, hits_hot=7, misses=1, saved_bytes=160)
+    world.end(world.model("a").worker or "", ExitCause.KILLED)
+    world.live(30)
+    world.used("a")
+    report(world, ram_sequences=1, hits_hot=1)
+    assert world.model("a").kv_counts == KvCounts(ram_sequences=1, hits_hot=8, misses=1, saved_bytes=160)

@@ -1,12 +1,13 @@
 """Counts what workers report about stored sequences.
 
-The counters of a worker start with its process. Those of a model and of the metrics continue with the next
-worker of the model.
+The counters of a worker start with its process, or with its context. Those of a model and of the metrics continue with
+the next worker of the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
+from typing import Any
 
 from inference.authority.draft import Draft
 from inference.authority.state import WorkerRecord
@@ -36,19 +37,21 @@ _COUNTERS = (*_METRICS, "saves", "loads")
 _GAUGES = tuple(item.name for item in fields(KvCounts) if item.name not in _COUNTERS)
 
 
+def _grown(before: Any, now: Any) -> Any:
+    return now - before if now >= before else now
+
+
 def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
     """A worker reports its stored sequences. An empty report of a worker without a loaded model is ignored."""
     if counts in (_NOTHING, worker.kv_counts):
         return
-    before = worker.kv_counts
-    grown = {name: max(0, getattr(counts, name) - getattr(before, name)) for name in _COUNTERS}
+    grown = {name: _grown(getattr(worker.kv_counts, name), getattr(counts, name)) for name in _COUNTERS}
     for name, (metric, labels) in _METRICS.items():
         if grown[name]:
             draft.count(metric, worker.model, *labels, amount=grown[name])
     for _ in range(grown["loads"]):
         draft.count("kv_restore_seconds", amount=grown["load_seconds"] / grown["loads"])
-    counted = {name: getattr(before, name) + more for name, more in grown.items()}
-    draft.set_worker(worker.id, kv_counts=replace(counts, **counted))
+    draft.set_worker(worker.id, kv_counts=counts)
     if worker.model in draft.state.models:
         known = draft.model(worker.model).kv_counts
         sums = {name: getattr(known, name) + more for name, more in grown.items()}
