@@ -1,7 +1,7 @@
 """Measures stored sequences: what a conversation costs that lost its slot, and what storing costs the others.
 
-    python -m benchmarks.kv      MODELS=135m,1b PLACES=cpu,sim ROUNDS=3 PARTS=paths,alternating,gaps,misses,lookup;
-                                 QUICK=1: 135m on the CPU, one round
+    python -m benchmarks.kv      MODELS=135m,1b PLACES=cpu,sim KV_TYPES=f16,q8_0 ROUNDS=3
+                                 PARTS=paths,alternating,gaps,misses,lookup; QUICK=1: 135m, f16, on the CPU, one round
 
 Paths: a conversation of 4,096 tokens is computed, and then continued after it lost its slot, after its model was
 unloaded, after `kill -9` of its worker, on another device, from disk, and after a restart of the service. The time to
@@ -123,9 +123,13 @@ class Bench:
         self._stack = Stack(root, models=json.dumps({"models": {MODEL_ID: entry}}), inference_env=environment)
 
     def __enter__(self) -> Bench:
-        self._stack.inference.start(wait_for="/readyz")
-        self.post(f"/models/{MODEL_ID}/load", {})
-        self.ask(" hello")
+        try:
+            self._stack.inference.start(wait_for="/readyz")
+            self.post(f"/models/{MODEL_ID}/load", {})
+            self.ask(" hello")
+        except BaseException:
+            self._stack.kill()
+            raise
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -513,12 +517,13 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     quick = environ.get("QUICK", "") not in ("", "0")
     models = environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
     places = environ.get("PLACES", "cpu" if quick else "cpu,sim").split(",")
+    kv_types = environ.get("KV_TYPES", "f16" if quick else "f16,q8_0").split(",")
     rounds = int(environ.get("ROUNDS", "1" if quick else "3"))
     parts = environ.get("PARTS", "paths,alternating,gaps,misses,lookup").split(",")
     paths: list[Paths] = []
     loads = Samples()
     for model, place in itertools.product(models, places):
-        for kv_type in KV_TYPES if "paths" in parts else ():
+        for kv_type in kv_types if "paths" in parts else ():
             paths.append(Paths(model, place, kv_type))
             measure_paths(paths[-1], rounds)
         if "alternating" in parts:
