@@ -49,7 +49,7 @@ from headgate.cli.bench import percentile
 from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.kv.catalog import Catalog
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 from tests.rigs.stack import Stack
 
 TOKENS = 4096

@@ -90,6 +90,7 @@ def engines_of(
         window_cells=context.window_cells,
         checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
         prefetched=PREFETCHED if grant.kv.prefetch else 0,
+        cells=context.cells,
     )
 
     def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:

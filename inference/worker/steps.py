@@ -1,7 +1,9 @@
-"""Data of the scheduler: jobs, limits, steps and the phases of a job."""
+"""Data of the scheduler: jobs, limits, stored sequences, steps and the phases of a job."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +11,6 @@ from typing import Any, NamedTuple
 
 from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
-from inference.worker.stored_sequences import StoredSequence
 
 HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
 """Offset added to the arrival time in the order of service. It is constant, so that no priority starves."""
@@ -43,6 +44,7 @@ class Limits:
     """Sizes of an engine: `slots` sequences with own KV cells for `context` tokens each, `batch` tokens per step,
     `queue` waiting jobs.
 
+    `cells`: the size of the pool of cells that the sequences share, at least `context`; 0 if each has its own.
     `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
     `copied`: the minimum number of tokens that are copied from another slot instead of computed.
@@ -66,9 +68,11 @@ class Limits:
     checkpoint_gap: int = 16
     """Computing so few tokens again costs less than a checkpoint."""
     prefetched: int = 0
+    cells: int = 0
 
     def __post_init__(self) -> None:
         fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
+        fits = fits and (self.cells == 0 or self.cells >= self.context)
         fits = (
             fits
             and self.window <= self.window_cells
@@ -105,6 +109,37 @@ class Job:
     def key(self) -> tuple[float, int]:
         """Place in the order of service; the smallest comes first."""
         return (self.arrival + HEAD_START_SECONDS[self.priority], self.id)
+
+
+def sequence_id(tokens: array[int], tenant: str) -> str:
+    """A hash that identifies the sequence of a model in all tiers, 32 hexadecimal digits."""
+    return hashlib.blake2b(tenant.encode() + b"\0" + tokens.tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class StoredSequence:
+    """A sequence in host memory, on disk, or both. Times are Unix seconds.
+
+    `checkpoints` are pairs of a position and the first position that the sliding-window layers had there, ascending.
+    `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: tokens, state and checkpoints.
+    `hits`: how often it was loaded. `fetching`: it is being read from disk to host memory. `fetched`: it was read, and
+    has not been loaded since. `hint`: what the request wants to happen to it.
+    """
+
+    tokens: array[int]
+    tenant: str
+    checkpoints: Sequence[tuple[int, int]] = ()
+    priority: Priority = Priority.NORMAL
+    used_at: float = 0.0
+    pinned_until: float = 0.0
+    compute_seconds: float = 0.0
+    count_bytes: int = 0
+    hits: int = 0
+    in_ram: bool = False
+    on_disk: bool = False
+    fetching: bool = False
+    fetched: bool = False
+    hint: KvHint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def empty(own: StoreRig, pool: StoreRig) -> None:
 
 
 def has_room(rig: StoreRig, tokens: int) -> bool:
-    """Whether so many tokens fit beside the present ones; the last slot is empty before and after."""
+    """Whether `count` tokens fit beside the present ones; the last slot is empty before and after."""
     slot = PARALLEL - 1
     status = Decode.OK
     for start in range(0, tokens, 512):

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from inference.worker.kv import tiered_store
-from inference.worker.steps import Checkpoint
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import Checkpoint, StoredSequence
 from tests.rigs.store_rig import PLENTY, OpenStore, StoreRig, family, random_tokens, store_rig
 
 

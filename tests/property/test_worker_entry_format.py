@@ -26,7 +26,7 @@ from inference.worker.kv.entry_format import (
     set_times,
     verify,
 )
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 KEY = {"files": [["model.gguf", 10, 20]], "kv_type": "f16", "flash_attention": True}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.kv.catalog import MOST_CANDIDATES, Catalog, common_prefix
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(lambda tokens: array("i", tokens))
 TENANTS = st.sampled_from(["", "a"])

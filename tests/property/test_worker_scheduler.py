@@ -25,9 +25,9 @@ from inference.worker.steps import (
     Save,
     Step,
     Store,
+    StoredSequence,
     performed,
 )
-from inference.worker.stored_sequences import StoredSequence
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -140,6 +140,7 @@ class Memory:
                     self.forget(sequence)
                     return False
                 self.slots[slot] = self.stored[sequence][:]
+                self.check_cells()
                 self.refill(slot, len(self.slots[slot]))
                 sequence.fetched = False
                 assert [(item.position, item.oldest) for item in checkpoints] == list(sequence.checkpoints)
@@ -185,6 +186,10 @@ class Memory:
         self.stored.pop(sequence)
         sequence.in_ram = sequence.fetching = False
 
+    def check_cells(self) -> None:
+        if self.limits.cells:
+            assert sum(map(len, self.slots)) <= self.limits.cells, "the pool has no more cells"
+
     def cut(self, slot: int, start: int) -> None:
         del self.slots[slot][start:]
         self.windows[slot].remove(start)
@@ -202,6 +207,8 @@ class Memory:
         self.moving.clear()
         self.arriving.clear()
         slots = [row.slot for row in step.rows]
+        if step.rows and self.limits.cells:
+            assert sum(map(len, self.slots)) + step.tokens <= self.limits.cells, "the pool has no more cells"
         assert slots == sorted(set(slots)), "one slot twice in a batch, or rows that are not computed together"
         for row in step.rows:
             assert row.start == len(self.slots[row.slot]), "a hole in the positions"
@@ -246,6 +253,7 @@ class Traffic(RuleBasedStateMachine):
         checkpoints=st.integers(0, 3),
         apart=st.integers(2, 5),
         tiers=st.booleans(),
+        pool=st.sampled_from((0, 0, 0, 1, 5, 20)),
     )
     def begin(
         self,
@@ -259,6 +267,7 @@ class Traffic(RuleBasedStateMachine):
         checkpoints: int,
         apart: int,
         tiers: bool,
+        pool: int,
     ) -> None:
         self.tiers = tiers
         if can_trim and not window:
@@ -266,6 +275,7 @@ class Traffic(RuleBasedStateMachine):
         self.limits = Limits(
             slots, context, batch, 6, can_trim, slots + outputs, copied, window,
             window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2), apart % 3,
+            context + pool if pool else 0,
         )  # fmt: skip
         self.restart()
 
@@ -405,6 +415,7 @@ class Traffic(RuleBasedStateMachine):
         self.check_rows(step, budget)
         if not step.rows:
             waits = any(isinstance(item, Store | Load | Fetch) for item in step.operations) or self.is_fetching()
+            waits = waits or (self.limits.cells > 0 and bool(step.operations))
             could_run = [job for job, known in self.live.items() if not known.suspended]
             assert waits or not could_run, "a job could run"
             return 0
@@ -472,7 +483,9 @@ class Traffic(RuleBasedStateMachine):
     def check_order(self, waited: set[int], ran: list[int]) -> None:
         """No job overtakes an earlier one, and running jobs keep running."""
         now_waiting = self.waiting()
-        assert not now_waiting & set(ran), "a step preempted a job"
+        assert self.limits.cells or not now_waiting & set(ran), "a step preempted a job"
+        for job in now_waiting & set(ran):
+            self.live[job].decodes = False
         admitted = [job for job in waited - now_waiting if job in self.live]
         passed = [
             job
@@ -497,7 +510,7 @@ class Traffic(RuleBasedStateMachine):
             assert row.sample == (row.start + len(row.tokens) == len(known.tokens))
             assert {tenant for _token, tenant in self.memory.slots[row.slot]} <= {known.job.tenant}
         for job, known in self.live.items():
-            assert not known.decodes or job in served, "a decoding sequence was left out"
+            assert not known.decodes or job in served or self.limits.cells, "a decoding sequence was left out"
         prompts = [len(row.tokens) for row in step.rows if not self.live[row.job].decodes]
         assert step.prefill <= max(budget + budget // LAST_PART, len(prompts))
 
@@ -522,6 +535,7 @@ class Traffic(RuleBasedStateMachine):
             known.suspended = False
         total = sum(len(known.tokens) + known.wanted for known in self.live.values())
         bound = total + 2 * len(self.live) + 10 + self.tiers * (4 * len(self.live) + 4)
+        bound *= 4 if self.limits.cells else 1
         steps = 0
         while self.live:
             self.advance(4)
@@ -531,8 +545,11 @@ class Traffic(RuleBasedStateMachine):
         whole = Job(self.next_id, (2,) * self.limits.context, "z")
         assert self.scheduler.submit([whole])
         self.live[whole.id] = Live(whole, [2] * self.limits.context, 1)
-        while self.live:
-            assert self.advance(16) > 0 or self.tiers
+        for _ in range(bound + 100):
+            if self.live:
+                assert self.advance(16) > 0 or self.tiers
+                self.now += 0.5
+        assert not self.live, "a job starves"
         assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
 
 

@@ -20,8 +20,7 @@ from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama import sequence_state
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
-from inference.worker.steps import Checkpoint, Row
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import Checkpoint, Row, StoredSequence
 from inference.worker_link import Grant, KvTiers
 from tests.rigs import tiny_families
 from tests.rigs.engine_rig import start

@@ -16,7 +16,7 @@ from typing import Any
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.disk_tier import DiskTier
 from inference.worker.kv.entry_format import Head, decode_head, decode_prefix, encode_head
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 KEY: Mapping[str, Any] = {"files": [["tiny.gguf", 1, 2]], "kv_type": "f16"}
 PLENTY = 2**30

@@ -1,4 +1,4 @@
-"""Budgets for stored sequences: who gets them, when they shrink and grow, and when arenas end."""
+"""Budgets for stored sequences: how they are divided, when they shrink and grow, and when arenas end."""
 
 from __future__ import annotations
 

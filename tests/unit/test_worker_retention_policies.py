@@ -9,7 +9,7 @@ import pytest
 
 from inference.protocol import Priority
 from inference.worker.kv.retention_policies import POLICIES, leaves_after
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 from inference.worker_link import KvTiers
 
 NOW = 10_000.0

@@ -24,8 +24,19 @@ from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
 from inference.worker.kv.slots import Hits, Slot, Slots
 from inference.worker.prompt.image_tokens import undivided
-from inference.worker.steps import DECODE, PREFILL, TRANSITIONS, WAITING, Job, Limits, Phase, Row, Step, Store
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import (
+    DECODE,
+    PREFILL,
+    TRANSITIONS,
+    WAITING,
+    Job,
+    Limits,
+    Phase,
+    Row,
+    Step,
+    Store,
+    StoredSequence,
+)
 
 OLDEST_PART = 4
 """The oldest prompt gets at least the budget of a step divided by this number."""
@@ -43,6 +54,9 @@ WORTH_PART = 2
 llama.cpp computes rows together as far as they have the same length (`llama_batch_allocr::split_equal`), so each piece
 of another length costs a pass over all weights, now and when the prompt is completed."""
 
+
+ANSWER_CELLS = 32
+"""Cells of a pool that are kept for the answer of each job when a further job gets a slot."""
 
 LEAST_FETCH_SECONDS = 1.0
 """A job waits at least so long for its sequence from disk."""
@@ -228,12 +242,17 @@ class Scheduler:
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
             self._admit(now)
+        if self.limits.cells:
+            self._reclaim(prefill_budget)
         if self.limits.checkpoints:
             self._take_checkpoints()
         rows = self._decoding()
+        free = self.limits.cells - self._slots.used if self.limits.cells else self.limits.batch
+        rows = rows[: max(0, free)]  # the oldest jobs
         decoding = len(rows)
-        if decoding < len(self._running):
-            self._prefilling(rows, prefill_budget)
+        budget = min(prefill_budget, free - decoding)
+        if decoding < len(self._running) and budget > 0:
+            self._prefilling(rows, budget, free - decoding)
         prefill = sum([len(row.tokens) for row in rows[decoding:]])
         rows.sort(key=_by_slot)
         self._pending = rows
@@ -346,6 +365,8 @@ class Scheduler:
         for run in self._waiting[: self._free]:
             if self._is_prefilled_by_sibling(run) or self._is_fetching(run, now):
                 continue  # its slot stays free for it
+            if self.limits.cells and not self._has_cells(run):
+                return
             tokens = run.tokens[:] if run.tokens is run.job.prompt else run.tokens
             slot = self._slots.take(tokens, run.job.tenant, self._reusable(run))
             if slot is None:
@@ -357,6 +378,35 @@ class Scheduler:
                 run.stops = checkpoint_stops(run.job, slot.computed, self.limits)
             insort(self._running, run, key=_order)
             self._move(run, "admit")
+
+    # --- a pool of cells ---------------------------------------------------------------------------------------------
+    def _has_cells(self, run: _Run) -> bool:
+        """Whether the pool has cells for another job and for some tokens of each answer, without retained prefixes."""
+        jobs = [*self._running, run]
+        return len(jobs) == 1 or sum(len(job.tokens) + ANSWER_CELLS for job in jobs) <= self.limits.cells
+
+    def _reclaim(self, budget: int) -> None:
+        """Frees cells for the next step: of retained prefixes, then of running jobs, which go on later."""
+        lefts = [self._left(run) for run in self._running]
+        oldest = next((left for left in lefts if left > 1), 0)
+        need = lefts.count(1) + min(budget, oldest)
+        while self._slots.used + need > self.limits.cells:
+            if not self._slots.shed() and not (self._slots.cells[1] == 0 and self._preempt()):
+                return
+
+    def _preempt(self) -> bool:
+        """Takes the slot of the running job with the fewest tokens; False if that has to wait.
+
+        The oldest job keeps its slot, so that jobs end.
+        """
+        run = min(self._running[1:], key=lambda run: (self._slot_of(run).computed, -run.key[0]), default=None)
+        if run is None:
+            return False
+        slot = self._slot_of(run)
+        self._leave(run)
+        self._move(run, "preempt")
+        insort(self._waiting, run, key=_order)
+        return self._slots.shed(slot)
 
     def _seek(self, now: float) -> None:
         """Begins to read the sequences from disk that waiting jobs can go on from."""
@@ -413,8 +463,8 @@ class Scheduler:
                 rows.append(self._row(run, slot, 1))
         return rows
 
-    def _prefilling(self, rows: list[Row], budget: int) -> None:
-        """Divides `budget` among the prompts and appends their rows.
+    def _prefilling(self, rows: list[Row], budget: int, free: int) -> None:
+        """Divides `budget` among the prompts and appends their rows. `free`: the maximum number of their tokens.
 
         The prompts with the fewest remaining tokens come first, so that first tokens come one after the other. The
         oldest prompt always gets a part, so that shorter ones cannot starve it. Complete prompts are preferred to
@@ -424,7 +474,7 @@ class Scheduler:
         prompts = sorted(
             [(not run.passed, self._left(run), run.key, run) for run in self._running if self._left(run) > 1]
         )
-        most = self.limits.batch - len(rows)
+        most = min(self.limits.batch - len(rows), free)
         room = min(most, budget)
         everything = sum([left for _passed, left, _key, _run in prompts])
         if len(prompts) > len(rows) and everything <= min(most, room + room // LAST_PART):

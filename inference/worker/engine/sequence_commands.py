@@ -9,7 +9,7 @@ from inference.worker.engine.scheduler import Scheduler
 from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.kv.slots import Slot
-from inference.worker.stored_sequences import StoredSequence, sequence_id
+from inference.worker.steps import StoredSequence, sequence_id
 
 
 def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Sequence[SequenceRow]:

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 MOST_CANDIDATES = 64
 """Sequences that `candidates` returns at most. Only those with the longest prefixes matter, and each costs a comparison

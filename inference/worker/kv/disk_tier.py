@@ -36,7 +36,7 @@ from inference.worker.kv.entry_format import (
     set_progress,
     set_states_sum,
 )
-from inference.worker.stored_sequences import StoredSequence, sequence_id
+from inference.worker.steps import StoredSequence, sequence_id
 
 log = logging.getLogger("headgate.worker.kv")
 

@@ -24,7 +24,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from inference.protocol import Priority
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 MARK = b"HGKVSEQ1"
 HEADER_BYTES = 128

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from inference.protocol import Priority
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import StoredSequence
 
 Policy = Callable[[StoredSequence, float], float]
 """The worth of a sequence at a Unix time. Only the order of the worths of one policy at one time has a meaning."""

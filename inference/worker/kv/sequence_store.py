@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from inference.worker.kv.catalog import Catalog
-from inference.worker.steps import Checkpoint
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import Checkpoint, StoredSequence
 from inference.worker_link import KvCounts
 
 

@@ -18,8 +18,19 @@ from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
 from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.kv.checkpoints import least_useful
-from inference.worker.steps import Checkpoint, Copy, Fetch, Limits, Load, Operation, Remove, Restore, Save, Store
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import (
+    Checkpoint,
+    Copy,
+    Fetch,
+    Limits,
+    Load,
+    Operation,
+    Remove,
+    Restore,
+    Save,
+    Store,
+    StoredSequence,
+)
 
 MOST_MOVED = 64
 """Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
@@ -162,7 +173,7 @@ class Slots:
                 self._transferred = True
                 self._operations.append(self._stored(slot))
         if choice.stored is not None:
-            if self._transferred:
+            if self._transferred or not self._clear_cells(len(choice.stored.tokens) - choice.target.computed):
                 return None
             self._load(choice.target, choice.stored)
         self._clock += 1
@@ -188,6 +199,30 @@ class Slots:
         self.hits.count(target.computed, choice.stored)
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
+
+    def shed(self, slot: Slot | None = None) -> bool:
+        """Empties the free `slot`, by default the least recently used one; False if that has to wait or none is left.
+
+        Its tokens are stored first, if that is possible.
+        """
+        free = [held for held in self._slots if held.computed and not held.taken]
+        slot = slot or min(free, key=self._dispensable, default=None)
+        if slot is None:
+            return False
+        if slot.unsaved >= self._limits.copied and slot.tried != self._clock and self._can_store(slot):
+            if self._transferred:
+                return False
+            self._transferred = True
+            self._operations.append(self._stored(slot))
+        self._forget(slot, 0)
+        return True
+
+    def _clear_cells(self, count: int) -> bool:
+        """Makes `count` more cells of the pool free; False if that has to wait."""
+        while self._limits.cells and self.used + count > self._limits.cells:
+            if not self.shed():
+                return False
+        return not self._transferred
 
     def on_disk(self, tokens: array[int], tenant: str, reusable: int) -> StoredSequence | None:
         """A sequence that is on disk only and shares more with `tokens` than all slots and sequences in host memory."""
@@ -285,7 +320,7 @@ class Slots:
 
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
         """A free slot with more taken neighbors than `target`, or None if there is none or a move costs too much."""
-        if not self._limits.can_trim or self._limits.copied > MOST_MOVED:
+        if not self._limits.can_trim or self._limits.copied > MOST_MOVED or self._limits.cells:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None
@@ -338,10 +373,11 @@ class Slots:
         best, most = None, 0
         if self._catalog is None:
             return best, most
+        room = self._limits.cells - self.cells[0] if self._limits.cells else self._limits.context
         for sequence, shared in self._catalog.candidates(tokens, tenant, reusable):
             if shared <= most:
                 break
-            if in_ram and not sequence.in_ram:
+            if len(sequence.tokens) > room or (in_ram and not sequence.in_ram):
                 continue
             usable = self._resumable(self._as_slot(sequence), shared).tokens
             if usable > most:

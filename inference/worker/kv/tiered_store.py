@@ -32,8 +32,7 @@ from inference.worker.kv.entry_format import (
 )
 from inference.worker.kv.retention_policies import POLICIES, leaves_after
 from inference.worker.kv.sequence_key import sequence_key
-from inference.worker.steps import Checkpoint
-from inference.worker.stored_sequences import StoredSequence
+from inference.worker.steps import Checkpoint, StoredSequence
 from inference.worker_link import Grant, KvCounts, KvTiers
 
 log = logging.getLogger("headgate.worker.kv")
