@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from inference.worker.kv.disk_tier import AbandonedError, DiskTier
-from inference.worker.kv.entry_format import InvalidEntryError
+from inference.worker.kv.entry_format import InvalidEntryError, blank_header
 from tests.rigs.stored_entries import KEY, PLENTY, read, sequence_of, state_of, write
 
 OTHER_KEY = {**KEY, "kv_type": "q8_0"}
@@ -83,6 +84,43 @@ def test_an_unusable_file_is_removed_with_one_log_line(
     assert "removed" in caplog.text
     assert sorted(numbers(tier)) == sorted((SMALL[0], SMALL[2]))
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+@pytest.mark.timeout(20)
+def test_reading_does_not_wait_for_what_is_no_file(tier: DiskTier, tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer would block all later reads."""
+    write(tier, SMALL[0])
+    path = file_of(tier, tmp_path, SMALL[0])
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.mkdir()
+    with pytest.raises((InvalidEntryError, OSError)):
+        read(tier, SMALL[0])
+    assert numbers(tier) == []
+
+
+def test_a_header_with_more_tokens_than_the_context_costs_no_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its file is sparse: the head that it announces is a GiB long."""
+    key = {**KEY, "context_length": 4096}
+    tier = DiskTier(tmp_path / "kv", key, 2**40)
+    write(tier, SMALL[0], key=key)
+    header = bytearray(blank_header(2**31))
+    struct.pack_into("<Q", header, 16, 2**28)
+    path = file_of(tier, tmp_path, SMALL[0]).with_name("x.kv")
+    path.write_bytes(header)
+    os.truncate(path, 2**31)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert numbers(tier) == [SMALL[0]]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+    assert not path.exists()
+    assert "longer than the context" in caplog.text
 
 
 def test_a_file_of_another_form_of_the_model_is_removed(

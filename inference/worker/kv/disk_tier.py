@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,12 +28,14 @@ from typing import Any, NamedTuple
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.entry_format import (
     HEADER_BYTES,
+    MOST_TOKENS,
     Head,
     InvalidEntryError,
     Progress,
     StatesSum,
     decode_head,
     decode_prefix,
+    most_head_bytes,
     set_progress,
     set_states_sum,
 )
@@ -53,6 +56,8 @@ LONGEST_PIN_SECONDS = 31 * 86400.0
 """A later modification time comes from a clock that was wrong, and is treated as the oldest."""
 
 ENTRY, TEMPORARY = ".kv", ".tmp"
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Does not wait for the other end of a pipe in the place of an entry."""
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
 
 
@@ -92,6 +97,7 @@ class DiskTier:
         self._key = dict(key)
         self._own = directory / _digest(json.dumps(self._key, sort_keys=True).encode())
         self._most_bytes = most_bytes
+        self._most_head_bytes = most_head_bytes(int(key.get("context_length", MOST_TOKENS)))
         self._clock = clock
         self._ticks = ticks
         self._paused_until = -1.0
@@ -150,7 +156,7 @@ class DiskTier:
 
         `most_bytes`: see `Arena.allocate`. Raises FileNotFoundError, OSError, InvalidEntryError and MemoryError.
         """
-        handle = os.open(self._own / self.name_of(sequence), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(self._own / self.name_of(sequence), _READING)
         try:
             encoded, head = self._head(handle)
             if head.sequence.tokens != sequence.tokens or head.sequence.tenant != sequence.tenant:
@@ -176,7 +182,7 @@ class DiskTier:
                 continue
             name = Path(file.path).name
             try:
-                handle = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                handle = os.open(file.path, _READING)
                 try:
                     _, head = self._head(handle)
                 finally:
@@ -213,11 +219,16 @@ class DiskTier:
     # --- reading and writing ------------------------------------------------------------------------------------------
     def _head(self, handle: int) -> tuple[bytearray, Head]:
         """The verified head of a file of this model. Raises InvalidEntryError."""
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidEntryError("not a regular file")
         encoded = bytearray(HEAD_BYTES)
         count = os.preadv(handle, [encoded], 0)
         prefix = decode_prefix(encoded[: min(count, HEADER_BYTES)])
-        if prefix.all_bytes != os.fstat(handle).st_size:
+        if prefix.all_bytes != status.st_size:
             raise InvalidEntryError("not as long as its header says")
+        if prefix.state_at > self._most_head_bytes:
+            raise InvalidEntryError("longer than the context of the model")
         if prefix.state_at > count:
             encoded = bytearray(prefix.state_at)
             _read_exactly(handle, memoryview(encoded), 0)

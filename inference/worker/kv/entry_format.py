@@ -158,6 +158,11 @@ def encode_head(
     return head, sizes
 
 
+def most_head_bytes(tokens: int) -> int:
+    """The largest size of the head of an entry with this number of tokens."""
+    return Sizes(MOST_METADATA_BYTES, tokens, 0).state_at
+
+
 def blank_header(all_bytes: int) -> bytes:
     """The header of an entry of this size of which nothing else is written yet."""
     return _HEADER.pack(MARK, Progress.WRITING, 0, 0, 0, all_bytes, 0, 0, 0.0, 0.0).ljust(HEADER_BYTES, b"\0")
