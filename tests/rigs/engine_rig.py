@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headgate.shared.parameters import Sampling
+from inference.file_stamp import fingerprint
 from inference.worker import llama
 from inference.worker.answers.generation import Output
 from inference.worker.backend import Constraint
@@ -17,6 +19,7 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
 from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
@@ -43,6 +46,7 @@ class EngineRig:
 
     loaded: Loaded
     engine: Engine
+    store: TieredStore | None = None
     delivered: list[Delivery] = field(default_factory=list)
 
     @property
@@ -64,8 +68,9 @@ class EngineRig:
 
     def run(self) -> None:
         """Runs until nothing is left."""
-        while self.engine._iterate():
-            pass
+        deadline = time.monotonic() + 60.0
+        while self.engine._iterate() or self.engine._scheduler.has_work:
+            assert time.monotonic() < deadline
 
     def outputs(self, ticket: Mailbox) -> list[Output]:
         """All outputs of the ticket."""
@@ -80,7 +85,7 @@ class EngineRig:
 
 @contextlib.contextmanager
 def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
-    """Opens `path` like a worker (`changes` apply to its grant), without serving it."""
+    """Opens `path` like a worker (`changes` apply to its grant), without serving it. `kv` opens a store as well."""
     start()
     grant = grant_for(path, **changes)
     loaded = load(grant, LogTail(lambda _line: None), lambda _fraction: True)
@@ -96,16 +101,22 @@ def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
         window=context.window,
         window_cells=context.window_cells,
         checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
+        prefetched=8,
+        cells=context.cells,
     )
+    has_store = grant.kv.ram_bytes > 0 or grant.kv.directory is not None
+    store = open_store(context, grant, fingerprint(path), None, lambda: None) if has_store else None
     delivered: list[Delivery] = []
 
     def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
         return ChainSampler(model, context, sampling, choice, most)
 
-    engine = Engine(context, model, sampler, limits, delivered.extend, print)
+    engine = Engine(context, model, sampler, limits, delivered.extend, print, store=store)
     try:
-        yield EngineRig(loaded, engine, delivered)
+        yield EngineRig(loaded, engine, store, delivered)
     finally:
+        if store is not None:
+            store.close(30.0)
         context.close()
         model.close()
 

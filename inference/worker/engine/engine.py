@@ -558,6 +558,7 @@ class Engine:
                 hits = self._scheduler.hits
                 self.counters.kv = replace(
                     self._store.counts(),
+                    hot_sequences=len(self._scheduler.held()),
                     hits_hot=hits.hot,
                     hits_ram=hits.ram,
                     hits_disk=hits.disk,
