@@ -403,6 +403,8 @@ class TieredStore:
         if is_last:
             for stored in self._stored.values():
                 self._queue_write(stored)
+            if self._stored:
+                self._prepare(max(self._stored.values(), key=lambda item: item.sequence.used_at))
 
     # --- places -------------------------------------------------------------------------------------------------------
     def _add(self, stored: _Stored) -> None:
@@ -550,12 +552,15 @@ class TieredStore:
         if not waits and (stored.file is not None or stored in self._unwritten):
             self._evict(stored)
 
-    def _prepare(self, saved: _Stored) -> None:
-        """Evicts ahead and prepares memory in the background, so that the next save only copies."""
-        size = rounded(saved.sizes.all_bytes)
+    def _prepare(self, newest: _Stored) -> None:
+        """Evicts ahead and prepares memory in the background, so that the next save or fetch only copies.
+
+        It is expected to be as large as `newest`.
+        """
+        size = rounded(newest.sizes.all_bytes)
         if SPARE_SHARE * size > self._ram_bytes:
             return
-        self._shrink(self._ram_bytes - size, apart=saved)
+        self._shrink(self._ram_bytes - size, apart=newest)
         most_spare = min(2 * size, self._ram_bytes - self._ram_used)
         self._memory_jobs.add(lambda: self._arena.prepare(size, most_spare))
 
@@ -667,6 +672,7 @@ class TieredStore:
         self._arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
         self._enter_ram(stored, region)
         stored.fetched_at, stored.sequence.fetched = time.monotonic(), True
+        self._prepare(stored)
 
     def _not_fetched(self, stored: _Stored, failure: Exception | None) -> None:
         """A file that is damaged or gone is removed; without memory it stays."""
