@@ -67,6 +67,8 @@ DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
 """Time that a step may still run when the model is offloaded."""
+STOP_STEP_SECONDS = 0.5
+"""The same when the process ends."""
 STORE_SECONDS = 1.5
 """Time for storing sequences at the end, and again for writing them to disk; STOP_SECONDS of the service is longer."""
 SPINS = "4000"
@@ -303,7 +305,7 @@ class Worker:
             drained.add_done_callback(lambda _task: self._obey("stop"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending, DRAIN_SECONDS)
-        ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else 0.0)
+        ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else STOP_STEP_SECONDS)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(app.drained(), STOP_SECONDS)
         server.should_exit = True

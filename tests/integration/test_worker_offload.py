@@ -119,6 +119,25 @@ def test_sequences_are_stored_within_the_limit_and_restored_only_if_they_match(t
         assert text_of(ask(rig, STORY)) != ""
 
 
+@pytest.mark.parametrize("order", [worker_link.Drain(), worker_link.Stop()])
+def test_ending_worker_leaves_its_sequences_to_the_next_one(
+    tmp_path: Path, keep: int, order: worker_link.Drain | worker_link.Stop
+) -> None:
+    """Although it had no idle moment to store them before."""
+    grant = grant_for(tiny_gguf.generative(), kv=TIERS)
+    (tmp_path / "a").mkdir()
+    with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
+        rig.ready()
+        first = ask(rig, STORY)
+        rig.send(order)
+        assert rig.wait() == 0
+    with WorkerRig(tmp_path, grant, keep=keep) as rig:
+        rig.ready()
+        again = ask(rig, STORY)
+        assert text_of(again) == text_of(first)
+        assert cached(again) == again["usage"]["prompt_tokens"] - 1
+
+
 def test_missing_file_fails_the_load(tmp_path: Path) -> None:
     """The authority gets the reason, and the process ends."""
     with WorkerRig(tmp_path) as rig:
