@@ -16,8 +16,8 @@ from inference.worker_link import Drain, Forget, Grant, Hold, KvBudget, Limit, O
 
 MAX_LINE_BYTES = 1 << 20
 
-Order = Drain | Stop | Offload | Limit | Forget | KvBudget | Threads
-"""What a worker with a model carries out."""
+Order = Grant | Drain | Stop | Offload | Limit | Forget | KvBudget | Threads
+"""What a worker carries out. `order` and `grant` return grants as well."""
 
 
 class Channel:
@@ -71,7 +71,10 @@ class Channel:
 
     def _handle(self, message: worker_link.Message) -> None:
         match message:
-            case Grant() | Hold():
+            case Grant():
+                self._on_order(message)
+                self._loads.put(message)
+            case Hold():
                 self._loads.put(message)
             case Drain() | Stop() | Offload() | Limit() | Forget() | KvBudget() | Threads():
                 self._on_order(message)

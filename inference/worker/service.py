@@ -136,11 +136,10 @@ class Worker:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         while True:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(self._serve(model))
+                model = runner.run(self._serve(model))
             from inference.worker.worker_model import reopen_worker_model
 
             grant = self._channel.grant()  # the model was offloaded and the process stays
-            self._kv_budget = None  # the grant has the present one
             model = self._loading(partial(reopen_worker_model, model, grant))
 
     # --- before serving ----------------------------------------------------------------------------------------------
@@ -232,6 +231,8 @@ class Worker:
             case Limit():
                 if self._engine is not None:
                     self._engine.limit(order.sequences)
+            case Grant():
+                self._kv_budget = None  # the grant has the present one
             case KvBudget():
                 self._kv_budget = order.ram_bytes
                 if (loop := self._loop) is not None:
@@ -266,8 +267,8 @@ class Worker:
             self._ending.set_result(order)
 
     # --- serving -----------------------------------------------------------------------------------------------------
-    async def _serve(self, model: WorkerModel) -> None:
-        """Serves until the process ends, or until the model is offloaded."""
+    async def _serve(self, model: WorkerModel) -> WorkerModel:
+        """Serves until the process ends, or until the model is offloaded; returns it without its context."""
         from headgate.shared.wire import QuietServer, server_config  # imported late, so that `hello` is fast
         from inference.worker import assembly
 
@@ -322,12 +323,11 @@ class Worker:
         from inference.worker.worker_model import free_context
 
         assert self._offloading is not None
-        freed = free_context(model)
-        if not self._offloading.stays and model.store is not None:
-            model.store.close(STORE_SECONDS)
+        model, freed = free_context(model, STORE_SECONDS)
         self._channel.send(freed)
         if not self._offloading.stays:
             _exit(0)
+        return model
 
     def _beat(self, until: threading.Event | None = None) -> None:
         """Sends heartbeats, forever or until `until` is set."""

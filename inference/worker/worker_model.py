@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inference.file_stamp import Fingerprint, fingerprint
+from inference.file_stamp import fingerprint
 from inference.worker import llama, malloc_trim
 from inference.worker.kv.standby import HeldFile
 from inference.worker.kv.tiered_store import TieredStore, open_store
@@ -23,14 +23,15 @@ log = logging.getLogger("headgate.worker")
 class WorkerModel:
     """A loaded model and the data that outlives its context.
 
-    `files`: the weights and adapters as they were loaded. `store`: None for a model that does not generate.
+    `store`: None for a model that does not generate, and while
+    the model has no context. `open_store` opens it for a context.
     """
 
     loaded: Loaded
     grant: Grant
     tail: LogTail
-    files: Fingerprint
-    store: TieredStore | None
+    open_store: Callable[[llama.Context, Grant], TieredStore]
+    store: TieredStore | None = None
 
 
 def load_worker_model(
@@ -57,29 +58,33 @@ def load_worker_model(
         files = ((grant.path, held.stamp), *files[1:])
         loaded = load(replace(grant, path=held.source), tail, on_progress)
         held.close()
-    generates = loaded.context.pooling <= 0
-    store = open_store(loaded.context, grant, files, arena_handle, on_store) if generates else None
-    return _announced(WorkerModel(loaded, grant, tail, files, store))
+
+    def open_with(context: llama.Context, grant: Grant) -> TieredStore:
+        return open_store(context, grant, files, arena_handle, on_store)
+
+    return _announced(WorkerModel(loaded, grant, tail, open_with))
 
 
 def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
     """Opens a new context for a model that was offloaded in this process; raises LoadError."""
-    loaded = reopen(model.loaded, grant, model.tail)
+    return _announced(replace(model, loaded=reopen(model.loaded, grant, model.tail), grant=grant))
+
+
+def free_context(model: WorkerModel, seconds: float) -> tuple[WorkerModel, Offloaded]:
+    """Frees the context, which must be unused, and closes the store, whose files may take `seconds`.
+
+    Returns the model without them, and the stored sequences in host memory.
+    """
+    saved = _stored(model)
     if model.store is not None:
-        model.store.attach(loaded.context, grant, model.files)
-    return _announced(replace(model, loaded=loaded, grant=grant))
-
-
-def free_context(model: WorkerModel) -> Offloaded:
-    """Frees the context, which must be unused; returns the stored sequences in host memory."""
+        model.store.close(seconds)
     model.loaded.context.close()
     malloc_trim.trim()
-    saved = _stored(model)
     log.info(
         "offloaded model=%s sequences=%d tokens=%d bytes=%d",
         model.grant.model_id, saved.sequences, saved.tokens, saved.count_bytes,
     )  # fmt: skip
-    return saved
+    return replace(model, store=None), saved
 
 
 def _stored(model: WorkerModel) -> Offloaded:
@@ -90,7 +95,9 @@ def _stored(model: WorkerModel) -> Offloaded:
 
 
 def _announced(model: WorkerModel) -> WorkerModel:
-    """The model with the tokens of its stored sequences in the ready message."""
+    """The model with its store, and with the tokens of the stored sequences in the ready message."""
+    if model.loaded.context.pooling <= 0:
+        model = replace(model, store=model.open_store(model.loaded.context, model.grant))
     ready = replace(model.loaded.ready, restored_tokens=_stored(model).tokens)
     log.info(
         "loaded model=%s seconds=%.2f stored_tokens=%d buffers=%s",

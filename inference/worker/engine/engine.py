@@ -179,7 +179,8 @@ class Engine:
 
     def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
         """Keeps sequences for `seconds` from now."""
-        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._store, ids, seconds))
+        save = self._save_sequence
+        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._store, ids, seconds, save))
 
     def wake(self) -> None:
         """Makes the engine look at its store."""
