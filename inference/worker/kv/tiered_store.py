@@ -45,6 +45,9 @@ FETCHED_SECONDS = 30.0
 FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
+TRANSIT_BYTES = 2**28
+"""Host memory beyond the limit for sequences that are being written to disk or were read from it; for one of them it
+may be more."""
 SPARE_SHARE = 4
 """Memory for the next sequence is prepared if at least this number of them fits into the limit."""
 
@@ -135,7 +138,7 @@ class TieredStore:
         self._counts = _Counts()
         self._reserved_bytes = 0
         self._fetches: dict[_Stored, float] = {}
-        self._in_transit: _Stored | None = None
+        self._in_transit: set[_Stored] = set()
         self._unwritten: list[_Stored] = []
         self._is_open = False
         self._lock = threading.Lock()
@@ -179,7 +182,7 @@ class TieredStore:
         if not self._states.read(slot, region.array(sizes.state_at, state_bytes)):
             log.warning("sequence not saved: llama.cpp did not return its state: tokens=%d", len(tokens))
             self._release(region)
-            self._in_transit = None if self._in_transit is stored else self._in_transit
+            self._in_transit.discard(stored)
             return False
         for item, at in zip(kept, sizes.checkpoints_at, strict=True):
             np.copyto(region.array(at, item.state.nbytes), item.state.reshape(-1).view(np.uint8))
@@ -239,7 +242,7 @@ class TieredStore:
         size = rounded(stored.sizes.all_bytes)
         if any(map(self._is_overdue, self._fetches)) or not self._make_room(size, stored):
             return
-        if self._in_transit is not stored:
+        if stored not in self._in_transit:
             self._reserved_bytes += size
         sequence.fetching = True
         self._fetches[stored] = time.monotonic()
@@ -453,8 +456,7 @@ class TieredStore:
         self._counts.ram_sequences -= 1
         self._counts.ram_bytes -= region.size
         self._counts.ram_tokens -= len(stored.sequence.tokens)
-        if self._in_transit is stored:
-            self._in_transit = None
+        self._in_transit.discard(stored)
         if stored.released is not region:
             self._release(region)
 
@@ -478,25 +480,27 @@ class TieredStore:
     # --- room in host memory ------------------------------------------------------------------------------------------
     @property
     def _ram_used(self) -> int:
-        """Host memory of sequences, and what fetches will take, without a sequence in transit."""
-        transit = self._in_transit
-        apart = transit.region.size if transit is not None and transit.region is not None else 0
+        """Host memory of sequences, and what fetches will take, without sequences in transit."""
+        apart = sum([stored.region.size for stored in self._in_transit if stored.region is not None])
         return self._counts.ram_bytes + self._reserved_bytes - apart
 
     def _make_room(self, size: int, stored: _Stored) -> bool:
         """Evicts others so that `size` bytes fit. Returns whether they do.
 
-        A sequence that is larger than the limit can pass through host memory to or from the disk, one at a time.
+        Where they do not, because the sequence is larger than the limit or others are being written, it can pass
+        through host memory to or from the disk, and is not kept there.
         """
-        if size > self._ram_bytes:
-            if self._in_transit is not None or self._disk is None:
-                return False
-            if stored.file is None and (self._disk.is_paused or not self._disk.fits(stored.sizes.all_bytes)):
-                return False
-            self._in_transit = stored
-            return True
-        self._shrink(self._ram_bytes - size)
-        return self._ram_used + size <= self._ram_bytes
+        if size <= self._ram_bytes:
+            self._shrink(self._ram_bytes - size)
+            if self._ram_used + size <= self._ram_bytes:
+                return True
+        disk, passing = self._disk, sum([item.sizes.all_bytes for item in self._in_transit])
+        if disk is None or (self._in_transit and passing + size > TRANSIT_BYTES):
+            return False
+        if stored.file is None and (disk.is_paused or not disk.fits(stored.sizes.all_bytes)):
+            return False
+        self._in_transit.add(stored)
+        return True
 
     def _region_for(self, stored: _Stored) -> Region | None:
         """A region for a new sequence; None without room."""
@@ -507,8 +511,7 @@ class TieredStore:
             return self._arena.allocate(size, self._ram_bytes)
         except MemoryError as error:
             log.warning("sequence not saved: %s", error)
-            if self._in_transit is stored:
-                self._in_transit = None
+            self._in_transit.discard(stored)
             return None
 
     def _shrink(self, ram_bytes: int, apart: _Stored | None = None) -> None:
@@ -528,7 +531,10 @@ class TieredStore:
         inside = [
             stored
             for stored in self._stored.values()
-            if stored.region is not None and not stored.being_written and stored not in (self._in_transit, apart)
+            if stored.region is not None
+            and not stored.being_written
+            and stored is not apart
+            and stored not in self._in_transit
         ]
         for stored in sorted(inside, key=place):
             self._evict(stored)
@@ -544,13 +550,13 @@ class TieredStore:
             self._leave_ram(stored)
 
     def _end_transit(self) -> None:
-        """Removes a sequence that passed through host memory."""
-        stored = self._in_transit
-        if stored is None or stored.region is None or stored.being_written:
-            return
-        waits = stored.fetched_at is not None and time.monotonic() - stored.fetched_at < FETCHED_SECONDS
-        if not waits and (stored.file is not None or stored in self._unwritten):
-            self._evict(stored)
+        """Removes sequences that have passed through host memory."""
+        for stored in list(self._in_transit):
+            if stored.region is None or stored.being_written:
+                continue
+            waits = stored.fetched_at is not None and time.monotonic() - stored.fetched_at < FETCHED_SECONDS
+            if not waits and (stored.file is not None or stored in self._unwritten):
+                self._evict(stored)
 
     def _prepare(self, newest: _Stored) -> None:
         """Evicts ahead and prepares memory in the background, so that the next save or fetch only copies.
@@ -653,11 +659,10 @@ class TieredStore:
     ) -> None:
         stored.sequence.fetching = False
         self._fetches.pop(stored, None)
-        if self._in_transit is not stored:
+        if stored not in self._in_transit:
             self._reserved_bytes -= size
         if region is None or head is None:
-            if self._in_transit is stored:
-                self._in_transit = None
+            self._in_transit.discard(stored)
             self._not_fetched(stored, failure)
             return
         self._counts.prefetched += 1

@@ -1,0 +1,468 @@
+"""Which sequences the store keeps, where, and what it does when a tier fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.worker.kv import tiered_store
+from inference.worker.steps import Checkpoint, StoredSequence
+from tests.rigs.store_rig import PLENTY, OpenStore, StoreRig, family, random_tokens, store_rig
+
+
+@pytest.fixture(scope="module")
+def opened_rig() -> Iterator[StoreRig]:
+    with store_rig(family("gqa")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def rig(opened_rig: StoreRig) -> StoreRig:
+    opened_rig.context.forget_all()
+    return opened_rig
+
+
+@pytest.fixture
+def keep() -> Iterator[int]:
+    handle = os.memfd_create("test-keep")
+    yield handle
+    os.close(handle)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"disk_bytes": PLENTY, "directory": str(tmp_path / "kv")}
+
+
+def saved(rig: StoreRig, opened: OpenStore, number: int, count: int = 200, **more: Any) -> StoredSequence:
+    """A sequence with its own tokens."""
+    tokens = random_tokens(number, count)
+    rig.context.remove(0)
+    rig.fill(0, tokens)
+    sequence: StoredSequence = opened.save(0, tokens, **more)
+    return sequence
+
+
+def size_of(rig: StoreRig, count: int = 200) -> int:
+    """The bytes of such a sequence, in whole pages."""
+    with rig.store() as opened:
+        saved(rig, opened, 0, count)
+        return opened.store.counts().ram_bytes
+
+
+def resident(handle: int) -> int:
+    return os.fstat(handle).st_blocks * 512
+
+
+def test_only_whole_text_is_saved(rig: StoreRig) -> None:
+    """Surplus cells are removed before; a slot without all tokens, an empty one, and images are refused."""
+    tokens = random_tokens(1, 100)
+    rig.fill(0, tokens)
+    with rig.store() as opened:
+        assert not opened.store.save(1, StoredSequence(array("i"), ""), [])
+        assert not opened.store.save(1, StoredSequence(tokens, ""), [])
+        assert not opened.store.save(0, StoredSequence(array("i", [*tokens[:99], -5]), ""), [])
+        assert not opened.store.save(0, StoredSequence(random_tokens(1, 101), ""), [])
+        assert len(opened.store.catalog) == 0
+        shorter = opened.save(0, tokens[:80])
+        rig.context.remove(0)
+        assert opened.store.load(0, shorter, [])
+        assert rig.go_on(0, tokens[:81]) == rig.cold(tokens[:81], slot=1)
+
+
+def test_the_lowest_worth_leaves_a_full_memory(rig: StoreRig, keep: int) -> None:
+    """Pinned sequences stay; what leaves is gone without a disk."""
+    one = size_of(rig)
+    with rig.store(keep, ram_bytes=3 * one) as opened:
+        pinned, old, new = (saved(rig, opened, number, used_at=float(number)) for number in (1, 2, 3))
+        opened.store.pin([pinned], 1e12)
+        last = saved(rig, opened, 4, used_at=4.0)
+        assert set(opened.store.catalog) == {pinned, new, last}
+        assert not old.in_ram
+        assert opened.store.counts().evicted == 1
+        assert resident(keep) <= 3 * one
+        assert not opened.store.load(1, old, [])
+        opened.store.limit(one)
+        assert set(opened.store.catalog) == {pinned}
+        assert resident(keep) == one
+        opened.store.limit(0)
+        assert resident(keep) == 0
+        assert not opened.store.enabled
+        rig.fill(1, last.tokens)
+        assert not opened.store.save(1, StoredSequence(last.tokens, ""), [])
+
+
+def test_what_leaves_memory_stays_on_disk(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """A sequence that was fetched for a request stays in memory until it is loaded."""
+    one = size_of(rig)
+    with rig.store(ram_bytes=2 * one, **disk) as opened:
+        old, new = (saved(rig, opened, number, used_at=float(number)) for number in (1, 2))
+        opened.wait(lambda: old.on_disk and new.on_disk)
+        last = saved(rig, opened, 3, used_at=3.0)
+        assert (old.in_ram, old.on_disk) == (False, True)
+        assert set(opened.store.catalog) == {old, new, last}
+        assert opened.store.counts().evicted == 0
+        opened.wait(lambda: last.on_disk)
+        opened.store.fetch(old)
+        opened.wait(lambda: not old.fetching)
+        assert old.in_ram
+        saved(rig, opened, 4, used_at=4.0)
+        assert old.in_ram
+        rig.context.remove(1)
+        assert opened.store.load(1, old, [])
+        assert not old.fetched
+        assert rig.go_on(1, [*old.tokens, 5]) == rig.cold([*old.tokens, 5])
+
+
+def test_a_continued_sequence_replaces_its_beginning(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """Of the same tenant, without a pin. A file stays until the longer sequence has one."""
+    tokens = random_tokens(1, 300)
+    rig.fill(0, tokens)
+    with rig.store(**disk) as opened:
+        pinned = opened.save(0, tokens[:100], pinned_until=1e12)
+        rig.fill(0, tokens, start=100)
+        other = opened.save(0, tokens[:200], tenant="bob")
+        rig.fill(0, tokens, start=200)
+        short = opened.save(0, tokens[:200])
+        opened.wait(lambda: short.on_disk)
+        rig.fill(0, tokens, start=200)
+        long = opened.save(0, tokens)
+        assert not short.in_ram
+        opened.wait(lambda: long.on_disk)
+        assert set(opened.store.catalog) == {pinned, other, long}
+        assert opened.store.counts().disk_sequences == 3
+    assert len(list(Path(disk["directory"]).rglob("*.kv"))) == 3
+
+
+def test_a_model_with_checkpoints_keeps_the_beginning(keep: int) -> None:
+    """Its end cannot be removed, so a shorter sequence may be better than a longer one."""
+    with store_rig(family("recurrent")) as rig, rig.store(keep) as opened:
+        tokens = random_tokens(1, 60)
+        rig.fill(0, tokens[:30])
+        short = opened.save(0, tokens[:30])
+        rig.fill(0, tokens, start=30)
+        long = opened.save(0, tokens)
+        assert set(opened.store.catalog) == {short, long}
+        assert not opened.store.save(0, StoredSequence(tokens[:50], ""), [])
+
+
+def test_the_same_tokens_are_stored_once(rig: StoreRig, keep: int) -> None:
+    """The new record takes the place of the old one; more checkpoints make a new copy."""
+    tokens = random_tokens(1, 100)
+    rig.fill(0, tokens)
+    state = rig.context.save(0)
+    with rig.store(keep) as opened:
+        first = opened.save(0, tokens, used_at=1.0, pinned_until=9.0)
+        second = opened.save(0, tokens, used_at=2.0)
+        assert opened.found(tokens) is second
+        assert (first.in_ram, second.in_ram, second.pinned_until) == (False, True, 9.0)
+        assert opened.store.counts().saves == 1
+        third = opened.save(0, tokens, [Checkpoint(100, 0, state), Checkpoint(50, 0, None)], used_at=3.0)
+        assert third.checkpoints == ((100, 0),)
+        assert opened.found(tokens) is third
+        assert opened.store.counts().saves == 2
+        assert opened.store.counts().ram_sequences == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_dropped_sequences_leave_no_trace(rig: StoreRig, keep: int, disk: dict[str, Any], waits: bool) -> None:
+    """Neither in memory nor on disk, also while they are being written."""
+    with rig.store(keep, **disk) as opened:
+        sequences = [saved(rig, opened, number) for number in range(5)]
+        if waits:
+            opened.wait(lambda: all(sequence.on_disk for sequence in sequences))
+        opened.store.drop(sequences[1:])
+        assert set(opened.store.catalog) == {sequences[0]}
+        opened.store.drop(opened.store.catalog)  # type: ignore[arg-type]
+        assert len(opened.store.catalog) == 0
+        assert opened.store.counts().ram_bytes == opened.store.counts().disk_bytes == 0
+    assert list(Path(disk["directory"]).rglob("*.kv")) == []
+    assert resident(keep) == 0
+
+
+def test_a_damaged_file_costs_a_prefill_and_a_log_line(
+    rig: StoreRig, disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is removed when it is fetched. One that another worker removed is forgotten without a word."""
+    with rig.store(ram_bytes=0, **disk) as opened:
+        damaged, gone = [], []
+        for number in range(2):
+            sequence = saved(rig, opened, number)
+            opened.wait(lambda sequence=sequence: sequence.on_disk and not sequence.in_ram)
+            (path,) = set(Path(disk["directory"]).rglob("*.kv")) - set(damaged)
+            damaged.append(path)
+            gone.append(sequence)
+        content = bytearray(damaged[0].read_bytes())
+        content[-100] ^= 1
+        damaged[0].write_bytes(content)
+        damaged[1].unlink()
+        for sequence in gone:
+            opened.store.fetch(sequence)
+            opened.wait(lambda sequence=sequence: not sequence.fetching)
+        assert len(opened.store.catalog) == 0
+        assert opened.store.counts().invalid == 1
+        assert not damaged[0].exists()
+        assert len(caplog.messages) == 1
+
+
+def test_a_state_that_llama_cpp_rejects_is_removed(rig: StoreRig, keep: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The slot is empty then, and the sequence is not offered again."""
+    with rig.store(keep) as opened:
+        sequence = saved(rig, opened, 1)
+        with open(f"/proc/self/fd/{keep}", "r+b") as file:
+            content = file.read()
+            file.seek(content.index(b"\xd8<\x14\xaf"))
+            file.write(b"????")
+        rig.context.remove(0)
+        assert not opened.store.load(0, sequence, [])
+        assert len(opened.store.catalog) == 0
+        assert opened.store.counts().invalid == 1
+        assert rig.go_on(0, [7]) == rig.cold([7], slot=1)
+        assert "rejects" in caplog.text
+
+
+def test_sequences_of_another_form_of_the_model_are_removed(
+    rig: StoreRig, keep: int, disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """From memory with one line for all; files of the other form are in another directory, and stay."""
+    caplog.set_level("INFO")
+    with rig.store(keep, **disk) as opened:
+        for number in range(2):
+            saved(rig, opened, number)
+    with store_rig(family("gqa"), kv_type="q8_0") as other, other.store(keep, **disk) as opened:
+        opened.wait(lambda: True)
+        assert len(opened.store.catalog) == 0
+        assert resident(keep) == 0
+        assert len([text for text in caplog.messages if "another form" in text]) == 1
+    with rig.store(keep, **disk) as opened:
+        opened.wait(lambda: len(opened.store.catalog) == 2)
+
+
+def test_a_worker_waits_for_the_memory_that_another_one_uses(rig: StoreRig, keep: int) -> None:
+    """Until then it saves nothing."""
+    tokens = random_tokens(1, 50)
+    rig.fill(0, tokens)
+    with rig.store(keep) as second_later, store_rig(family("gqa")) as other:
+        second_later.save(0, tokens)
+        with other.store(keep) as opened:
+            other.fill(0, tokens)
+            assert not opened.store.enabled
+            assert not opened.store.save(0, StoredSequence(tokens, ""), [])
+            second_later.store.close(1.0)
+            opened.wait(lambda: opened.store.enabled)
+            assert opened.found(tokens) is not None
+    with rig.store(keep) as first, rig.store(keep):
+        first.save(0, tokens)  # the other one ends while it waits
+
+
+def test_a_worker_without_its_memory_uses_its_own(rig: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
+    """An invalid descriptor costs a log line."""
+    with rig.store(987) as opened:
+        sequence = saved(rig, opened, 1)
+        rig.context.remove(0)
+        assert opened.store.load(0, sequence, [])
+    assert "end with this worker" in caplog.text
+
+
+def test_sequences_in_memory_get_files_from_the_next_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """Only those that have none."""
+    with rig.store(keep) as opened:
+        first = saved(rig, opened, 1)
+    with rig.store(keep, **disk) as opened:
+        found = opened.found(first.tokens)
+        assert found is not None
+        opened.wait(lambda: found.on_disk)
+    with rig.store(keep, **disk) as opened:
+        again = opened.found(first.tokens)
+        assert again is not None
+        opened.wait(lambda: again.on_disk)
+        assert opened.store.counts().disk_written_bytes == 0
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sequence is computed instead, others are not even begun, and memory works. It ends at some time."""
+    monkeypatch.setattr(tiered_store, "FETCH_SECONDS", 0.2)
+    one, works = size_of(rig), threading.Event()
+    works.set()
+    read = os.preadv
+
+    def hanging(*arguments: Any) -> int:
+        works.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", hanging)
+    with rig.store(ram_bytes=one, **disk) as opened:
+        hangs, other, last = (saved(rig, opened, number, 200, used_at=float(number)) for number in range(3))
+        opened.wait(lambda: last.on_disk)
+        assert not hangs.in_ram
+        works.clear()
+        opened.store.fetch(hangs)
+        opened.wait(lambda: not hangs.fetching)
+        assert not hangs.in_ram
+        opened.store.fetch(other)
+        assert not other.fetching
+        assert "too slowly" in caplog.text
+        works.set()
+        opened.wait(lambda: hangs.in_ram)
+        opened.store.fetch(other)
+        opened.wait(lambda: other.in_ram)
+
+
+def test_a_full_disk_affects_nothing_else(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory is used as before, with one log line for all writes."""
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = size_of(rig)
+    monkeypatch.setattr(os, "fsync", full)
+    with rig.store(ram_bytes=3 * one, **disk) as opened:
+        sequences = [saved(rig, opened, number, used_at=float(number)) for number in range(5)]
+        opened.wait(lambda: "No space" in caplog.text)
+        assert set(opened.store.catalog) == set(sequences[2:])
+        assert opened.store.load(1, sequences[4], [])
+        assert opened.store.enabled
+        opened.store.limit(0)
+        assert not opened.store.enabled
+    assert len(caplog.messages) == 1
+
+
+def test_a_sequence_larger_than_the_limits_is_not_saved(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """Larger than memory: it passes through to the disk, one at a time. Larger than both: not at all."""
+    one = size_of(rig)
+    with rig.store(ram_bytes=one, **disk) as opened:
+        small = saved(rig, opened, 1, used_at=1.0)
+        tokens = random_tokens(2, 500)
+        rig.context.remove(0)
+        rig.fill(0, tokens)
+        large = opened.save(0, tokens)
+        assert small.in_ram
+        opened.wait(lambda: large.on_disk and not large.in_ram)
+        assert small.in_ram
+    disk["disk_bytes"] = one
+    with rig.store(ram_bytes=one, **disk) as opened:
+        assert not opened.store.save(0, StoredSequence(tokens, ""), [])
+
+
+def test_pins_and_times_outlive_the_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """In memory and on disk."""
+    until = time.time() + 1000.0
+    with rig.store(keep, **disk) as opened:
+        sequence = saved(rig, opened, 1, used_at=50.0)
+        opened.wait(lambda: sequence.on_disk)
+        opened.store.pin([sequence], until)
+    with rig.store(keep, **disk) as opened:
+        found = opened.found(sequence.tokens)
+        assert found is not None
+        assert (found.used_at, found.pinned_until) == (50.0, until)
+        opened.wait(lambda: found.on_disk)
+    with rig.store(**disk) as opened:
+        opened.wait(lambda: opened.found(sequence.tokens))
+        on_disk = opened.found(sequence.tokens)
+        assert on_disk is not None
+        assert on_disk.used_at <= time.time()
+        assert on_disk.pinned_until == pytest.approx(until, abs=1e-3)
+    (path,) = Path(disk["directory"]).rglob("*.kv")
+    assert path.stat().st_mtime == pytest.approx(until, abs=1e-3)
+
+
+def test_closing_finishes_writes_or_abandons_them(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """With time all sequences are on disk; without time there is no damaged file."""
+    with rig.store(**disk) as opened:
+        for number in range(8):
+            saved(rig, opened, number)
+    assert len(list(Path(disk["directory"]).rglob("*.kv"))) == 8
+    with rig.store(**disk) as opened:
+        for number in range(8, 16):
+            saved(rig, opened, number)
+        opened.store.close(0.0)
+    assert list(Path(disk["directory"]).rglob("*.tmp")) == []
+    with rig.store(**disk) as opened:
+        opened.wait(lambda: len(opened.store.catalog) >= 8)
+        assert opened.store.counts().invalid == 0
+
+
+def test_a_new_context_of_the_model_goes_on_with_the_store(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """As after an offload; with another form of the cache it starts empty."""
+    with rig.store(**disk) as opened:
+        sequence = saved(rig, opened, 1)
+        with store_rig(family("gqa"), parallel=3) as other:
+            opened.attach(other)
+            assert opened.store.load(2, sequence, [])
+            assert other.go_on(2, [*sequence.tokens, 9]) == other.cold([*sequence.tokens, 9])
+        with store_rig(family("gqa"), kv_type="q8_0") as other:
+            opened.wait(lambda: sequence.on_disk)
+            opened.attach(other)
+            assert len(opened.store.catalog) == 0
+            saved(other, opened, 2)
+        opened.attach(rig)
+        opened.wait(lambda: opened.found(sequence.tokens))
+
+
+def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """Saves, loads, fetches, pins, drops and changed limits in random order; each load restores what was saved."""
+    chosen = random.Random(11)
+    one = size_of(rig, 100)
+    ends = {}
+    for number in range(8):
+        tokens = random_tokens(number, 100)
+        rig.context.remove(0)
+        rig.fill(0, tokens)
+        ends[number] = (tokens, rig.state(0))
+    disk["disk_bytes"] = 6 * one
+    limit = 4 * one
+    with rig.store(keep, ram_bytes=limit, **disk) as opened:
+        store = opened.store
+        for _ in range(250):
+            tokens, state = ends[chosen.randrange(8)]
+            found = opened.found(tokens)
+            match chosen.choice(("save", "save", "load", "load", "fetch", "pin", "drop", "limit", "run")):
+                case "save":
+                    rig.context.remove(0)
+                    rig.fill(0, tokens)
+                    if store.save(0, StoredSequence(tokens, "", used_at=chosen.random()), []):
+                        assert opened.found(tokens) is not None
+                case "load" if found is not None:
+                    rig.context.remove(0)
+                    assert store.load(0, found, []) == found.in_ram or not found.in_ram
+                    if found.in_ram:
+                        assert rig.state(0) == state
+                case "fetch" if found is not None:
+                    store.fetch(found)
+                    opened.wait(lambda found=found: not found.fetching)
+                case "pin" if found is not None:
+                    store.pin([found], chosen.choice((0.0, 3e9)))
+                case "drop" if found is not None and chosen.random() < 0.3:
+                    store.drop([found])
+                    assert opened.found(tokens) is None
+                case "limit":
+                    limit = chosen.choice((0, one, 2 * one, 4 * one))
+                    store.limit(limit)
+                case _:
+                    store.run()
+            counts, held = store.counts(), list(store.catalog)
+            assert counts.ram_sequences == sum(sequence.in_ram for sequence in held)
+            assert counts.disk_sequences == sum(sequence.on_disk for sequence in held)
+            assert counts.ram_bytes <= limit + tiered_store.TRANSIT_BYTES
+            assert all(sequence.in_ram or sequence.on_disk for sequence in held)
+            assert all(sequence.in_ram for sequence in held if sequence.fetched)
+        store.limit(0)
+        for sequence in [sequence for sequence in store.catalog if sequence.fetched]:
+            rig.context.remove(0)
+            assert store.load(0, sequence, [])
+        opened.wait(lambda: store.counts().ram_bytes == 0)
+        assert store.counts().invalid == 0
+    assert resident(keep) == 0
