@@ -276,6 +276,10 @@ PROGRESS_INTERVAL_SECONDS = 2.0
 Stage = Literal["queued", "loading", "prefill"]
 _DEVICE = re.compile(rb": headgate device ([\x21-\x7e]{1,200})")
 _PROGRESS = re.compile(rb": headgate (queued|loading|prefill) (\d+)(?:/(\d+))?")
+_RESTORED = re.compile(rb": headgate restored (hot|ram|disk) (\d{1,12}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,9})")
+
+KvTier = Literal["hot", "ram", "disk"]
+"""Where stored tokens are: in a slot of the context, in host memory, on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +301,27 @@ class Progress:
         if (match := _PROGRESS.match(frame)) is None:
             return None
         return cls(match[1].decode(), int(match[2]), int(match[3]) if match[3] else None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The prompt tokens that a choice did not compute, where they were, and how long it took to restore them."""
+
+    tier: KvTier
+    tokens: int
+    milliseconds: float
+    choice: int = 0
+
+    def frame(self) -> bytes:
+        """The SSE comment for it, before the first chunk of the choice: `: headgate restored ram 1024 5.4 0`."""
+        return f": headgate restored {self.tier} {self.tokens} {self.milliseconds:.1f} {self.choice}\n\n".encode()
+
+    @classmethod
+    def parse(cls, frame: bytes) -> Restored | None:
+        """The restore in an SSE comment frame, or None for any other comment."""
+        if (match := _RESTORED.match(frame)) is None:
+            return None
+        return cls(match[1].decode(), int(match[2]), float(match[3]), int(match[4]))  # type: ignore[arg-type]
 
 
 def device_frame(devices: str) -> bytes:

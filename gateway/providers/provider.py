@@ -19,15 +19,16 @@ from typing import Protocol, runtime_checkable
 
 from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.apis.openai.generation_request import AnyRequest
+from inference.protocol import Restored
 
 
 @dataclass(slots=True)  # not frozen, because a frozen dataclass is slower to create
 class Call:
-    """One attempt at one provider. Treat it as immutable, except `response_headers`.
+    """One attempt at one provider. Treat it as immutable, except `response_headers` and `restored`.
 
     `body` is the decoded request; providers copy what they change. `model` is the provider's name of the model.
     `headers` are extra headers for the inference service (request id, priority, tenant, deadline, probe). The provider
-    fills `response_headers` (the device of the model).
+    fills `response_headers` (the device of the model) and `restored` (prompt tokens that were not computed).
     """
 
     endpoint: Endpoint
@@ -37,6 +38,7 @@ class Call:
     connect_seconds: float = 5.0
     headers: Mapping[str, str] = field(default_factory=dict)
     response_headers: dict[str, str] = field(default_factory=dict)
+    restored: list[Restored] = field(default_factory=list)
 
 
 class Provider(Protocol):

@@ -121,7 +121,9 @@ class Attempt:
         outcome = outcome_name(verdict, observation)
         state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
         state.record.attempts.append(
-            AttemptRecord(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
+            AttemptRecord(
+                candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6), self.call.restored
+            )
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = needs_operator(verdict, observation)

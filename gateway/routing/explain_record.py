@@ -14,6 +14,7 @@ from gateway.routing.candidate_checks import Prediction
 from gateway.routing.chain import Candidate
 from gateway.telemetry.quote_redaction import WITHHELD, without_quotes
 from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
+from inference.protocol import Restored
 
 KEPT = 1000
 """Records that are kept of requests with a route; the oldest are dropped first."""
@@ -54,12 +55,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt: its candidate, how it ended, how long it took."""
+    """One attempt: its candidate, how it ended, how long it took, and which prompt tokens it did not compute."""
 
     name: str
     outcome: str
     message: str
     seconds: float
+    restored: Sequence[Restored] = ()
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import LocalProvider
-from inference.protocol import Code, ModelState, ModelStatus, Progress
+from inference.protocol import DONE, Code, ModelState, ModelStatus, Progress, Restored
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.typed_bodies import call as typed_call
 
@@ -48,6 +48,17 @@ async def test_progress_is_sent_as_readable_comments(fake: FakeInference, provid
         DeltaKind.FINISH,
         DeltaKind.USAGE,
     ]
+
+
+async def test_restores_reach_the_call_and_not_the_client(fake: FakeInference, provider: LocalProvider) -> None:
+    restores = [Restored("disk", 1024, 5.4), Restored("hot", 3, 0.0, choice=1)]
+    fake.answers["demo"] = Answer(raw=b"".join(one.frame() for one in restores) + DONE)
+    call = typed_call(Endpoint.CHAT, "demo", BODY, "id-1")
+    with pytest.raises(UpstreamError):
+        async with provider.stream(call) as stream:
+            assert [frame async for frame in stream] == []
+    assert call.restored == restores
+    assert Restored.parse(b": headgate restored tape 3 0.0 0") is None
 
 
 @pytest.mark.parametrize("code", [Code.MEMORY_LIMIT_EXCEEDED, Code.QUEUE_FULL, Code.CONTEXT_LENGTH_EXCEEDED])

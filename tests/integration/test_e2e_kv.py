@@ -76,3 +76,36 @@ def test_pinned_sequence_is_continued_by_a_new_worker_until_it_is_cleared(cleare
     assert cleared.ask("/memory/kv/clear", {"tenant": row["tenant"]}, direct=True)["cleared"] > 0
     assert rows(cleared) == []
     assert cached(cleared, TEXT) == 0
+
+
+def restored(stack: Stack, text: str, **more: Any) -> list[dict[str, Any]]:
+    """Asks once; the rows of its explain record about tokens that were not computed."""
+    headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
+    body = json.dumps(chat_body(text, max_tokens=2, **more)).encode()
+    request = urllib.request.Request(stack.base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        id, body = answer.headers["x-request-id"], answer.read()
+    assert b"restored" not in body
+    (attempt,) = stack.ask(f"/admin/requests/{id}")["attempts"]
+    return list(attempt["restored"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_explain_record_says_where_restored_tokens_were(cleared: Stack, stream: bool) -> None:
+    """A prompt that is computed has no row."""
+    assert restored(cleared, TEXT, stream=stream) == []
+    (hot,) = restored(cleared, TEXT, stream=stream)
+    assert (hot["tier"], hot["choice"], hot["milliseconds"]) == ("hot", 0, 0)
+    assert hot["tokens"] > 100
+    cleared.ask("/models/demo/restart", {}, direct=True, seconds=60)
+    wait_until("the new worker has read them", lambda: rows(cleared))
+    (stored,) = restored(cleared, TEXT, stream=stream)
+    assert (stored["tier"], stored["tokens"]) == ("ram", hot["tokens"])
+    assert 0 < stored["milliseconds"] < 10_000
+
+
+def test_explain_record_has_a_row_for_each_choice(cleared: Stack) -> None:
+    cached(cleared, TEXT)
+    rows = restored(cleared, TEXT, n=3)
+    assert [row["choice"] for row in rows] == [0, 1, 2]
+    assert {row["tier"] for row in rows} == {"hot"}

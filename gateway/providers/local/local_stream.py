@@ -23,7 +23,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Call
 from headgate.shared.hop import Answer, BrokenError
 from headgate.shared.sse import SseFrame, SseSplitter
-from inference.protocol import CODES, H_DEVICE, RETRY_AFTER, Code, device_of
+from inference.protocol import CODES, H_DEVICE, RETRY_AFTER, Code, Restored, device_of
 
 log = logging.getLogger("gateway.providers.local.local_provider")
 
@@ -203,6 +203,9 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         if frame.data is not None:
             self._take_payloads([frame.data])
         elif frame.is_comment:
+            if restored := Restored.parse(frame.raw):
+                self._call.restored.append(restored)
+                return  # for the record only
             if device := device_of(frame.raw):
                 self._call.response_headers[H_DEVICE] = device
             self._ready.append(Comment(frame.raw))

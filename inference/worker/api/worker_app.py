@@ -283,11 +283,18 @@ class App:
         counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
         unfinished = len(counts)
 
+        def restores() -> bytes:
+            """The comments about restores since the last call."""
+            frames = b""
+            while ticket.restored:  # removed one by one, because the engine may add others
+                frames += ticket.restored.pop(0).frame()
+            return frames
+
         def pass_on(output: Output) -> bool:
             """Sends text at once. Ends of choices and errors are left to the loop below."""
             if output.finish is not None or output.error is not None or not exchange.takes_pieces:
                 return False
-            exchange.piece(stream.frames(output))
+            exchange.piece(restores() + stream.frames(output))
             return True
 
         ticket.on_arrival = pass_on
@@ -307,7 +314,7 @@ class App:
                     return
                 counts[output.choice] = (output.tokens, output.cached, output.reasoning_tokens)
                 unfinished -= output.finish is not None
-                frames.append(stream.frames(output))
+                frames.append(restores() + stream.frames(output))
             if not outputs:
                 # Progress is reported only while the engine computes or advances, so that a hung engine is detected.
                 now = (engine.counters.steps, ticket.progress)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from headgate.shared.parameters import Sampling
-from inference.protocol import Code, Progress
+from inference.protocol import Code, Progress, Restored
 from inference.worker.answers.generation import Generation, Output, Scoring
 from inference.worker.answers.structured_answer import DividedGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
@@ -35,6 +35,7 @@ from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.sampling import Distribution
 from inference.worker.steps import (
+    Checkpoint,
     Copy,
     Fetch,
     Limits,
@@ -46,6 +47,7 @@ from inference.worker.steps import (
     Row,
     Save,
     Store,
+    StoredSequence,
     performed,
 )
 from inference.worker.worker_errors import WorkerError
@@ -128,6 +130,7 @@ class Engine:
         self._progress_reported_at = -math.inf
         self._stepped_at = clock()
         self._store_again_at = -math.inf
+        self._load_seconds: dict[int, float] = {}
         self._queue_estimate = QueueEstimate(limits)
         self._runner = EngineThread("engine", self._iterate, self._close, on_fatal)
 
@@ -339,6 +342,7 @@ class Engine:
                 running.started = self._clock()
                 running.generation.cached = row.start
                 reused += row.start
+                self._note_restore(running, row)
             if running.generation.is_fresh:
                 self.counters.prompt_tokens += len(row.tokens)
             if row.sample or row.every:
@@ -363,11 +367,24 @@ class Engine:
             case Store():
                 self._save_sequence(operation)
             case Load(slot, sequence, checkpoints):
-                return self._store is not None and self._store.load(slot, sequence, checkpoints)
+                return self._load(slot, sequence, checkpoints)
             case Fetch(sequence):
                 assert self._store is not None
                 self._store.fetch(sequence)
         return True
+
+    def _load(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+        seconds = sequence.fetch_seconds if sequence.fetched else 0.0
+        began = self._clock()
+        is_loaded = self._store is not None and self._store.load(slot, sequence, checkpoints)
+        self._load_seconds[slot] = seconds + self._clock() - began
+        return is_loaded
+
+    def _note_restore(self, running: _Running, row: Row) -> None:
+        """Adds what the first `row` of a choice need not compute to the ticket."""
+        if row.start and (tier := self._scheduler.restored(row.job)) is not None:
+            seconds = 0.0 if tier == "hot" else self._load_seconds.get(row.slot, 0.0)
+            running.ticket.restored.append(Restored(tier, row.start, 1000 * seconds, running.generation.choice))
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a computed row; `index` is the batch index of its last token."""

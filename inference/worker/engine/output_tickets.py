@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from inference.protocol import Progress
+from inference.protocol import Progress, Restored
 from inference.worker.answers.generation import Output
 from inference.worker.worker_errors import GoneError
 
@@ -24,10 +24,10 @@ _MAX_WAIT_SECONDS = 3600.0
 
 
 class Ticket(Generic[T]):
-    """The outputs of one request. Used on the event loop, except for three attributes of the engine thread.
+    """The outputs of one request. Used on the event loop, except for four attributes of the engine thread.
 
-    The engine thread writes `progress`, `sent` and `stalled`. It sets `stalled` when too many outputs are unread; the
-    reader clears it and calls `on_room` after it has read.
+    The engine thread writes `progress`, `restored`, `sent` and `stalled`. It sets `stalled` when too many outputs are
+    unread; the reader clears it and calls `on_room` after it has read.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,6 +42,8 @@ class Ticket(Generic[T]):
         """A reference that must live until the request ends, such as its images."""
         self.progress: Progress | None = None
         """What the request waits for; may lag by one step."""
+        self.restored: list[Restored] = []
+        """Restores of its choices, each added before the first output of the choice. The reader removes them."""
         self.sent = 0
         """Number of sent outputs, without the last one of each choice."""
         self.read = 0

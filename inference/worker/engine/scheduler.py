@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from inference.protocol import KvTier
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
 from inference.worker.kv.slots import Hits, Slot, Slots
@@ -334,6 +335,10 @@ class Scheduler:
     def hits(self) -> Hits:
         """How many prompts were continued, and from where."""
         return self._slots.hits
+
+    def restored(self, job: int) -> KvTier | None:
+        """Where the tokens were that a running job did not compute."""
+        return self._slot_of(self._runs[job]).restored
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headgate.shared.kv_hint import KvHint
-from inference.protocol import Priority
+from inference.protocol import KvTier, Priority
 from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.kv.checkpoints import least_useful
 from inference.worker.steps import (
@@ -49,16 +49,19 @@ class Hits:
     disk: int = 0
     misses: int = 0
 
-    def count(self, reused: int, loaded: StoredSequence | None) -> None:
-        """A prompt reuses `reused` tokens, of `loaded` or of a slot."""
+    def count(self, reused: int, loaded: StoredSequence | None) -> KvTier | None:
+        """A prompt reuses `reused` tokens, of `loaded` or of a slot. Returns where they were."""
         if reused == 0:
             self.misses += 1
-        elif loaded is None:
+            return None
+        if loaded is None:
             self.hot += 1
-        elif loaded.fetched:
+            return "hot"
+        if loaded.fetched:
             self.disk += 1
-        else:
-            self.ram += 1
+            return "disk"
+        self.ram += 1
+        return "ram"
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +72,7 @@ class Slot:
     the position from which on they were complete when the slot was filled, and the cells that were freed since.
     `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when it was to be stored
     last; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last job.
+    `restored`: where the tokens were that its present job did not compute.
     """
 
     number: int
@@ -85,6 +89,7 @@ class Slot:
     hint: KvHint | None = None
     released_at: float = 0.0
     tried: int = -1
+    restored: KvTier | None = None
 
     @property
     def unsaved(self) -> int:
@@ -196,7 +201,7 @@ class Slots:
                     self._restore(target, checkpoint)
                 if choice.moves:
                     self._forget(best, 0)
-        self.hits.count(target.computed, choice.stored)
+        target.restored = self.hits.count(target.computed, choice.stored)
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 

@@ -677,6 +677,7 @@ class TieredStore:
         self._arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
         self._enter_ram(stored, region)
         stored.fetched_at, stored.sequence.fetched = time.monotonic(), True
+        stored.sequence.fetch_seconds = seconds
         self._prepare(stored)
 
     def _not_fetched(self, stored: _Stored, failure: Exception | None) -> None:
