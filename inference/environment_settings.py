@@ -149,7 +149,7 @@ class InferenceSettings(BaseSettings):
         None, ge=0, description="host memory for them; default: a tenth of the host memory for models, at most 8 GiB"
     )
     kv_disk_gb: float = Field(0.0, ge=0, description="disk space for them; 0: not on disk")
-    kv_policy: Literal["lru", "priority", "hybrid"] = Field("lru", description="which sequences are removed first")
+    kv_policy: Literal["lru", "priority", "hybrid"] = Field("hybrid", description="which sequences are removed first")
     kv_threshold: float = Field(
         0.9, gt=0, le=1, description="share of slots in use from which on idle sequences are saved ahead of need"
     )

@@ -74,7 +74,7 @@ class KvTiers:
     ram_bytes: int = 0
     disk_bytes: int = 0
     directory: str | None = None
-    policy: str = "lru"
+    policy: str = "hybrid"
     threshold: float = 0.9
     prefetch: bool = True
 

@@ -38,6 +38,7 @@ class Mailbox:
         self.sent = self.read = 0
         self.stalled = False
         self.on_room: object = None
+        self.restored: object = None
 
 
 @dataclass(repr=False)

@@ -54,19 +54,21 @@ def test_priority_keeps_high_requests_and_short_prefixes() -> None:
     normal = sequence(200.0)
     assert first_out("priority", high, low, normal) is low
     assert first_out("priority", high, normal) is normal
-    short, long = sequence(100.0, tokens=100), sequence(0.0, tokens=6400)
+    short, long = sequence(20.0, tokens=100), sequence(0.0, tokens=6400)
     assert first_out("priority", short, long) is long
 
 
 def test_hybrid_keeps_what_saves_most_time_for_its_bytes() -> None:
-    """Expensive, small and often used sequences stay."""
+    """Expensive and small sequences stay, for a time."""
     cheap, dear = (sequence(10.0, compute_seconds=cost, count_bytes=100) for cost in (1.0, 4.0))
     assert first_out("hybrid", cheap, dear) is cheap
     large, small = (sequence(10.0, compute_seconds=1.0, count_bytes=size) for size in (400, 100))
     assert first_out("hybrid", large, small) is large
-    rare, often = (sequence(10.0, compute_seconds=1.0, count_bytes=100, hits=hits) for hits in (0, 3))
-    assert first_out("hybrid", rare, often) is rare
-    assert first_out("hybrid", sequence(0.0), often).compute_seconds == 0.0
+    old, new = (
+        sequence(300.0, compute_seconds=4.0, count_bytes=100),
+        sequence(0.0, compute_seconds=1.0, count_bytes=100),
+    )
+    assert first_out("hybrid", old, new) is old
 
 
 def test_default_retention_policy_is_one_of_the_policies() -> None:

@@ -13,9 +13,10 @@ Policy = Callable[[StoredSequence, float], float]
 
 PRIORITY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 600.0, Priority.NORMAL: 0.0, Priority.LOW: -600.0}
 """A high priority counts as much as a use that was so much later."""
-POSITION_SECONDS = 60.0
+POSITION_SECONDS = 5.0
 """So does half the length, because the beginning of a prompt is what others share."""
-HALF_LIFE_SECONDS = 600.0
+LEAST_SECONDS = 1e-6
+HALF_LIFE_SECONDS = 60.0
 """After this time without use, another use is half as likely."""
 
 
@@ -31,13 +32,14 @@ def priority(sequence: StoredSequence, now: float) -> float:
 
 
 def hybrid(sequence: StoredSequence, now: float) -> float:
-    """The expected time that a byte saves: compute time per byte, times the chance of another use.
+    """The logarithm of the time that a byte is expected to save: compute time per byte times the chance of another use.
 
-    The chance grows with the number of earlier uses and falls with the time since the last one.
+    The chance falls with the time since the last use. Earlier uses are not counted: conversations that have ended would
+    stay too long.
     """
     age = now - lru(sequence, now)
-    chance = (1 + sequence.hits) / (1 + age / HALF_LIFE_SECONDS)
-    return sequence.compute_seconds / max(1, sequence.count_bytes) * chance
+    density = max(sequence.compute_seconds, LEAST_SECONDS) / max(1, sequence.count_bytes)
+    return math.log2(density) - age / HALF_LIFE_SECONDS
 
 
 POLICIES: Mapping[str, Policy] = {"lru": lru, "priority": priority, "hybrid": hybrid}
