@@ -38,7 +38,7 @@ class Mailbox:
         self.sent = self.read = 0
         self.stalled = False
         self.on_room: object = None
-        self.restored: object = None
+        self.restored: list[object] = []
 
 
 @dataclass(repr=False)
