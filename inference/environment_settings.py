@@ -87,6 +87,9 @@ class InferenceSettings(BaseSettings):
     gpu_index: OptionalInt = Field(None, ge=0)
     context_length: int = Field(4096, ge=16)
     parallel: int = Field(4, ge=1, le=256)
+    kv_cells: OptionalInt = Field(
+        None, ge=16, description="KV cells that all requests of a model share; unset: context_length for each request"
+    )
     kv_type: KvType = "f16"
     batch: int = Field(2048, ge=1)
     ubatch: int = Field(512, ge=1)

@@ -207,6 +207,7 @@ class ExitCause(StrEnum):
 class ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
 
+    `kv_cells`: KV cells that all requests share, None if each has its own.
     `fits`: whether the model could be loaded now, evictions included, with the `reason` if not; None while unknown.
     `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set during a backoff. `pid` is the
     worker process, if any. `headroom_bytes` is the learned part of the predicted bytes. `reduced` lists settings that
@@ -222,6 +223,7 @@ class ModelStatus:
     aliases: tuple[str, ...] = ()
     context_length: int = 0
     parallel: int = 1
+    kv_cells: int | None = None
     gpu_layers: int = -1
     devices: tuple[str, ...] = ()
     predicted_bytes: int | None = None

@@ -36,6 +36,7 @@ class ModelEntry(BaseModel):
     gpu_layers: int | None = Field(None, ge=-1)
     gpu_index: int | None = Field(None, ge=0)
     parallel: int | None = Field(None, ge=1, le=256)
+    kv_cells: int | None = Field(None, ge=16)
     kv_type: KvType | None = None
     batch: int | None = Field(None, ge=1)
     ubatch: int | None = Field(None, ge=1)
@@ -74,6 +75,7 @@ class ModelSpec:
     gpu_layers: int
     gpu_index: int | None
     parallel: int
+    kv_cells: int | None
     kv_type: str
     batch: int
     ubatch: int
@@ -94,6 +96,11 @@ class ModelSpec:
 
     SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy"})
     """Settings that can change while the model stays loaded."""
+
+    @property
+    def cells(self) -> int:
+        """KV cells of all requests together."""
+        return self.kv_cells or self.context_length * self.parallel
 
     @property
     def files(self) -> Fingerprint:
@@ -176,6 +183,39 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     flash = settings.flash_attention if entry.flash_attention is None else entry.flash_attention
     if kv_type != "f16" and not flash:
         yield Problem(f"kv_type {kv_type} needs flash_attention: true", key=f"{at}.kv_type")
+    context, parallel = entry.context_length or settings.context_length, entry.parallel or settings.parallel
+    kv_cells = _kv_cells(entry, settings)
+    if problem := pool_problem(kv_cells, context, parallel):
+        yield Problem(problem, key=f"{at}.kv_cells")
+    if kv_cells is not None and (settings.swa_full if entry.swa_full is None else entry.swa_full):
+        message = "kv_cells needs swa_full: false, because sliding-window layers of a pool keep only their window"
+        yield Problem(message, key=f"{at}.kv_cells")
+
+
+def _kv_cells(entry: ModelEntry, settings: InferenceSettings) -> int | None:
+    """The pool of a model. The default does not apply to a model that has no more cells without it."""
+    if entry.kv_cells is not None or settings.kv_cells is None:
+        return entry.kv_cells
+    most = (entry.context_length or settings.context_length) * (entry.parallel or settings.parallel)
+    return settings.kv_cells if settings.kv_cells < most else None
+
+
+def pool_problem(kv_cells: int | None, context_length: int, parallel: int) -> str | None:
+    """Why a pool of so many cells is not possible or not useful, or None."""
+    if kv_cells is None:
+        return None
+    most = context_length * parallel
+    if kv_cells < context_length:
+        return (
+            f"kv_cells {kv_cells} is less than context_length {context_length}, so the longest request would not fit; "
+            f"make kv_cells {context_length} or more"
+        )
+    if kv_cells > most:
+        return (
+            f"kv_cells {kv_cells} is more than context_length {context_length} x parallel {parallel} can use; make "
+            f"kv_cells {most} or less"
+        )
+    return None
 
 
 def resolve_path(source: str, models_dir: Path) -> tuple[Path | None, str | None]:
@@ -226,6 +266,7 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
     assert path is not None
     values |= {
         "path": path,
+        "kv_cells": _kv_cells(entry, settings),
         "lora": tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
         "mmproj": None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
     }

@@ -44,6 +44,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     _one_model(parser)
     parser.add_argument("--ctx", metavar="TOKENS", type=at_least_one, help="context length per request to plan for")
     parser.add_argument("--parallel", metavar="N", type=at_least_one, help="concurrent sequences to plan for")
+    parser.add_argument("--kv-cells", metavar="N", type=at_least_one, help="KV cells of all sequences to plan for")
 
 
 def _statuses(session: Session) -> list[ModelStatus]:
@@ -118,6 +119,7 @@ def show(session: Session) -> int:
     status = ModelStatus.from_json(answer)
     paint = session.terminal.paint
     fits = {True: "yes", False: "no", None: "unknown"}[status.fits]
+    pool = "" if status.kv_cells is None else f" in {status.kv_cells} shared cells"
     pairs = [
         ("model", paint(status.id, "bold")),
         ("aliases", ", ".join(status.aliases) or "-"),
@@ -126,7 +128,7 @@ def show(session: Session) -> int:
         ("device", _devices(status)),
         ("memory", f"{bytes_cell(status.actual_bytes)} (predicted {bytes_cell(status.predicted_bytes)})"),
         ("fits now", fits),
-        ("context", f"{status.context_length} tokens per request, {status.parallel} parallel requests"),
+        ("context", f"{status.context_length} tokens per request, {status.parallel} parallel requests{pool}"),
         ("gpu layers", "all" if status.gpu_layers < 0 else str(status.gpu_layers)),
         ("capabilities", ", ".join(status.capabilities) or "-"),
         ("in flight", str(status.in_flight)),
@@ -187,6 +189,8 @@ def plan(session: Session) -> int:
         body["context_length"] = session.args.ctx
     if session.args.parallel is not None:
         body["parallel"] = session.args.parallel
+    if session.args.kv_cells is not None:
+        body["kv_cells"] = session.args.kv_cells
     session.terminal.status(f"estimating {session.args.model} ...")
     answer = addresses.inference(session).post("/memory/plan", body, seconds=120.0)
     fits = answer["result"] != "CANT_ACCOMMODATE"

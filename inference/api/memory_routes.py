@@ -50,6 +50,7 @@ class PlanRequest(BaseModel):
     model: str = Field(min_length=1)
     context_length: int | None = Field(None, ge=16, le=2**27)
     parallel: int | None = Field(None, ge=1, le=256)
+    kv_cells: int | None = Field(None, ge=16, le=2**31 - 1)
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
     gpu_layers: int | None = Field(None, ge=-1)
     ubatch: int | None = Field(None, ge=1, le=2**20)

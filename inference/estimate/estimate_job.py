@@ -52,7 +52,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     mmproj: str | None = job.get("mmproj")
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
-    if is_exact and (cells := parameters.context_length * parameters.parallel) > MOST_CELLS:
+    if is_exact and (cells := parameters.cells) > MOST_CELLS:
         is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
     if is_exact:
         try:
@@ -141,6 +141,7 @@ def _exact(
         tensor_split=tuple(map(float, counts)),
         context_length=parameters.context_length,
         parallel=parameters.parallel,
+        kv_cells=parameters.kv_cells,
         kv_type=parameters.kv_type,
         batch=parameters.batch,
         ubatch=parameters.ubatch,
@@ -165,7 +166,8 @@ def _exact(
         here = sums.setdefault(owner, [0, 0, 0])
         for index, count in enumerate((weights, kv, compute)):
             here[index] += count
-    each = trace.checkpoint_bytes(parameters.parallel, context.window) if pooling is None else 0
+    sharing = parameters.parallel if context.cells else 1
+    each = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
     checkpoint_bytes = parameters.parallel * each * most_checkpoints(each, parameters.kv_checkpoints)
     parts = {device: Parts(*counts) for device, counts in sums.items()}
     return parts, context.output_bytes, checkpoint_bytes, capabilities
@@ -280,15 +282,21 @@ _SIZE_OF_CACHE = re.compile(
 )
 
 
+_KIND_OF_CACHE = re.compile(r"llama_kv_cache_iswa: creating\s+(?P<other>non-)?SWA KV cache")
+
+
 class LayerTrace:
     """Sizes of the caches of layers, read from the log of a load.
 
     The log has a line `layer   3: dev = ...` for each layer of a cache, then a line `size = 1.00 MiB (2048 cells, ...`.
+    A line `creating     SWA KV cache` comes before those of sliding-window layers.
     """
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
         self._found: dict[int, tuple[float, int]] = {}
+        self._windows: set[int] = set()
+        self._is_window = False
         self._text = ""
 
     def feed(self, text: str) -> None:
@@ -297,19 +305,26 @@ class LayerTrace:
         for line in lines:
             if match := _LAYER_OF_CACHE.match(line):
                 self._waiting.append(int(match[1]))
+            elif match := _KIND_OF_CACHE.match(line):
+                self._is_window = match["other"] is None
             elif match := _SIZE_OF_CACHE.match(line):
                 cells = int(match["cells"]) if match["what"] == "kv_cache" else 0  # a recurrent state does not grow
+                if self._is_window and cells:
+                    self._windows.update(self._waiting)
                 for layer in self._waiting:
                     self._found[layer] = (float(match["size"]) * 2**20 / len(self._waiting), cells)
                 self._waiting = []
 
-    def checkpoint_bytes(self, parallel: int, window: int) -> int:
-        """The bytes of the states and of the `window` tokens of one sequence."""
+    def checkpoint_bytes(self, parallel: int, window: int, sharing: int = 1) -> int:
+        """The bytes of the states and of the `window` tokens of one sequence.
+
+        `sharing`: number of sequences that share the cells of a layer.
+        """
         most = max((cells for _size, cells in self._found.values()), default=0)
         shares = (
-            (size, window / cells if cells else 1.0)
-            for size, cells in self._found.values()
-            if cells < most or not cells
+            (size, window * sharing / cells if cells else 1.0)
+            for layer, (size, cells) in self._found.items()
+            if cells < most or not cells or layer in self._windows
         )
         return round(sum(size * share for size, share in shares) / parallel)
 

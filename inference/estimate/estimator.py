@@ -32,7 +32,7 @@ from inference.workers.helper_client import HelperError, run_helper
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 10
+_VERSION = 11
 _KEPT = (
     "parts",
     "source",

@@ -6,17 +6,17 @@ The exact figures come from llama.cpp (`inference.estimate.estimate_job`). This 
 - KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
   (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
 - compute: the peak use of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
-  outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence). llama.cpp's own reservation
-  of the worst-case graph was 0.5 to 1.0 times this for Llama-family models.
+  outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence, or of the pool). llama.cpp's
+  own reservation of the worst-case graph was 0.5 to 1.0 times this for Llama-family models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CELLS_STEP = 256
-"""The cells of a sequence are rounded up to a multiple of this (llama.cpp's `n_ctx_seq`)."""
+"""The cells of a sequence or pool are rounded up to a multiple of this (llama.cpp's `n_ctx_seq`)."""
 
 KV_BYTES_PER_VALUE: Mapping[str, float] = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 
@@ -47,6 +47,7 @@ class Parameters:
 
     context_length: int
     parallel: int
+    kv_cells: int | None = None
     kv_type: str = "f16"
     batch: int = 2048
     ubatch: int = 512
@@ -54,6 +55,16 @@ class Parameters:
     flash_attention: bool = True
     swa_full: bool = False
     kv_checkpoints: int = 0
+
+    @property
+    def cells(self) -> int:
+        """KV cells of all sequences together."""
+        return self.kv_cells or self.context_length * self.parallel
+
+    @property
+    def mask_cells(self) -> int:
+        """KV cells that llama.cpp compares with each token of a step: those of a sequence, or the whole pool."""
+        return self.kv_cells or self.context_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +83,12 @@ class Parts:
 
 def formula(facts: Facts, parameters: Parameters) -> Parts:
     """The bytes of the whole model on one device."""
-    of_one = -(-parameters.context_length // CELLS_STEP) * CELLS_STEP
-    cells = of_one * parameters.parallel
+    in_mask = -(-parameters.mask_cells // CELLS_STEP) * CELLS_STEP
+    cells = in_mask if parameters.kv_cells else in_mask * parameters.parallel
     kv = cells * facts.kv_values_per_cell * KV_BYTES_PER_VALUE[parameters.kv_type]
     tokens = min(parameters.ubatch, max(cells, 1))
     activations = tokens * 4 * (facts.vocabulary + 2 * facts.feed_forward + 4 * facts.embedding)
-    mask = tokens * of_one * 2
+    mask = tokens * in_mask * 2
     return Parts(facts.weight_bytes, int(kv), activations + mask)
 
 
@@ -106,8 +117,11 @@ def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) 
 
 
 def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:
-    """Why the exact figures contradict the header, or None. Tolerates a factor of two."""
-    rough = formula(facts, parameters)
+    """Why the exact figures contradict the header, or None. Tolerates a factor of two.
+
+    In a pool, windows and recurrent states still have the size of all sequences.
+    """
+    rough = formula(facts, replace(parameters, kv_cells=None))
     weights = sum(parts.weights_bytes for parts in exact.values())
     kv = sum(parts.kv_bytes for parts in exact.values())
     if not rough.weights_bytes / 2 <= weights <= rough.weights_bytes * 2 + 2**20:

@@ -92,9 +92,9 @@ class Layers:
 
     @property
     def mask_bytes(self) -> int:
-        """The attention mask of a step, its largest input: f16, tokens of a step x cells of a sequence."""
-        context = self.parameters.context_length
-        return min(self.compute_bytes, context * min(self.parameters.ubatch, context) * 2)
+        """The attention mask of a step, its largest input: f16, tokens of a step x cells of a sequence or pool."""
+        cells = self.parameters.mask_cells
+        return min(self.compute_bytes, cells * min(self.parameters.ubatch, cells) * 2)
 
     @property
     def copies_bytes(self) -> int:
@@ -102,18 +102,17 @@ class Layers:
         return (COPIES - 1) * self.mask_bytes if self.offloaded == self.places else 0
 
     def changed(self, **settings: int | str) -> Layers:
-        """The layers with smaller settings: `context_length`, `parallel`, `kv_type`, `gpu_layers`."""
+        """The layers with smaller settings: `context_length`, `parallel`, `kv_cells`, `kv_type`, `gpu_layers`."""
         was = self.parameters
         now = replace(was, **settings)  # type: ignore[arg-type]
-        cells = now.context_length * now.parallel / (was.context_length * was.parallel)
-        ratio = cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
+        ratio = now.cells / was.cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
 
         @cache
         def shrunken(size: Sizes) -> Sizes:
             kv = min(size.kv_bytes, math.ceil(size.kv_bytes * ratio * SURE)) if size.grows else size.kv_bytes
             return Sizes(size.weights_bytes, kv, size.grows)
 
-        less = int(self.mask_bytes * (1 - now.context_length / was.context_length) / SURE)
+        less = int(self.mask_bytes * (1 - now.mask_cells / was.mask_cells) / SURE)
         return replace(
             self,
             parameters=now,

@@ -65,6 +65,7 @@ def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
     return Parameters(
         context_length=spec.context_length,
         parallel=spec.parallel,
+        kv_cells=spec.kv_cells,
         kv_type=spec.kv_type,
         batch=spec.batch,
         ubatch=spec.ubatch,

@@ -142,11 +142,17 @@ def _context_length(grant: Grant, model: llama.Model, context: llama.Context) ->
 
 def _check(grant: Grant) -> None:
     """Raises LoadError for sizes on which llama.cpp would assert, and for missing files."""
-    if grant.context_length * grant.parallel >= MAX_CELLS:
+    if grant.kv_cells is None and grant.context_length * grant.parallel >= MAX_CELLS:
         raise LoadError(
             ExitCause.STARTUP,
             f"context_length {grant.context_length} x parallel {grant.parallel} is too large; the product "
             f"must be less than {MAX_CELLS}",
+        )
+    if grant.kv_cells is not None and not grant.context_length <= grant.kv_cells < MAX_CELLS:
+        raise LoadError(
+            ExitCause.STARTUP,
+            f"kv_cells {grant.kv_cells} must be at least context_length ({grant.context_length}) and less than "
+            f"{MAX_CELLS}",
         )
     if grant.parallel > grant.batch:
         raise LoadError(ExitCause.STARTUP, f"parallel {grant.parallel} must be at most batch ({grant.batch})")

@@ -30,22 +30,51 @@ async def test_estimated_bytes_equal_allocated_bytes(family: str, tmp_path: Path
     async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
         for kv_type, gpu_layers, parallel, counts in CASES[family]:
             case = Case(form, 24576 // parallel, parallel, kv_type, gpu_layers, counts)
-            outcome = await rig.load(case)
-            assert outcome.source == "llama.cpp"
-            assert outcome.worst <= 1, f"{case.name}: {list(outcome.errors())}"
-            assert set(outcome.counted) == ({"gpu-0", "gpu-1"} if counts else {"gpu-0"} if gpu_layers else set())
+            await check(rig, case)
 
 
+@pytest.mark.parametrize(
+    ("family", "gpu_layers", "kv_cells", "counts"),
+    [
+        ("gqa", -1, 10_000, ()), ("gqa", 0, 24_576, ()), ("dense", -1, 12_000, (3, 4)), ("window", 0, 20_000, ()),
+        ("window", -1, 6144, (3, 4)), ("hybrid", 4, 7000, ()), ("recurrent", 0, 6144, ()),
+    ],
+)  # fmt: skip
+async def test_estimated_bytes_of_a_pool_equal_allocated_bytes(
+    family: str, gpu_layers: int, kv_cells: int, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Within 1 % or 16 MiB, and never more than for sequences with own cells."""
+    form = Form(family, heads_kv=8 if family == "window" else 4)
+    case = Case(form, 6144, 8, "f16", gpu_layers, counts, kv_cells=kv_cells)
+    async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
+        await check(rig, case)
+        pool, own = await rig.estimate(case), await rig.estimate(replace(case, kv_cells=None))
+    for device, parts in pool.parts.items():
+        assert parts.kv_bytes <= own.parts[device].kv_bytes
+
+
+async def check(rig: EstimateRig, case: Case) -> None:
+    """The estimate of llama.cpp for the case is right."""
+    outcome = await rig.load(case)
+    assert outcome.source == "llama.cpp"
+    assert outcome.worst <= 1, f"{case.name}: {list(outcome.errors())}"
+    on_devices = {"gpu-0", "gpu-1"} if case.counts else {"gpu-0"} if case.gpu_layers else set()
+    assert set(outcome.counted) == on_devices
+
+
+@pytest.mark.parametrize("kv_cells", [None, 8192, 12_000])
 @pytest.mark.parametrize("family", ["dense", "window", "hybrid", "recurrent"])
-async def test_host_memory_for_checkpoints_is_reserved(family: str, tmp_path: Path) -> None:
+async def test_host_memory_for_checkpoints_is_reserved(family: str, kv_cells: int | None, tmp_path: Path) -> None:
     """The checkpoints of all sequences are a part of the estimate; a model without windows and states has none."""
     form = Form(family, heads_kv=4)
-    spec = Case(form, 8192, 2, "f16", 0).spec()
+    case = Case(form, 8192, 2, "f16", 0, kv_cells=kv_cells)
+    spec = case.spec()
     async with EstimateRig(tmp_path, []) as rig:
-        (cpu,) = rig.devices(Case(form, 8192, 2, "f16", 0))
+        (cpu,) = rig.devices(case)
         with_none = await rig.estimator.get(replace(spec, kv_checkpoints=0), cpu)
         estimate = await rig.estimator.get(replace(spec, kv_checkpoints=8 * MIB), cpu)
-    with engine_rig(spec.path, context_length=8192, parallel=2, checkpoint_bytes=8 * MIB) as opened:
+    sizes = {"context_length": 8192, "parallel": 2, "kv_cells": kv_cells}
+    with engine_rig(spec.path, **sizes, checkpoint_bytes=8 * MIB) as opened:
         each = opened.context.checkpoint_bytes
         most = most_checkpoints(each, 8 * MIB)
     reserved = estimate.need["cpu"] - with_none.need["cpu"]

@@ -42,7 +42,7 @@ async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
 
 @shows(
     "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
-    "lora", "mmproj", "capabilities", "swa_full",
+    "lora", "mmproj", "capabilities", "swa_full", "kv_cells",
 )  # fmt: skip
 async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     other = directory / "other.gguf"
@@ -50,7 +50,7 @@ async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     settings_of: dict[str, dict[str, Any]] = {
         "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
         "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True},
-        "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"]},
+        "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"], "kv_cells": 5000},
     }
     behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
     service = await start({**settings_of, "plain": {}}, behavior, accelerator=FakeAccelerator())

@@ -108,6 +108,17 @@ async def test_warm_model_is_listed_with_its_host_memory(start: Start) -> None:
     assert (await post(service, "/memory/gc"))["models"] == ["a"]
 
 
+async def test_a_pool_is_reported_with_its_cells(start: Start) -> None:
+    pool = {"context_length": 512, "parallel": 4, "kv_cells": 1000}
+    service = await start({"a": pool, "b": {"context_length": 512, "parallel": 2}}, {"a": {}, "b": {}})
+    for name in ("a", "b"):
+        await service.authority.load(service.authority.resolve(name), 10)
+    models = {item["model_name"]: item for item in (await get(service, "/memory/kv"))["models"]}
+    assert [models[name]["kv_cells_reserved"] for name in ("a", "b")] == [1000, 1024]
+    assert (await get(service, "/v1/models/a"))["headgate"]["kv_cells"] == 1000
+    assert (await get(service, "/v1/models/b"))["headgate"]["kv_cells"] is None
+
+
 async def test_fragmentation_compares_the_ledger_with_readings(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {"context_length": 512, "parallel": 2}}, {"a": {}}, accelerator=accelerator)
@@ -243,6 +254,7 @@ async def test_invalid_input_gets_the_error_envelope(start: Start) -> None:
         ("POST", "/memory/plan", {"model": "a", "contex": 1}, 400, "invalid_request"),
         ("POST", "/memory/plan", {"model": "a", "context_length": "many"}, 400, "invalid_request"),
         ("POST", "/memory/plan", [], 400, "invalid_request"),
+        ("POST", "/memory/plan", {"model": "a", "context_length": 512, "kv_cells": 500}, 400, "invalid_request"),
         ("POST", "/memory/dump", {"large_objects": -1}, 400, "invalid_request"),
         ("POST", "/memory/dump/compare", {"before": "dump-1"}, 400, "invalid_request"),
         ("POST", "/memory/dump/compare", {"before": "dump-1", "after": "dump-9"}, 404, "not_found"),

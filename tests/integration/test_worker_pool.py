@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from inference.protocol import ExitCause
 from inference.worker.backend import Decode
 from inference.worker.steps import Checkpoint, Row
+from inference.worker.worker_errors import LoadError
 from tests.rigs import tiny_gguf
 from tests.rigs.store_rig import StoreRig, family, random_tokens, store_rig
 from tests.rigs.tiny_families import WINDOW_TOKENS
@@ -170,6 +172,14 @@ def test_sequences_of_one_layout_continue_in_the_other(own: StoreRig, pool: Stor
             assert second.go_on(1, earlier) == known_earlier
         first.context.forget_all()
         second.context.forget_all()
+
+
+@pytest.mark.parametrize("kv_cells", [255, 2**31])
+def test_a_pool_of_impossible_size_fails_the_load(kv_cells: int) -> None:
+    with pytest.raises(LoadError, match=f"kv_cells {kv_cells} must be at least context_length") as failed:
+        with store_rig(tiny_gguf.generative(), context_length=256, parallel=2, kv_cells=kv_cells):
+            pass
+    assert failed.value.cause is ExitCause.STARTUP
 
 
 def test_a_pool_may_be_as_small_as_one_sequence() -> None:

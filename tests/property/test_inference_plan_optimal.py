@@ -26,6 +26,7 @@ from inference.authority.placement.spread import Spread
 from inference.authority.placement.stage import EVICTABLE, Stage
 from inference.estimate.header_formula import Parameters
 from inference.estimate.layers import Layers, Sizes
+from inference.settings import pool_problem
 
 pytestmark = pytest.mark.unmeasured
 
@@ -68,7 +69,9 @@ def spreads(draw: st.DrawFn, gpus: int, count: tuple[int, int] = (1, 5), weights
     """A few layers of different sizes over all accelerators."""
     layers = draw(st.integers(*count))
     sizes = tuple(Sizes(draw(st.integers(*weights)), draw(st.integers(0, weights[1] // 2))) for _ in range(layers))
-    parameters = Parameters(1024, draw(st.integers(1, 4)), gpu_layers=-1, ubatch=1)
+    parallel = draw(st.integers(1, 4))
+    pool = draw(st.none() | st.integers(1024, 1024 * parallel))
+    parameters = Parameters(1024, parallel, pool, gpu_layers=-1, ubatch=1)
     made = Layers(parameters, sizes, draw(st.integers(0, 100)), draw(st.integers(0, 30)), draw(st.integers(0, 40)), 5)
     overhead = {name: draw(st.integers(0, 20)) for name in (*GPUS[:gpus], "cpu")}
     return Spread(made, GPUS[:gpus], overhead)
@@ -231,6 +234,8 @@ def test_final_refusal_is_correct_and_its_suggestion_works(
     assert not fits_at_all(request, Stage.of(ledger, fixed), policy, list(divisions(spread)))
     if decision.fix:
         smaller = replace(spread, layers=spread.layers.changed(**decision.fix))
+        parameters = smaller.layers.parameters
+        assert pool_problem(parameters.kv_cells, parameters.context_length, parameters.parallel) is None
         options = tuple(Option(name, smaller.need({name: smaller.layers.offloaded})) for name in smaller.over)
         again = plan(replace(request, options=options, spread=smaller), ledger, fixed, policy)
         assert isinstance(again, Placement)

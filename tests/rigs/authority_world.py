@@ -712,7 +712,7 @@ class World:
         if spec.id == self.faults.damaged:
             return ModelFailed(f"the model {spec.id!r} is damaged")
         weights = self.sizes[spec.id] * MIB // (LAYERS + 1)
-        kv = 8 * MIB * spec.parallel * spec.context_length // 4096
+        kv = 8 * MIB * spec.cells // 4096
         compute = 10 * MIB * spec.ubatch // 512
         counts = dict(zip(key.devices, key.counts, strict=True)) if key.counts else {devices[0].id: LAYERS + 1}
         parts = {name: Parts(weights * count, kv * min(count, LAYERS), compute) for name, count in counts.items()}

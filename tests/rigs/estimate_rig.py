@@ -35,6 +35,7 @@ class Case:
     gpu_layers: int = 0
     counts: tuple[int, ...] = ()
     ubatch: int = 512
+    kv_cells: int | None = None
 
     @property
     def name(self) -> str:
@@ -48,6 +49,7 @@ class Case:
             path=str(path(self.form)),
             context_length=self.context_length,
             parallel=self.parallel,
+            kv_cells=self.kv_cells,
             kv_type=self.kv_type,  # type: ignore[arg-type]
             gpu_layers=self.gpu_layers,
             ubatch=self.ubatch,
@@ -124,6 +126,7 @@ class EstimateRig:
             tensor_split=tuple(map(float, case.counts)),
             context_length=spec.context_length,
             parallel=spec.parallel,
+            kv_cells=spec.kv_cells,
             kv_type=spec.kv_type,
             batch=spec.batch,
             ubatch=spec.ubatch,

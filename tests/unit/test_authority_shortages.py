@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from inference.authority import events
 from inference.authority.handlers.running import oom_recovery
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
-from inference.errors import MemoryRefused, ModelFailed, Shortage
+from inference.errors import InvalidRequestError, MemoryRefused, ModelFailed, Shortage
 from inference.protocol import ExitCause, ModelState
 from tests.rigs.step_world import StepWorld
 from tests.rigs.step_world import begin as begin_world
@@ -70,6 +72,26 @@ def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context() -> None:
     assert world.model("a").reduced is not None
     world.live(REST_SECONDS)
     assert world.model("a").reduced is None
+
+
+@pytest.mark.parametrize(("pool", "reduced"), [(16384, (8192, 4096)), (6000, (4096, 4096)), (4096, (2048, 2048))])
+def test_reduce_makes_a_pool_smaller_before_the_context(pool: int, reduced: tuple[int, int]) -> None:
+    """A pool always has room for one request of full length."""
+    world = begin(oom_policy="reduce", context_length=4096, parallel=8, kv_cells=pool)
+    ticket = world.want("a")
+    for _ in range(3):
+        fail_load(world)
+    world.arrive()
+    assert ticket in world.grants
+    effective = world.model("a").effective
+    assert (effective.kv_cells, effective.context_length) == reduced
+
+
+def test_dry_run_of_a_pool_that_contradicts_other_settings_is_refused() -> None:
+    world = begin(context_length=512, parallel=4, kv_cells=1024)
+    error = world.errors[world.command(events.Plan("a", {"context_length": 2048}))]
+    assert (type(error), error.param) == (InvalidRequestError, "kv_cells")
+    assert "kv_cells 1024 is less than context_length 2048" in error.message
 
 
 def test_reduce_fails_after_all_smaller_settings_were_tried() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference.authority.placement.smaller_settings import smaller
 from inference.demo import bundled_path
@@ -39,6 +41,40 @@ def test_kv_cache_of_a_known_model_is_exact() -> None:
     assert parts.kv_bytes == 8192 * 32768
     assert formula(LLAMA_1B, Parameters(8192, 1, kv_type="q8_0")).kv_bytes == 8192 * 32768 * 34 // 64
     assert parts.total_bytes == parts.weights_bytes + parts.kv_bytes + parts.compute_bytes
+
+
+def test_pool_has_its_own_number_of_cells() -> None:
+    """Rounded up to 256 cells as a whole; the mask of a step is over all of them."""
+    pool = formula(LLAMA_1B, Parameters(4096, 8, kv_cells=10000))
+    assert pool.kv_bytes == 10240 * 32768
+    one = formula(LLAMA_1B, Parameters(10000, 1))
+    assert (pool.kv_bytes, pool.compute_bytes) == (one.kv_bytes, one.compute_bytes)
+
+
+@given(
+    context_length=st.integers(16, 2**17), parallel=st.integers(1, 64), data=st.data(),
+    kv_type=st.sampled_from(["f16", "q8_0", "q4_0"]), ubatch=st.integers(1, 4096),
+)  # fmt: skip
+def test_pool_needs_as_much_cache_as_so_many_own_cells(
+    context_length: int, parallel: int, data: st.DataObject, kv_type: str, ubatch: int
+) -> None:
+    """At most as much as sequences with own cells, at least as much as one, and more with more cells."""
+    own = Parameters(context_length, parallel, kv_type=kv_type, ubatch=ubatch)
+    pools = sorted(data.draw(st.tuples(*[st.integers(context_length, context_length * parallel)] * 2)))
+    small, large = (formula(LLAMA_1B, replace(own, kv_cells=cells)) for cells in pools)
+    assert formula(LLAMA_1B, replace(own, parallel=1)).kv_bytes <= small.kv_bytes <= large.kv_bytes
+    assert large.kv_bytes <= formula(LLAMA_1B, own).kv_bytes
+    assert small.compute_bytes <= large.compute_bytes
+    assert small.weights_bytes == large.weights_bytes == LLAMA_1B.weight_bytes
+
+
+def test_states_of_many_sequences_beside_a_small_pool_are_plausible() -> None:
+    """They depend on the number of sequences, not on the cells."""
+    parameters = Parameters(1024, 16, kv_cells=1024)
+    cells = formula(LLAMA_1B, parameters).kv_bytes
+    exact = {"cpu": Parts(LLAMA_1B.weight_bytes, 4 * cells, 0)}
+    assert plausible(exact, LLAMA_1B, parameters) is None
+    assert plausible(exact, LLAMA_1B, replace(parameters, parallel=1)) is not None
 
 
 def test_weights_are_divided_by_layers() -> None:
@@ -289,6 +325,17 @@ def test_several_devices_hold_copies_of_the_inputs() -> None:
     assert partly.copies_bytes == 0
 
 
+def test_smaller_pool_shrinks_caches_and_buffers() -> None:
+    """As much as the same number of own cells; fewer parallel sequences change nothing."""
+    parameters = Parameters(1000, 8, kv_cells=4000, gpu_layers=-1, ubatch=10)
+    layers = Layers(parameters, SIZES, 0, 0, 100_000, 0)
+    assert layers.mask_bytes == 80_000
+    half = layers.changed(kv_cells=2000)
+    assert [size.kv_bytes for size in half.sizes] == [21, 21, 20, 0]
+    assert 100_000 - 40_000 <= half.compute_bytes < 100_000 - 35_000
+    assert layers.changed(parallel=4).sizes == layers.sizes
+
+
 def test_smaller_settings_shrink_caches_and_buffers() -> None:
     layers = Layers(Parameters(1000, 4, gpu_layers=-1, ubatch=10), SIZES, 0, 0, 50_000, 0)
     half = layers.changed(context_length=500)
@@ -309,10 +356,14 @@ def test_smaller_settings_shrink_caches_and_buffers() -> None:
         ({"parallel": 1}, {}),
         ({"kv_type": "q8_0"}, {"kv_type": "q4_0"}),
         ({"kv_type": "q4_0"}, {}),
+        ({"kv_cells": 8192}, {"kv_cells": 7680}),
+        ({"kv_cells": 4096}, {}),
+        ({"kv_cells": 4096, "context_length": 4096}, {"kv_cells": 3840, "context_length": 3840}),
+        ({"kv_cells": 512, "context_length": 512, "gpu_layers": 1}, {}),
     ],
 )
 def test_next_smaller_fix_changes_one_setting(fix: dict[str, object], next_one: dict[str, object]) -> None:
-    assert smaller(fix) == next_one
+    assert smaller(fix, 4096) == next_one
 
 
 LOG = """llama_kv_cache: layer   0: dev = CPU
@@ -331,6 +382,23 @@ def test_caches_of_layers_are_read_from_the_log() -> None:
         trace.feed(LOG[start : start + 50])
     mib = 2**20
     assert trace.layers(FACTS, 5 * mib) == [(10, 2 * mib, True), (10, mib, False), (10, 2 * mib, True)]
+
+
+IN_POOL = """llama_kv_cache_iswa: creating non-SWA KV cache, size = 2048 cells
+llama_kv_cache: layer   0: dev = CPU
+llama_kv_cache: size =    4.00 MiB (  2048 cells,   1 layers,  4/1 seqs), K (f16):    2.00 MiB, V (f16):    2.00 MiB
+llama_kv_cache_iswa: creating     SWA KV cache, size = 2048 cells
+llama_kv_cache: layer   1: dev = CPU
+llama_kv_cache: size =    4.00 MiB (  2048 cells,   1 layers,  4/1 seqs), K (f16):    2.00 MiB, V (f16):    2.00 MiB
+"""
+
+
+def test_checkpoint_of_a_sequence_in_a_pool_has_its_window() -> None:
+    """Also if the windows of all sequences would take more cells than the pool has."""
+    trace = LayerTrace()
+    trace.feed(IN_POOL)
+    assert trace.checkpoint_bytes(4, 512, sharing=4) == 2**20
+    assert trace.checkpoint_bytes(4, 0) == 0
 
 
 def test_log_that_does_not_explain_the_sum_is_ignored() -> None:

@@ -238,6 +238,14 @@ def alone(spread: Spread) -> Option:
         (layered(kv=100), (410, 330), {"context_length": 512, "gpu_layers": 3}),
         (layered((), parallel=4), (0, 800), {"parallel": 1}),
         (layered((), kv=0), (0, 100), {}),
+        (layered(parallel=4, kv_cells=2048), (1100, 0), {"kv_cells": 1280}),
+        (layered(parallel=4, kv_cells=2048), (710, 0), {"kv_cells": 512, "context_length": 512}),
+        (layered(parallel=4, kv_cells=1024), (1000, 0), {"kv_type": "q8_0"}),
+        (
+            layered(parallel=4, kv_cells=1024, kv=100),
+            (410, 330),
+            {"context_length": 512, "kv_cells": 512, "gpu_layers": 3},
+        ),
     ],
 )
 def test_suggested_fix_changes_as_little_as_possible(

@@ -71,6 +71,21 @@ def test_environment_gives_the_defaults_of_models(directory: Path) -> None:
     assert models["a"].path == directory / "tiny.gguf"
 
 
+def test_default_pool_applies_only_to_models_that_have_more_cells_without_it(directory: Path) -> None:
+    text = (
+        "models:\n  large: {path: tiny.gguf}\n  equal: {path: tiny.gguf, parallel: 2}\n"
+        "  small: {path: tiny.gguf, context_length: 512}\n  own: {path: tiny.gguf, kv_cells: 5000}"
+    )
+    models = load(directory, text, {"INFERENCE_KV_CELLS": "8192"}).models
+    assert {name: model.kv_cells for name, model in models.items()} == {
+        "large": 8192, "equal": None, "small": None, "own": 5000,
+    }  # fmt: skip
+    assert [models[name].cells for name in ("large", "equal", "small")] == [8192, 8192, 2048]
+    message = problems(directory, "models:\n  a: {path: tiny.gguf}", {"INFERENCE_KV_CELLS": "1024"})
+    assert "models.yaml:2" in message
+    assert "kv_cells 1024 is less than context_length 4096" in message
+
+
 def test_path_that_is_not_utf8_is_refused(directory: Path) -> None:
     """Such a path cannot be sent to a worker, and llama.cpp cannot open it."""
     folder = directory / os.fsdecode(b"models-\xff")
@@ -109,6 +124,15 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  a: {path: tiny.gguf, ubatch: 4096}", ["ubatch 4096 is larger than batch 2048"]),
         ("models:\n  a: {path: tiny.gguf, kv_type: q8_0, flash_attention: false}", ["needs flash_attention"]),
         ("models:\n  a: {path: tiny.gguf, kv_type: q9}", ["f16"]),
+        (
+            "models:\n  a:\n    path: tiny.gguf\n    kv_cells: 4095",
+            ["models.yaml:4", "less than context_length 4096", "make kv_cells 4096 or more"],
+        ),
+        (
+            "models:\n  a: {path: tiny.gguf, context_length: 1000, parallel: 3, kv_cells: 3001}",
+            ["more than context_length 1000 x parallel 3", "make kv_cells 3000 or less"],
+        ),
+        ("models:\n  a: {path: tiny.gguf, kv_cells: 8192, swa_full: true}", ["kv_cells needs swa_full: false"]),
         ("models:\n  a: {path: tiny.gguf, lora: [l.gguf]}", ["no file", "l.gguf"]),
         ("models:\n  ' a': {path: tiny.gguf}", ["is not a valid model id"]),
         ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["duplicate key"]),

@@ -37,41 +37,58 @@ class Fits(Protocol):
 def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
     """The smallest reduction with which the model `would_fit`; empty if there is none.
 
-    In this order: fewer parallel sequences, a smaller KV type, a shorter context, fewer layers on the accelerator, and
-    fewer layers with the minimum of the others.
+    In this order: fewer parallel sequences (or a smaller pool for them), a smaller KV type, a shorter context, fewer
+    layers on the accelerator, and fewer layers with the minimum of the others.
     """
     now = layers.parameters
 
     def fits(**settings: int | str) -> bool:
         return would_fit(layers.changed(**settings))
 
-    if now.parallel > 1 and (parallel := _most(lambda count: fits(parallel=count), now.parallel - 1)):
-        return {"parallel": parallel}
-    alone: dict[str, Any] = {} if now.parallel == 1 else {"parallel": 1}
+    def shorter(context_length: int) -> dict[str, Any]:
+        pool = {} if now.kv_cells is None else {"kv_cells": context_length}
+        return {**alone, "context_length": context_length, **pool}
+
+    alone: dict[str, Any] = {}
+    """The settings with which one sequence of full length fits, and no more."""
+    if now.kv_cells is not None:
+        steps = _most(lambda count: fits(kv_cells=count * CONTEXT_STEP), (now.kv_cells - 1) // CONTEXT_STEP)
+        if steps * CONTEXT_STEP >= now.context_length:
+            return {"kv_cells": steps * CONTEXT_STEP}
+        alone = {} if now.kv_cells == now.context_length else {"kv_cells": now.context_length}
+    elif now.parallel > 1:
+        if parallel := _most(lambda count: fits(parallel=count), now.parallel - 1):
+            return {"parallel": parallel}
+        alone = {"parallel": 1}
     if now.kv_type == "f16" and now.flash_attention and not alone:
         for kv_type in SMALLER_KV:
             if fits(kv_type=kv_type):
                 return {"kv_type": kv_type}
-    steps = _most(
-        lambda count: fits(**alone, context_length=count * CONTEXT_STEP), (now.context_length - 1) // CONTEXT_STEP
-    )
+    steps = _most(lambda count: fits(**shorter(count * CONTEXT_STEP)), (now.context_length - 1) // CONTEXT_STEP)
     if steps * CONTEXT_STEP >= LEAST_CONTEXT:
-        return {**alone, "context_length": steps * CONTEXT_STEP}
-    least = {} if now.context_length <= LEAST_CONTEXT else {"context_length": LEAST_CONTEXT}
-    return _fewer_layers(layers, {}, would_fit) or _fewer_layers(layers, {**alone, **least}, would_fit)
+        return shorter(steps * CONTEXT_STEP)
+    least = alone if now.context_length <= LEAST_CONTEXT else shorter(LEAST_CONTEXT)
+    return _fewer_layers(layers, {}, would_fit) or _fewer_layers(layers, least, would_fit)
 
 
-def smaller(fix: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The next smaller suggestion of the same kind; empty when there is none."""
+def smaller(fix: Mapping[str, Any], context_length: int) -> Mapping[str, Any]:
+    """The next smaller suggestion of the same kind for a model with this `context_length`; empty when there is none."""
     if (layers := fix.get("gpu_layers", 0)) > 1:
         return {**fix, "gpu_layers": layers - 1}
-    context = fix.get("context_length", 0) * 15 // 16 // CONTEXT_STEP * CONTEXT_STEP
+    context = _less(fix.get("context_length", 0))
     if "gpu_layers" not in fix and context >= LEAST_CONTEXT:
-        return {**fix, "context_length": context}
+        return {**fix, "context_length": context} | ({"kv_cells": context} if "kv_cells" in fix else {})
+    if set(fix) == {"kv_cells"} and (cells := _less(fix["kv_cells"])) >= context_length:
+        return {"kv_cells": cells}
     if set(fix) == {"parallel"} and fix["parallel"] > 1:
         return {"parallel": fix["parallel"] - 1}
     kinds = SMALLER_KV[SMALLER_KV.index(fix["kv_type"]) + 1 :] if set(fix) == {"kv_type"} else ()
     return {"kv_type": kinds[0]} if kinds else {}
+
+
+def _less(tokens: int) -> int:
+    """15/16 of `tokens`, rounded down to a multiple of CONTEXT_STEP."""
+    return tokens * 15 // 16 // CONTEXT_STEP * CONTEXT_STEP
 
 
 def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:

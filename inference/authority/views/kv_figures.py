@@ -54,7 +54,7 @@ def cells(state: State, model: ModelRecord) -> dict[str, int]:
     return {
         "kv_cells_used": beat.cells_used if beat else 0,
         "kv_cells_retained": beat.cells_retained if beat else 0,
-        "kv_cells_reserved": model.effective.context_length * model.effective.parallel if kinds else 0,
+        "kv_cells_reserved": model.effective.cells if kinds else 0,
     }
 
 

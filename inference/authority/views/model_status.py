@@ -39,6 +39,7 @@ def status(state: State, model: ModelRecord, now: float, moment: Predictions | N
         aliases=model.spec.aliases,
         context_length=worker.ready.context_length if worker and worker.ready else model.effective.context_length,
         parallel=model.effective.parallel,
+        kv_cells=model.effective.kv_cells,
         gpu_layers=model.effective.gpu_layers,
         devices=worker.placement.devices if worker else (),
         predicted_bytes=sum(estimate.need.values()) if estimate else None,

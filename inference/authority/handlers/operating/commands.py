@@ -51,7 +51,7 @@ from inference.errors import (
 from inference.estimate.model_estimate import Estimate
 from inference.file_stamp import changed
 from inference.protocol import ModelState
-from inference.settings import ModelSpec
+from inference.settings import ModelSpec, pool_problem
 
 LEAVE_SECONDS = 30.0
 """Time for the memory of a leaving model to become free, in addition to the time for its running requests."""
@@ -165,6 +165,9 @@ def _recover(draft: Draft, id: int, request: Recover) -> None:
 
 def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
     spec = replace(model.spec, **request.changes)
+    if problem := pool_problem(spec.kv_cells, spec.context_length, spec.parallel):
+        draft.refuse(id, InvalidRequestError(problem, param="kv_cells"))
+        return
     anew = bool(request.changes) and spec != model.effective
     draft.set_command(id, PlanCommand(model.id, spec if anew else None))
     draft.plan()

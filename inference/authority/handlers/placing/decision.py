@@ -168,7 +168,7 @@ def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
 
 def next_try(check: FixCheck) -> FixCheck:
     """The check of the next smaller suggestion; `fix` is empty if there is none."""
-    fix = smaller(check.fix) if check.tries < MOST_TRIES else {}
+    fix = smaller(check.fix, check.spec.context_length) if check.tries < MOST_TRIES else {}
     return replace(check, fix=fix, tries=check.tries + 1, divisions=0)
 
 

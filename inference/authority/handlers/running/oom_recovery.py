@@ -226,13 +226,17 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
 def _smaller(spec: ModelSpec, step: Step, fix: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `step` changes; empty if they are at their minimum.
 
-    The planner's nearest fix is used instead of half the context, unless it is fewer layers on accelerators: only
-    `oom_policy: cpu` may move parts of a model to the CPU.
+    The planner's nearest fix is used instead of half the pool or context, unless it is fewer layers on accelerators:
+    only `oom_policy: cpu` may move parts of a model to the CPU.
     """
     if step is Step.UBATCH:
         ubatch = smaller_ubatch(spec.ubatch)
         return {} if ubatch is None else {"ubatch": ubatch}
     if kept := {name: value for name, value in fix.items() if name != "gpu_layers"}:
         return kept
+    if spec.kv_cells is not None and spec.kv_cells > spec.context_length:
+        return {"kv_cells": max(spec.context_length, spec.kv_cells // 2)}
     context = smaller_context(spec.context_length)
-    return {} if context is None else {"context_length": context}
+    if context is None:
+        return {}
+    return {"context_length": context} | ({} if spec.kv_cells is None else {"kv_cells": context})
