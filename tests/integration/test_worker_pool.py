@@ -176,9 +176,9 @@ def test_sequences_of_one_layout_continue_in_the_other(own: StoreRig, pool: Stor
 
 @pytest.mark.parametrize("kv_cells", [255, 2**31])
 def test_a_pool_of_impossible_size_fails_the_load(kv_cells: int) -> None:
-    with pytest.raises(LoadError, match=f"kv_cells {kv_cells} must be at least context_length") as failed:
-        with store_rig(tiny_gguf.generative(), context_length=256, parallel=2, kv_cells=kv_cells):
-            pass
+    rig = store_rig(tiny_gguf.generative(), context_length=256, parallel=2, kv_cells=kv_cells)
+    with pytest.raises(LoadError, match=f"kv_cells {kv_cells} must be at least context_length") as failed, rig:
+        pass
     assert failed.value.cause is ExitCause.STARTUP
 
 
