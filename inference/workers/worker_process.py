@@ -49,6 +49,7 @@ from inference.workers.child_environment import child_environment
 from inference.workers.exit_cause import ExitEvidence, WorkerExit, classify, is_silent_abort, most_telling_line
 from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
 from inference.workers.os_api import KernelOomKills, exit_descriptor
+from inference.workers.worker_warnings import WarningSelector
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class WorkerProcess:
         self.offloaded: asyncio.Future[Offloaded] = self._loop.create_future()
         self.exited: asyncio.Future[WorkerExit] = self._loop.create_future()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._warnings = WarningSelector()
         self._partial = b""
         self._inbox = b""
         self._requested = False
@@ -275,7 +277,11 @@ class WorkerProcess:
     def _keep_lines(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-4096:]
-        self._lines.extend(line[-1000:].decode("utf-8", "replace").rstrip() for line in lines)
+        for raw in lines:
+            line = raw[-1000:].decode("utf-8", "replace").rstrip()
+            self._lines.append(line)
+            if (found := self._warnings.select(line, self._loop.time())) is not None:
+                log.log(found[0], "%s: %s", self.name, found[1])
 
     # --- hang detection and exit -----------------------------------------------------------------------------------
     def _tick(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +111,24 @@ def test_explain_record_has_a_row_for_each_choice(cleared: Stack) -> None:
     rows = restored(cleared, TEXT, n=3)
     assert [row["choice"] for row in rows] == [0, 1, 2]
     assert {row["tier"] for row in rows} == {"hot"}
+
+
+def test_damaged_file_costs_a_prefill_and_a_line_in_the_log_of_the_service(tmp_path: Path) -> None:
+    """The worker's own output is not shown."""
+    stack = Stack(tmp_path, inference_env={"INFERENCE_KV_DISK_GB": "1", "INFERENCE_KV_RAM_GB": "0"})
+    try:
+        stack.start()
+        cached(stack, TEXT)
+        (path,) = wait_until("it is on disk", lambda: list((tmp_path / "state" / "kv").rglob("*.kv")))
+        stack.ask("/models/demo/unload", {}, direct=True, seconds=60)
+        os.truncate(path, 1000)
+        assert cached(stack, TEXT) == 0
+        line = wait_until(
+            "the service logs it",
+            lambda: [line for line in stack.inference.log.splitlines() if f"{path} removed" in line],
+        )
+        assert len(line) == 1
+        assert "warning" in line[0]
+        assert "demo: stored sequence" in line[0]
+    finally:
+        stack.kill()
