@@ -123,7 +123,8 @@ class StoredSequence:
     `checkpoints` are pairs of a position and the first position that the sliding-window layers had there, ascending.
     `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: tokens, state and checkpoints.
     `hits`: how often it was loaded. `fetching`: it is being read from disk to host memory. `fetched`: it was read, and
-    has not been loaded since. `fetch_seconds`: how long the read took. `hint`: what the request wants to happen to it.
+    has not been loaded since. `fetch_seconds`: how long the read took. `wanted`: it will be loaded in the next step.
+    `hint`: what the request wants to happen to it.
     """
 
     tokens: array[int]
@@ -140,6 +141,7 @@ class StoredSequence:
     fetching: bool = False
     fetched: bool = False
     fetch_seconds: float = 0.0
+    wanted: bool = False
     hint: KvHint | None = None
 
 

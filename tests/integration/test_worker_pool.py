@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterator
 
@@ -40,6 +41,13 @@ def own(name: str) -> Iterator[StoreRig]:
 def pool(name: str) -> Iterator[StoreRig]:
     with store_rig(family(name), **POOL) as opened:
         yield opened
+
+
+@pytest.fixture
+def keep() -> Iterator[int]:
+    handle = os.memfd_create("test-keep")
+    yield handle
+    os.close(handle)
 
 
 @pytest.fixture(autouse=True)
@@ -150,17 +158,17 @@ def test_windows_of_all_sequences_always_have_room(pool: StoreRig, name: str) ->
         assert pool.context.decode(rows)[0] is Decode.OK
 
 
-def test_sequences_of_one_layout_continue_in_the_other(own: StoreRig, pool: StoreRig) -> None:
+def test_sequences_of_one_layout_continue_in_the_other(own: StoreRig, pool: StoreRig, keep: int) -> None:
     """From every slot to every other one; with a checkpoint also from an earlier position."""
     earlier = array("i", [*PROMPT[: 6 * EVERY], *random_tokens(6, 30)])
     known, known_earlier = own.cold(PROMPT), own.cold(earlier)
     for first, second, slot in ((own, pool, 2), (pool, own, 3)):
         saved = first.fill(slot, PROMPT[:-1], EVERY)
-        with first.store() as store:
-            kept = [Checkpoint(item.position, item.oldest, item.state) for item in saved]
-            sequence = store.save(slot, PROMPT[:-1], kept)
-            store.attach(second)
-            assert store.found(PROMPT[:-1]) is sequence
+        with first.store(keep) as store:
+            store.save(slot, PROMPT[:-1], [Checkpoint(item.position, item.oldest, item.state) for item in saved])
+        with second.store(keep) as store:
+            sequence = store.found(PROMPT[:-1])
+            assert sequence is not None
             loaded = [Checkpoint(item.position, item.oldest) for item in saved]
             assert store.store.load(1, sequence, loaded)
             assert second.go_on(1, PROMPT) == known

@@ -395,23 +395,6 @@ def test_closing_finishes_writes_or_abandons_them(rig: StoreRig, disk: dict[str,
         assert opened.store.counts().invalid == 0
 
 
-def test_a_new_context_of_the_model_goes_on_with_the_store(rig: StoreRig, disk: dict[str, Any]) -> None:
-    """As after an offload; with another form of the cache it starts empty."""
-    with rig.store(**disk) as opened:
-        sequence = saved(rig, opened, 1)
-        with store_rig(family("gqa"), parallel=3) as other:
-            opened.attach(other)
-            assert opened.store.load(2, sequence, [])
-            assert other.go_on(2, [*sequence.tokens, 9]) == other.cold([*sequence.tokens, 9])
-        with store_rig(family("gqa"), kv_type="q8_0") as other:
-            opened.wait(lambda: sequence.on_disk)
-            opened.attach(other)
-            assert len(opened.store.catalog) == 0
-            saved(other, opened, 2)
-        opened.attach(rig)
-        opened.wait(lambda: opened.found(sequence.tokens))
-
-
 def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
     """Saves, loads, fetches, pins, drops and changed limits in random order; each load restores what was saved."""
     chosen = random.Random(11)

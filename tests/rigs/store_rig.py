@@ -114,11 +114,6 @@ class OpenStore:
     changed: threading.Event
     tiers: KvTiers
 
-    def attach(self, rig: StoreRig) -> None:
-        """Goes on with the context of `rig`."""
-        grant = replace(rig.grant, kv=self.tiers)
-        self.store.attach(rig.context, grant, fingerprint(Path(grant.path)))
-
     def save(
         self, slot: int, tokens: array[int], checkpoints: Sequence[Checkpoint] = (), **more: Any
     ) -> StoredSequence:

@@ -135,6 +135,7 @@ class Slots:
         self._operations: list[Operation] = []
         self._clock = 0
         self._transferred = False
+        self._wanted: StoredSequence | None = None
         # Slots that llama.cpp copies to and from with the next batch.
         self._arriving: set[int] = set()
         self._departing: set[int] = set()
@@ -170,6 +171,11 @@ class Slots:
         if that, or loading, has to wait for the next step.
         """
         choice = self._choose(tokens, tenant, reusable)
+        if self._wanted is not None:
+            self._wanted.wanted = False
+        if (wanted := choice.stored) is not None:
+            wanted.wanted = True  # until it is loaded, so that storing another sequence does not remove it
+        self._wanted = wanted
         for slot, kept in self._displaced(choice):
             is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
             if is_worth_it and self._can_store(slot):

@@ -78,6 +78,7 @@ class _Counts:
     ram_tokens: int = 0
     disk_sequences: int = 0
     disk_bytes: int = 0
+    disk_tokens: int = 0
     evicted: int = 0
     invalid: int = 0
     prefetched: int = 0
@@ -305,20 +306,6 @@ class TieredStore:
             log.info("another worker of the model uses the stored sequences: waiting for its end")
             self._memory_jobs.add(self._await_arena)
 
-    def attach(self, context: llama.Context, grant: Grant, files: Fingerprint) -> None:
-        """Goes on with another context of the model, after the earlier one was freed."""
-        self._states = ContextStates(context)
-        self._policy = POLICIES[grant.kv.policy]
-        key = sequence_key(grant, files)
-        if key != self._key:
-            for stored in list(self._stored.values()):
-                self._forget(stored)
-            self._key = key
-            if self._disk is not None:
-                self._disk = _disk_tier(grant.kv, key, self._clock)
-                self._find_on_disk()
-        self.limit(grant.kv.ram_bytes)
-
     def close(self, seconds: float) -> None:
         """Ends the work in the background, which may take `seconds`; what is not written then is abandoned.
 
@@ -469,6 +456,7 @@ class TieredStore:
         stored.file, stored.sequence.on_disk = name, True
         self._counts.disk_sequences += 1
         self._counts.disk_bytes += stored.sequence.count_bytes
+        self._counts.disk_tokens += len(stored.sequence.tokens)
 
     def _leave_disk(self, stored: _Stored) -> None:
         if stored.file is not None:
@@ -476,6 +464,7 @@ class TieredStore:
             stored.file, stored.sequence.on_disk = None, False
             self._counts.disk_sequences -= 1
             self._counts.disk_bytes -= stored.sequence.count_bytes
+            self._counts.disk_tokens -= len(stored.sequence.tokens)
 
     # --- room in host memory ------------------------------------------------------------------------------------------
     @property
@@ -517,7 +506,7 @@ class TieredStore:
     def _shrink(self, ram_bytes: int, apart: _Stored | None = None) -> None:
         """Evicts sequences, but not `apart`, until the others take at most `ram_bytes` of host memory.
 
-        Those that were fetched for a request leave last; before them those that are pinned; before them those that are
+        Those that a request waits for leave last; before them those that are pinned; before them those that are
         not on disk yet. Those that are being written stay.
         """
         if self._ram_used <= ram_bytes:
@@ -526,7 +515,8 @@ class TieredStore:
 
         def place(stored: _Stored) -> tuple[bool, bool, bool, bool, float]:
             is_pinned, keeps, worth = leaves_after(stored.sequence, self._policy, now)
-            return (stored.fetched_at or 0.0) > fetched_after, is_pinned, stored.file is None, keeps, worth
+            is_expected = stored.sequence.wanted or (stored.fetched_at or 0.0) > fetched_after
+            return is_expected, is_pinned, stored.file is None, keeps, worth
 
         inside = [
             stored
