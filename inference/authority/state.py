@@ -273,6 +273,8 @@ class ModelRecord:
     """ways to divide it over devices that were measured since the last decision"""
     cleaning: bool = False
     """other models are dropping retained prefixes for it"""
+    checking_build: bool = False
+    """its worker crashed at the first step, and llama.cpp is checked before the next load"""
     cleans_host: bool = False
     """warm models are dropped for it, because host memory is short"""
     last_used_at: float = 0.0

@@ -72,6 +72,8 @@ def _advance(draft: Draft, id: str) -> bool:
     model, worker = draft.model(id), draft.worker_of(id)
     if worker is not None and worker.ending:
         return True
+    if model.state is _S.FAILED and model.checking_build:
+        return False
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
         is_tried = model.queue.waiters[0].alone

@@ -143,7 +143,7 @@ def idle_models_leave(draft: Draft) -> None:
     for model in list(draft.state.models.values()):
         if model.queue.waiters:
             continue
-        if model.state is _S.FAILED and draft.now >= model.retry_at:
+        if model.state is _S.FAILED and draft.now >= model.retry_at and not model.checking_build:
             draft.advance(model.id, ModelEvent.RETRY)
         is_idle = model.state is _S.READY and not draft.state.in_flight(model) and not model.spec.pinned
         if is_idle and draft.now - model.last_used_at >= model.spec.idle_timeout:

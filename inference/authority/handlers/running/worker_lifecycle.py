@@ -319,6 +319,7 @@ def _record_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tri
     failed(draft, model.id, message, counts=not (tries_again or replaced) and _counts_as_failure(model, worker, exit))
     error = failure or _load_error(draft, model.id, worker, exit) if was_loading and not tries_again else None
     if exit.cause is ExitCause.BROKEN_BUILD:
+        draft.set_model(model.id, checking_build=True)
         draft.emit(CheckBuild(model.id, error))
     elif error is not None:
         _fail_load(draft, model.id, error)
@@ -326,9 +327,10 @@ def _record_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tri
 
 def build_checked(draft: Draft, event: BuildChecked) -> None:
     """The check of llama.cpp has ended, after a worker crashed at its first step."""
-    model = draft.state.models.get(event.model)
-    if model is None:
+    if event.model not in draft.state.models:
         return
+    model = draft.set_model(event.model, checking_build=False)
+    draft.plan()
     if not event.holds:
         tickets.fail(draft, model.id, BrokenBuild())
     elif event.error is not None and model.state is _S.FAILED:  # otherwise it is already loading again
