@@ -69,6 +69,8 @@ class Limits:
     """Computing so few tokens again costs less than a checkpoint."""
     prefetched: int = 0
     cells: int = 0
+    answer_cells: int = 32
+    """Cells of a pool that are kept for the answer of each job when a further job gets a slot."""
 
     def __post_init__(self) -> None:
         fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0

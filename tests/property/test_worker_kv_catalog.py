@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.kv.catalog import MOST_CANDIDATES, Catalog, common_prefix
-from inference.worker.steps import StoredSequence
+from inference.worker.steps import StoredSequence, sequence_id
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(lambda tokens: array("i", tokens))
 TENANTS = st.sampled_from(["", "a"])
@@ -62,3 +62,18 @@ def test_search_among_10000_long_sequences_is_fast() -> None:
         seconds.append(time.perf_counter() - began)
         assert (found.tokens[1000], length) == (5000, 1201)
     assert sorted(seconds)[10] < 0.001
+
+
+@given(TOKENS, TENANTS, TOKENS, TENANTS)
+def test_ids_identify_tokens_and_tenant(
+    tokens: array[int], tenant: str, other_tokens: array[int], other_tenant: str
+) -> None:
+    is_same = sequence_id(tokens, tenant) == sequence_id(other_tokens, other_tenant)
+    assert is_same == ((tokens, tenant) == (other_tokens, other_tenant))
+
+
+def test_candidates_are_limited() -> None:
+    catalog = Catalog()
+    for number in range(3 * MOST_CANDIDATES):
+        catalog.add(StoredSequence(array("i", [1, number]), ""))
+    assert len(list(catalog.candidates(array("i", [1, 7, 7]), "", 2))) == MOST_CANDIDATES

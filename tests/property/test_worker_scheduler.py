@@ -275,7 +275,7 @@ class Traffic(RuleBasedStateMachine):
         self.limits = Limits(
             slots, context, batch, 6, can_trim, slots + outputs, copied, window,
             window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2), apart % 3,
-            context + pool if pool else 0,
+            context + pool if pool else 0, 1,
         )  # fmt: skip
         self.restart()
 

@@ -74,7 +74,7 @@ def test_request_is_typed_and_keeps_its_origin() -> None:
     raw = json.dumps(body(tools=[TOOL], stream=True, cache_control={"type": "ephemeral"})).encode()
     request = parse(raw)
     assert (request.endpoint, request.model, request.stream, request.max_tokens) == (Endpoint.CHAT, "demo", True, 50)
-    assert (request.size_bytes, request.is_plain, request.needs) == (len(raw), False, {"tools"})
+    assert (request.size_bytes, request.is_plain, request.needs) == (len(raw), False, {"chat", "tools"})
     assert json_of(chat_body(request.body).origin) == json.loads(raw)
 
 

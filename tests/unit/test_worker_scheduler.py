@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.settings import DeadlineSettings
+from headgate.shared.kv_hint import KvHint
 from inference.protocol import FULL_FOR, RETRY_AFTER, Priority
 from inference.worker.answers.generation import StopFilter
 from inference.worker.engine.engine_work import QueueEstimate
@@ -26,8 +27,23 @@ from inference.worker.engine.prefill_pacing import (
 )
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
+from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import most_checkpoints
-from inference.worker.steps import Copy, Job, Limits, Remove, Restore, Row, Save
+from inference.worker.steps import (
+    Checkpoint,
+    Copy,
+    Job,
+    Limits,
+    Load,
+    Operation,
+    Remove,
+    Restore,
+    Row,
+    Save,
+    Store,
+    StoredSequence,
+    performed,
+)
 
 
 def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
@@ -599,3 +615,83 @@ def test_number_of_checkpoints_follows_from_their_size() -> None:
     assert most_checkpoints(0, 2**30) == 0
     assert most_checkpoints(100, 350) == 3
     assert most_checkpoints(1, 2**30) == 16
+
+
+def test_dropped_request_leaves_no_tokens() -> None:
+    scheduler = Scheduler(Limits(slots=1, context=64, batch=32, queue=2), Catalog())
+    for number, hint, left in ((1, KvHint("drop"), 0), (2, KvHint("keep"), 5)):
+        scheduler.submit([Job(number, (1, 2, 3, 4, 5), kv=hint)])
+        rows_of(scheduler, 32)
+        scheduler.finish(number)
+        assert sum(slot.computed for slot in scheduler.held()) == left
+    (slot,) = scheduler.held()
+    operation = scheduler.store(slot)
+    assert operation is not None
+    assert (list(operation.sequence.tokens), operation.sequence.hint) == ([1, 2, 3, 4, 5], KvHint("keep"))
+    assert (scheduler.hits.misses, scheduler.hits.hot) == (2, 0)
+
+
+def test_running_sequence_of_a_pool_gives_way_and_goes_on() -> None:
+    """The shortest one, except for the oldest, is stored when the cells run out; it is loaded when there is room."""
+    catalog = Catalog()
+    limits = Limits(slots=2, context=20, batch=32, queue=2, cells=20, answer_cells=1)
+    scheduler = Scheduler(limits, catalog)
+    scheduler.submit([Job(1, tuple(range(10))), Job(2, tuple(range(20, 28)))])
+    rows_of(scheduler, 32)
+    scheduler.extend(1, 90)
+    scheduler.extend(2, 91)
+    rows_of(scheduler)  # 20 cells are in use
+    scheduler.extend(1, 92)
+    scheduler.extend(2, 93)
+    step = scheduler.plan(0.0, 32)
+    (store,) = [operation for operation in step.operations if isinstance(operation, Store)]
+    assert list(store.sequence.tokens) == [*range(20, 28), 91]
+    assert [row.job for row in step.rows] == [1]
+    store.sequence.in_ram = True
+    catalog.add(store.sequence)
+    scheduler.computed()
+    scheduler.finish(1)
+    step = scheduler.plan(0.0, 32)
+    assert any(isinstance(operation, Store) for operation in step.operations), "the first job is stored for its cells"
+    step = scheduler.plan(0.0, 32) if not step.rows else step
+    (load,) = [operation for operation in step.operations if isinstance(operation, Load)]
+    assert load.sequence is store.sequence
+    assert [(row.job, row.start, list(row.tokens)) for row in step.rows] == [(2, 9, [93])]
+
+
+def test_copies_of_a_slot_that_could_not_be_loaded_are_lost() -> None:
+    """Later operations of the slot are left out."""
+    sequence = StoredSequence(array("i", [1, 2]), "")
+    checkpoint = Checkpoint(1)
+    operations = [Load(0, sequence), Restore(0, checkpoint), Copy(0, 1, 1), Save(0, checkpoint), Remove(2, 0)]
+    done: list[Operation] = []
+
+    def perform(operation: Operation) -> bool:
+        done.append(operation)
+        return not isinstance(operation, Load)
+
+    assert performed(operations, perform) == [0, 1]
+    assert done == [operations[0], operations[4]]
+
+
+def test_cells_for_a_stored_sequence_are_freed_one_transfer_per_step() -> None:
+    catalog = Catalog()
+    scheduler = Scheduler(Limits(slots=4, context=20, batch=32, queue=4, cells=20, answer_cells=1), catalog)
+    scheduler.submit([Job(number, tuple(range(10 * number, 10 * number + 5))) for number in range(1, 5)])
+    rows_of(scheduler, 32)
+    for number in range(1, 5):
+        scheduler.finish(number)
+    stored = StoredSequence(array("i", range(100, 118)), "", in_ram=True)
+    catalog.add(stored)
+    scheduler.submit([Job(9, (*range(100, 118), 7))])
+    transfers = []
+    for _ in range(10):
+        step = scheduler.plan(0.0, 32)
+        moved = [item for item in step.operations if isinstance(item, Store | Load)]
+        assert len(moved) <= 1
+        transfers += [type(item) for item in moved]
+        if step.rows:
+            break
+    assert transfers[:-1] == [Store] * (len(transfers) - 1)
+    assert transfers[-1] is Load
+    assert [(row.start, list(row.tokens)) for row in step.rows] == [(18, [7])]

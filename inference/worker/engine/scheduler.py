@@ -56,9 +56,6 @@ llama.cpp computes rows together as far as they have the same length (`llama_bat
 of another length costs a pass over all weights, now and when the prompt is completed."""
 
 
-ANSWER_CELLS = 32
-"""Cells of a pool that are kept for the answer of each job when a further job gets a slot."""
-
 LEAST_FETCH_SECONDS = 1.0
 """A job waits at least so long for its sequence from disk."""
 
@@ -388,7 +385,7 @@ class Scheduler:
     def _has_cells(self, run: _Run) -> bool:
         """Whether the pool has cells for another job and for some tokens of each answer, without retained prefixes."""
         jobs = [*self._running, run]
-        return len(jobs) == 1 or sum(len(job.tokens) + ANSWER_CELLS for job in jobs) <= self.limits.cells
+        return len(jobs) == 1 or sum(len(job.tokens) + self.limits.answer_cells for job in jobs) <= self.limits.cells
 
     def _reclaim(self, budget: int) -> None:
         """Frees cells for the next step: of retained prefixes, then of running jobs, which go on later."""
@@ -396,7 +393,8 @@ class Scheduler:
         oldest = next((left for left in lefts if left > 1), 0)
         need = lefts.count(1) + min(budget, oldest)
         while self._slots.used + need > self.limits.cells:
-            if not self._slots.shed() and not (self._slots.cells[1] == 0 and self._preempt()):
+            can_preempt = self._slots.cells[1] == 0 and len(self._running) > 1
+            if not self._slots.shed() and not (can_preempt and self._preempt()):
                 return
 
     def _preempt(self) -> bool:
@@ -404,9 +402,7 @@ class Scheduler:
 
         The oldest job keeps its slot, so that jobs end.
         """
-        run = min(self._running[1:], key=lambda run: (self._slot_of(run).computed, -run.key[0]), default=None)
-        if run is None:
-            return False
+        run = min(self._running[1:], key=lambda run: (self._slot_of(run).computed, -run.key[0]))
         slot = self._slot_of(run)
         self._leave(run)
         self._move(run, "preempt")

@@ -260,10 +260,8 @@ class Slots:
             for slot in self._slots
             if not slot.taken and slot.tried < slot.used_at and slot.unsaved >= self._limits.copied
         ]
-        for slot in sorted(slots, key=lambda slot: slot.used_at):
-            if (operation := self.store(slot)) is not None:
-                return operation
-        return None
+        slot = min(filter(self._can_store, slots), key=lambda slot: slot.used_at, default=None)
+        return None if slot is None else self._stored(slot)
 
     def store(self, slot: Slot) -> Store | None:
         """The operation that stores a free `slot`, None if that is impossible."""
@@ -355,8 +353,6 @@ class Slots:
         if checkpoint is not None or (near := self._nearer(target, free)) is None:
             return _Choice(target, reuse)
         shelter = self._shelter(near, best, free)
-        if shelter is None and near is best:
-            reuse = Reuse(None)
         return _Choice(near, reuse, None, shelter, target is best and pays)
 
     def _displaced(self, choice: _Choice) -> list[tuple[Slot, int]]:
