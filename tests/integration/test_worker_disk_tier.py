@@ -104,6 +104,22 @@ def test_reading_does_not_wait_for_what_is_no_file(tier: DiskTier, tmp_path: Pat
     assert numbers(tier) == []
 
 
+def test_a_directory_in_the_place_of_an_entry_gives_way(
+    tier: DiskTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would pause all writes again and again."""
+    write(tier, SMALL[0])
+    path = file_of(tier, tmp_path, SMALL[0])
+    path.unlink()
+    path.mkdir()
+    (path / "x").write_text("x")
+    write(tier, SMALL[0])
+    assert not tier.is_paused
+    assert numbers(tier) == [SMALL[0]]
+    assert len(caplog.messages) == 1
+    assert "it is a directory" in caplog.text
+
+
 def test_a_header_with_more_tokens_than_the_context_costs_no_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -135,7 +136,11 @@ class DiskTier:
                 modified_at = max(self._clock(), sequence.pinned_until)
                 os.utime(handle, (modified_at, modified_at))
                 os.fsync(handle)
-                temporary.rename(self._own / self.name_of(sequence))
+                try:
+                    temporary.rename(self._own / self.name_of(sequence))
+                except IsADirectoryError:
+                    self.discard(self.name_of(sequence), InvalidEntryError("a directory"))
+                    temporary.rename(self._own / self.name_of(sequence))
             finally:
                 os.close(handle)
             temporary = None
@@ -206,9 +211,14 @@ class DiskTier:
             self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it can be."""
-        with contextlib.suppress(OSError):
-            (self._own / name).unlink()
+        """Removes a file, or a directory in its place, if it can be."""
+        path = self._own / name
+        try:
+            path.unlink()
+        except IsADirectoryError:
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # gone, or it cannot be removed at present
 
     def touch(self, name: str, until: float = 0.0) -> None:
         """Records that a file is used now, or that it is kept until a Unix time."""
