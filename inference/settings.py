@@ -201,7 +201,7 @@ def _kv_cells(entry: ModelEntry, settings: InferenceSettings) -> int | None:
 
 
 def pool_problem(kv_cells: int | None, context_length: int, parallel: int) -> str | None:
-    """Why a pool of so many cells is not possible or not useful, or None."""
+    """Why a pool of this size is not possible or not useful, or None."""
     if kv_cells is None:
         return None
     most = context_length * parallel
