@@ -84,8 +84,6 @@ class Context:
         """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
         if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
             self.window = 0
-        self.shares_cells = self.cells >= (n_swa * self.n_slots + self.n_ubatch if self.window else 1)
-        """Whether the cells that copies share count once: windows, which are not shared, then have room in any case."""
         self.worth_copying = max(LEAST_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
         """The minimum number of tokens that are copied instead of computed."""
         self.checkpoint_bytes = 0
