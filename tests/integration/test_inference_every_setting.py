@@ -230,7 +230,7 @@ async def _stored_sequences(bench: Bench) -> None:
         "threshold": 0.5, "prefetch": False,
     }  # fmt: skip
     plain = (await bench.grant())["kv"]
-    assert (plain["disk_bytes"], plain["directory"], plain["policy"]) == (0, None, "lru")
+    assert (plain["disk_bytes"], plain["directory"], plain["policy"]) == (0, None, "hybrid")
     assert (await bench.grant(KV_DISK_GB="1"))["kv"]["directory"].endswith("/state/kv")
     off = (await bench.grant(KV_ENABLED="false", **other))["kv"]
     assert (off["ram_bytes"], off["disk_bytes"], off["directory"]) == (0, 0, None)

@@ -1,7 +1,8 @@
 """Decides which slot holds which tokens, which prefix a prompt reuses, and which prefix is dropped first.
 
 A slot is one llama.cpp sequence id. It retains its tokens when its job ends, so that a later prompt of the same tenant
-with the same beginning need not compute them. Each slot has its own cells, so a prefix of another slot is copied.
+with the same beginning need not compute them. A prefix of another slot is copied. Each slot has its own cells, or all
+share a pool (`Limits.cells`), in which shared cells are counted once per slot.
 
 Recurrent layers keep only the newest state, and sliding-window layers only the newest tokens. A slot of such a model
 goes back to an earlier position by a checkpoint.
