@@ -1,10 +1,18 @@
-"""Five defects that the suite must find. Each replaces one function of a service."""
+"""Seven defects that the suite must find. Each replaces one function of a service."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from tests.chaos.judge import OWN_TOKENS, SAME_ANSWER
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute that exists."""
+    assert hasattr(owner, name), f"{owner} has no {name} any more"
+    setattr(owner, name, value)
 
 
 def leaked_reservation(service: str) -> None:
@@ -20,23 +28,19 @@ def leaked_reservation(service: str) -> None:
         if next(turns) % 2:
             release(*arguments)
 
-    endings.release = forgetful
+    _replace(endings, "release", forgetful)
 
 
 def done_on_a_cut(service: str) -> None:
     """A broken stream ends as if it was complete, and is not resumed."""
     if service != "gateway":
         return
-    from gateway.endpoints import answer_stream
+    from gateway.apis.openai.openai_api import OpenAIWriter
     from gateway.routing import resume_policy
     from inference.protocol import DONE
 
-    async def dishonest(send: Any, watch: Any, last: bytes) -> None:
-        watch.release()
-        await send({"type": "http.response.body", "body": DONE})
-
-    answer_stream._end_with = dishonest
-    resume_policy.MAX_RESUMES = 0
+    _replace(OpenAIWriter, "end_with_error", lambda *_: DONE)
+    _replace(resume_policy, "MAX_RESUMES", 0)
 
 
 def no_death_signal(service: str) -> None:
@@ -53,7 +57,7 @@ def no_death_signal(service: str) -> None:
         command = (sys.executable, "-c", _UNTIED, "-m", "inference.worker")  # the last two identify a worker
         return launch(name, path, command, environment, keep)
 
-    worker_process.launch = untied
+    _replace(worker_process, "launch", untied)
 
 
 _UNTIED = """
@@ -74,7 +78,7 @@ def double_probe(service: str) -> None:
 
     from gateway.breaker.permits import Permits
 
-    Permits.is_probing = lambda *_: False  # type: ignore[assignment, method-assign]
+    _replace(Permits, "is_probing", lambda *_: False)
 
 
 def skipped_release(service: str) -> None:
@@ -96,8 +100,52 @@ def skipped_release(service: str) -> None:
         if id(self) not in lost:
             release(self, completed=completed)
 
-    Lease.__init__ = numbered  # type: ignore[method-assign]
-    Lease.release = forgetful  # type: ignore[method-assign]
+    _replace(Lease, "__init__", numbered)
+    _replace(Lease, "release", forgetful)
+
+
+def shared_tenant(service: str) -> None:
+    """Stored sequences of all keys belong to one tenant."""
+    if service != "gateway":
+        return
+    from gateway.access.authentication import Keys
+
+    begin = Keys.__init__
+
+    def one(self: Keys, *arguments: Any, **more: Any) -> None:
+        begin(self, *arguments, **{**more, "one_tenant": True})
+
+    _replace(Keys, "__init__", one)
+
+
+def unverified_states(service: str) -> None:
+    """Workers do not verify the checksum of what they read from disk."""
+    if service != "inference":
+        return
+    import sys
+
+    from inference.workers import worker_process
+
+    launch = worker_process.launch
+
+    def trusting(name: str, path: Any, _command: Any, environment: Mapping[str, str], keep: int | None) -> Any:
+        command = (sys.executable, "-c", _TRUSTING, "-m", "inference.worker")
+        return launch(name, path, command, environment, keep)
+
+    _replace(worker_process, "launch", trusting)
+
+
+_TRUSTING = """
+import runpy
+from inference.worker.kv import disk_tier
+class Unsummed:
+    def __init__(self): pass
+    def update(self, data): pass
+    def intdigest(self): return 0
+assert hasattr(disk_tier, "StatesSum")
+disk_tier.StatesSum = Unsummed
+runpy.run_module("inference.worker", run_name="__main__")
+"""
 
 
 PLANTS: Mapping[str, Callable[[str], None]] = {
@@ -106,6 +154,8 @@ PLANTS: Mapping[str, Callable[[str], None]] = {
     "no_death_signal": no_death_signal,
     "double_probe": double_probe,
     "skipped_release": skipped_release,
+    "shared_tenant": shared_tenant,
+    "unverified_states": unverified_states,
 }
 """By name; each is called with the name of the service in which it will run."""
 
@@ -115,5 +165,7 @@ PROMISES: Mapping[str, str] = {
     "no_death_signal": "nothing outlives the service that started it",
     "double_probe": "a half-open breaker admits one probe",
     "skipped_release": "no model, queue or breaker stays stuck",
+    "shared_tenant": OWN_TOKENS,
+    "unverified_states": SAME_ANSWER,
 }
 """The promise whose violation the suite must report for each defect."""

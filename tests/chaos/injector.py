@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from headgate.cli.chaos import FAULTS, signal_worker
 from headgate.shared.errors import HeadgateError
 from inference.devices.simgpu.control import SimulatorError
 from inference.protocol import ModelState
-from tests.chaos.judge import End, Violation, Window
-from tests.chaos.load import ENDLESS_TOKENS, Ask, Load
+from tests.chaos.judge import End, Outcome, Violation, Window
+from tests.chaos.load import ENDLESS_TOKENS, TURNS, Ask, Load
 from tests.chaos.machine import TROUBLES
 from tests.chaos.plan import Event, Kind
-from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
+from tests.chaos.system import DEVICES, KV_RAM_GB, MODELS, OPEN_SECONDS, System
 from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
 TRIES_SECONDS = 300.0
 """A fault whose target is away (a killed service, a lost device) is repeated within this time."""
+DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past")
+SAVED_SECONDS = 0.3
+"""A worker saves a sequence within this time after its answer, if it has nothing else to do."""
 AFTERMATH_SECONDS = 4.0
 """Time after the end of a fault in which an answer that ran during it may break."""
 SEEN_SECONDS = 20.0
@@ -70,7 +74,9 @@ class Injector:
     restarts: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._held = {name: asyncio.Lock() for name in (*DEVICES, *MODELS, "inference", "gateway", "disk", "cloud")}
+        self._held = {
+            name: asyncio.Lock() for name in (*DEVICES, *MODELS, "inference", "gateway", "disk", "cloud", "kv")
+        }
 
     async def inject(self, event: Event) -> None:
         """Injects one event and ends it."""
@@ -328,6 +334,86 @@ class Injector:
             await asyncio.sleep(0.05)
         self.restarts.setdefault(name, []).append(self.clock() - began)
 
+    # --- stored sequences -------------------------------------------------------------------------------------------
+    async def _kv_damage(self, event: Event) -> str:
+        """Half of the files are changed, by another program or because the disk or the clock is broken."""
+        luck = random.Random(event.draw)
+        damage = DAMAGES[event.number % len(DAMAGES)]
+        async with self._held["kv"]:
+            files = self.system.kv_files()
+            some = luck.sample(files, -(-len(files) // 2))
+            chosen = [path for path in some if _damaged(path, damage, luck)]
+            if not chosen:
+                raise LookupError("no sequence is stored on disk")
+        return f"{damage}: {len(chosen)} files"
+
+    async def _kv_removed(self, event: Event) -> str:
+        """The directory is deleted while workers use it."""
+        async with self._held["kv"]:
+            files = self.system.kv_files()
+            if not files:
+                raise LookupError("no sequence is stored on disk")
+            await asyncio.to_thread(shutil.rmtree, self.system.kv_directory, ignore_errors=True)
+            if any(path.exists() for path in files):
+                raise LookupError("the files are there again")
+        return f"{len(files)} files"
+
+    async def _kv_full(self, event: Event) -> str:
+        """No sequence can be written for a while."""
+        async with self._held["disk"], self._held["kv"]:
+            before = self.system.disk.refused
+            self.system.disk.fill()
+            try:
+                luck = random.Random(event.draw)
+                await asyncio.gather(*(self._converse(luck) for _ in range(6)))
+                await self._until(lambda: self.system.disk.refused > before, "a write was refused", 5.0)
+                await asyncio.sleep(event.seconds)
+            finally:
+                self.system.disk.clear()
+        return f"{self.system.disk.refused - before} writes"
+
+    async def _kv_kill(self, event: Event) -> str:
+        """kill -9 at about the time when a worker saves the sequence of an answer and writes it to the disk."""
+        outcome = await self._converse(random.Random(event.draw), event.model)
+        if not outcome.answered_by.startswith("local/"):
+            raise LookupError("a cloud has answered")
+        name = outcome.answered_by.removeprefix("local/")
+        pid = (await self.system.models())[name].pid
+        if pid is None:
+            raise LookupError(f"{name} has no worker any more")
+        async with self._touching(event.kind, name):
+            await asyncio.sleep(event.draw * SAVED_SECONDS)
+            signal_worker(pid, FAULTS["worker-kill"])
+            await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
+        return f"{name} {pid}"
+
+    async def _kv_shrink(self, event: Event) -> str:
+        """A reload leaves no host memory for stored sequences for a while."""
+        async with self._held["inference"], self._held["gateway"]:
+            try:
+                await self._kv_ram(0.0)
+                began = self.clock()
+                while (tier := (await self.system.inference("/memory/kv"))["total"]["tiers"]["ram"])["mb"]:
+                    if self.clock() - began > 5.0:
+                        raise LookupError(f"there is still memory: {tier}")
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(event.seconds)
+            finally:
+                await self._kv_ram(KV_RAM_GB)
+        return f"{event.seconds} s"
+
+    async def _kv_ram(self, gb: float) -> None:
+        self.system.kv_ram_gb = gb
+        self.system.configure()
+        os.kill(self.system.up.pid, signal.SIGHUP)
+
+    async def _converse(self, luck: random.Random, route: str | None = None) -> Outcome:
+        """One turn of a new conversation."""
+        conversation = self.load.conversation(luck)
+        if route is not None:
+            conversation = replace(conversation, route=route)
+        return await self.load.ask(self.load.turn(conversation, luck.randrange(TURNS)))
+
     # --- the rest ---------------------------------------------------------------------------------------------------
     async def _disk_full(self, event: Event) -> str:
         """No file can be written while a worker aborts and its crash record is due."""
@@ -418,6 +504,37 @@ class Injector:
 
 KINDS = tuple(kind for kind in Kind if hasattr(Injector, f"_{kind}"))
 """What can be injected."""
+
+
+def _damaged(path: Path, damage: str, luck: random.Random) -> bool:
+    """Damages a stored sequence; False if it is gone."""
+    try:
+        size = path.stat().st_size
+        match damage:
+            case "bit" | "values":
+                with path.open("r+b") as file:
+                    # values: numbers of the last layer, so that only the checksum reveals it
+                    file.seek(luck.randrange(size) if damage == "bit" else size - size // 16 & ~1)
+                    before = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([before[0] ^ 1 << luck.randrange(8)]) if damage == "bit" else _ONES * (size // 32))
+            case "cut":
+                os.truncate(path, luck.randrange(size))
+            case "foreign":
+                path.write_bytes(luck.randbytes(size))
+            case "pipe":
+                path.unlink()
+                os.mkfifo(path)
+            case "future" | "past":
+                at = 2**32 if damage == "future" else 0
+                os.utime(path, (at, at))
+    except (OSError, IndexError, ValueError):
+        return False
+    return True
+
+
+_ONES = bytes.fromhex("003c")
+"""1.0 as a 16-bit float."""
 
 
 def _run_state(pid: int) -> str | None:

@@ -13,6 +13,13 @@ from enum import StrEnum
 SLACK_SECONDS = 0.3
 """Tolerance between the clocks of the injector and of a client on a busy machine."""
 
+SAME_ANSWER = "a prompt has the same answer from whichever tier it is continued"
+OWN_TOKENS = "no tenant continues the tokens of another"
+SURE = 0.5
+"""Difference of log probabilities; ten times what the batch changes in the demo models."""
+SHARED_TOKENS = 32
+"""More than a chat template has before the first message."""
+
 ABORTS = frozenset({"worker_abort", "oom_compute", "disk_full"})
 """Faults that look like a failure of the worker itself."""
 
@@ -64,6 +71,14 @@ class Outcome:
     """Whether the body ended normally."""
     endless: bool = False
     """Sent to local tiers only, because it continues past the end of an answer."""
+    prompt: str = ""
+    """Equal for all requests with the same prompt; empty for those that are not repeated."""
+    spies: bool = False
+    """Its prompt is that of another tenant, and its tenant has never sent it before."""
+    cached: int | None = None
+    """Prompt tokens that were not computed."""
+    steps: tuple[tuple[str, float], ...] = ()
+    """Each token of the greedy answer, and by how much its log probability exceeds that of the second best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +146,49 @@ def violations(outcomes: Iterable[Outcome], facts: Facts) -> list[Violation]:
     return [
         Violation(promise, outcome.ended, _seen(outcome)) for outcome in outcomes for promise in _broken(outcome, facts)
     ]
+
+
+def kv_violations(outcomes: Iterable[Outcome]) -> list[Violation]:
+    """Promises about stored sequences that complete answers of local models broke."""
+    found: list[Violation] = []
+    first: dict[tuple[str, str], Outcome] = {}
+    for outcome in sorted(outcomes, key=lambda one: one.ended):
+        if outcome.end is not End.COMPLETE or not outcome.prompt or not outcome.answered_by.startswith("local/"):
+            continue
+        before = first.setdefault((outcome.answered_by, outcome.prompt), outcome)
+        seen = f"{_seen(outcome)}, prompt {outcome.prompt}, cached {outcome.cached}"
+        if departs(before.steps, outcome.steps):
+            words = [" ".join(token for token, _margin in one.steps) for one in (before, outcome)]
+            found.append(Violation(SAME_ANSWER, outcome.ended, f"{seen}: {words[1]!r}, before {words[0]!r}"))
+        if outcome.spies and (outcome.cached or 0) > SHARED_TOKENS:
+            found.append(Violation(OWN_TOKENS, outcome.ended, seen))
+    return found
+
+
+def conversations(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Number of complete local answers of repeated prompts: all, those that continued a sequence, those that spied."""
+    turns = [
+        one
+        for one in outcomes
+        if one.prompt and one.end is End.COMPLETE and one.answered_by.startswith("local/") and one.steps
+    ]
+    return {
+        "turns": len(turns),
+        "continued": sum((one.cached or 0) > SHARED_TOKENS for one in turns),
+        "spied": sum(one.spies for one in turns),
+    }
+
+
+def departs(before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]]) -> bool:
+    """Whether two greedy answers differ by more than rounding explains.
+
+    The order in which llama.cpp adds numbers depends on the batch. Therefore only the first difference counts, and only
+    if both answers were sure of their token.
+    """
+    for (token, margin), (other, other_margin) in zip(before, after, strict=False):
+        if token != other:
+            return min(margin, other_margin) > SURE
+    return False
 
 
 def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:

@@ -2,7 +2,6 @@
 
 `python -m tests.chaos.launcher PLANTS up ...`: PLANTS is a comma-separated list (or `none`); the services that `up`
 starts are started in the same way. The product does not know this module.
-starts are started the same way. No line of the product knows of this.
 """
 
 from __future__ import annotations

@@ -25,6 +25,12 @@ NOBODY_THERE_SECONDS = 0.7
 ENDLESS_TOKENS = 400
 """This number of tokens is always generated: the demo models cannot end their answer before."""
 _TAIL_BYTES = 64
+TURNS, TURN_WORDS, KEPT = 3, 24, 10
+"""Turns of a conversation, words of a question, and conversations that a tenant goes on with."""
+SPYING = 0.3
+_WORDS = (
+    "river", "mill", "gate", "water", "morning", "tree", "stone", "road", "house", "bread", "wind", "night", "star",
+)  # fmt: skip
 _QUESTIONS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "Hello!", "Name three rivers.")
 
 
@@ -78,19 +84,49 @@ class Ask:
     tokens: int
     priority: str = "normal"
     leaves_after: int | None = None
+    conversation: Conversation | None = None
+    turn: int = 0
+    tenant: int = 0
+    spies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation whose turns are the same whenever it is repeated. Its first word belongs to it alone."""
+
+    number: int
+    route: str
+
+    def messages(self, turn: int) -> list[dict[str, str]]:
+        """The messages up to the question of this turn."""
+        luck = random.Random(self.number)
+        found = []
+        for at in range(turn + 1):
+            words = " ".join(luck.choice(_WORDS) for _ in range(TURN_WORDS))
+            found.append({"role": "user", "content": f"{self.number}-{at} {words}"})
+            found.append({"role": "assistant", "content": f"{luck.choice(_WORDS)} {luck.choice(_WORDS)}"})
+        return found[:-1]
 
 
 class Load:
     """Requests of all kinds to one gateway; `outcomes` is filled as they end. A context manager."""
 
-    def __init__(self, base_url: str, key: str, routes: Sequence[str], clock: Callable[[], float], seed: int) -> None:
+    def __init__(
+        self, base_url: str, keys: Sequence[str], routes: Sequence[str], clock: Callable[[], float], seed: int
+    ) -> None:
+        """`keys`: one for each tenant."""
         self._tap = Tap()
         http = httpx2.AsyncClient(transport=self._tap, timeout=httpx2.Timeout(PATIENCE_SECONDS))
-        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, http_client=http)
+        self._clients = [
+            openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, http_client=http) for key in keys
+        ]
         self._routes = tuple(routes)
         self._clock = clock
         self._seed = seed
         self._numbers = itertools.count(1)
+        self._conversations = itertools.count(1000)
+        self._spoken: list[Conversation] = []
+        """Conversations of the first tenant whose last turn only this tenant has sent."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = asyncio.Event()
         self.outcomes: list[Outcome] = []
@@ -103,13 +139,16 @@ class Load:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.close()
+        for client in self._clients:
+            await client.close()
 
     # --- users -------------------------------------------------------------------------------------------
     def begin(self, users: int) -> None:
         """`users` send one request after the other from now until `end`."""
         for number in range(users):
             self._spawn(self._user(random.Random(f"{self._seed}/{number}")))
+        for tenant in range(len(self._clients)):
+            self._spawn(self._talk(random.Random(f"{self._seed}/talk/{tenant}"), tenant))
 
     async def end(self) -> None:
         """No user sends a new request; returns when the last answer is over."""
@@ -129,6 +168,38 @@ class Load:
             pause = luck.uniform(0.02, 0.4) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _talk(self, luck: random.Random, tenant: int) -> None:
+        """Goes on with conversations in random order. The second tenant also repeats what the first one has sent."""
+        kept: list[Conversation] = []
+        seen: set[Conversation] = set()
+        while not self._stopping.is_set():
+            if tenant and self._spoken and luck.random() < SPYING:
+                ask = self.turn(self._spoken.pop(), TURNS - 1, tenant, spies=True)
+            else:
+                if len(kept) < KEPT or luck.random() < 0.1:
+                    kept = [*kept, self.conversation(luck)][-KEPT:]
+                ask = self.turn(luck.choice(kept), luck.randrange(TURNS), tenant, stream=luck.random() < 0.5)
+            outcome = await self.ask(ask)
+            conversation = ask.conversation
+            has_ended = ask.turn == TURNS - 1 and outcome.answered_by == f"local/{ask.route}"
+            if not tenant and has_ended and conversation is not None and conversation not in seen:
+                seen.add(conversation)  # it is repeated by the other tenant only once
+                self._spoken = [*self._spoken[-KEPT:], conversation]
+            pause = luck.uniform(0.02, 0.3) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def conversation(self, luck: random.Random) -> Conversation:
+        """A new conversation."""
+        return Conversation(next(self._conversations), luck.choice(self._routes))
+
+    @staticmethod
+    def turn(
+        conversation: Conversation, turn: int, tenant: int = 0, *, stream: bool = False, spies: bool = False
+    ) -> Ask:
+        """The request for a turn."""
+        return Ask(conversation.route, "", stream, 8, conversation=conversation, turn=turn, tenant=tenant, spies=spies)
 
     def draw(self, luck: random.Random) -> Ask:
         """A random request."""
@@ -150,6 +221,8 @@ class Load:
     def _new(self, ask: Ask) -> Outcome:
         number, endless = next(self._numbers), ask.tokens >= ENDLESS_TOKENS
         outcome = Outcome(f"chaos-{self._seed}-{number}", ask.route, ask.stream, self._clock(), endless=endless)
+        if ask.conversation is not None:
+            outcome.prompt, outcome.spies = f"{ask.conversation.number}/{ask.turn}", ask.spies
         self.open[outcome.id] = outcome
         return outcome
 
@@ -179,6 +252,19 @@ class Load:
 
     def _arguments(self, ask: Ask, outcome: Outcome) -> dict[str, Any]:
         """No two requests are equal, so that two crashes under one do not cause the refusal of another."""
+        if ask.conversation is not None:
+            return {
+                "model": ask.route,
+                "messages": ask.conversation.messages(ask.turn),
+                "max_tokens": ask.tokens,
+                "temperature": 0,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "seed": next(self._numbers),  # without an effect at temperature 0
+                "stream": ask.stream,
+                **({"stream_options": {"include_usage": True}} if ask.stream else {}),
+                "extra_headers": {"x-request-id": outcome.id},
+            }
         return {
             "model": ask.route,
             "messages": [{"role": "user", "content": f"{ask.text} ({outcome.id})"}],
@@ -190,15 +276,16 @@ class Load:
         }
 
     async def _whole(self, ask: Ask, outcome: Outcome) -> None:
-        raw = await self._client.chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
+        raw = await self._clients[ask.tenant].chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
         _note_headers(outcome, raw.headers)
         outcome.first_token = self._clock()
         answer = raw.parse()
         outcome.finishes = sum(choice.finish_reason is not None for choice in answer.choices)
+        _note_tokens(outcome, answer)
         outcome.end = End.COMPLETE if outcome.finishes else End.CUT
 
     async def _streamed(self, ask: Ask, outcome: Outcome) -> None:
-        raw = await self._client.chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
+        raw = await self._clients[ask.tenant].chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
         _note_headers(outcome, raw.headers)
         stream: Any = raw.parse()
         pieces = 0
@@ -207,6 +294,7 @@ class Load:
                 outcome.end = End.LEFT
                 return
             async for chunk in stream:
+                _note_tokens(outcome, chunk)
                 for choice in chunk.choices:
                     if choice.delta.content or choice.finish_reason:
                         outcome.first_token = outcome.first_token or self._clock()
@@ -231,6 +319,18 @@ def _note_headers(outcome: Outcome, headers: Any) -> None:
     outcome.answered_by = headers.get("x-headgate-model", "")
     outcome.attempts = int(headers.get("x-headgate-attempts") or 0)
     outcome.reason = headers.get("x-headgate-reason", "")
+
+
+def _note_tokens(outcome: Outcome, answer: Any) -> None:
+    """Notes what a whole answer or a chunk says about tokens."""
+    if not outcome.prompt:
+        return
+    for choice in answer.choices:
+        for token in (choice.logprobs and choice.logprobs.content) or ():
+            best = sorted((one.logprob for one in token.top_logprobs), reverse=True)
+            outcome.steps += ((token.token, best[0] - best[1] if len(best) > 1 else 0.0),)
+    if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
+        outcome.cached = answer.usage.prompt_tokens_details.cached_tokens
 
 
 def _text(code: object) -> str | None:

@@ -35,9 +35,14 @@ class Kind(StrEnum):
     DISCONNECT = "disconnect"
     BURST = "burst"
     CLOUD_OUTAGE = "cloud_outage"
+    KV_DAMAGE = "kv_damage"
+    KV_REMOVED = "kv_removed"
+    KV_FULL = "kv_full"
+    KV_KILL = "kv_kill"
+    KV_SHRINK = "kv_shrink"
 
 
-LEAST_SHARE = 0.03
+LEAST_SHARE = 0.02
 """The lowest share of any kind among the events of a run."""
 _SHORT, _LONG = 0.3, 4.0
 

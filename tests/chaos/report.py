@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.figures import Bar
 from headgate.cli.bench import percentile
-from tests.chaos.judge import End, Outcome, tally
+from tests.chaos.judge import End, Outcome, conversations, tally
 from tests.chaos.plan import LEAST_SHARE
 from tests.chaos.run import Results
 from tests.chaos.settle import RECOVERY_SECONDS
@@ -45,6 +45,7 @@ def summary(results: Results) -> dict[str, Any]:
         "ends": tally(results.outcomes),
         "tiers": dict(Counter(one.tier or "none" for one in results.outcomes)),
         "codes": dict(Counter(one.code for one in results.outcomes if one.code)),
+        "conversations": conversations(results.outcomes),
         "failover": _spread(failovers),
         "cold_start_seconds": _rounded(results.cold_start_seconds),
         "load_seconds": _rounded(loads),
@@ -82,7 +83,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, result["kinds"]), default=0)
     for kind, count in result["kinds"].items():
         yield f"  {kind:<{width}} {count:>5}  {count / max(1, result['events']):6.1%}"
-    for name in ("ends", "tiers", "codes", "failover", "restarts", "load_seconds", "recovery_seconds"):
+    for name in ("ends", "tiers", "codes", "conversations", "failover", "restarts", "load_seconds", "recovery_seconds"):
         yield f"  {name}: {', '.join(f'{key} {value}' for key, value in result[name].items())}"
     yield f"  backoffs at the end: {result['backoff_seconds']} s; checks of the ledger: {result['looks']}"
     for one in result["violations"][:60]:
@@ -95,6 +96,8 @@ def bars(result: dict[str, Any], events: int) -> list[Bar]:
     return [
         Bar("chaos_events", result["events"], "events", ">=", events),
         Bar("chaos_rarest_kind", 100 * least, "percent", ">=", 100 * LEAST_SHARE),
+        Bar("chaos_continued", result["conversations"]["continued"], "turns", ">=", 1),
+        Bar("chaos_spied", result["conversations"]["spied"], "turns", ">=", 1),
         Bar("chaos_violations", len(result["violations"]), "violations", "<=", 0),
         Bar("chaos_recovery_beyond_load", result["recovery_beyond_load_seconds"], "s", "<=", RECOVERY_SECONDS),
     ]

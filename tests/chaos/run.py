@@ -15,7 +15,7 @@ from tests.chaos.judge import Facts, Outcome, Violation
 from tests.chaos.load import Load
 from tests.chaos.plan import Event, Kind, events
 from tests.chaos.settle import Settled, Settling
-from tests.chaos.system import ALONE, BACKED, DEVICES, MODELS, System
+from tests.chaos.system import ALONE, BACKED, DEVICES, KEYS, KV_RAM_GB, MODELS, System
 from tests.chaos.watch import Watch
 
 USERS = 6
@@ -39,6 +39,7 @@ class Settings:
     most_seconds: float = math.inf
     measures: bool = True
     settles: bool = True
+    kv_ram_gb: float = KV_RAM_GB
 
 
 @dataclass
@@ -62,7 +63,7 @@ async def run(root: Path, settings: Settings) -> Results:
     kinds = settings.kinds or KINDS
     planned = events(settings.seed, settings.events, settings.gap_seconds, MODELS, DEVICES, kinds)
     results = Results(settings, planned)
-    system = await System(root, settings.plants).start()
+    system = await System(root, settings.plants, settings.kv_ram_gb).start()
     try:
         await _run(system, results)
     finally:
@@ -78,7 +79,7 @@ async def _run(system: System, results: Results) -> None:
         return loop.time() - began
 
     settings = results.settings
-    async with Load(system.base_url, system.key, (*BACKED, ALONE), clock, settings.seed) as load:
+    async with Load(system.base_url, KEYS, (*BACKED, ALONE), clock, settings.seed) as load:
         settling = Settling(system, load, clock)
         if settings.measures:
             results.cold_start_seconds = await settling.all_answer()
@@ -123,4 +124,5 @@ def _judged(injector: Injector, results: Results) -> list[Violation]:
         Violation("every fault takes effect", event.at_seconds, f"event {event.number}, {event.kind}: {why}")
         for event, why in injector.missed
     ]
-    return [*judge.violations(results.outcomes, facts), *injector.violations, *missed]
+    stored = judge.kv_violations(results.outcomes)
+    return [*judge.violations(results.outcomes, facts), *stored, *injector.violations, *missed]

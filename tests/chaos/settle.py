@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,13 +19,14 @@ from inference.devices.simgpu.control import SimulatorError
 from inference.workers.os_api import socket_directory
 from tests.chaos.judge import End, Violation
 from tests.chaos.load import Ask, Load
-from tests.chaos.system import DEVICES, MODELS, System
+from tests.chaos.system import DEVICES, KV_DISK_BYTES, MODELS, System
 
 BACKOFF_SECONDS = 310.0
 """The longest backoff of a failed model, and a little more."""
 RECOVERY_SECONDS = 2.0
 """In addition to the time of a load."""
 QUIET_SECONDS = 15.0
+KV_LEFT = "stored sequences leave no rest"
 
 
 @dataclass
@@ -68,6 +74,9 @@ class Settling:
         if measures:
             self.found.load_seconds = await self.all_answer()
             await self._all_unloaded()
+        await self._until("files of sequences are complete", self._only_whole_files, QUIET_SECONDS, KV_LEFT)
+        self._without_kv_memory()
+        await self._until("memory files are closed", self._no_arenas, QUIET_SECONDS, KV_LEFT)
         await self._until("the ledger is empty", self._empty, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("devices are empty", self._freed, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("sockets are removed", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
@@ -135,6 +144,30 @@ class Settling:
         dump = await self._system.inference("/memory/dump", "POST", body={})
         return str(dump["ledger"]["holdings"]) if dump["ledger"]["holdings"] else None
 
+    def _without_kv_memory(self) -> None:
+        """Leaves no host memory for stored sequences, so that their budgets leave the ledger, too."""
+        self._system.kv_ram_gb = 0.0
+        self._system.configure()
+        os.kill(self._system.up.pid, signal.SIGHUP)
+
+    async def _only_whole_files(self) -> str | None:
+        """Without a worker nothing is being written, and the directory is within its limit."""
+        left = [path.name for path in self._system.kv_files(".tmp")]
+        count_bytes = sum(path.stat().st_size for path in self._system.kv_files())
+        if count_bytes > KV_DISK_BYTES:
+            left.append(f"{count_bytes} bytes of {KV_DISK_BYTES}")
+        with contextlib.suppress(FileNotFoundError), (self._system.kv_directory / "lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                left.append("the lock of the directory")
+        return ", ".join(left) or None
+
+    async def _no_arenas(self) -> str | None:
+        pid = self._system.service_pid("inference")
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+        return ", ".join(link for link in links if "headgate-sequences" in link) or None
+
     async def _freed(self) -> str | None:
         status = await self._system.simulator("status")
         used = {name: status[name]["used_bytes"] for name in DEVICES if status[name]["used_bytes"]}
@@ -153,7 +186,7 @@ class Settling:
         while True:
             try:
                 left = await look()
-            except (httpx2.HTTPError, SimulatorError) as error:
+            except (httpx2.HTTPError, SimulatorError, OSError) as error:
                 left = repr(error)
             if left is None:
                 return

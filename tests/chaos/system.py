@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,12 +53,21 @@ stream_interval: 2ms
 breaker: {{failures: 5, open: {open}s, probes: 1, window: 60s, failure_ratio: 0.5, min_requests: 1000}}
 deadlines: {{connect: 2s, first_token: 6s, inter_token: 6s, total: 40s}}
 drain_seconds: {drain}
+keys:
+  - {{name: first, hash: "{first}", scopes: [use, admin], priority: high}}
+  - {{name: second, hash: "{second}", scopes: [use]}}
 """
+KEYS = ("chaos-first", "chaos-second")
+"""Of two tenants."""
+KV_RAM_GB = 1 / 64
+"""The smallest amount that is divided among models."""
+KV_DISK_BYTES = 5 * 2**20
 INFERENCE_ENV = {
     "INFERENCE_WORKER_SILENCE_SECONDS": "6",
     "INFERENCE_STEP_TIMEOUT_SECONDS": "20",
     "INFERENCE_DRAIN_SECONDS": "5",
     "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "1",
+    "INFERENCE_KV_DISK_GB": str(KV_DISK_BYTES / 2**30),
     "CLOUD_KEY": "fake-cloud",
 }
 
@@ -65,13 +75,14 @@ INFERENCE_ENV = {
 class System(Clients):
     """Everything is below `root`. `plants` are names of defects (`tests.chaos.defects`)."""
 
-    def __init__(self, root: Path, plants: Sequence[str] = ()) -> None:
+    def __init__(self, root: Path, plants: Sequence[str] = (), kv_ram_gb: float = KV_RAM_GB) -> None:
         self.root = root
         self.config_dir = root / "config"
         self.config_dir.mkdir(parents=True)
         self.cloud = fake_cloud(root)
         self.disk = FullDisk(root / "state", root / "disk")
         self.gateway_port, self.inference_port = free_port(), free_port()
+        self.kv_ram_gb = kv_ram_gb
         self.configure()
         self.machine = Machine(root / "machine", [DEVICE_MIB * 2**20] * len(DEVICES))
         self._words = ("-m", "tests.chaos.launcher", ",".join(plants) or "none", "up")
@@ -96,11 +107,17 @@ class System(Clients):
         """Writes both configuration files; `more` is for one of the models."""
         tiny, deep = tiny_gguf.generative(), tiny_gguf.generative(seed=2, layers=4)
         models = MODELS_YAML.format(common=COMMON, tiny=tiny, deep=deep, more=more)
-        gateway = GATEWAY_YAML.format(cloud=self.cloud.url, open=OPEN_SECONDS, drain=drain)
-        for name, text in ("models.yaml", models), ("gateway.yaml", gateway):
-            fresh = self.config_dir / f".{name}"
+        first, second = (f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in KEYS)
+        gateway = GATEWAY_YAML.format(cloud=self.cloud.url, open=OPEN_SECONDS, drain=drain, first=first, second=second)
+        settings = f"INFERENCE_KV_RAM_GB={self.kv_ram_gb}\n"
+        for path, text in (
+            (self.config_dir / "models.yaml", models),
+            (self.config_dir / "gateway.yaml", gateway),
+            (self.root / ".env", settings),
+        ):
+            fresh = path.with_name(f".{path.name}.new")
             fresh.write_text(text)
-            fresh.replace(self.config_dir / name)
+            fresh.replace(path)
 
     async def start(self) -> System:
         """Returns when both services are ready."""
@@ -126,6 +143,21 @@ class System(Clients):
             self.up.kill()
             self.machine.__exit__()
         self.cloud.kill()
+
+    # --- stored sequences --------------------------------------------------------------------------------------------
+    @property
+    def kv_directory(self) -> Path:
+        """The directory of stored sequences."""
+        return self.root / "state" / "kv"
+
+    def kv_files(self, suffix: str = ".kv") -> list[Path]:
+        """Files of stored sequences; they may be removed at any time."""
+        return sorted(path for path in self.kv_directory.rglob(f"*{suffix}") if path.is_file())
+
+    @property
+    def key(self) -> str:
+        """The key of the first tenant and of the operator."""
+        return KEYS[0]
 
     # --- asking ------------------------------------------------------------------------------------------------------
     @property

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from inference.protocol import ModelState, ModelStatus
 from tests.chaos.injector import KINDS
-from tests.chaos.judge import End, Facts, Outcome, Window, tally, violations
+from tests.chaos.judge import (
+    OWN_TOKENS,
+    SAME_ANSWER,
+    End,
+    Facts,
+    Outcome,
+    Window,
+    conversations,
+    kv_violations,
+    tally,
+    violations,
+)
 from tests.chaos.plan import LEAST_SHARE, Kind, events, shares
 from tests.chaos.watch import Since, on_cpu, unbalanced, unowned, waiting
 
@@ -107,6 +118,35 @@ def test_outcomes_of_clients_are_judged(outcome: Outcome, facts: Facts, words: s
         assert found == []
     else:
         assert any(words in promise for promise in found), found
+
+
+TURN = replace(GOOD, prompt="1000/2", cached=0, steps=(("a", 3.0), ("b", 0.9), ("c", 2.0)))
+
+
+@pytest.mark.parametrize(
+    ("other", "promises"),
+    [
+        (TURN, []),
+        (replace(TURN, cached=120), []),
+        (replace(TURN, steps=(("a", 3.0), ("x", 0.1))), []),  # rounding decides
+        (replace(TURN, steps=(("a", 3.0), ("x", 0.8))), [SAME_ANSWER]),
+        (replace(TURN, steps=(("a", 3.0), ("x", 0.8)), prompt="1000/1"), []),
+        (replace(TURN, steps=(("a", 3.0), ("x", 0.8)), answered_by="local/other"), []),
+        (replace(TURN, steps=(("x", 3.0),), answered_by="cloud/gpt"), []),
+        (replace(TURN, steps=(("x", 3.0),), end=End.ERROR_FRAME), []),
+        (replace(TURN, spies=True, cached=20), []),
+        (replace(TURN, spies=True, cached=120), [OWN_TOKENS]),
+        (replace(TURN, spies=True, cached=120, answered_by="cloud/gpt"), []),
+    ],
+)
+def test_answers_of_repeated_prompts_are_judged(other: Outcome, promises: list[str]) -> None:
+    found = kv_violations([replace(other, ended=11.0), TURN])
+    assert [one.promise for one in found] == promises
+
+
+def test_conversations_are_counted() -> None:
+    turns = [TURN, replace(TURN, cached=120), replace(TURN, cached=3, spies=True), replace(TURN, steps=()), GOOD]
+    assert conversations(turns) == {"turns": 3, "continued": 1, "spied": 1}
 
 
 def test_ends_are_counted() -> None:
