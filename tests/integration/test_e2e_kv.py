@@ -113,22 +113,30 @@ def test_explain_record_has_a_row_for_each_choice(cleared: Stack) -> None:
     assert {row["tier"] for row in rows} == {"hot"}
 
 
-def test_damaged_file_costs_a_prefill_and_a_line_in_the_log_of_the_service(tmp_path: Path) -> None:
-    """The worker's own output is not shown."""
+def test_sequence_returns_from_disk_unless_its_file_is_damaged(tmp_path: Path) -> None:
+    """A damaged one costs a prefill and a line in the log of the service; the worker's own output is not shown."""
     stack = Stack(tmp_path, inference_env={"INFERENCE_KV_DISK_GB": "1", "INFERENCE_KV_RAM_GB": "0"})
+    directory = tmp_path / "state" / "kv"
     try:
         stack.start()
         cached(stack, TEXT)
-        (path,) = wait_until("it is on disk", lambda: list((tmp_path / "state" / "kv").rglob("*.kv")))
+        wait_until("it is on disk", lambda: list(directory.rglob("*.kv")))
+        stack.ask("/models/demo/restart", {}, direct=True, seconds=60)
+        wait_until("the new worker has read the file", lambda: rows(stack))
+        (row,) = restored(stack, TEXT)
+        assert row["tier"] == "disk"
+        assert row["tokens"] > 100
+        assert row["milliseconds"] > 0
         stack.ask("/models/demo/unload", {}, direct=True, seconds=60)
-        os.truncate(path, 1000)
+        paths = list(directory.rglob("*.kv"))
+        for path in paths:
+            os.truncate(path, 1000)
         assert cached(stack, TEXT) == 0
-        line = wait_until(
-            "the service logs it",
-            lambda: [line for line in stack.inference.log.splitlines() if f"{path} removed" in line],
-        )
-        assert len(line) == 1
-        assert "warning" in line[0]
-        assert "demo: stored sequence" in line[0]
+        for path in paths:
+            seen = f"{path} removed"
+            wait_until("the service logs it", lambda seen=seen: seen in stack.inference.log)  # type: ignore[misc]
+        lines = [line for line in stack.inference.log.splitlines() if " removed: " in line]
+        assert len(lines) == len(paths)
+        assert all("warning" in line and "demo: stored sequence" in line for line in lines)
     finally:
         stack.kill()
