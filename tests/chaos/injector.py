@@ -336,15 +336,29 @@ class Injector:
 
     # --- stored sequences -------------------------------------------------------------------------------------------
     async def _kv_damage(self, event: Event) -> str:
-        """Half of the files are changed, by another program or because the disk or the clock is broken."""
+        """Files are changed, by another program or because the disk or the clock is broken.
+
+        A conversation that was stored before continues in a new worker.
+        """
         luck = random.Random(event.draw)
         damage = DAMAGES[event.number % len(DAMAGES)]
+        ask = self.load.turn(replace(self.load.conversation(luck), route=event.model), TURNS - 1)
+        before = await self.load.ask(ask)
+        await asyncio.sleep(2 * SAVED_SECONDS)
         async with self._held["kv"]:
-            files = self.system.kv_files()
-            some = luck.sample(files, -(-len(files) // 2))
-            chosen = [path for path in some if _damaged(path, damage, luck)]
+            chosen = [path for path in self.system.kv_files() if _damaged(path, damage, luck)]
             if not chosen:
                 raise LookupError("no sequence is stored on disk")
+        if before.answered_by == f"local/{event.model}":
+            pid = (await self.system.models())[event.model].pid
+            async with self._touching(event.kind, event.model):
+                if pid is not None:
+                    signal_worker(pid, FAULTS["worker-kill"])
+                    await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
+                with contextlib.suppress(httpx2.HTTPStatusError):  # another fault is in the way
+                    await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
+                await asyncio.sleep(SAVED_SECONDS)  # until the worker has read the directory
+            await self.load.ask(ask)
         return f"{damage}: {len(chosen)} files"
 
     async def _kv_removed(self, event: Event) -> str:
