@@ -38,7 +38,7 @@ BREAKS: dict[str, tuple[Kind, ...]] = {
 def small(plant: str, seed: int) -> Settings:
     """A short run with a defect."""
     settings = Settings(seed, 10, 1.0, plants=(plant,), kinds=BREAKS[plant])
-    return replace(settings, events=12, kv_ram_gb=0.0) if plant == "unverified_states" else settings
+    return replace(settings, events=16, kv_ram_gb=0.0) if plant == "unverified_states" else settings
 
 
 def _arguments() -> argparse.Namespace:

@@ -32,6 +32,8 @@ TRIES_SECONDS = 300.0
 DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past")
 SAVED_SECONDS = 0.3
 """A worker saves a sequence within this time after its answer, if it has nothing else to do."""
+END_BYTES = 128
+"""At the end of a stored sequence, with sizes and padding."""
 AFTERMATH_SECONDS = 4.0
 """Time after the end of a fault in which an answer that ran during it may break."""
 SEEN_SECONDS = 20.0
@@ -343,23 +345,18 @@ class Injector:
         luck = random.Random(event.draw)
         damage = DAMAGES[event.number % len(DAMAGES)]
         ask = self.load.turn(replace(self.load.conversation(luck), route=event.model), TURNS - 1)
-        before = await self.load.ask(ask)
-        await asyncio.sleep(2 * SAVED_SECONDS)
-        async with self._held["kv"]:
+        async with self._held["kv"], self._touching(event.kind, event.model):
+            await self.load.ask(ask)
+            # an ending worker stores what its slots hold
+            await self.system.inference(f"/models/{event.model}/unload", "POST", seconds=20.0)
             chosen = [path for path in self.system.kv_files() if _damaged(path, damage, luck)]
             if not chosen:
                 raise LookupError("no sequence is stored on disk")
-        if before.answered_by == f"local/{event.model}":
-            pid = (await self.system.models())[event.model].pid
-            async with self._touching(event.kind, event.model):
-                if pid is not None:
-                    signal_worker(pid, FAULTS["worker-kill"])
-                    await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
-                with contextlib.suppress(httpx2.HTTPStatusError):  # another fault is in the way
-                    await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
-                await asyncio.sleep(SAVED_SECONDS)  # until the worker has read the directory
-            await self.load.ask(ask)
-        return f"{damage}: {len(chosen)} files"
+            with contextlib.suppress(httpx2.HTTPStatusError):  # another fault is in the way
+                await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
+            await asyncio.sleep(SAVED_SECONDS)  # until the worker has read the directory
+            after = await self.load.ask(ask)
+        return f"{damage}: {len(chosen)} files, then {after.cached} cached tokens by {after.answered_by}"
 
     async def _kv_removed(self, event: Event) -> str:
         """The directory is deleted while workers use it."""
@@ -525,13 +522,17 @@ def _damaged(path: Path, damage: str, luck: random.Random) -> bool:
     try:
         size = path.stat().st_size
         match damage:
-            case "bit" | "values":
+            case "bit":
                 with path.open("r+b") as file:
-                    # values: numbers of the last layer, so that only the checksum reveals it
-                    file.seek(luck.randrange(size) if damage == "bit" else size - size // 16 & ~1)
-                    before = file.read(1)
-                    file.seek(-1, os.SEEK_CUR)
-                    file.write(bytes([before[0] ^ 1 << luck.randrange(8)]) if damage == "bit" else _ONES * (size // 32))
+                    file.seek(at := luck.randrange(size))
+                    (before,) = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([before ^ 1 << luck.randrange(8)]))
+            case "values":
+                # numbers of the last layer, so that only the checksum reveals it; sizes of empty streams follow
+                with path.open("r+b") as file:
+                    file.seek(size - size // 16 & ~1)
+                    file.write(_ONES * ((size // 16 - END_BYTES) // 2))
             case "cut":
                 os.truncate(path, luck.randrange(size))
             case "foreign":

@@ -61,7 +61,7 @@ KEYS = ("chaos-first", "chaos-second")
 """Of two tenants."""
 KV_RAM_GB = 1 / 64
 """The smallest amount that is divided among models."""
-KV_DISK_BYTES = 5 * 2**20
+KV_DISK_BYTES = 12 * 2**20
 INFERENCE_ENV = {
     "INFERENCE_WORKER_SILENCE_SECONDS": "6",
     "INFERENCE_STEP_TIMEOUT_SECONDS": "20",
