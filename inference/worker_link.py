@@ -36,7 +36,7 @@ LINK_FD_ENV = "HEADGATE_WORKER_LINK_FD"
 SOCKET_FD_ENV = "HEADGATE_WORKER_SOCKET_FD"
 PARENT_ENV = "HEADGATE_WORKER_PARENT"
 """Process id of the service. A worker with another parent exits at its start."""
-KEEP_FD_ENV = "HEADGATE_WORKER_KEEP_FD"
+ARENA_FD_ENV = "HEADGATE_WORKER_ARENA_FD"
 """Descriptor of an anonymous memory file for saved sequences. The service holds it too, so that they survive."""
 
 
@@ -180,10 +180,8 @@ class Ready:
     capabilities: tuple[str, ...]
     template_problem: str = ""
     """Why a chat template of the file is not used; empty where all are."""
-    restored_tokens: int = 0
-    """Tokens of restored sequences."""
-    restore_seconds: float = 0.0
-    """Time to restore them; may be part of `load_seconds`."""
+    stored_tokens: int = 0
+    """Tokens of sequences in host memory, which prompts may continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +193,10 @@ class Failed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KvCounts:
-    """Stored sequences of a worker. The counters start with the process.
+    """Stored sequences of a worker. The counters start with the process. Only a store changes its own; messages are
+    copies.
 
     `hot_sequences`: sequences in slots, running or retained.
     `hits_hot`, `hits_ram`, `hits_disk`, `misses`: prompts that were continued from a slot, from host memory, from disk,
@@ -251,7 +250,7 @@ class Heartbeat:
     """KV cells of retained prefixes."""
     prefill_tokens_per_second: float | None = None
     """Recent prefill rate, including reused tokens; None before the first prompt."""
-    kv: KvCounts = KvCounts()
+    kv: KvCounts = field(default_factory=KvCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from inference.worker import malloc_trim
 from inference.worker.channel import Channel, Order
 from inference.worker.worker_errors import LoadError, UnloadedError
 from inference.worker_link import (
+    ARENA_FD_ENV,
     BEAT_SECONDS,
-    KEEP_FD_ENV,
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
@@ -89,8 +89,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.setswitchinterval(SWITCH_SECONDS)
     malloc_trim.set_up()
-    keep = environ.get(KEEP_FD_ENV, "")
-    worker = Worker(link_handle, socket_handle, int(keep) if keep.isdecimal() else None)
+    arena = environ.get(ARENA_FD_ENV, "")
+    worker = Worker(link_handle, socket_handle, int(arena) if arena.isdecimal() else None)
     worker.run()
     return 0
 

@@ -98,9 +98,9 @@ def _announced(model: WorkerModel) -> WorkerModel:
     """The model with its store, and with the tokens of the stored sequences in the ready message."""
     if model.loaded.context.pooling <= 0:
         model = replace(model, store=model.open_store(model.loaded.context, model.grant))
-    ready = replace(model.loaded.ready, restored_tokens=_stored(model).tokens)
+    ready = replace(model.loaded.ready, stored_tokens=_stored(model).tokens)
     log.info(
         "loaded model=%s seconds=%.2f stored_tokens=%d buffers=%s",
-        model.grant.model_id, ready.load_seconds, ready.restored_tokens, ready.buffers,
+        model.grant.model_id, ready.load_seconds, ready.stored_tokens, ready.buffers,
     )  # fmt: skip
     return replace(model, loaded=replace(model.loaded, ready=ready))

@@ -21,7 +21,7 @@ from headgate.shared import child_process
 from headgate.shared.errors import HeadgateError
 from inference.protocol import ExitCause
 from inference.worker_link import (
-    KEEP_FD_ENV,
+    ARENA_FD_ENV,
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
@@ -407,7 +407,7 @@ def launch(
             listener.listen(1024)
             link.setblocking(False)
             os.set_blocking(errors, False)
-            given = {} if arena is None else {KEEP_FD_ENV: str(arena)}
+            given = {} if arena is None else {ARENA_FD_ENV: str(arena)}
             process = subprocess.Popen(
                 command,
                 env=child_environment(

@@ -67,7 +67,7 @@ def test_offloaded_worker_releases_its_context_and_restores_it(tmp_path: Path, k
             assert anonymous_bytes(rig) < before - context_bytes // 2
             rig.send(grant)
             ready = rig.ready()
-            assert ready.restored_tokens == saved.tokens
+            assert ready.stored_tokens == saved.tokens
             assert sum(buffer.bytes for buffer in ready.buffers if buffer.kind != "weights") == context_bytes
             again = ask(rig, 3 * STORY)
             assert text_of(again) == text_of(first)
@@ -90,7 +90,7 @@ def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int)
         assert rig.expect(worker_link.Held).count_bytes == Path(grant.path).stat().st_size
         assert rig.fresh_beat().active == 0
         rig.send(grant)
-        assert rig.ready().restored_tokens == saved.tokens
+        assert rig.ready().stored_tokens == saved.tokens
         assert cached(ask(rig, STORY, tenant="carol")) <= 2
         again = ask(rig, STORY)
         assert text_of(again) == text_of(first)
@@ -107,14 +107,14 @@ def test_sequences_are_stored_within_the_limit_and_restored_only_if_they_match(t
         rig.send(worker_link.KvBudget(0))
         assert offloaded(rig, stays=True) == worker_link.Offloaded(0, 0, 0)
         rig.send(grant)
-        assert rig.ready().restored_tokens == 0
+        assert rig.ready().stored_tokens == 0
         ask(rig, STORY)
         assert offloaded(rig, stays=False).sequences == 1
         rig.wait()
     with WorkerRig(tmp_path, keep=keep) as rig:
         rig.send(worker_link.Hold(grant.path))
         rig.send(replace(grant, flash_attention=False))
-        assert rig.ready().restored_tokens == 0
+        assert rig.ready().stored_tokens == 0
         assert "made for another form of the model" in rig.log
         assert text_of(ask(rig, STORY)) != ""
 

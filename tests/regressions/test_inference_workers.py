@@ -133,7 +133,7 @@ async def test_booking_of_an_ended_worker_is_released_although_its_device_cannot
     assert authority.ledger.accounts["gpu-0"].foreign_bytes == 0
 
 
-LOADED = "02:21:09.355 info    headgate.worker loaded model=demo seconds=1.11 restored_tokens=0"
+LOADED = "02:21:09.355 info    headgate.worker loaded model=demo seconds=1.11 stored_tokens=0"
 
 
 def test_normal_log_line_is_not_the_reason_of_an_exit() -> None:

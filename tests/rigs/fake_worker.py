@@ -107,25 +107,25 @@ async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any], ho
             await _misbehave(how.get("offload"))
             saved = how.get("saved", 0)
             if saved:
-                os.pwrite(int(os.environ[worker_link.KEEP_FD_ENV]), b"x" * saved, 0)
+                os.pwrite(int(os.environ[worker_link.ARENA_FD_ENV]), b"x" * saved, 0)
             send(worker_link.Offloaded(saved, 1, 10))
             if not message.stays:
                 await asyncio.sleep(0)  # lets pending messages be sent
                 os._exit(0)
         elif isinstance(message, worker_link.Grant):
             await _misbehave(how.get("restore"))
-            send(_ready(message, how, restored_tokens=10 if how.get("saved") else 0))
+            send(_ready(message, how, stored_tokens=10 if how.get("saved") else 0))
     os._exit(1)
 
 
-def _ready(grant: worker_link.Grant, how: dict[str, Any], restored_tokens: int = 0) -> worker_link.Ready:
+def _ready(grant: worker_link.Grant, how: dict[str, Any], stored_tokens: int = 0) -> worker_link.Ready:
     device, amount = next(iter(dict(grant.reserved_bytes).items()))
     return worker_link.Ready(
         load_seconds=0.01,
         buffers=(worker_link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
         context_length=grant.context_length,
         capabilities=("chat", "completions"),
-        restored_tokens=restored_tokens,
+        stored_tokens=stored_tokens,
     )
 
 

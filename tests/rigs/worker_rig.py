@@ -69,7 +69,7 @@ class WorkerRig:
         }
         kept = () if self.keep is None else (self.keep,)
         if self.keep is not None:
-            env[worker_link.KEEP_FD_ENV] = str(self.keep)
+            env[worker_link.ARENA_FD_ENV] = str(self.keep)
         self.log_path = self.root / "worker.log"
         with self.log_path.open("ab") as out:
             self.process = subprocess.Popen(

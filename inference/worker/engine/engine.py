@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -30,12 +30,12 @@ from inference.worker.engine.engine_work import QueueEstimate, Work
 from inference.worker.engine.output_tickets import Delivery, Outbox, Ticket
 from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine.sequence_transfers import SequenceTransfers
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.sampling import Distribution
 from inference.worker.steps import (
-    Checkpoint,
     Copy,
     Fetch,
     Limits,
@@ -47,7 +47,6 @@ from inference.worker.steps import (
     Row,
     Save,
     Store,
-    StoredSequence,
     performed,
 )
 from inference.worker.worker_errors import WorkerError
@@ -56,12 +55,6 @@ T = TypeVar("T")
 log = logging.getLogger("headgate.worker.engine")
 
 PROGRESS_SECONDS = 0.5
-
-IDLE_SECONDS = 0.2
-"""After so long without a step the engine stores retained sequences. The next prompt of an agent comes earlier."""
-
-AHEAD_SHARE = 0.02
-"""The share of the time that the engine spends with storing sequences while others run."""
 
 FETCH_CHECK_SECONDS = 0.05
 """Interval of the checks while all jobs wait for sequences from disk. The store wakes the engine as well."""
@@ -106,18 +99,15 @@ class Engine:
         store: SequenceStore | None = None,
         threshold: float = 1.0,
     ) -> None:
-        """`store`: keeps sequences that have no slot. From the share `threshold` of slots in use on, it gets them ahead
-        of need.
-        """
+        """`store`, `threshold`: see `SequenceTransfers`."""
         self.counters = EngineCounters(clock)
         self._backend = backend
         self._vocabulary = vocabulary
         self._make_sampler = make_sampler
         self._deliver = deliver
         self._clock = clock
-        self._store = store
-        self._threshold = threshold
         self._scheduler = Scheduler(limits, None if store is None else store.catalog)
+        self._transfers = SequenceTransfers(self._scheduler, store, self.counters, clock, threshold)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}
         self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
@@ -128,9 +118,6 @@ class Engine:
         self._next_seconds = math.inf
         self._unread_since: dict[Ticket[Output], float] = {}
         self._progress_reported_at = -math.inf
-        self._stepped_at = clock()
-        self._store_again_at = -math.inf
-        self._load_seconds: dict[int, float] = {}
         self._queue_estimate = QueueEstimate(limits)
         self._runner = EngineThread("engine", self._iterate, self._close, on_fatal)
 
@@ -163,27 +150,24 @@ class Engine:
 
     def store_all(self, seconds: float) -> None:
         """Stores the retained sequences, for at most `seconds` and one transfer more. Call it after `stop`."""
-        deadline = self._clock() + seconds
-        while self._clock() < deadline and self._store_one():
-            pass
+        self._transfers.store_all(seconds)
 
     def limit_stored(self, ram_bytes: int) -> None:
         """Sets the limit of host memory for sequences without a slot."""
-        if (store := self._store) is not None:
+        if (store := self._transfers.store) is not None:
             self._control(lambda: store.limit(ram_bytes))
 
     def kv_sequences(self) -> Future[Sequence[SequenceRow]]:
         """See `SequenceControl`, as for the next two methods."""
-        return self._asked(lambda: sequence_commands.rows(self._scheduler, self._store, self._clock()))
+        return self._asked(lambda: sequence_commands.rows(self._scheduler, self._transfers.store, self._clock()))
 
     def clear_kv(self, tenant: str | None) -> Future[int]:
         """Removes sequences that no request uses."""
-        return self._asked(lambda: sequence_commands.clear(self._scheduler, self._store, tenant))
+        return self._asked(lambda: sequence_commands.clear(self._scheduler, self._transfers.store, tenant))
 
     def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
         """Keeps sequences for `seconds` from now."""
-        save = self._save_sequence
-        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._store, ids, seconds, save))
+        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._transfers, ids, seconds))
 
     def wake(self) -> None:
         """Makes the engine look at its store."""
@@ -215,53 +199,18 @@ class Engine:
     # --- the thread --------------------------------------------------------------------------------------------------
     def _iterate(self) -> bool:
         self._run_commands()
-        if self._store is not None:
-            self._store.run()
+        self._transfers.run()
         self._publish()
         if self._scheduler.has_work:
-            self._store_ahead()
+            self._transfers.ahead()
             if self._guarded_step():
-                self._stepped_at = self._clock()
                 return True
             self._runner.rest(FETCH_CHECK_SECONDS)
-        elif self._store_idle():
-            return True
-        return bool(self._commands)
-
-    # --- sequences without a slot ------------------------------------------------------------------------------------
-    def _store_ahead(self) -> None:
-        """Stores a retained sequence while others run, if slots are scarce and no job waits for one."""
-        is_scarce = self._scheduler.occupied >= self._threshold and not self._scheduler.queued
-        if is_scarce and (began := self._clock()) >= self._store_again_at and self._store_one():
-            now = self._clock()
-            self._store_again_at = now + (now - began) / AHEAD_SHARE
-
-    def _store_idle(self) -> bool:
-        """Stores a retained sequence when the engine has been idle for a while; returns whether it did."""
-        if self._store is None:
-            return False
-        wait = self._stepped_at + IDLE_SECONDS - self._clock()
-        if wait > 0:
+        elif (wait := self._transfers.idle()) is not None:
+            if wait == 0.0:
+                return True
             self._runner.rest(wait)
-            return False
-        return self._store_one()
-
-    def _store_one(self) -> bool:
-        """Stores a retained sequence; returns False if all are stored."""
-        if self._store is None or not self._store.enabled or (operation := self._scheduler.store_one()) is None:
-            return False
-        self._save_sequence(operation)
-        return True
-
-    def _save_sequence(self, operation: Store) -> None:
-        assert self._store is not None
-        sequence = operation.sequence
-        rate = self.counters.prefill.tokens_per_second
-        sequence.compute_seconds = len(sequence.tokens) / rate if rate else 0.0
-        sequence.used_at = time.time()
-        if (hint := sequence.hint) is not None and hint.kind == "pin":
-            sequence.pinned_until = sequence.used_at + hint.seconds
-        self._store.save(operation.slot, sequence, operation.checkpoints)
+        return bool(self._commands)
 
     def _close(self, reason: WorkerError) -> None:
         if self.counters.step_started is not None:
@@ -365,25 +314,17 @@ class Engine:
             case Restore(slot, checkpoint):
                 return self._backend.restore(slot, checkpoint.state, checkpoint.position)
             case Store():
-                self._save_sequence(operation)
-            case Load(slot, sequence, checkpoints):
-                return self._load(slot, sequence, checkpoints)
-            case Fetch(sequence):
-                assert self._store is not None
-                self._store.fetch(sequence)
+                self._transfers.save(operation)
+            case Load():
+                return self._transfers.load(operation)
+            case Fetch():
+                self._transfers.fetch(operation)
         return True
-
-    def _load(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
-        seconds = sequence.fetch_seconds if sequence.fetched else 0.0
-        began = self._clock()
-        is_loaded = self._store is not None and self._store.load(slot, sequence, checkpoints)
-        self._load_seconds[slot] = seconds + self._clock() - began
-        return is_loaded
 
     def _note_restore(self, running: _Running, row: Row) -> None:
         """Adds what the first `row` of a choice need not compute to the ticket."""
         if row.start and (tier := self._scheduler.restored(row.job)) is not None:
-            seconds = 0.0 if tier == "hot" else self._load_seconds.get(row.slot, 0.0)
+            seconds = self._transfers.seconds_of(row.slot, tier)
             running.ticket.restored.append(Restored(tier, row.start, 1000 * seconds, running.generation.choice))
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
@@ -572,16 +513,7 @@ class Engine:
         is_due = now - self._progress_reported_at >= PROGRESS_SECONDS
         if is_due or not self.counters.active:
             self.counters.cells_used, self.counters.cells_retained = self._scheduler.cells
-            if self._store is not None:
-                hits = self._scheduler.hits
-                self.counters.kv = replace(
-                    self._store.counts(),
-                    hot_sequences=len(self._scheduler.held()),
-                    hits_hot=hits.hot,
-                    hits_ram=hits.ram,
-                    hits_disk=hits.disk,
-                    misses=hits.misses,
-                )
+            self.counters.kv = self._transfers.counts()
         if is_due:
             self._progress_reported_at = now
             self._end_unread(now)

@@ -23,7 +23,8 @@ from operator import attrgetter
 from inference.protocol import KvTier
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
-from inference.worker.kv.slots import Hits, Slot, Slots
+from inference.worker.kv.slot import Hits, Slot
+from inference.worker.kv.slots import Slots
 from inference.worker.prompt.image_tokens import undivided
 from inference.worker.steps import (
     DECODE,

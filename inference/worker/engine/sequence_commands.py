@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine.sequence_transfers import SequenceTransfers
 from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.kv.sequence_store import SequenceStore
-from inference.worker.kv.slots import Slot
-from inference.worker.steps import Store, StoredSequence, sequence_id
+from inference.worker.kv.slot import Slot
+from inference.worker.steps import StoredSequence, sequence_id
 
 
 def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Sequence[SequenceRow]:
@@ -53,19 +54,13 @@ def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None)
     return len(free)
 
 
-def pin(
-    scheduler: Scheduler,
-    store: SequenceStore | None,
-    ids: Collection[str],
-    seconds: float,
-    save: Callable[[Store], None],
-) -> int:
-    """Keeps sequences for `seconds` from now; returns how many were found. Those in slots are stored by `save`."""
-    if store is None:
+def pin(scheduler: Scheduler, transfers: SequenceTransfers, ids: Collection[str], seconds: float) -> int:
+    """Keeps sequences for `seconds` from now; returns how many were found. Those in slots only are stored first."""
+    if (store := transfers.store) is None:
         return 0
     for slot in scheduler.held():
         if not slot.taken and slot.unsaved and _slot_id(slot) in ids and (operation := scheduler.store(slot)):
-            save(operation)
+            transfers.save(operation)
     found = [sequence for sequence in store.catalog if _id(sequence) in ids]
     store.pin(found, time.time() + seconds if seconds else 0.0)
     return len(found)

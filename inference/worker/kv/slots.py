@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headgate.shared.kv_hint import KvHint
-from inference.protocol import KvTier, Priority
 from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.kv.checkpoints import least_useful
+from inference.worker.kv.slot import Hits, Reuse, Slot
 from inference.worker.steps import (
     Checkpoint,
     Copy,
@@ -39,73 +37,6 @@ sequences costs a step about as much as one or two tokens, and few answers have 
 
 LOADED = "loaded"
 """Stands for the state of a checkpoint until its sequence is loaded."""
-
-
-@dataclass(slots=True)
-class Hits:
-    """How many prompts were continued from a slot, from host memory, from disk, or not at all."""
-
-    hot: int = 0
-    ram: int = 0
-    disk: int = 0
-    misses: int = 0
-
-    def count(self, reused: int, loaded: StoredSequence | None) -> KvTier | None:
-        """A prompt reuses `reused` tokens, of `loaded` or of a slot. Returns where they were."""
-        if reused == 0:
-            self.misses += 1
-            return None
-        if loaded is None:
-            self.hot += 1
-            return "hot"
-        if loaded.fetched:
-            self.disk += 1
-            return "disk"
-        self.ram += 1
-        return "ram"
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A sequence: the first `computed` of `tokens` are in KV cells. A taken slot shares the array of its job.
-
-    `checkpoints` are in the order of their positions. `oldest` and `freed` bound which tokens the window layers have:
-    the position from which on they were complete when the slot was filled, and the cells that were freed since.
-    `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when it was to be stored
-    last; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last job.
-    `restored`: where the tokens were that its present job did not compute.
-    """
-
-    number: int
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    computed: int = 0
-    tenant: str = ""
-    taken: bool = False
-    used_at: int = 0
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    oldest: int = 0
-    freed: int = 0
-    stored: StoredSequence | None = None
-    priority: Priority = Priority.NORMAL
-    hint: KvHint | None = None
-    released_at: float = 0.0
-    tried: int = -1
-    restored: KvTier | None = None
-
-    @property
-    def unsaved(self) -> int:
-        """Tokens that are lost with the slot, 0 if there is a copy of all of them."""
-        copy = self.stored
-        has_copy = copy is not None and len(copy.tokens) == self.computed and (copy.in_ram or copy.on_disk)
-        return 0 if has_copy else self.computed
-
-
-class Reuse(NamedTuple):
-    """The first `tokens` tokens of `slot` can be reused, after going back to `checkpoint` if there is one."""
-
-    slot: Slot | None
-    tokens: int = 0
-    checkpoint: Checkpoint | None = None
 
 
 class _Choice(NamedTuple):
@@ -177,13 +108,8 @@ class Slots:
         if (wanted := choice.stored) is not None:
             wanted.wanted = True  # until it is loaded, so that storing another sequence does not remove it
         self._wanted = wanted
-        for slot, kept in self._displaced(choice):
-            is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
-            if is_worth_it and self._can_store(slot):
-                if self._transferred:
-                    return None
-                self._transferred = True
-                self._operations.append(self._stored(slot))
+        if not all(self._store_unsaved(slot, kept) for slot, kept in self._displaced(choice)):
+            return None
         if choice.stored is not None:
             if self._transferred or not self._clear_cells(len(choice.stored.tokens) - choice.target.computed):
                 return None
@@ -221,12 +147,22 @@ class Slots:
         slot = slot or min(free, key=self._dispensable, default=None)
         if slot is None:
             return False
-        if slot.unsaved >= self._limits.copied and slot.tried != self._clock and self._can_store(slot):
-            if self._transferred:
-                return False
-            self._transferred = True
-            self._operations.append(self._stored(slot))
+        if not self._store_unsaved(slot, 0):
+            return False
         self._forget(slot, 0)
+        return True
+
+    def _store_unsaved(self, slot: Slot, kept: int) -> bool:
+        """Stores `slot` before it loses the tokens behind the first `kept`, if they are worth it; False if that has to
+        wait.
+        """
+        is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
+        if not (is_worth_it and self._can_store(slot)):
+            return True
+        if self._transferred:
+            return False
+        self._transferred = True
+        self._operations.append(self._stored(slot))
         return True
 
     def _clear_cells(self, count: int) -> bool:
@@ -400,7 +336,7 @@ class Slots:
         return slot
 
     def _can_store(self, slot: Slot) -> bool:
-        return self._catalog is not None and slot.number not in self._arriving and min(slot.tokens, default=-1) >= 0
+        return self._catalog is not None and slot.computed > 0 and slot.number not in self._arriving
 
     def _is_moving(self, slot: Slot) -> bool:
         """Whether llama.cpp will copy to or from `slot` with the next batch."""

@@ -8,7 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,43 +56,17 @@ def open_store(
     context: llama.Context,
     grant: Grant,
     files: Fingerprint,
-    keep_handle: int | None,
+    arena_handle: int | None,
     on_change: Callable[[], None],
 ) -> TieredStore:
     """The stored sequences of a model. `files`: the weights in all parts and the LoRA adapters, as they were loaded.
 
-    `keep_handle`: an inherited memory file for the sequences in host memory. `on_change` is called on another thread
+    `arena_handle`: an inherited memory file for the sequences in host memory. `on_change` is called on another thread
     when `run` has something to do.
     """
-    store = TieredStore(context, grant.kv, sequence_key(grant, files), Arena(keep_handle), on_change)
+    store = TieredStore(context, grant.kv, sequence_key(grant, files), Arena(arena_handle), on_change)
     store.open()
     return store
-
-
-@dataclass(slots=True)
-class _Counts:
-    """The counters of `KvCounts` that the store keeps."""
-
-    ram_sequences: int = 0
-    ram_bytes: int = 0
-    ram_tokens: int = 0
-    disk_sequences: int = 0
-    disk_bytes: int = 0
-    disk_tokens: int = 0
-    evicted: int = 0
-    invalid: int = 0
-    prefetched: int = 0
-    prefetched_used: int = 0
-    saves: int = 0
-    saved_bytes: int = 0
-    save_seconds: float = 0.0
-    loads: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    disk_written_bytes: int = 0
-    disk_write_seconds: float = 0.0
-    disk_read_bytes: int = 0
-    disk_read_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +110,7 @@ class TieredStore:
         self._catalog = Catalog()
         self._stored: dict[StoredSequence, _Stored] = {}
         self._by_file: dict[str, _Stored] = {}
-        self._counts = _Counts()
+        self._counts = KvCounts()
         self._reserved_bytes = 0
         self._fetches: dict[_Stored, float] = {}
         self._in_transit: set[_Stored] = set()
@@ -289,7 +263,7 @@ class TieredStore:
 
     def counts(self) -> KvCounts:
         """Numbers for the heartbeat, without `hits_*` and `misses`."""
-        return KvCounts(**{name: getattr(self._counts, name) for name in _Counts.__slots__})
+        return replace(self._counts)
 
     # --- the life of the store ----------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -452,6 +426,8 @@ class TieredStore:
         self._arena.release(region, spare=region.size <= room)
 
     def _enter_disk(self, stored: _Stored, name: str) -> None:
+        if stored.file is not None:
+            return  # the search of the directory found a new file before its writer reported it
         self._by_file[name] = stored
         stored.file, stored.sequence.on_disk = name, True
         self._counts.disk_sequences += 1

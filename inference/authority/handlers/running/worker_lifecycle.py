@@ -155,7 +155,7 @@ def checkpoint_ended(draft: Draft, event: CheckpointEnded) -> None:
         return
     worker = warm_pool.resume_ended(draft, event)
     if worker is not None and worker.suspended is not None:
-        ready = replace(worker.suspended.ready, restored_tokens=0)
+        ready = replace(worker.suspended.ready, stored_tokens=0)
         draft.set_worker(worker.id, suspended=None, beat=None)
         loaded(draft, Loaded(worker.id, ready))
 
@@ -222,7 +222,7 @@ def _note_load(
     draft.set_model(model.id, restore_seconds=seconds)
     draft.set(restorations=draft.state.restorations + 1)
     draft.count("restorations")
-    draft.info("%s was restored in %.2f s with %d tokens of its sequences", model.id, seconds, ready.restored_tokens)
+    draft.info("%s was restored in %.2f s with %d tokens of stored sequences", model.id, seconds, ready.stored_tokens)
 
 
 def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapping[str, int]) -> None:

@@ -1,0 +1,132 @@
+"""Decides when the sequences of an engine are stored, and carries out transfers. Runs on the engine thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from inference.protocol import KvTier
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine_stats import EngineCounters
+from inference.worker.kv.sequence_store import SequenceStore
+from inference.worker.steps import Fetch, Load, Store
+from inference.worker_link import KvCounts
+
+IDLE_SECONDS = 0.2
+"""After so long without a step retained sequences are stored. The next prompt of an agent comes earlier."""
+
+AHEAD_SHARE = 0.02
+"""The share of the time that is spent with storing sequences while others run."""
+
+LOOK_SECONDS = 0.05
+"""Interval of the search for sequences to store while others run."""
+
+
+class SequenceTransfers:
+    """Moves sequences between the slots of `scheduler` and `store`; without a store nothing is moved.
+
+    From the share `threshold` of slots in use on, retained sequences are stored while others run.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: SequenceStore | None,
+        counters: EngineCounters,
+        clock: Callable[[], float],
+        threshold: float,
+    ) -> None:
+        self.store = store
+        self._scheduler = scheduler
+        self._counters = counters
+        self._clock = clock
+        self._threshold = threshold
+        self._idle_since: float | None = clock()
+        self._again_at = -math.inf
+        self._load_seconds: dict[int, float] = {}
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Applies the results of background work. Called before each step."""
+        if self.store is not None:
+            self.store.run()
+
+    def ahead(self) -> None:
+        """Stores a retained sequence while others run, if slots are scarce and no job waits for one."""
+        self._idle_since = None
+        if self.store is None or (began := self._clock()) < self._again_at:
+            return
+        is_scarce = self._scheduler.occupied >= self._threshold and not self._scheduler.queued
+        seconds = self._clock() - began if is_scarce and self.store_one() else 0.0
+        self._again_at = began + max(LOOK_SECONDS, seconds / AHEAD_SHARE)
+
+    def idle(self) -> float | None:
+        """Stores a retained sequence if the engine has been idle for a while.
+
+        Returns the seconds until it is to be called again, None if all sequences are stored.
+        """
+        if self.store is None:
+            return None
+        now = self._clock()
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        if (wait := self._idle_since + IDLE_SECONDS - now) > 0:
+            return wait
+        return 0.0 if self.store_one() else None
+
+    def store_all(self, seconds: float) -> None:
+        """Stores the retained sequences, for at most `seconds` and one transfer more."""
+        deadline = self._clock() + seconds
+        while self._clock() < deadline and self.store_one():
+            pass
+
+    def store_one(self) -> bool:
+        """Stores a retained sequence; returns False if all are stored."""
+        if self.store is None or not self.store.enabled or (operation := self._scheduler.store_one()) is None:
+            return False
+        self.save(operation)
+        return True
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+    def save(self, operation: Store) -> None:
+        """Copies a slot to the store."""
+        assert self.store is not None
+        sequence = operation.sequence
+        rate = self._counters.prefill.tokens_per_second
+        sequence.compute_seconds = len(sequence.tokens) / rate if rate else 0.0
+        sequence.used_at = time.time()
+        if (hint := sequence.hint) is not None and hint.kind == "pin":
+            sequence.pinned_until = sequence.used_at + hint.seconds
+        self.store.save(operation.slot, sequence, operation.checkpoints)
+
+    def load(self, operation: Load) -> bool:
+        """Copies a stored sequence to its slot; returns False, with an empty slot, if that fails."""
+        assert self.store is not None
+        sequence = operation.sequence
+        fetch_seconds = sequence.fetch_seconds if sequence.fetched else 0.0
+        began = self._clock()
+        is_loaded = self.store.load(operation.slot, sequence, operation.checkpoints)
+        self._load_seconds[operation.slot] = fetch_seconds + self._clock() - began
+        return is_loaded
+
+    def fetch(self, operation: Fetch) -> None:
+        """Begins to read a stored sequence from disk."""
+        assert self.store is not None
+        self.store.fetch(operation.sequence)
+
+    def seconds_of(self, slot: int, tier: KvTier) -> float:
+        """How long it took to restore the tokens of `slot` from `tier`."""
+        return 0.0 if tier == "hot" else self._load_seconds.get(slot, 0.0)
+
+    def counts(self) -> KvCounts:
+        """Numbers for the heartbeat."""
+        hits = self._scheduler.hits
+        return replace(
+            KvCounts() if self.store is None else self.store.counts(),
+            hot_sequences=len(self._scheduler.held()),
+            hits_hot=hits.hot,
+            hits_ram=hits.ram,
+            hits_disk=hits.disk,
+            misses=hits.misses,
+        )
