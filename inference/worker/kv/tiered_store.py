@@ -521,7 +521,7 @@ class TieredStore:
             if stored.region is None or stored.being_written:
                 continue
             waits = stored.fetched_at is not None and time.monotonic() - stored.fetched_at < FETCHED_SECONDS
-            if not waits and (stored.file is not None or stored in self._unwritten):
+            if not waits and not stored.write_queued:  # it is on disk, or has no chance to get there
                 self._evict(stored)
 
     def _prepare(self, newest: _Stored) -> None:
