@@ -21,7 +21,7 @@ SPREAD := -n $(JOBS) --dist worksteal
 CORE_COVERAGE ?= 100
 PURE := .pytest_cache/pure_modules.coveragerc
 # Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
-MEASURE := -p tests.rigs.core_coverage --cov --cov-config=$(PURE) --cov-branch --cov-report=term:skip-covered
+MEASURE := -p tests.rigs.core_coverage --cov --cov-config=$(PURE) --cov-branch --cov-report=term-missing:skip-covered
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20

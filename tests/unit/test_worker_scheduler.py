@@ -695,3 +695,14 @@ def test_cells_for_a_stored_sequence_are_freed_one_transfer_per_step() -> None:
     assert transfers[:-1] == [Store] * (len(transfers) - 1)
     assert transfers[-1] is Load
     assert [(row.start, list(row.tokens)) for row in step.rows] == [(18, [7])]
+
+
+def test_occupied_is_the_share_of_slots_with_tokens() -> None:
+    """A finished request leaves its tokens, so that its slot stays occupied."""
+    scheduler = Scheduler(Limits(slots=4, context=40, batch=30, queue=4))
+    assert scheduler.occupied == 0.0
+    scheduler.submit([Job(1, (1, 2, 3))])
+    rows_of(scheduler)
+    assert scheduler.occupied == 0.25
+    scheduler.finish(1)
+    assert scheduler.occupied == 0.25
