@@ -17,7 +17,7 @@ from headgate.shared.errors import Exit
 from headgate.shared.units import format_duration, parse_duration
 
 ALL = "all"
-ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
+ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached")
 """The accounts of the ledger: the first is the sum of the others."""
 
 _KV_HEADERS = ("MODEL", "ID", "TIERS", "TOKENS", "SIZE", "IDLE", "HITS", "PINNED", "TENANT")

@@ -577,7 +577,8 @@ def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, caps
 
 
 def test_devices_show_the_accounts_of_the_ledger(serve: Any, capsys: Any) -> None:
-    accounts = {"capacity": 10, "free": 4, "foreign": 3, "reserved": 2, "resident": 1, "releasing": 0}
+    names = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached")
+    accounts = dict(zip(names, (15, 4, 3, 2, 1, 0, 5), strict=True))
     ledger = {f"{name}_bytes": count * 2**30 for name, count in accounts.items()}
     device = {"id": "gpu-0", "name": "A GPU", "state": "healthy", "uuid": "GPU-1", "note": "slow", "ledger": ledger}
     device["pressure_level"] = "high"
