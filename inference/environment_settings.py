@@ -45,6 +45,9 @@ AT_START = frozenset(
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 
+LEAST_KV_RAM_GB = 1 / 64
+"""`placement.kv_budgets` divides host memory for stored sequences in steps of 16 MiB."""
+
 SIMULATED = "sim:"
 SIMULATED_EXAMPLE = "sim:2x600MiB"
 MOST_SIMULATED = 16
@@ -185,6 +188,13 @@ class InferenceSettings(BaseSettings):
     def _known_devices(cls, value: str) -> str:
         parse_choice(value)
         return value.strip()
+
+    @field_validator("kv_ram_gb")
+    @classmethod
+    def _is_used(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < LEAST_KV_RAM_GB:
+            raise ValueError(f"must be 0 (none) or at least {LEAST_KV_RAM_GB} (16 MiB), because less is not used")
+        return value
 
     @model_validator(mode="after")
     def _levels_rise(self) -> InferenceSettings:

@@ -13,6 +13,7 @@ from gateway.settings import GatewayConfig
 from headgate.shared.errors import ConfigError
 from headgate.shared.state_directory import INVALID_KEY
 from inference import environment_settings, settings
+from inference.authority.placement.kv_budgets import STEP_BYTES
 from inference.protocol import Priority
 from tests.rigs import tiny_gguf
 
@@ -52,6 +53,15 @@ def test_settings_have_their_defaults(name: str, default: Any) -> None:
     defaults = environment_settings.InferenceSettings.model_validate({})
     assert getattr(defaults, name.lower()) == default
     assert f"INFERENCE_{name}" in environment_settings.environment_names()
+
+
+def test_host_memory_for_stored_sequences_is_none_or_enough_for_one_step(directory: Path) -> None:
+    """Less would have no effect."""
+    for value in (0.0, STEP_BYTES / 2**30):
+        assert load(directory, "models: {}", {"INFERENCE_KV_RAM_GB": str(value)}).settings.kv_ram_gb == value
+    text = problems(directory, "models: {}", {"INFERENCE_KV_RAM_GB": "0.01"})
+    assert "INFERENCE_KV_RAM_GB" in text
+    assert "must be 0 (none) or at least 0.015625 (16 MiB)" in text
 
 
 def test_shipped_file_is_valid_and_contains_every_key() -> None:
