@@ -146,6 +146,11 @@ class StoredSequence:
     wanted: bool = False
     hint: KvHint | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it is worth more than others without this hint."""
+        return self.hint is not None and self.hint.kind == "keep"
+
 
 @dataclass(frozen=True, slots=True)
 class Remove:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.kv_hint import KvHint
 from inference.worker.kv import tiered_store
 from inference.worker.steps import Checkpoint, StoredSequence
 from tests.rigs.store_rig import PLENTY, OpenStore, StoreRig, family, random_tokens, store_rig
@@ -377,6 +378,25 @@ def test_pins_and_times_outlive_the_worker(rig: StoreRig, keep: int, disk: dict[
         assert on_disk.pinned_until == pytest.approx(until, abs=1e-3)
     (path,) = Path(disk["directory"]).rglob("*.kv")
     assert path.stat().st_mtime == pytest.approx(until, abs=1e-3)
+
+
+def test_the_hint_to_keep_a_sequence_outlives_the_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """In memory and on disk, also if the same tokens were saved without it before."""
+    one = size_of(rig)
+    with rig.store(keep, **disk) as opened:
+        without = saved(rig, opened, 1, used_at=1.0)
+        opened.wait(lambda: without.on_disk)
+        kept = saved(rig, opened, 1, used_at=1.0, hint=KvHint("keep"))
+        opened.wait(lambda: kept.on_disk)
+        assert set(opened.store.catalog) == {kept}
+    with rig.store(**disk) as opened:
+        opened.wait(lambda: opened.found(kept.tokens))
+        found = opened.found(kept.tokens)
+        assert found is not None
+        assert found.keeps
+    with rig.store(keep, ram_bytes=2 * one) as opened:
+        newer = [saved(rig, opened, number, used_at=float(number)) for number in (2, 3)]
+        assert {opened.found(kept.tokens), newer[1]} == set(opened.store.catalog)
 
 
 def test_closing_finishes_writes_or_abandons_them(rig: StoreRig, disk: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
 from inference.worker.kv.entry_format import (
     ALIGNED,
@@ -46,6 +47,7 @@ def sequences(draw: st.DrawFn) -> tuple[StoredSequence, bytes, list[bytes]]:
         pinned_until=draw(st.floats(0, 2e9)),
         compute_seconds=draw(st.floats(0, 1e6)),
         hits=draw(st.integers(0, 1000)),
+        hint=draw(st.sampled_from([None, KvHint("keep"), KvHint("pin", 60.0)])),
     )
     return sequence, draw(st.binary(min_size=1, max_size=300)), states
 
@@ -71,7 +73,7 @@ def content(entry: bytes | bytearray) -> tuple[object, ...]:
     states = [bytes(entry[at : at + n]) for at, n in zip(sizes.checkpoints_at, sizes.checkpoint_bytes, strict=True)]
     state = bytes(entry[sizes.state_at : sizes.state_at + sizes.state_bytes])
     found = (sequence.tokens, sequence.tenant, sequence.checkpoints, sequence.priority, sequence.compute_seconds)
-    return (*found, sequence.hits, head.key, head.partial_at, state, states)
+    return (*found, sequence.hits, sequence.keeps, head.key, head.partial_at, state, states)
 
 
 @given(sequences())
@@ -82,7 +84,7 @@ def test_an_entry_returns_what_was_written(written: tuple[StoredSequence, bytes,
     head = verify(entry)
     assert content(entry) == (
         sequence.tokens, sequence.tenant, sequence.checkpoints, sequence.priority, sequence.compute_seconds,
-        sequence.hits, KEY, 8, state, states,
+        sequence.hits, sequence.keeps, KEY, 8, state, states,
     )  # fmt: skip
     assert (head.sequence.used_at, head.sequence.pinned_until) == (sequence.used_at, sequence.pinned_until)
     assert head.sequence.count_bytes == head.sizes.all_bytes == len(entry)

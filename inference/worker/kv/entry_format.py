@@ -1,7 +1,7 @@
 """The format of a stored sequence, the same in host memory and in a file.
 
     header      HEADER_BYTES   mark with the version, progress, sizes, checksums, times
-    metadata    JSON           key, tenant, checkpoints, priority, compute time
+    metadata    JSON           key, tenant, checkpoints, priority, compute time, whether it is to be kept
     tokens      int32 each
     state       of llama.cpp   whole sequence
     checkpoints of llama.cpp   one partial state each
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64
 
+from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
 from inference.worker.steps import StoredSequence
 
@@ -56,7 +57,9 @@ class InvalidEntryError(ValueError):
 
 
 class _Metadata(msgspec.Struct):
-    """`checkpoints`: position, first position of the windows, bytes. `partial_at`: see `Head`."""
+    """`checkpoints`: position, first position of the windows, bytes. `partial_at`: see `Head`. `keeps`: the request had
+    the hint `keep`; other versions may not write it.
+    """
 
     key: dict[str, Any]
     tenant: str
@@ -65,6 +68,7 @@ class _Metadata(msgspec.Struct):
     compute_seconds: float
     hits: int
     partial_at: int
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ def encode_head(
             sequence.compute_seconds,
             sequence.hits,
             partial_at,
+            sequence.keeps,
         )
     )
     sizes = Sizes(len(metadata), len(sequence.tokens), state_bytes, tuple(checkpoint_bytes))
@@ -226,6 +231,7 @@ def decode_head(head: Buffer) -> Head:
         compute_seconds=found.compute_seconds,
         count_bytes=all_bytes,
         hits=found.hits,
+        hint=KvHint("keep") if found.keeps else None,
     )
     return Head(sizes, found.key, sequence, found.partial_at, states_sum)
 

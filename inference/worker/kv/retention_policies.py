@@ -50,5 +50,4 @@ def leaves_after(sequence: StoredSequence, policy: Policy, now: float) -> tuple[
 
     Pinned ones are last, before them those with the hint `keep`; else the lowest worth is first.
     """
-    keeps = sequence.hint is not None and sequence.hint.kind == "keep"
-    return sequence.pinned_until > now, keeps, policy(sequence, now)
+    return sequence.pinned_until > now, sequence.keeps, policy(sequence, now)

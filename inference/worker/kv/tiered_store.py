@@ -663,12 +663,13 @@ class TieredStore:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
     def _replaces(self, sequence: StoredSequence) -> bool:
-        """Whether the same tokens are in host memory already. `sequence` then takes their place in the catalog."""
+        """Whether the same entry is in host memory already. `sequence` then takes its place in the catalog."""
         same = self._catalog.same(sequence.tokens, sequence.tenant)
         if same is None:
             return False
         stored = self._stored[same]
-        if stored.region is None or len(same.checkpoints) < len(sequence.checkpoints):
+        is_worse = len(same.checkpoints) < len(sequence.checkpoints) or same.keeps != sequence.keeps
+        if stored.region is None or is_worse:
             self._remove(stored)
             return False
         self._catalog.remove(same)
