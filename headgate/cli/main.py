@@ -43,6 +43,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("list", "models", "all configured models", "headgate list --json"),
         Verb("show", "models", "details of one model", "headgate show demo"),
         Verb("load", "models", "load a model now", "headgate load demo"),
+        Verb("preload", "memory", "load several models now", "headgate preload demo demo-mini"),
         Verb("unload", "models", "unload a model after its running requests", "headgate unload demo"),
         Verb(
             "offload", "models", "move a model from its device to host memory, keeping it warm", "headgate offload demo"
@@ -55,6 +56,20 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "models",
             "what memory a model needs and where it would be loaded, as a dry run",
             "headgate plan demo --ctx 8192",
+        ),
+    ),
+    "memory": (
+        Verb("evictions", "memory", "models that left their device, and why", "headgate evictions --limit 50"),
+        Verb("history", "memory", "memory of each device at the last checks", "headgate history --last 10m"),
+        Verb("gc", "memory", "unload idle models and return unused memory", "headgate gc"),
+        Verb(
+            "defragment", "memory", "move idle models so that a larger model fits on one device", "headgate defragment"
+        ),
+        Verb(
+            "dump",
+            "memory",
+            "all memory records; `dump compare` shows what changed between two dumps",
+            "headgate dump compare dump-1 dump-2",
         ),
     ),
     "talk": (
@@ -78,7 +93,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
         Verb("config", "config", "check or show the configuration, or its schema", "headgate config check"),
-        Verb("key", "key", "show the gateway's API key, or generate one", "headgate key show"),
+        Verb("key", "config", "show the gateway's API key, or generate one", "headgate key show"),
         Verb(
             "bench", "bench", "a small load on the running gateway, and its figures", "headgate bench demo --streams 8"
         ),

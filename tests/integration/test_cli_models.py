@@ -95,3 +95,16 @@ def test_model_can_be_planned_loaded_moved_restarted_offloaded_and_unloaded(stac
     assert not any(used(stack).values())
     assert "huge does not fit" in verb("plan huge", 4)[0]
     assert "MiB" in verb("load huge", 4)[1]
+
+
+def test_memory_is_shown_and_released(stack: Stack, verb: RunVerb) -> None:
+    assert "demo: ready on gpu-" in verb("preload demo demo-mini")[1]
+    assert "huge: " in verb("preload huge", 4)[1]
+    verb("dump")
+    assert "largest room on one device: " in verb("defragment")[1]
+    assert "unloaded: " in verb("gc")[1]
+    verb("dump")
+    assert re.search(r"^models/demo/state +ready +cold +-$", verb("dump compare dump-1 dump-2")[0], re.MULTILINE)
+    assert len(re.findall(r"^\S+ \S+ +demo\S* +unload +by hand +\S+ MiB ", verb("evictions")[0], re.MULTILINE)) == 2
+    assert re.search(r"^\S+ \S+ +gpu-1 +low ", verb("history")[0], re.MULTILINE)
+    assert re.search(r"usable memory: gpu-0 270\.0 MiB, gpu-1 270\.0 MiB, cpu [\d.]+ [GM]iB", stack.inference.log)

@@ -590,6 +590,120 @@ def test_devices_show_the_accounts_of_the_ledger(serve: Any, capsys: Any) -> Non
     assert output.err == "gpu-0: slow\n"
 
 
+def test_evictions_and_history_are_listed(serve: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    record = {
+        "model_name": "demo", "reason": "memory wanted", "action": "offload", "memory_freed_mb": 1536.0,
+        "timestamp": 1_700_000_000.5, "explanation": ["room for big", "idle for 9 s"],
+    }  # fmt: skip
+    device = {"used_mb": 900.0, "free_mb": 124.0, "foreign_mb": 0.0, "ours_mb": 900.0, "pressure_level": "high"}
+    sample = {
+        "timestamp": 1_700_000_000.5, "devices": {"gpu-0": device}, "active_requests": 2, "queued_requests": 1,
+        "pool_utilization": 0.5, "models_loaded": 3, "models_warm": 4,
+    }  # fmt: skip
+    serve(
+        {
+            "GET /memory/evictions?limit=20": Canned({"total": 7, "evictions": [record]}),
+            "GET /memory/evictions?limit=1": Canned({"total": 0, "evictions": []}),
+            "GET /memory/history?minutes=60": Canned({"minutes": 60, "samples": [sample]}),
+            "GET /memory/history?minutes=0.5": Canned({"minutes": 0.5, "samples": []}),
+        }
+    )
+    assert main(["evictions"]) == 0
+    output = capsys.readouterr()
+    words = "2023-11-14 22:13:20  demo   offload  memory wanted  1.5 GiB  room for big; idle for 9 s"
+    assert output.out.splitlines()[1] == words
+    assert output.err == "1 of 7 since the service started\n"
+    assert main(["evictions", "--limit", "1"]) == 0
+    assert "no model has left its device" in capsys.readouterr().out
+    assert main(["history"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split() == [
+        "2023-11-14", "22:13:20", "gpu-0", "high", "900.0", "MiB", "124.0", "MiB", "0", "B", "900.0", "MiB",
+        "2", "1", "3", "4",
+    ]  # fmt: skip
+    assert main(["history", "--last", "30s"]) == 0
+    assert capsys.readouterr().out == "no memory check in the last 30s\n"
+    assert main(["history", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == [sample]
+    for wrong in (["evictions", "--limit", "1001"], ["history", "--last", "0s"], ["history", "--last", "never"]):
+        assert main(wrong) == 2
+
+
+def test_memory_is_released_by_command(serve: Any, capsys: Any) -> None:
+    move = {"model_name": "demo", "source": "gpu-0", "target": "gpu-1"}
+    serve(
+        {
+            "POST /memory/gc": Canned(
+                {"freed_mb": 2048.0, "models_unloaded": 1, "models": ["demo"], "trimmed_mb": 1.5}
+            ),
+            "POST /memory/defragment": Canned(
+                {
+                    "cells_released": 512,
+                    "trimmed_mb": 2.0,
+                    "reclaimed_mb": 0.0,
+                    "moved": [move],
+                    "refused": [{**move, "model_name": "big", "reason": "it is in use"}],
+                    "largest_room_mb": {"before": 1024.0, "after": 2048.0},
+                }
+            ),
+        }
+    )
+    assert main(["gc"]) == 0
+    assert capsys.readouterr().err == "2.0 GiB freed, 1.5 MiB of it from heaps; unloaded: demo\n"
+    assert main(["defragment"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "demo: moved from gpu-0 to gpu-1",
+        "big: not moved from gpu-0 to gpu-1: it is in use",
+        (
+            "largest room on one device: 2.0 GiB (1.0 GiB before); "
+            "512 cached cells dropped, 2.0 MiB of host memory returned"
+        ),
+    ]
+
+
+def test_dumps_are_made_and_compared(serve: Any, capsys: Any) -> None:
+    changed = {
+        "models/demo/state": {"before": "cold", "after": "ready"},
+        "python/tasks": {"before": 4, "after": 6, "difference": 2},
+    }
+    service = serve(
+        {
+            "POST /memory/dump": Canned({"id": "dump-2", "models": {"demo": {"state": "ready"}}, "recovery": {}}),
+            "POST /memory/dump/compare": Canned(
+                {"before": "dump-1", "after": "dump-2", "seconds": 90.0, "changed": changed}
+            ),
+        }
+    )
+    assert main(["dump", "--objects", "5"]) == 0
+    assert service.requests[-1].body == {"large_objects": 5}
+    output = capsys.readouterr()
+    assert [line.split() for line in output.out.splitlines()[1:]] == [["models/demo/state", "ready"], ["recovery", "-"]]
+    assert "headgate dump compare dump-2 LATER" in output.err
+    assert main(["dump", "compare", "dump-1", "dump-2"]) == 0
+    assert service.requests[-1].body == {"before": "dump-1", "after": "dump-2"}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["models/demo/state", "cold", "ready", "-"], ["python/tasks", "4", "6", "2"]]
+    assert main(["dump", "compare", "dump-1"]) == 2
+    assert "name two dumps" in capsys.readouterr().err
+    assert main(["dump", "comapre"]) == 2
+
+
+def test_models_are_preloaded_and_the_first_error_is_the_exit_code(serve: Any, capsys: Any) -> None:
+    loaded = {"model": "demo", "loaded": True, "state": "ready", "devices": ["cpu"], "seconds": 2.0, "error": None}
+    error = TOO_BIG["error"]
+    refused = {"model": "org/big", "loaded": False, "state": "cold", "devices": [], "seconds": 0.1, "error": error}
+    service = serve({"POST /memory/preload": Canned({"results": [loaded]})})
+    assert main(["preload", "demo"]) == 0
+    assert service.requests[-1].body == {"models": ["demo"]}
+    assert capsys.readouterr().err == "demo: ready on cpu after 2s\n"
+    service.answers["POST /memory/preload"] = Canned({"results": [loaded, refused]})
+    assert main(["preload", "demo", "org/big", "--priority", "low", "--timeout", "5"]) == 4
+    assert service.requests[-1].body == {"models": ["demo", "org/big"], "priority": "low", "seconds": 5.0}
+    assert capsys.readouterr().err.splitlines()[1] == f"org/big: {error['message']}"
+
+
 @pytest.mark.parametrize(
     ("state", "note", "code", "words"),
     [
