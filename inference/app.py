@@ -36,6 +36,7 @@ from inference.api.service_routes import OPEN_PATHS
 from inference.authority.clock import Clock
 from inference.authority.shell import Authority
 from inference.authority.state import Timing
+from inference.authority.views import figures
 from inference.authority.views.dumps import Dumps
 from inference.authority.views.event_bus import Bus
 from inference.authority.views.inference_metrics import Metrics, gauges
@@ -158,7 +159,10 @@ async def serve(
             raise ConfigError(problems)
         else:
             host, port = sock.getsockname()[:2]
-            log.info("the inference service listens on http://%s:%d (%d models)", host, port, len(config.models))
+            log.info(
+                "the inference service listens on http://%s:%d (%d models; usable memory: %s)",
+                host, port, len(config.models), figures.usable(running.authority.state),
+            )  # fmt: skip
         await answering
     finally:
         server.should_exit = True

@@ -34,6 +34,7 @@ from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
 from inference.authority.quarantine import SUSPICIOUS, Crash
 from inference.authority.shell import Authority
+from inference.authority.views.inference_metrics import OTHER_MODEL
 from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
 from inference.estimate import cold_tokenizer
 from inference.protocol import (
@@ -55,6 +56,8 @@ _EXIT_SECONDS = 0.5
 BODY_SECONDS = 60.0
 """Time limit for the arrival of a body."""
 CONNECT_SECONDS = 5.0
+CLIENT_LEFT = "client_left"
+"""The outcome of requests whose client disconnected; the gateway uses the same name."""
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 _FRAME_END = b"\n\n"
 _DATA = b"\ndata:"
@@ -104,8 +107,11 @@ class Relay:
         return None
 
     async def _answer(self, path: str, headers: Headers, body: bytes, out: Response) -> None:
+        model, outcome = OTHER_MODEL, CLIENT_LEFT
+        is_counted = True
         try:
             request = await read_request(path, headers, body)
+            is_counted = not request.probe and not request.only_tokenizes
             model = self._authority.resolve(request.model)
             if request.probe and await self._probe(model, out):
                 return
@@ -113,21 +119,28 @@ class Relay:
                 await self._count(model, request, out)
                 return
             try:
-                await self._serve(model, request, out)
+                status = await self._serve(model, request, out)
             except _WorkerEndedError:
                 model = self._authority.resolve(request.model)  # a reload may have removed it and added it again
                 if request.probe and await self._probe(model, out):
                     return
-                await self._serve(model, request, out)
+                status = await self._serve(model, request, out)
+            outcome = "success" if status == 200 else f"status_{status}"
         except InferenceError as error:
+            outcome = str(error.code)
             await out.fail(error)
         except _WorkerEndedError:
+            outcome = str(Code.MODEL_FAILED)
             await out.fail(ModelFailed("the model was unloaded twice before it took the request", retry_after=1.0))
         except OSError:
             log.debug("the client of %s disconnected", out.request_id)
         except Exception:
+            outcome = str(Code.INTERNAL_ERROR)
             log.exception("request %s failed: internal error", out.request_id)
             await out.fail(InferenceError("internal error of the inference service; see its log"))
+        finally:
+            if is_counted:
+                self._authority.metrics.requests.labels(model, outcome).inc()
 
     def _is_ready(self, model: str) -> bool:
         return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
@@ -139,23 +152,24 @@ class Relay:
         status, answer = await self._vocabulary.ask(spec, request.path, request.body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
-    async def _serve(self, model: str, request: RelayedRequest, out: Response) -> None:
+    async def _serve(self, model: str, request: RelayedRequest, out: Response) -> int:
+        """Relays the answer of the model; returns its status."""
         rerun = Rerun(self._authority, request.path, request.body)
         await rerun.admit(model)
         while True:
             try:
-                has_computed = await self._run(rerun, model, request, out)
+                status = await self._run(rerun, model, request, out)
             except CrashedError as error:
                 if not await rerun.crashed(model, error) or request.probe:
                     raise error.error from error
                 model = self._authority.resolve(request.model)
             else:
-                if has_computed:
+                if status == 200 and not request.only_tokenizes:
                     rerun.answered(model)
-                return
+                return status
 
-    async def _run(self, rerun: Rerun, model: str, request: RelayedRequest, out: Response) -> bool:
-        """Whether the model computed the answer: not for an error, and not for tokenize requests."""
+    async def _run(self, rerun: Rerun, model: str, request: RelayedRequest, out: Response) -> int:
+        """Relays the answer of one worker; returns its status."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
@@ -171,9 +185,9 @@ class Relay:
             alone = lease.alone
             lease.shape = lambda: {**request.shape(), "alone": alone}
             answer = self._stream if request.stream else self._whole
-            has_computed = await answer(lease, request, out) == 200 and not request.only_tokenizes
-            lease.release(completed=has_computed)
-            return has_computed
+            status = await answer(lease, request, out)
+            lease.release(completed=status == 200 and not request.only_tokenizes)
+            return status
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""

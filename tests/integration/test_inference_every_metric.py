@@ -21,11 +21,14 @@ NAMES: dict[str, set[str]] = {
     "inference_device_bytes": {"device", "account"},
     "inference_device_utilization_ratio": {"device"},
     "inference_device_state": {"device"},
+    "inference_device_memory_bytes": {"device", "kind"},
     "inference_pressure_level": {"device"},
     "inference_model_state": {"model"},
     "inference_model_bytes": {"model", "kind"},
     "inference_model_refs": {"model"},
     "inference_sequences": {"model", "state"},
+    "inference_slots": {"model", "state"},
+    "inference_requests_total": {"model", "outcome"},
     "inference_placement_total": {"result", "reason"},
     "inference_evictions_total": {"action", "reason"},
     "inference_restorations_total": set(),
@@ -73,15 +76,19 @@ def shows(*names: str) -> Callable[[Shown], Shown]:
     return enter
 
 
-@shows("device_bytes", "device_utilization_ratio", "pressure_level", "device_state")
+@shows("device_bytes", "device_memory_bytes", "device_utilization_ratio", "pressure_level", "device_state")
 async def _a_device_fills_and_is_lost(start: Start, _patch: pytest.MonkeyPatch) -> None:
     gpu = FakeAccelerator()
     service = await start({"a": {}}, accelerator=gpu)
     assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 0
     assert value(service, "inference_pressure_level", device="gpu-0") == 0
     assert value(service, "inference_device_state", device="gpu-0") == 0
+    assert value(service, "inference_device_memory_bytes", device="gpu-0", kind="free") == 1000 * MIB
     gpu.used_bytes = 950 * MIB
     gpu.change(state=DeviceState.LOST)
+    kinds = {"total": 1000, "used": 950, "free": 50}
+    for kind, mib in kinds.items():
+        assert value(service, "inference_device_memory_bytes", device="gpu-0", kind=kind) == mib * MIB
     assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 950 * MIB
     assert value(service, "inference_device_utilization_ratio", device="gpu-0") == 0.95
     assert value(service, "inference_pressure_level", device="gpu-0") == 3
@@ -102,16 +109,19 @@ async def _a_model_is_loaded(start: Start, _patch: pytest.MonkeyPatch) -> None:
     assert value(service, "inference_placement_total", result="free", reason="fits") == 1
 
 
-@shows("model_refs", "sequences", "tokens_total")
+@shows("model_refs", "sequences", "slots", "requests_total", "tokens_total")
 async def _a_request_runs(start: Start, _patch: pytest.MonkeyPatch) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 2}})
     asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
     await service.authority.reached(lambda: value(service, "inference_sequences", model="a", state="active") == 1)
     assert value(service, "inference_model_refs", model="a") == 1
+    assert value(service, "inference_slots", model="a", state="busy") == 1
+    assert value(service, "inference_slots", model="a", state="free") == service.authority.model("a").spec.parallel - 1
     await service.authority.reached(lambda: value(service, "inference_tokens_total", model="a", kind="generated") == 10)
     assert value(service, "inference_tokens_total", model="a", kind="prompt") == 10
     await asking
     assert value(service, "inference_model_refs", model="a") == 0
+    assert value(service, "inference_requests_total", model="a", outcome="success") == 1
 
 
 @shows("evictions_total", "restorations_total")

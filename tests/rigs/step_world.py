@@ -27,6 +27,8 @@ class StepWorld(CheckedWorld):
         self.grants: dict[int, int] = {}
         self.errors: dict[int, InferenceError] = {}
         self.log: list[str] = []
+        self.levels: dict[str, str] = {}
+        """The level of each message in `log`."""
         super().__post_init__()
 
     def _perform(self, effect: effects.Effect) -> None:
@@ -37,8 +39,9 @@ class StepWorld(CheckedWorld):
                 self.errors[ticket] = error
             case effects.Refuse(command, error):
                 self.errors[command] = error
-            case effects.Log(_, message):
+            case effects.Log(level, message):
                 self.log.append(message)
+                self.levels[message] = level
         super()._perform(effect)
 
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:

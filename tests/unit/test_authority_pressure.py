@@ -178,6 +178,18 @@ def test_load_on_a_full_device_is_refused_with_numbers() -> None:
     world.used("a")
 
 
+def test_device_is_logged_as_an_error_from_critical_on() -> None:
+    """Lower levels are warnings or information, and so is the end of a level."""
+    world = begin({"a": {}}, {"a": 300})
+    for foreign in (650, 850, 930, 990, 100):
+        world.foreign_mib(GPU, foreign)
+        world.check_pressure()
+    found = [(line.split()[3], level) for line, level in world.levels.items() if line.startswith("gpu-0 is at")]
+    assert found == [
+        ("moderate", "INFO"), ("high", "WARNING"), ("critical", "ERROR"), ("emergency", "ERROR"), ("low", "INFO"),
+    ]  # fmt: skip
+
+
 def test_lost_device_has_no_pressure() -> None:
     world = begin({"a": {}}, {"a": 300}, foreign_mib=990)
     alerts = advisor.alerts(world.state, world.now)

@@ -1,4 +1,4 @@
-"""Container images, systemd units, dashboards: checks that need no engine, systemd or Grafana."""
+"""Container images and systemd units: checks that need no container engine and no systemd."""
 
 from __future__ import annotations
 
@@ -218,29 +218,6 @@ def test_units_are_valid(unit: Path, tmp_path: Path) -> None:
         argv = ["systemd-analyze", "verify", "--man=no", str(copy)]
         result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         assert [line for line in result.stderr.splitlines() if unit.name in line] == []
-
-
-# --- metrics -------------------------------------------------------------------------------------------------------
-def test_prometheus_scrapes_both_services_at_their_default_ports() -> None:
-    config = yaml.safe_load((ROOT / "config" / "prometheus.yml").read_text(encoding="utf-8"))
-    targets = {
-        target for job in config["scrape_configs"] for block in job["static_configs"] for target in block["targets"]
-    }
-    assert targets == {f"127.0.0.1:{GatewayConfig().port}", f"127.0.0.1:{InferenceSettings().port}"}
-
-
-def test_dashboard_uses_metrics_that_exist() -> None:
-    declared = set()
-    for path in ("gateway/telemetry/gateway_metrics.py", "inference/authority/views/inference_metrics.py"):
-        declared |= set(re.findall(r'"((?:gateway|inference)_[a-z_]+)"', (ROOT / path).read_text(encoding="utf-8")))
-    dashboard = json.loads((ROOT / "config" / "grafana" / "headgate.json").read_text(encoding="utf-8"))
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    names = {name for text in expressions for name in re.findall(r"\b(?:gateway|inference)_\w+", text)}
-    used = {name.removesuffix("_bucket") for name in names}
-    assert used <= declared
-    assert len(used) > len(declared) * 0.7
-    panels = [panel["id"] for panel in dashboard["panels"]]
-    assert len(panels) == len(set(panels))
 
 
 def _engine_arguments(machine: str, folder: Path, macros: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headgate.shared.units import mib
+from headgate.shared.units import format_bytes, mib
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
@@ -66,6 +66,14 @@ def per_device(state: State, now: float) -> dict[str, dict[str, Any]]:
         for reading in device_view.readings(state, now)
         if reading.id in levels
     }
+
+
+def usable(state: State) -> str:
+    """The usable memory of every device as text, for the log: `gpu-0 7.2 GiB, cpu 31.3 GiB`."""
+    ledger = state.ledger
+    parts = [f"{name} {format_bytes(account.budget_bytes)}" for name, account in ledger.accounts.items()]
+    text = ", ".join(parts)
+    return text if ledger.limit_bytes is None else f"{text}; {format_bytes(ledger.limit_bytes)} for all loaded models"
 
 
 def _planned(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

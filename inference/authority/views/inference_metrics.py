@@ -16,6 +16,8 @@ _RESTORE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
 _COOLDOWN = "Time until a model is tried again after a failure, or with its configured settings after out-of-memory"
+OTHER_MODEL = "*"
+"""The label of requests for models that do not exist: names of clients are not labels."""
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached", "shortfall")
 
 
@@ -63,6 +65,9 @@ class Metrics:
             "inference_tokens_total", "Tokens as the workers count them", ["model", "kind"], registry=self.registry
         )
 
+        self.requests = Counter(
+            "inference_requests_total", "Requests by model and outcome", ["model", "outcome"], registry=self.registry
+        )
         self.kv_hits = Counter(
             "inference_kv_hits_total", "Prompts that continued a sequence", ["model", "tier"], registry=self.registry
         )
@@ -126,6 +131,9 @@ def _devices(state: State, now: float) -> Iterator[GaugeMetricFamily]:
     used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
     health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
     level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
+    memory = GaugeMetricFamily(
+        "inference_device_memory_bytes", "Memory as the device reports it", labels=["device", "kind"]
+    )
     for device, (use, rank) in pressure_view.levels(state, now).items():
         balance = state.ledger.balance(device)
         for name in ACCOUNTS:
@@ -134,7 +142,10 @@ def _devices(state: State, now: float) -> Iterator[GaugeMetricFamily]:
         level.add_metric([device], rank)
         if (reading := device_view.reading(state, device, now)) is not None:
             health.add_metric([device], list(DeviceState).index(reading.state))
-    yield from (account, used, health, level)
+            memory.add_metric([device, "total"], reading.total_bytes)
+            memory.add_metric([device, "used"], reading.used_bytes)
+            memory.add_metric([device, "free"], reading.free_bytes)
+    yield from (account, used, health, level, memory)
 
 
 def _models(state: State, now: float) -> Iterator[GaugeMetricFamily]:
@@ -161,6 +172,7 @@ def _workers(state: State) -> Iterator[GaugeMetricFamily]:
     size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
     kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of sequences", labels=["model", "tier"])
     sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
+    slots = GaugeMetricFamily("inference_slots", "Slots of loaded models", labels=["model", "state"])
     caches = state.ledger.caches
     for model in state.models.values():
         kinds = bytes_by_kind(state, model)
@@ -176,7 +188,10 @@ def _workers(state: State) -> Iterator[GaugeMetricFamily]:
         if worker is not None and (beat := worker.beat) is not None:
             sequences.add_metric([model.id, "active"], beat.active)
             sequences.add_metric([model.id, "queued"], beat.queued)
-    yield from (size, kv, sequences)
+            busy = min(beat.active, model.effective.parallel)
+            slots.add_metric([model.id, "busy"], busy)
+            slots.add_metric([model.id, "free"], model.effective.parallel - busy)
+    yield from (size, kv, sequences, slots)
 
 
 def bytes_by_kind(state: State, model: ModelRecord) -> dict[str, int]:

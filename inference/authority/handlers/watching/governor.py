@@ -145,8 +145,13 @@ def _wanted(state: State, now: float) -> Collection[str]:
 def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
     if (before.gauge.level, before.restriction) == (now.gauge.level, now.restriction):
         return
-    rises = now.gauge.level > before.gauge.level and now.gauge.level >= Level.HIGH
-    write = draft.warning if rises or now.restriction > before.restriction else draft.info
+    worsens = now.gauge.level > before.gauge.level or now.restriction > before.restriction
+    if worsens and now.gauge.level >= Level.CRITICAL:
+        write = draft.error
+    elif now.restriction > before.restriction or (worsens and now.gauge.level >= Level.HIGH):
+        write = draft.warning
+    else:
+        write = draft.info
     write(
         "%s is at %s (%s before): %s%s",
         use.device, now.gauge.level, before.gauge.level, use.numbers,
