@@ -202,29 +202,100 @@ def test_a_clock_that_jumps_only_changes_the_order(tmp_path: Path) -> None:
 def test_an_error_pauses_the_writes_with_one_log_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk leaves no file behind, files are still read, and a minute later it is tried again."""
+    """A damaged disk leaves no file behind, files are still read, and a minute later it is tried again."""
     ticks = [0.0]
     tier = DiskTier(tmp_path, KEY, PLENTY, ticks=lambda: ticks[0])
     write(tier, SMALL[0])
 
-    def full(*_arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def damaged(*_arguments: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", full)
+        patched.setattr(os, "pwrite", damaged)
         for _ in range(2):
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(OSError, match="Input/output error"):
                 write(tier, SMALL[1])
     assert tier.is_paused
-    assert caplog.messages == [
-        f"cannot write stored sequences to {tmp_path} (No space left on device): no writes for 60 s"
-    ]
+    assert caplog.messages == [f"cannot write stored sequences to {tmp_path} (Input/output error): no writes for 60 s"]
     assert [path.name for path in files(tmp_path)] == [tier.name_of(sequence_of(SMALL[0]))]
     assert read(tier, SMALL[0]) == SMALL[0]
     ticks[0] = 61.0
     assert not tier.is_paused
     write(tier, SMALL[1])
     assert read(tier, SMALL[1]) == SMALL[1]
+
+
+class Disk:
+    """The disk below `root` has room for `most_bytes`; other writes fail."""
+
+    def __init__(self, root: Path, most_bytes: int, patch: pytest.MonkeyPatch) -> None:
+        self.most_bytes = most_bytes
+        write_at = os.pwrite
+
+        def pwrite(handle: int, data: memoryview, offset: int) -> int:
+            used = sum(path.stat().st_size for path in root.rglob("*.kv"))
+            if used + os.fstat(handle).st_size > self.most_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write_at(handle, data, offset)
+
+        patch.setattr(os, "pwrite", pwrite)
+
+
+def test_the_oldest_files_give_way_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all models, but no pinned one, with one log line a minute, although the limit is not reached."""
+    now, ticks = [1000.0], [0.0]
+    first, second = (DiskTier(tmp_path, key, PLENTY, lambda: now[0], lambda: ticks[0]) for key in (KEY, OTHER_KEY))
+    Disk(tmp_path, 1_300_000, monkeypatch)
+    write(first, LARGE[0], pinned_until=2000.0)
+    for number in LARGE[1:3]:
+        now[0] += 1
+        write(first, number)
+    now[0] += 1
+    assert write(first, LARGE[3]) == [first.name_of(sequence_of(LARGE[1]))]
+    now[0] += 1
+    assert write(second, LARGE[4], key=OTHER_KEY) == []
+    assert sorted(numbers(first)) == sorted([LARGE[0], LARGE[3]])
+    line = f"the disk is full: the oldest stored sequences in {tmp_path} give way to new ones"
+    assert caplog.messages == [line, line], "one of each worker"
+    now[0] += 1
+    assert write(first, LARGE[5]) == [first.name_of(sequence_of(LARGE[3]))]
+    assert len(caplog.messages) == 2
+    ticks[0] += 61.0
+    now[0] += 1
+    write(first, LARGE[6])
+    assert len(caplog.messages) == 3
+    assert not first.is_paused
+
+
+def test_a_disk_that_stays_full_costs_few_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other programs take what becomes free: the writes pause. Pinned files alone make no room."""
+    ticks = [0.0]
+    tier = DiskTier(tmp_path, KEY, PLENTY, ticks=lambda: ticks[0])
+    for number in LARGE[:8]:
+        write(tier, number)
+    disk = Disk(tmp_path, 0, monkeypatch)
+    removed = 0
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            write(tier, LARGE[9])
+        assert tier.is_paused
+        ticks[0] += 61.0
+        removed = removed or 8 - len(numbers(tier))
+        assert removed == 8 - len(numbers(tier)) <= 4
+    assert len(caplog.messages) == 3
+    assert all(path.suffix == ".kv" for path in files(tmp_path))
+    disk.most_bytes = PLENTY
+    write(tier, LARGE[9])
+    for number in numbers(tier):
+        tier.touch(tier.name_of(sequence_of(number)), time.time() + 60.0)
+    disk.most_bytes = 0
+    with pytest.raises(OSError, match="No space"):
+        write(tier, LARGE[8])
+    assert len(numbers(tier)) == 9 - removed
 
 
 def test_a_limit_of_file_sizes_is_an_error_like_others(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def saved(rig: StoreRig, opened: OpenStore, number: int, count: int = 200, **mor
     return sequence
 
 
+def saved_to_disk(rig: StoreRig, opened: OpenStore, number: int) -> StoredSequence:
+    """One that was last used at the time `number`, and is on disk."""
+    sequence = saved(rig, opened, number, used_at=float(number))
+    opened.wait(lambda: sequence.on_disk)
+    return sequence
+
+
 def size_of(rig: StoreRig, count: int = 200) -> int:
     """The bytes of such a sequence, in whole pages."""
     with rig.store() as opened:
@@ -304,9 +311,8 @@ def test_a_disk_that_hangs_is_not_waited_for(
 
     monkeypatch.setattr(os, "preadv", hanging)
     with rig.store(ram_bytes=one, **disk) as opened:
-        hangs, other, last = (saved(rig, opened, number, 200, used_at=float(number)) for number in range(3))
-        opened.wait(lambda: last.on_disk)
-        assert not hangs.in_ram
+        hangs, other, last = (saved_to_disk(rig, opened, number) for number in range(3))
+        assert (hangs.in_ram, other.in_ram, last.in_ram) == (False, False, True)
         works.clear()
         opened.store.fetch(hangs)
         opened.wait(lambda: not hangs.fetching)
@@ -339,6 +345,32 @@ def test_a_full_disk_affects_nothing_else(
         opened.store.limit(0)
         assert not opened.store.enabled
     assert len(caplog.messages) == 1
+
+
+def test_files_that_gave_way_on_a_full_disk_are_forgotten(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the write fails nevertheless: what is in memory is kept there, the rest is gone."""
+    one, works = size_of(rig), threading.Event()
+    works.set()
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        if not works.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with rig.store(ram_bytes=2 * one, **disk) as opened:
+        sequences = [saved_to_disk(rig, opened, number) for number in range(4)]
+        assert [sequence.in_ram for sequence in sequences] == [False, False, True, True]
+        works.clear()
+        last = saved(rig, opened, 4, used_at=4.0)
+        opened.wait(lambda: not sequences[0].on_disk)
+        assert [sequence.on_disk for sequence in sequences] == [False, False, False, True]
+        assert set(opened.store.catalog) == {sequences[3], last}
+        assert opened.store.counts().evicted == 3
+    assert len(list(Path(disk["directory"]).rglob("*.kv"))) == 1
 
 
 def test_a_sequence_larger_than_the_limits_is_not_saved(rig: StoreRig, disk: dict[str, Any]) -> None:

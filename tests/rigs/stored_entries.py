@@ -59,12 +59,14 @@ def write(
     key: Mapping[str, Any] = KEY,
     pinned_until: float = 0.0,
 ) -> list[str]:
-    """Writes a file; the result of the tier."""
+    """Writes a file; the names of the files that were removed for it."""
     sequence, state = sequence_of(number), state_of(number)
     sequence.pinned_until = pinned_until
     head, sizes = encode_head(sequence, key, len(state), [])
     states = state.ljust(sizes.all_bytes - sizes.state_at, b"\0")
-    return tier.write(sequence, head, memoryview(states), is_abandoned)
+    removed: list[str] = []
+    tier.write(sequence, head, memoryview(states), is_abandoned, removed)
+    return removed
 
 
 def read(tier: DiskTier, number: int) -> int:

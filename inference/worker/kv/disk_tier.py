@@ -22,7 +22,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,12 +53,15 @@ SLOW_SECONDS = 10.0
 SLOW_BYTES_PER_SECOND = 4 * 2**20
 LOCK_SECONDS = 10.0
 """Longest wait for the lock of the directory."""
+MOST_FREED = 3
+"""How often files are removed from a full disk before it is given up for a while."""
 LONGEST_PIN_SECONDS = 31 * 86400.0
 """A later modification time comes from a clock that was wrong, and is treated as the oldest."""
 
 ENTRY, TEMPORARY = ".kv", ".tmp"
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Does not wait for the other end of a pipe in the place of an entry."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
 
 
@@ -102,6 +105,8 @@ class DiskTier:
         self._clock = clock
         self._ticks = ticks
         self._paused_until = -1.0
+        self._freed = 0
+        self._logs_full_at = 0.0
 
     def fits(self, count_bytes: int) -> bool:
         """Whether an entry of this size is within the limit."""
@@ -117,44 +122,34 @@ class DiskTier:
         return sequence_id(sequence.tokens, sequence.tenant) + ENTRY
 
     def write(
-        self, sequence: StoredSequence, head: bytearray, states: memoryview, is_abandoned: Callable[[], bool]
-    ) -> list[str]:
-        """Writes an entry; returns the names of files of this model that were removed for room.
+        self,
+        sequence: StoredSequence,
+        head: bytearray,
+        states: memoryview,
+        is_abandoned: Callable[[], bool],
+        removed: list[str],
+    ) -> None:
+        """Writes an entry. The names of files of this model that are removed for room are appended to `removed`.
 
-        `head` is changed. Raises OSError after a log line, and pauses the tier; raises AbandonedError.
+        `head` is changed. If the disk is full although the limit is not reached, the oldest files make room, except
+        pinned ones. Raises OSError after a log line, and pauses the tier; raises AbandonedError.
         """
-        began = self._ticks()
-        temporary: Path | None = None
-        try:
-            with self._locked():
-                count_bytes = len(head) + len(states)
-                removed = self._make_room(count_bytes)
-                temporary = self._own / f"{self.name_of(sequence)}.{os.getpid()}{TEMPORARY}"
-                handle = self._create(temporary, count_bytes)
+        began, count_bytes, is_written = self._ticks(), len(head) + len(states), False
+        while not is_written:
             try:
-                self._write(handle, head, states, is_abandoned)
-                modified_at = max(self._clock(), sequence.pinned_until)
-                os.utime(handle, (modified_at, modified_at))
-                os.fsync(handle)
-                try:
-                    temporary.rename(self._own / self.name_of(sequence))
-                except IsADirectoryError:
-                    self.discard(self.name_of(sequence), InvalidEntryError("a directory"))
-                    temporary.rename(self._own / self.name_of(sequence))
-            finally:
-                os.close(handle)
-            temporary = None
-            _sync(self._own)
-        except OSError as error:
-            self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
-            raise
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
+                self._write_file(sequence, head, states, is_abandoned, removed)
+                is_written = True
+            except OSError as error:
+                if error.errno in _FULL and self._free(count_bytes, removed):
+                    continue
+                self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
+                raise
+        if self._freed and self._ticks() >= self._logs_full_at:
+            log.warning("the disk is full: the oldest stored sequences in %s give way to new ones", self._root)
+            self._logs_full_at = self._ticks() + PAUSE_SECONDS
+        self._freed = 0
         if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):
             self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
-        return removed
 
     def read(self, sequence: StoredSequence, arena: Arena, most_bytes: int) -> tuple[Region, Head]:
         """Reads the entry of a sequence into a region of `arena` and verifies it; the region is not committed.
@@ -272,6 +267,41 @@ class DiskTier:
             raise
         return handle
 
+    def _write_file(
+        self,
+        sequence: StoredSequence,
+        head: bytearray,
+        states: memoryview,
+        is_abandoned: Callable[[], bool],
+        removed: list[str],
+    ) -> None:
+        """Writes an entry to a temporary file and renames it. Raises OSError and AbandonedError."""
+        temporary: Path | None = None
+        try:
+            with self._locked():
+                count_bytes = len(head) + len(states)
+                self._make_room(count_bytes, removed)
+                temporary = self._own / f"{self.name_of(sequence)}.{os.getpid()}{TEMPORARY}"
+                handle = self._create(temporary, count_bytes)
+            try:
+                self._write(handle, head, states, is_abandoned)
+                modified_at = max(self._clock(), sequence.pinned_until)
+                os.utime(handle, (modified_at, modified_at))
+                os.fsync(handle)
+                try:
+                    temporary.rename(self._own / self.name_of(sequence))
+                except IsADirectoryError:
+                    self.discard(self.name_of(sequence), InvalidEntryError("a directory"))
+                    temporary.rename(self._own / self.name_of(sequence))
+            finally:
+                os.close(handle)
+            temporary = None
+            _sync(self._own)
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+
     def _write(self, handle: int, head: bytearray, states: memoryview, is_abandoned: Callable[[], bool]) -> None:
         summed = StatesSum()
         for start in range(0, len(states), PIECE_BYTES):
@@ -304,15 +334,59 @@ class DiskTier:
         finally:
             os.close(handle)
 
-    def _make_room(self, count_bytes: int) -> list[str]:
-        """Removes the oldest files until `count_bytes` more fit. Returns the names of those of this model.
+    def _make_room(self, count_bytes: int, removed: list[str]) -> None:
+        """Removes the oldest files until `count_bytes` more are within the limit.
 
-        Raises OSError if they do not fit beside the files that are being written.
+        Raises OSError if they are not, because of the files that are being written.
         """
         created = not self._own.is_dir()
         self._own.mkdir(mode=0o700, exist_ok=True)
         if created:
             _sync(self._root)
+        files = self._all_files()
+        excess = sum([file.count_bytes for file in files]) + count_bytes - self._most_bytes
+        if self._remove_oldest(files, excess, removed) < excess:
+            raise OSError(errno.EBUSY, "other sequences are being written, and the limit is reached")
+
+    def _free(self, count_bytes: int, removed: list[str]) -> bool:
+        """Removes the oldest files of at least `count_bytes` together, if there are any without a pin.
+
+        Returns whether another write may succeed. If others take the memory that becomes free, files are removed only
+        MOST_FREED times until a write succeeds.
+        """
+        if self._freed == MOST_FREED:
+            return False
+        self._freed += 1
+        before = len(removed)
+        try:
+            with self._locked():
+                now = self._clock()
+                files = [file for file in self._all_files() if self._plausible(file.modified_at) <= now]
+                freed = self._remove_oldest(files, count_bytes, removed)
+        except OSError:
+            return len(removed) > before
+        return freed > 0
+
+    def _remove_oldest(self, files: Sequence[_File], count_bytes: int, removed: list[str]) -> int:
+        """Removes entries, the oldest first, until they had `count_bytes` together. Returns how many bytes they had."""
+        freed = 0
+        for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
+            if freed >= count_bytes:
+                break
+            path = Path(file.path)
+            if path.suffix != ENTRY:
+                continue
+            path.unlink(missing_ok=True)
+            freed += file.count_bytes
+            if path.parent == self._own:
+                removed.append(path.name)
+            else:
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()  # fails while there are others
+        return freed
+
+    def _all_files(self) -> list[_File]:
+        """The files of all models. Those that an ended process was writing are removed."""
         files = []
         for directory in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
             for file in self._files(directory):
@@ -320,26 +394,7 @@ class DiskTier:
                     Path(file.path).unlink(missing_ok=True)
                 else:
                     files.append(file)
-        total = sum([file.count_bytes for file in files])
-        removed: list[str] = []
-        if total + count_bytes <= self._most_bytes:
-            return removed
-        for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
-            if total + count_bytes <= self._most_bytes:
-                break
-            path = Path(file.path)
-            if path.suffix != ENTRY:
-                continue
-            path.unlink(missing_ok=True)
-            total -= file.count_bytes
-            if path.parent == self._own:
-                removed.append(path.name)
-            else:
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # fails while there are others
-        if total + count_bytes > self._most_bytes:
-            raise OSError(errno.ENOSPC, "other sequences are being written, and the limit is reached")
-        return removed
+        return files
 
     def _files(self, directory: str | Path) -> list[_File]:
         found = []

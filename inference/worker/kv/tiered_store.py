@@ -551,45 +551,52 @@ class TieredStore:
             region = stored.region
             stored.being_written = region is not None
         if region is None or stored.file is not None:
-            return lambda: self._written(disk, stored, None, 0.0)
+            return lambda: self._not_written(disk, stored, ())
         sizes, began = stored.sizes, time.perf_counter()
-        removed: Sequence[str] | None = None
+        removed: list[str] = []
         try:
             if disk.fits(sizes.all_bytes) and not disk.is_paused:
                 head, states = bytearray(region.view[: sizes.state_at]), region.view[sizes.state_at : sizes.all_bytes]
-                removed = disk.write(stored.sequence, head, states, self._abandoned.is_set)
+                disk.write(stored.sequence, head, states, self._abandoned.is_set, removed)
+                seconds = time.perf_counter() - began
+                return lambda: self._written(disk, stored, removed, seconds)
         except (OSError, AbandonedError):
             pass  # logged, or the worker ends
         except Exception:
             log.exception("a stored sequence could not be written")
-        seconds = time.perf_counter() - began
-        return lambda: self._written(disk, stored, removed, seconds)
+        return lambda: self._not_written(disk, stored, removed)
 
-    def _written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str] | None, seconds: float) -> None:
-        """`removed`: files that were removed for room; None if the sequence was not written."""
+    def _written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str], seconds: float) -> None:
+        """`removed`: files that were removed for room."""
+        self._end_write(stored, removed)
+        self._counts.disk_written_bytes += stored.sizes.all_bytes
+        self._counts.disk_write_seconds += seconds
+        name = disk.name_of(stored.sequence)
+        if self._stored.get(stored.sequence) is stored and disk is self._disk:
+            self._enter_disk(stored, name)
+            self._remove_prefixes(stored.sequence, with_files=True)
+        elif self._catalog.same(stored.sequence.tokens, stored.sequence.tenant) is None:
+            self._unlink(name)
+        self._shrink(self._ram_bytes)
+
+    def _not_written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str]) -> None:
+        """The sequence is written later if it is in host memory only."""
+        self._end_write(stored, removed)
+        is_only_copy = stored.file is None and stored.region is not None
+        if self._stored.get(stored.sequence) is stored and is_only_copy and disk.fits(stored.sizes.all_bytes):
+            self._unwritten.append(stored)
+        self._shrink(self._ram_bytes)
+
+    def _end_write(self, stored: _Stored, removed: Sequence[str]) -> None:
         with self._lock:
             stored.being_written = stored.write_queued = False
             released, stored.released = stored.released, None
         if released is not None:
             self._release(released)
-        is_known = self._stored.get(stored.sequence) is stored
-        for name in removed or ():
+        for name in removed:
             if (other := self._by_file.get(name)) is not None:
                 self._lost_file(other)
                 self._counts.evicted += 1
-        if removed is None:
-            if is_known and stored.file is None and stored.region is not None and disk.fits(stored.sizes.all_bytes):
-                self._unwritten.append(stored)
-        else:
-            self._counts.disk_written_bytes += stored.sizes.all_bytes
-            self._counts.disk_write_seconds += seconds
-            name = disk.name_of(stored.sequence)
-            if is_known and disk is self._disk:
-                self._enter_disk(stored, name)
-                self._remove_prefixes(stored.sequence, with_files=True)
-            elif self._catalog.same(stored.sequence.tokens, stored.sequence.tenant) is None:
-                self._unlink(name)
-        self._shrink(self._ram_bytes)
 
     def _lost_file(self, stored: _Stored) -> None:
         """Records that the file of a sequence is gone."""
