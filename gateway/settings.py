@@ -112,8 +112,9 @@ class ProviderSettings(_Model):
 
 
 class RouteSettings(_Model):
-    """One model name and its chain of PROVIDER/MODEL, `load_wait` in seconds. `same_vectors`: all models of the
-    chain give the same vectors and scores, so that one may replace another.
+    """One model name and its chain of PROVIDER/MODEL, `load_wait` in seconds. `local/smaller` in a chain stands for a
+    model that is chosen for each request. `same_vectors`: all models of the chain give the same vectors and scores, so
+    that one may replace another.
 
     `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
     ends in an error frame.
@@ -242,7 +243,7 @@ class GatewayConfig(_Model):
     max_body: Bytes = 32_000_000
     inference: InferenceSettings = InferenceSettings()
     providers: dict[str, ProviderSettings] = {}
-    routes: dict[str, RouteSettings] = {"*": RouteSettings(chain=("local/*",))}
+    routes: dict[str, RouteSettings] = {"*": RouteSettings(chain=("local/*", "local/smaller"))}
     breaker: BreakerSettings = BreakerSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
     attempts: AttemptSettings = AttemptSettings()

@@ -34,7 +34,7 @@ from gateway.http.http_exchange import (
     take_buffered_body,
 )
 from gateway.routing import chain
-from gateway.routing.chain import RouteMatch
+from gateway.routing.chain import SMALLER, RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext
@@ -299,12 +299,16 @@ async def find_route(runtime: Runtime, model: str, exchange: Exchange) -> RouteM
 
 
 def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
-    """The route of `model`; None if only a local model of this name could serve it and the service does not list it."""
+    """The route of `model`; None if the service does not list it and no cloud or other model may serve it.
+
+    `local/smaller` answers for models that exist, not for misspelled ones.
+    """
     view, routes = runtime.view, runtime.config.routes
     found = chain.find_route(model, routes, view.aliases)
     if found is None or found.route != "*" or found.model in view.models or not view.is_fresh:
         return found
-    return None if all(entry == f"{LOCAL}/*" for entry in routes["*"].chain) else found
+    only = (f"{LOCAL}/*", f"{LOCAL}/{SMALLER}")
+    return None if all(entry in only for entry in routes["*"].chain) else found
 
 
 def _unknown(runtime: Runtime, model: str) -> RequestError:

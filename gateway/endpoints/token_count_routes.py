@@ -92,6 +92,8 @@ class _Counting:
         self._context = context
         self._record = record
         self._outcomes = CandidateOutcomes(record)
+        self._short: deque[Candidate] = deque()
+        """Local candidates that lack memory or queue space, but can count."""
         self._loop = asyncio.get_running_loop()
         policy = gateway.policies[match.route]
         limits = policy.limits._replace(client_silence=context.silence_seconds)
@@ -106,7 +108,11 @@ class _Counting:
         """The candidate that would answer, and its count; raises GatewayError when it cannot count."""
         waiting = self._candidates()
         while waiting and self._budget.has_time(self._loop.time()):
-            candidate = waiting.popleft()
+            candidate = await self._filter.settled(waiting.popleft(), self._budget)
+            if isinstance(candidate, Dropped):
+                self._outcomes.drop(candidate)
+                waiting, self._short = waiting or self._short, deque()
+                continue
             self._outcomes.start(candidate)
             count = await self._try(candidate, last=not waiting)
             if count is not None:
@@ -129,7 +135,8 @@ class _Counting:
         for deferred in chain.deferred:
             self._outcomes.defer(deferred)
         short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
-        return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
+        self._short = deque(candidate for candidate in short if candidate.is_local)
+        return deque(chain.kept) or self._short
 
     async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
         """The count of `candidate`; None to try the next one. Raises PassedOnError if it rejects the request."""

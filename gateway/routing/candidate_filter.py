@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
@@ -16,13 +17,17 @@ from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.routing import candidate_checks as checks
 from gateway.routing.budget import Budget
 from gateway.routing.candidate_checks import Allowed, Fit, Prediction
-from gateway.routing.chain import Candidate, Dropped, Requirements, Selection, select
+from gateway.routing.chain import Candidate, Drop, Dropped, Requirements, Selection, select
 from gateway.routing.explain_record import Considered, Record
 from gateway.routing.request_context import GatewayState, RoutePolicy
+from gateway.routing.smaller_model import Option, others, ranked
 from inference.protocol import Code, ModelStatus, Priority
 
 COUNT_SECONDS = 5.0
 """Time limit of one token count; a quarter of the remaining time is another."""
+
+SMALLER_SECONDS = 0.5
+"""How old the view of the models may be when a smaller model is chosen."""
 
 _HIGH = Priority.HIGH
 _UNCOUNTED = frozenset(("vision", "audio"))
@@ -73,6 +78,8 @@ class CandidateFilter:
         gateway, request, provider_name, model = self._gateway, self._request, candidate.provider, candidate.model
         breakers, provider = gateway.breakers, gateway.registry.get(provider_name)
         is_present = provider is not None
+        if candidate.is_rule:
+            return self._facts_of_rule(breakers.open_for(provider_name, ""))
         unsupported = (
             ALL_TAKEN if provider is None else provider.unsupported_params(request.endpoint, request.body, model)
         )
@@ -93,6 +100,75 @@ class CandidateFilter:
         """The facts of `select`."""
         return self._considered[candidate.position].facts
 
+    # --- local/smaller -----------------------------------------------------------------------------------------------
+    async def settled(self, candidate: Candidate, budget: Budget) -> Candidate | Dropped:
+        """`candidate`, whose turn has come. `local/smaller` becomes the model that it stands for now, or is dropped."""
+        if not candidate.is_rule:
+            return candidate
+        await self._gateway.view.ensure(SMALLER_SECONDS)
+        requirements = self._requirements._replace(fit_check=True)
+        options, too_long = [], []
+        for status in self._others():
+            chosen = replace(candidate, model=status.id, is_rule=False)
+            options.append(Option(status, self._obstacle(chosen, requirements)))
+        reasons = [f"{option.status.id}: {option.obstacle}" for option in options if option.obstacle]
+        for option in ranked(options):
+            chosen = replace(candidate, model=option.status.id, is_rule=False)
+            self._considered[candidate.position] = Considered(self.facts(chosen))
+            if (verdict := await self._too_long(chosen, budget)) is None:
+                self._candidates = self._record.chain = tuple(
+                    chosen if other == candidate else other for other in self._candidates
+                )
+                self._record.chosen[candidate.name] = chosen.name
+                return chosen
+            too_long.append(replace(verdict, candidate=candidate))
+            reasons.append(f"{option.status.id}: {verdict.message}")
+        if too_long and len(too_long) == len(options):
+            return max(too_long, key=lambda one: (one.details or {}).get("context_length") or 0)
+        why = "; ".join(reasons) or "the inference service lists no other chat model"
+        return Dropped(candidate, Drop.NO_CHOICE, f"no other local model is ready or fits now: {why}")
+
+    def _others(self) -> tuple[ModelStatus, ...]:
+        """The models that `local/smaller` may stand for at some time; none for embeddings and scores."""
+        if not self._request.endpoint.streams:
+            return ()
+        named = {other.model for other in self._candidates if other.is_local and not other.is_rule}
+        return others(self._gateway.view.models.values(), named, self._request.needs)
+
+    def _facts_of_rule(self, breaker_open_for: float | None) -> Facts:
+        """The facts about `local/smaller` before its turn: what all models have in common that it may stand for."""
+        found = self._others()
+        if not found and self._gateway.view.models:
+            return Facts(True, breaker_open_for, capabilities=())
+        contexts = [model.context_length for model in found]
+        return Facts(True, breaker_open_for, context_length=max(contexts) if contexts and all(contexts) else None)
+
+    def _obstacle(self, candidate: Candidate, requirements: Requirements) -> str | None:
+        """Why `candidate` cannot answer the request now, by the facts."""
+        known = self.facts(candidate)
+        dropped = select([candidate], lambda _: known, requirements).dropped
+        if dropped:
+            return dropped[0].message
+        return None if known.likely_failure is None else known.likely_failure.message
+
+    async def _too_long(self, candidate: Candidate, budget: Budget) -> Dropped | None:
+        """Why the context of `candidate` is too small for the prompt; None if it is not, or unknown."""
+        context = self._known(candidate).context_length
+        max_tokens = None if context is None else self._request.most_tokens(context)
+        if context is None or not self._must_count(max_tokens, context):
+            return None
+        tokens = await self._count(candidate, budget)
+        if tokens is None or checks.fit(tokens, max_tokens, context) is not Fit.NOTHING:
+            return None
+        return checks.too_long(candidate, tokens, max_tokens, context)
+
+    def _must_count(self, max_tokens: int | None, context: int) -> bool:
+        """Whether the tokens of the prompt decide if it fits `context`."""
+        is_countable = self._request.endpoint.streams and not self._request.needs & _UNCOUNTED
+        return is_countable and not checks.certainly_fits(self._request.size_bytes, max_tokens, context)
+
+    # --- length and speed --------------------------------------------------------------------------------------------
+
     def may_change(self, candidate: Candidate, later: Collection[Candidate]) -> bool:
         """Whether `judge` could exclude `candidate` if the candidates `later` are left."""
         return candidate.is_local and bool(later or self._counts)
@@ -112,8 +188,7 @@ class CandidateFilter:
         if context is None:
             return None
         max_tokens = self._request.most_tokens(context)
-        is_countable = self._request.endpoint.streams and not self._request.needs & _UNCOUNTED
-        if not is_countable or checks.certainly_fits(self._request.size_bytes, max_tokens, context):
+        if not self._must_count(max_tokens, context):
             return None
         if not self._counts and not self.may_hold_more(candidate, later):
             return None  # no other candidate could do better, and the model's own refusal has the numbers
@@ -144,7 +219,7 @@ class CandidateFilter:
         """
         for other in later:
             room = self._known(other).context_length
-            if room is None or room <= context:
+            if room is None or room <= context or other.is_rule:
                 continue
             max_tokens = self._request.most_tokens(room)
             if checks.certainly_fits(self._request.size_bytes, max_tokens, room):
@@ -173,7 +248,6 @@ class CandidateFilter:
             is_bound = error.code == Code.CONTEXT_LENGTH_EXCEEDED and isinstance(lower_bound, int)
             return lower_bound if is_bound else None
 
-    # --- speed -------------------------------------------------------------------------------------------------------
     def _by_speed(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
         if self._known(candidate).speed == UNKNOWN:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -15,11 +15,15 @@ from gateway.breaker.outcome import LOCAL, Ignore, Next, Reason
 from gateway.providers.local.candidate_facts import Facts
 from inference.protocol import Tier
 
+SMALLER = "smaller"
+"""In the chain entry `local/smaller`: the model is chosen when the turn of the candidate comes."""
+
 
 @dataclass(frozen=True)
 class Candidate:
     """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stands for the model.
 
+    `is_rule`: it stands for a model that is chosen when its turn comes (`local/smaller`).
     All requests of a route share the objects, so derived values are cached.
     """
 
@@ -27,6 +31,7 @@ class Candidate:
     model: str
     position: int
     named: bool = True
+    is_rule: bool = False
 
     @functools.cached_property
     def name(self) -> str:
@@ -67,6 +72,8 @@ class Drop(StrEnum):
     CONTEXT = "context_too_small"
     BREAKER = "breaker_open"
     HELD = "held"
+    NO_CHOICE = "no_smaller"
+    """no model that `local/smaller` may stand for can answer now"""
     NO_FIT = "cannot_fit"
     BUDGET = "budget_spent"
     UNHEALTHY = "unhealthy"
@@ -136,9 +143,9 @@ def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> 
     `aliases` (id by alias) of local models are replaced by the id, because facts, breakers and counts use the id.
     """
     found = _expand(entries, model)
-    if aliases and any(candidate.is_local and candidate.model in aliases for candidate in found):
+    if aliases and any(name.is_local and not name.is_rule and name.model in aliases for name in found):
         return _without_repeats(
-            (name.provider, aliases.get(name.model, name.model) if name.is_local else name.model, name.named)
+            replace(name, model=aliases.get(name.model, name.model)) if name.is_local and not name.is_rule else name
             for name in found
         )
     return found
@@ -148,17 +155,21 @@ def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> 
 def _expand(entries: tuple[str, ...], model: str) -> tuple[Candidate, ...]:
     parts = (entry.partition("/") for entry in entries)
     return _without_repeats(
-        (provider, model if wanted == "*" else wanted, wanted != "*") for provider, _, wanted in parts
+        Candidate(provider, model if wanted == "*" else wanted, 0, wanted != "*", is_rule(provider, wanted))
+        for provider, _, wanted in parts
     )
 
 
-def _without_repeats(found: Iterable[tuple[str, str, bool]]) -> tuple[Candidate, ...]:
-    names: dict[tuple[str, str], bool] = {}
-    for provider, model, named in found:
-        names.setdefault((provider, model), named)
-    return tuple(
-        Candidate(provider, model, position, named) for position, ((provider, model), named) in enumerate(names.items())
-    )
+def is_rule(provider: str, model: str) -> bool:
+    """Whether the chain entry `provider`/`model` stands for a model that is chosen later."""
+    return provider == LOCAL and model == SMALLER
+
+
+def _without_repeats(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    first: dict[tuple[str, str, bool], Candidate] = {}
+    for candidate in found:
+        first.setdefault((candidate.provider, candidate.model, candidate.is_rule), candidate)
+    return tuple(replace(candidate, position=position) for position, candidate in enumerate(first.values()))
 
 
 def select(
@@ -190,6 +201,8 @@ def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dro
     if not known.present:
         return Dropped(candidate, Drop.ABSENT, f"provider {candidate.provider} has no API key")
     if known.capabilities is not None and (lacks := requirements.capabilities.difference(known.capabilities)):
+        if candidate.is_rule:
+            return Dropped(candidate, Drop.CAPABILITY, f"no other local model can do {', '.join(sorted(lacks))}")
         param = "model" if lacks & _ENDPOINTS else None
         return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}", param=param)
     if known.unsupported:

@@ -153,6 +153,11 @@ class ChainRunner:
                 spent = "time was" if self._out_of_time else f"{state.budget.limits.attempts} attempts were"
                 outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not tried: the request's {spent} spent"))
                 continue
+            settled = await self._settled(candidate)
+            if isinstance(settled, Dropped):
+                outcomes.drop(settled)
+                continue
+            candidate = settled
             if self._filter.may_change(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
                 if verdict.drop in DEFERRING:
                     outcomes.defer(verdict)
@@ -188,6 +193,15 @@ class ChainRunner:
         for deferred in chain.deferred:
             self._outcomes.defer(deferred)
         return chain
+
+    async def _settled(self, candidate: Candidate) -> Candidate | Dropped:
+        """`candidate`, or the model that it stands for now; the reason if there is none."""
+        if not candidate.is_rule:
+            return candidate
+        began = time.monotonic()
+        settled = await self._filter.settled(candidate, self._state.budget)
+        self.upstream_seconds += time.monotonic() - began
+        return settled
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """Why `candidate` is not tried now; None when it is. No candidate is deferred twice."""

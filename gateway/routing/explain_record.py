@@ -93,6 +93,8 @@ class Record:
     priority: str = ""
     retries: int = 0
     chain: Sequence[Candidate] = ()
+    chosen: dict[str, str] = field(default_factory=dict)
+    """The candidate that `local/smaller` stood for."""
     needs: Collection[str] = ()
     size_bytes: int = 0
     max_tokens: int | None = None

@@ -25,7 +25,7 @@ from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import outcome_name
-from gateway.routing.chain import Candidate
+from gateway.routing.chain import Candidate, Dropped
 from gateway.routing.explain_record import BreakRecord
 from gateway.routing.request_context import RequestState
 from gateway.routing.resume_policy import PartialAnswer
@@ -230,16 +230,21 @@ class Answer:
         else:
             began = now() if self._budget is None else self._budget.started
             self._budget = state.budget.renewed(began, self.attempt.reader.last_activity)
-        for candidate in candidates:
+        for entry in candidates:
             if not self._budget.has_time(now()):
-                self._drop(candidate, "the time was spent")
+                self._drop(entry, "the time was spent")
+                continue
+            self._tried.add(entry)
+            candidate = await self._filter.settled(entry, self._budget)
+            if isinstance(candidate, Dropped):
+                self._drop(entry, f"{candidate.drop}: {candidate.message}")
                 continue
             self._tried.add(candidate)
             continuation = _continuation(state, partial, candidate)
             if continuation is None:
                 self._drop(candidate, "it cannot continue a prompt of token ids")
                 continue
-            last = candidate == candidates[-1]
+            last = entry == candidates[-1]
             retry_in = await self._open(candidate, continuation.body, last=last)
             if retry_in is not None and candidate == broken and retry_in <= self._longest_pause(now()):
                 await asyncio.sleep(retry_in)  # its worker restarts, and the same model continues exactly

@@ -102,11 +102,18 @@ def check(session: Session) -> int:
 
 def _unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
     """Warnings about local models in chains that models.yaml lacks. The inference service may have another file."""
+    from gateway.routing.chain import SMALLER
+
     for name, route in gateway.routes.items():
         for entry in route.chain:
             provider, _, model = entry.partition("/")
-            if provider == "local" and model != "*" and model not in inference.names:
-                near = difflib.get_close_matches(model, inference.names, n=1)
+            if provider == "local" and model == SMALLER and model in inference.names:
+                yield (
+                    f"routes.{name}.chain: `{entry}` chooses a model for each request, and models.yaml has a model "
+                    f"{model!r}, which it does not name; give the model another name"
+                )
+            elif provider == "local" and model not in ("*", SMALLER) and model not in inference.names:
+                near = difflib.get_close_matches(model, [*inference.names, SMALLER], n=1)
                 advice = f"; did you mean local/{near[0]}?" if near else ""
                 yield f"routes.{name}.chain: models.yaml has no model {model!r}{advice}"
 

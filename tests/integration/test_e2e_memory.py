@@ -7,6 +7,7 @@ import urllib.error
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
@@ -63,6 +64,34 @@ def test_refusals_have_numbers_and_five_open_the_breaker(tmp_path: Path) -> None
             assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo-mini"
         assert refusals() - before == 5
     finally:
+        stack.kill()
+
+
+def test_smaller_model_answers_for_one_that_does_not_fit(tmp_path: Path) -> None:
+    """By the shipped route without an attempt, and after a refusal. Headers and explain record name the model."""
+    shipped = (Path(__file__).parents[2] / "config" / "gateway.yaml").read_text(encoding="utf-8")
+    star = next(line for line in shipped.splitlines() if line.startswith('  "*":'))
+    routes = f"routes:\n{star}\n  demo: {{chain: [local/demo, local/smaller], fit_check: false}}\n"
+    models = MODELS + "  huge: {path: bundled:demo, context_length: 4096, parallel: 64}\n"
+    stack = Stack(tmp_path, models=models, gateway=routes, inference_env={"INFERENCE_MEMORY_LIMIT_GB": "0.1"})
+    stack.start()
+    client = OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0)
+    try:
+        wait_until("huge was measured", lambda: stack.ask("/v1/models/huge")["headgate"]["fits"] is False)
+        for model, attempts in (("demo", ["local/demo", "local/demo-mini"]), ("huge", ["local/demo-mini"])):
+            raw = client.chat.completions.with_raw_response.create(
+                model=model, messages=[{"role": "user", "content": "Hello!"}], max_tokens=4
+            )
+            headers = raw.headers
+            assert raw.parse().model == "demo-mini"
+            assert headers["x-headgate-model"] == "local/demo-mini"
+            assert headers["x-headgate-tier"] == "local-fallback"
+            record = stack.ask(f"/admin/requests/{headers['x-request-id']}")
+            assert record["chosen"] == {"local/smaller": "local/demo-mini"}
+            assert [attempt["name"] for attempt in record["attempts"]] == attempts
+            assert record["reason"] == ("memory_limit_exceeded" if len(attempts) == 2 else "cannot_fit")
+    finally:
+        client.close()
         stack.kill()
 
 

@@ -118,6 +118,10 @@ outcomes are recorded synchronously, no breaker is held across an await
 the chain drops candidates with a recorded reason
   unit/test_gateway_chain.py test_facts_drop_or_keep_a_candidate
   unit/test_gateway_chain.py test_order_is_kept_and_drops_have_reasons
+local/smaller is the largest other local chat model that is ready or fits at its turn; headers and record name it
+  integration/test_e2e_memory.py test_smaller_model_answers_for_one_that_does_not_fit
+  integration/test_gateway_smaller.py test_choice_follows_the_state_when_its_turn_comes
+  integration/test_gateway_smaller.py test_largest_other_model_answers_and_is_named
 tokens are counted only near the context length
   unit/test_gateway_prompt_length.py test_only_prompts_near_the_context_length_are_counted
 one budget of attempts and time per request

@@ -78,6 +78,21 @@ def test_unknown_local_model_in_a_chain_is_a_warning(capsys: Any, directory: Pat
     assert output[1:] == [f"{directory}: no problems"]
 
 
+def test_smaller_in_a_chain_is_no_model_name(capsys: Any, directory: Path) -> None:
+    """A misspelled rule is a warning like every unknown model; a model of that name could not be named."""
+    (directory / "models.yaml").write_text("models: {smaller: {path: 'bundled:demo'}, mine: {path: 'bundled:demo'}}")
+    (directory / "gateway.yaml").write_text("routes: {a: {chain: [local/mine, local/smaller]}}")
+    assert main(["config", "check"]) == 0
+    assert "models.yaml has a model 'smaller', which it does not name" in capsys.readouterr().err
+    (directory / "models.yaml").write_text("models: {mine: {path: 'bundled:demo'}}")
+    assert main(["config", "check"]) == 0
+    assert capsys.readouterr().err == f"{directory}: no problems\n"
+    (directory / "gateway.yaml").write_text("routes: {a: {chain: [local/mine, local/smallest]}}")
+    assert main(["config", "check"]) == 0
+    warning = "routes.a.chain: models.yaml has no model 'smallest'; did you mean local/smaller?"
+    assert warning in capsys.readouterr().err
+
+
 def test_message_of_a_missing_file_names_an_example(capsys: Any, directory: Path) -> None:
     (directory / "gateway.yaml").unlink()
     assert main(["config", "check"]) == 2

@@ -67,6 +67,21 @@ def test_aliases_of_local_models_become_their_ids() -> None:
     assert expand(("local/demo",), "x", aliases) is expand(("local/demo",), "x", {}), "results are cached"
 
 
+def test_smaller_is_a_rule_in_a_chain_and_a_name_in_a_request() -> None:
+    """Also where a model or an alias has that name."""
+    found = expand(("local/*", "local/smaller", "openai/smaller", "local/smaller"), "smaller", {"smaller": "demo"})
+    assert [(name.name, name.position, name.is_rule) for name in found] == [
+        ("local/demo", 0, False), ("local/smaller", 1, True), ("openai/smaller", 2, False),
+    ]  # fmt: skip
+    assert [name.is_rule for name in expand(("local/*", "local/smaller"), "smaller", {})] == [False, True]
+
+
+def test_rule_without_any_model_is_dropped() -> None:
+    (rule,) = expand(("local/smaller",), "x", {})
+    (dropped,) = select([rule], lambda _: Facts(capabilities=()), VISION).dropped
+    assert (dropped.drop, dropped.message) == (Drop.CAPABILITY, "no other local model can do vision")
+
+
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 VISION = Requirements(capabilities=frozenset({"vision"}))
 

@@ -32,7 +32,7 @@ def test_shipped_file_has_the_defaults_and_the_demo_route() -> None:
     other = {"routes", "providers"}
     assert shipped.model_dump(exclude=other) == GatewayConfig().model_dump(exclude=other)
     assert shipped.routes["demo"].chain == ("local/demo", "local/demo-mini")
-    assert shipped.routes["*"].chain == ("local/*",)
+    assert shipped.routes["*"].chain == ("local/*", "local/smaller")
     assert {name: provider.kind for name, provider in shipped.providers.items()} == {
         "anthropic": "anthropic", "openai": "openai", "google": "openai",
     }  # fmt: skip

@@ -1,0 +1,63 @@
+"""Which model `local/smaller` stands for: properties over random lists of models, and examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.routing.smaller_model import Option, others, ranked
+from inference.protocol import ModelState, ModelStatus
+
+ABILITIES = ("chat", "completions", "tools", "vision", "embeddings")
+STATUSES = st.builds(
+    ModelStatus,
+    id=st.sampled_from([f"m{number}" for number in range(8)]),
+    state=st.sampled_from(ModelState),
+    capabilities=st.lists(st.sampled_from(ABILITIES), unique=True).map(tuple),
+    predicted_bytes=st.none() | st.integers(1, 5),
+    actual_bytes=st.none() | st.integers(1, 5),
+    fits=st.none() | st.booleans(),
+)
+MODELS = st.lists(STATUSES, max_size=8, unique_by=lambda status: status.id)
+NAMES = st.frozensets(st.sampled_from([f"m{number}" for number in range(8)]), max_size=3)
+NEEDS = st.frozensets(st.sampled_from(ABILITIES[:4]), max_size=2)
+
+
+@given(MODELS, NAMES, NEEDS)
+def test_others_are_chat_models_with_the_capabilities_that_the_chain_does_not_name(
+    models: list[ModelStatus], named: frozenset[str], needs: frozenset[str]
+) -> None:
+    found = others(models, named, needs)
+    for model in models:
+        can = not model.capabilities or {"chat", *needs} <= set(model.capabilities)
+        assert (model in found) == (can and model.id not in named)
+
+
+@given(MODELS, st.data())
+def test_first_is_the_largest_that_is_known_to_answer(models: list[ModelStatus], data: Any) -> None:
+    options = [Option(model, data.draw(st.none() | st.just("no"))) for model in models]
+    order = ranked(options)
+    assert set(order) == {option for option in options if option.obstacle is None}
+    keys = [(option.is_known_to_answer, option.size_bytes) for option in order]
+    assert keys == sorted(keys, reverse=True)
+    assert ranked(options[::-1]) == order, "the order of the list does not matter"
+
+
+CHAT = ("chat",)
+
+
+@pytest.mark.parametrize(
+    ("status", "known"),
+    [
+        (ModelStatus("a", ModelState.READY, capabilities=CHAT), True),
+        (ModelStatus("a", ModelState.BUSY, capabilities=CHAT), True),
+        (ModelStatus("a", ModelState.COLD, capabilities=CHAT, fits=True), True),
+        (ModelStatus("a", ModelState.COLD, capabilities=CHAT, fits=None), False),
+        (ModelStatus("a", ModelState.COLD, fits=True), False),
+    ],
+)
+def test_models_that_were_never_measured_come_last(status: ModelStatus, known: bool) -> None:
+    assert Option(status).is_known_to_answer is known
