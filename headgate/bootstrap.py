@@ -161,6 +161,9 @@ def main(
     setup: Callable[[Path, Mapping[str, str]], Setup] = Setup.at,
 ) -> int:
     """Sets up the clone at `root`. Returns the exit status: 1 after a printed error."""
+    if sys.platform == "win32":
+        print("headgate: Windows is not supported (docs/decisions.md explains why); use WSL 2", file=sys.stderr)
+        return 1
     try:
         setup(root, environ).run()
     except SetupError as error:

@@ -162,8 +162,14 @@ def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the module of the t
     return importlib.import_module(f"headgate.cli.{verb.module}").COMMANDS[verb.name]
 
 
+WINDOWS = f"{PROGRAM}: Windows is not supported (docs/decisions.md explains why); use WSL 2 or a Linux container"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. Shows a traceback only with HEADGATE_DEBUG."""
+    if sys.platform == "win32":
+        print(WINDOWS, file=sys.stderr)
+        return 2
     from headgate.cli.terminal import StdoutClosedError, Terminal, open_missing_streams, writing
     from headgate.shared.errors import HeadgateError
 

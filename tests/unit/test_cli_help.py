@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headgate import bootstrap
 from headgate.cli.main import LATER, VERBS, main
 from headgate.cli.reference import DOCUMENT, rewritten
 
@@ -103,3 +104,11 @@ def test_closed_output_pipe_is_no_error() -> None:
         f"{sys.executable} -m headgate config schema | head -1", shell=True, capture_output=True, text=True, timeout=20
     )
     assert result.stderr == ""
+
+
+def test_windows_is_refused_with_an_alternative(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert main(["ps"]) == 2
+    assert "Windows is not supported" in capsys.readouterr().err
+    assert bootstrap.main() == 1
+    assert "use WSL 2" in capsys.readouterr().err
