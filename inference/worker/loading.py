@@ -6,7 +6,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +38,10 @@ class Loaded:
     projector: llama.Projector | None = None
 
 
-def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> Loaded:
+def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], parts: Sequence[str] = ()) -> Loaded:
     """Loads the model on this thread. `on_progress` gets 0.0 to 1.0 and cancels the load by returning False.
+
+    `parts`: the paths of all parts of a split file, if they do not have the names of parts.
 
     Raises LoadError: OOM_LOAD if llama.cpp returns NULL, which does not distinguish reasons, and STARTUP if the reason
     is known and is not memory.
@@ -48,7 +50,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     _check(grant)
     params = llama.model_params(grant, on_progress)
     try:
-        model, context, pooling = open_context(grant, params)
+        model, context, pooling = open_context(grant, params, parts)
         context.apply_lora(grant.lora)
         projector = _projector(grant, model, params)
     except LoadError as error:
@@ -97,14 +99,14 @@ def _projector(grant: Grant, model: llama.Model, params: Any) -> llama.Projector
     return llama.Projector(grant.mmproj, model, device, grant.threads or usable_cores())
 
 
-def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context, int | None]:
+def open_context(grant: Grant, params: Any, parts: Sequence[str] = ()) -> tuple[llama.Model, llama.Context, int | None]:
     """Opens the model and its context; also returns the pooling type (None: generative). Raises LoadError.
 
     With `no_alloc` in `params` nothing is allocated, and the context reports the memory that a load would take.
     """
     on_gpu = params.n_gpu_layers != 0
     with malloc_trim.reused() if on_gpu else contextlib.nullcontext():
-        model = llama.Model(grant.path, params)
+        model = llama.Model(grant.path, params, parts)
     pooling = _pooling(model, grant)
     context = _context(grant, model, pooling, on_gpu=on_gpu)
     if pooling is None and context.memory is None:

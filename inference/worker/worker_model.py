@@ -55,8 +55,8 @@ def load_worker_model(
     if held is None:
         loaded = load(grant, tail, on_progress)
     else:
-        files = ((grant.path, held.stamp), *files[1:])
-        loaded = load(replace(grant, path=held.source), tail, on_progress)
+        files = (*held.files, *files[len(held.files) :])
+        loaded = load(replace(grant, path=held.sources[0]), tail, on_progress, held.sources)
         held.close()
 
     def open_with(context: llama.Context, grant: Grant) -> TieredStore:

@@ -13,7 +13,7 @@ from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.workers.os_api import socket_directory
 from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
-from tests.rigs.tiny_families import Form, path
+from tests.rigs.tiny_families import WINDOW_TOKENS, Form, path
 
 MIB = 2**20
 ALLOWED_BYTES = 16 * MIB
@@ -23,7 +23,9 @@ ALLOWED_BYTES = 16 * MIB
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two devices of 160 MiB (144 usable); `tall` needs about 170, `taller` some 430."""
     file = path(Form("dense"))
+    window = path(Form("window", layers=9, width=512, feed=2560))
     models = {
+        "window": {"path": str(window), "context_length": 4096, "parallel": 2, "ubatch": 128, "min_residency": 0},
         "tall": {"path": str(file), "context_length": 24576, "parallel": 1, "ubatch": 128, "min_residency": 0},
         "taller": {"path": str(file), "context_length": 65536, "parallel": 1, "ubatch": 128, "min_residency": 0},
     }
@@ -82,3 +84,36 @@ def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -
     assert set(fix) == {"kv_type"} or set(fix) == {"context_length"}
     planned = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)
     assert planned["result"] in ("FREE", "FULL"), planned
+
+
+def test_divided_model_with_sliding_windows_is_kept_warm_and_restored_with_its_conversations(stack: Stack) -> None:
+    """Also after its worker ended: the sequences are in host memory. The text goes on equally and is not computed."""
+    story = "The mill turns and the water runs. " * 30
+    body = {"model": "window", "prompt": story, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def ask() -> tuple[str, int, int]:
+        """The text, the prompt tokens, and how many of them were not computed."""
+        answer = stack.ask("/v1/completions", body, direct=True)
+        usage = answer["usage"]
+        return answer["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    planned = stack.ask("/memory/plan", {"model": "window"}, direct=True)
+    assert (planned["result"], planned.get("allocation")) == ("FREE", "SPLIT"), planned
+    text, prompt_tokens, _ = ask()
+    assert prompt_tokens > WINDOW_TOKENS
+    assert stack.model("window")["devices"] == ["gpu-0", "gpu-1"]
+    hot = ask()
+    assert hot[0] == text
+    assert hot[2] > WINDOW_TOKENS
+
+    stack.ask("/models/window/offload", {}, direct=True)
+    wait_until("the devices are empty", lambda: not any(device["used_bytes"] for device in devices(stack).values()))
+    (kept,) = stack.ask("/memory/offloaded", direct=True)["offloaded"]
+    assert (kept["model_key"], kept["mechanism"], kept["sequences"]) == ("window", "resident", 1)
+    again = ask()
+    assert stack.model("window")["devices"] == ["gpu-0", "gpu-1"]
+    assert again == hot
+
+    stack.ask("/models/window/unload", {}, direct=True)
+    assert ask() == hot
+    stack.ask("/models/window/unload", {}, direct=True)

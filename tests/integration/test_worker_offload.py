@@ -74,10 +74,12 @@ def test_offloaded_worker_releases_its_context_and_restores_it(tmp_path: Path, k
             assert cached(again) == again["usage"]["prompt_tokens"] - 1
 
 
-def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int) -> None:
+@pytest.mark.parametrize("in_parts", [False, True], ids=["one file", "parts"])
+def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int, in_parts: bool) -> None:
     """It inherits the file, waits without a model, and then answers like the first one; tenants stay separate."""
-    grant = grant_for(tiny_gguf.generative(), kv=TIERS)
     (tmp_path / "a").mkdir()
+    files = tiny_gguf.in_parts(tmp_path) if in_parts else [tiny_gguf.generative()]
+    grant = grant_for(files[0], kv=TIERS)
     with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
         rig.ready()
         first = ask(rig, STORY)
@@ -87,7 +89,7 @@ def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int)
     assert saved.sequences == 2
     with WorkerRig(tmp_path, keep=keep) as rig:
         rig.send(worker_link.Hold(grant.path))
-        assert rig.expect(worker_link.Held).count_bytes == Path(grant.path).stat().st_size
+        assert rig.expect(worker_link.Held).count_bytes == sum(file.stat().st_size for file in files)
         assert rig.fresh_beat().active == 0
         rig.send(grant)
         assert rig.ready().stored_tokens == saved.tokens

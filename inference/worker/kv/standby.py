@@ -12,7 +12,9 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from inference.file_stamp import Fingerprint, Stamp, fingerprint, parts_of
 from inference.protocol import ExitCause
 from inference.worker.worker_errors import LoadError
 
@@ -28,30 +30,59 @@ _LIBRARIES = ("headgate.shared.wire", "encodings.idna", "encodings.unicode_escap
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A copy of `path` in memory. `stamp` holds the size, modification time in ns and inode of the file."""
+    """A copy of a model file in memory, with all its parts: the stamp of each file, and the handle of its copy."""
 
-    path: str
-    handle: int
-    count_bytes: int
-    stamp: tuple[int, int, int]
+    files: Fingerprint
+    handles: tuple[int, ...]
 
     @property
-    def source(self) -> str:
-        """The path of the copy for llama.cpp."""
-        return f"/proc/self/fd/{self.handle}"
+    def sources(self) -> tuple[str, ...]:
+        """The paths of the copies for llama.cpp."""
+        return tuple(f"/proc/self/fd/{handle}" for handle in self.handles)
+
+    @property
+    def count_bytes(self) -> int:
+        """The size of all copies."""
+        return sum(size for _path, (size, *_rest) in self.files)
 
     def close(self) -> None:
         """Frees the memory."""
-        os.close(self.handle)
+        for handle in self.handles:
+            os.close(handle)
 
 
 def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
-    """Copies the file into sealed memory; raises LoadError. `on_progress` gets fractions up to 1.0.
+    """Copies the file with all its parts into sealed memory; raises LoadError. `on_progress` gets 0.0 to 1.0."""
+    for name in (*(f"inference.worker.{name}" for name in _LATER), *_LIBRARIES):
+        importlib.import_module(name)
+    parts = parts_of(Path(path))
+    total = sum(size for _path, (size, *_rest) in fingerprint(Path(path))) or 1
+    files: list[tuple[str, Stamp]] = []
+    handles: list[int] = []
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(min(1.0, done / total))
+
+    try:
+        for part in parts:
+            handle, stamp = _copy(str(part), on_bytes)
+            handles.append(handle)
+            files.append((str(part), stamp))
+    except BaseException:
+        for handle in handles:
+            os.close(handle)
+        raise
+    return HeldFile(tuple(files), tuple(handles))
+
+
+def _copy(path: str, on_bytes: Callable[[int], object]) -> tuple[int, Stamp]:
+    """A sealed copy of one file in memory, and the stamp of the file; raises LoadError.
 
     The kernel copies with sendfile(2), from the page cache if possible.
     """
-    for name in (*(f"inference.worker.{name}" for name in _LATER), *_LIBRARIES):
-        importlib.import_module(name)
     source = target = -1
     try:
         source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -65,7 +96,7 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
                     ExitCause.STARTUP, f"{path} became shorter while it was copied into memory; load the model again"
                 )
             done += count
-            on_progress(done / status.st_size)
+            on_bytes(count)
         fcntl.fcntl(
             target, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
         )
@@ -79,4 +110,4 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
         if source >= 0:
             with contextlib.suppress(OSError):  # opened for reading only
                 os.close(source)
-    return HeldFile(path, target, done, (status.st_size, status.st_mtime_ns, status.st_ino))
+    return target, (status.st_size, status.st_mtime_ns, status.st_ino)

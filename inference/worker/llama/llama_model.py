@@ -6,7 +6,7 @@ import ctypes
 import functools
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,11 +133,17 @@ class _Special:
 class Model:
     """A loaded GGUF file: weights and vocabulary. Thread-safe except for `close`."""
 
-    def __init__(self, path: str, params: Any) -> None:
-        """Loads the file; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
+    def __init__(self, path: str, params: Any, parts: Sequence[str] = ()) -> None:
+        """Loads the file, or its `parts` if their names do not show their order; raises LoadError(OOM_LOAD) when
+        llama.cpp returns NULL.
+        """
         self._params = params
         self._path = path
-        handle = lib.llama_model_load_from_file(path.encode(), params)
+        if len(parts) > 1:
+            names = (ctypes.c_char_p * len(parts))(*(part.encode() for part in parts))
+            handle = lib.llama_model_load_from_splits(names, len(parts), params)
+        else:
+            handle = lib.llama_model_load_from_file(path.encode(), params)
         if not handle:
             raise LoadError(ExitCause.OOM_LOAD, f"llama.cpp could not load {path}")
         self.handle = handle

@@ -28,11 +28,8 @@ def obstacle(state: State, model: ModelRecord) -> str | None:
         return "the model has warm: false"
     if model.removed or (worker is not None and worker.files != model.seen_files):
         return "its file or its configuration changed since the load"
-    if mechanism(state, model) is Mechanism.RESIDENT:
-        if not state.linux:
-            return "models on accelerators can be kept on Linux only"
-        if len(parts_of(model.effective.path)) > 1:
-            return "its file is split into several parts"
+    if mechanism(state, model) is Mechanism.RESIDENT and not state.linux:
+        return "models on accelerators can be kept on Linux only"
     return None
 
 
@@ -75,7 +72,8 @@ def kept_as(state: State, model: ModelRecord) -> Warm:
     if how is Mechanism.CHECKPOINT:
         size = sum(state.ledger.holdings[worker.holding].bytes.values())
     elif how is Mechanism.RESIDENT:
-        size = (model.seen_files[0][1][0] if model.seen_files else 0) + CPU_OVERHEAD_BYTES
+        weights = model.seen_files[: len(parts_of(model.effective.path))]
+        size = sum(count for _path, (count, *_rest) in weights) + CPU_OVERHEAD_BYTES
     else:
         size = rest_of(state, worker)[HOST]
     return _warm(model, size)
