@@ -20,7 +20,7 @@ from gateway.routing.candidate_checks import Allowed, Fit, Prediction
 from gateway.routing.chain import Candidate, Drop, Dropped, Requirements, Selection, select
 from gateway.routing.explain_record import Considered, Record
 from gateway.routing.request_context import GatewayState, RoutePolicy
-from gateway.routing.smaller_model import Option, others, ranked
+from gateway.routing.smaller_model import Option, others, ranked, why_not_now
 from inference.protocol import Code, ModelStatus, Priority
 
 COUNT_SECONDS = 5.0
@@ -110,7 +110,7 @@ class CandidateFilter:
         options, too_long = [], []
         for status in self._others():
             chosen = replace(candidate, model=status.id, is_rule=False)
-            options.append(Option(status, self._obstacle(chosen, requirements)))
+            options.append(Option(status, self._obstacle(chosen, requirements) or why_not_now(status)))
         reasons = [f"{option.status.id}: {option.obstacle}" for option in options if option.obstacle]
         for option in ranked(options):
             chosen = replace(candidate, model=option.status.id, is_rule=False)

@@ -33,6 +33,13 @@ class Option:
         return self.status.predicted_bytes or self.status.actual_bytes or 0
 
 
+def why_not_now(status: ModelStatus) -> str | None:
+    """Why a model is neither ready nor known to fit now; None if it is, or if it was never measured."""
+    if status.state in _READY or status.fits is True or status.predicted_bytes is None:
+        return None
+    return status.reason or "whether it fits now is not known"
+
+
 def others(
     models: Iterable[ModelStatus], named: Collection[str], capabilities: Collection[str]
 ) -> tuple[ModelStatus, ...]:

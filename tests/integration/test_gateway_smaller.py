@@ -34,7 +34,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 LONG = [{"role": "user", "content": "the water of the mill turns the wheel " * 40}]
 
 
-def status(id: str, size: int, **more: Any) -> ModelStatus:
+def status(id: str, size: int | None, **more: Any) -> ModelStatus:
     given: dict[str, Any] = {"state": ModelState.COLD, "fits": True, "capabilities": CHAT, "context_length": 4096}
     return ModelStatus(id, predicted_bytes=size, **given | more)
 
@@ -51,7 +51,7 @@ async def gateway(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> A
         model.id: model
         for model in (
             status("big", 90), status("mid", 50), status("tiny", 10), status("tools", 5, capabilities=(*CHAT, "tools")),
-            status("embed", 99, capabilities=("embeddings",)), status("new", 0, fits=None, capabilities=()),
+            status("embed", 99, capabilities=("embeddings",)), status("new", None, fits=None, capabilities=()),
         )
     }  # fmt: skip
     fake.answers["big"] = REFUSES

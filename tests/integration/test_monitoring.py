@@ -163,6 +163,29 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
         {"provider": "local", "model": "demo"},
         {'gateway_breaker_state{provider="local",model="demo"}': "1"},
     ),
+    "HeadgateManyFallbacks": (
+        {
+            'gateway_fallback_total{from="local/a",to="local/b",reason="cannot_fit"}': "0+5",
+            'gateway_requests_total{route="*",tier="local-fallback",outcome="success"}': "0+20",
+        },
+        {},
+        {
+            'gateway_fallback_total{from="local/a",to="local/b",reason="cannot_fit"}': "0+3",
+            'gateway_requests_total{route="*",tier="local-fallback",outcome="success"}': "0+20",
+        },
+    ),
+    "HeadgateSlowFirstToken": (
+        {
+            f'gateway_ttft_seconds_bucket{{le="{le}"}}': f"0+{count}"
+            for le, count in (("20", 8), ("40", 10), ("+Inf", 10))
+        },
+        {},
+        {
+            f'gateway_ttft_seconds_bucket{{le="{le}"}}': f"0+{count}"
+            for le, count in (("20", 99), ("40", 100), ("+Inf", 100))
+        },
+    ),
+    "HeadgateAdmissionQueue": ({"gateway_queue_depth": "101"}, {}, {"gateway_queue_depth": "100"}),
     "HeadgateDeviceUnusable": (
         {'inference_device_state{device="gpu-0"}': "5"},
         {"device": "gpu-0"},
@@ -196,6 +219,21 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
         {"model": "a", "cause": "hang"},
         {'inference_worker_exits_total{model="a",cause="requested"}': "0+1"},
     ),
+    "HeadgateModelDoesNotFit": (
+        {'inference_placement_total{result="cant_accommodate",reason="memory"}': "0+1"},
+        {},
+        {'inference_placement_total{result="free",reason="fits"}': "0+9"},
+    ),
+    "HeadgateModelsEvictEachOther": (
+        {'inference_evictions_total{action="unload",reason="memory wanted"}': "0+2"},
+        {},
+        {'inference_evictions_total{action="unload",reason="idle"}': "0+9"},
+    ),
+    "HeadgateStoredSequencesDamaged": (
+        {'inference_kv_invalid_total{model="a"}': "0+1"},
+        {"model": "a"},
+        {'inference_kv_invalid_total{model="a"}': "5"},
+    ),
     "HeadgateModelQueue": (
         {
             'inference_queue_depth{model="a",priority="normal"}': "15",
@@ -226,6 +264,7 @@ def test_promtool_loads_rules_and_configuration() -> None:
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 def test_alerts_are_raised_by_their_series_only(tmp_path: Path) -> None:
+    assert set(CASES) == {rule["alert"] for rule in rules()}
     tests = []
     for alert, (raising, labels, calm) in CASES.items():
         (rule,) = [rule for rule in rules() if rule["alert"] == alert]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.smaller_model import Option, others, ranked
+from gateway.routing.smaller_model import Option, others, ranked, why_not_now
 from inference.protocol import ModelState, ModelStatus
 
 ABILITIES = ("chat", "completions", "tools", "vision", "embeddings")
@@ -61,3 +61,17 @@ CHAT = ("chat",)
 )
 def test_models_that_were_never_measured_come_last(status: ModelStatus, known: bool) -> None:
     assert Option(status).is_known_to_answer is known
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (ModelStatus("a", ModelState.COLD, predicted_bytes=5, fits=True), None),
+        (ModelStatus("a", ModelState.BUSY, predicted_bytes=5), None),
+        (ModelStatus("a", ModelState.COLD), None),
+        (ModelStatus("a", ModelState.COLD, predicted_bytes=5, reason="waits for b"), "waits for b"),
+        (ModelStatus("a", ModelState.COLD, predicted_bytes=5), "whether it fits now is not known"),
+    ],
+)
+def test_measured_model_that_may_have_to_wait_is_not_chosen(status: ModelStatus, why: str | None) -> None:
+    assert why_not_now(status) == why
