@@ -418,6 +418,8 @@ class Traffic(RuleBasedStateMachine):
             waits = waits or (self.limits.cells > 0 and bool(step.operations))
             could_run = [job for job, known in self.live.items() if not known.suspended]
             assert waits or not could_run, "a job could run"
+            streams = set(ran) & {job for job, known in self.live.items() if known.decodes}
+            assert streams <= self.waiting(), "streams wait for more than one transfer"
             return 0
         if fate == "failed":
             for job in self.scheduler.failed():

@@ -697,6 +697,47 @@ def test_cells_for_a_stored_sequence_are_freed_one_transfer_per_step() -> None:
     assert [(row.start, list(row.tokens)) for row in step.rows] == [(18, [7])]
 
 
+def test_copy_that_does_not_fit_a_pool_waits_while_streams_go_on() -> None:
+    """Without cells for it, the job goes on in the slot of the prefix, whose tail is stored first."""
+    catalog = Catalog()
+    scheduler = Scheduler(Limits(slots=5, context=50, batch=64, queue=4, cells=50, answer_cells=1, copied=4), catalog)
+    scheduler.submit([Job(1, (1, 2, 3)), Job(2, tuple(range(100, 120)))])
+    rows_of(scheduler, 64)
+    scheduler.finish(2)
+    scheduler.extend(1, 9)
+    stored = StoredSequence(array("i", range(200, 220)), "", in_ram=True)
+    catalog.add(stored)
+    scheduler.submit([Job(3, (*range(200, 220), 7)), Job(4, (*range(100, 110), 7))])
+    step = scheduler.plan(0.0, 64)
+    assert [type(item) for item in step.operations] == [Load]
+    assert [(row.job, row.start) for row in step.rows] == [(1, 3), (3, 20)]
+    scheduler.computed()
+    scheduler.extend(1, 9)
+    scheduler.extend(3, 9)
+    step = scheduler.plan(0.0, 64)
+    assert [type(item) for item in step.operations] == [Store, Remove]
+    assert [(row.job, row.start) for row in step.rows] == [(1, 4), (4, 10), (3, 21)]
+
+
+def test_copy_of_a_running_prefix_gets_cells_of_retained_ones() -> None:
+    """They are stored first, one per step."""
+    catalog = Catalog()
+    scheduler = Scheduler(Limits(slots=4, context=45, batch=64, queue=4, cells=45, answer_cells=1, copied=4), catalog)
+    scheduler.submit([Job(1, tuple(range(20))), Job(2, tuple(range(100, 110))), Job(3, tuple(range(120, 130)))])
+    rows_of(scheduler, 64)
+    scheduler.finish(2)
+    scheduler.finish(3)
+    scheduler.extend(1, 90)
+    scheduler.submit([Job(4, (*range(19), 91))])
+    steps = []
+    for _ in range(2):
+        step = scheduler.plan(0.0, 64)
+        steps.append(([type(item) for item in step.operations], [(row.job, row.start) for row in step.rows]))
+        scheduler.computed()
+        scheduler.extend(1, 90)
+    assert steps == [([Store, Remove], [(1, 20)]), ([Store, Remove, Copy], [(1, 21), (4, 19)])]
+
+
 def test_occupied_is_the_share_of_slots_with_tokens() -> None:
     """A finished request leaves its tokens, so that its slot stays occupied."""
     scheduler = Scheduler(Limits(slots=4, context=40, batch=30, queue=4))

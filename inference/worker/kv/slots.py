@@ -110,12 +110,14 @@ class Slots:
         self._wanted = wanted
         if not all(self._store_unsaved(slot, kept) for slot, kept in self._displaced(choice)):
             return None
-        if choice.stored is not None:
-            if self._transferred or not self._clear_cells(len(choice.stored.tokens) - choice.target.computed):
-                return None
-            self._load(choice.target, choice.stored)
-        self._clock += 1
         target, (best, shared, checkpoint) = choice.target, choice.reuse
+        if choice.stored is not None:
+            if not self._clear_cells(target, len(choice.stored.tokens)) or self._transferred:
+                return None
+            self._load(target, choice.stored)
+        elif best is not target and shared >= self._limits.copied and not self._clear_cells(target, shared):
+            return None
+        self._clock += 1
         if choice.stored is not None:
             found = self._resumable(target, shared)
             self._go_back(target, found.tokens, found.checkpoint)
@@ -165,12 +167,16 @@ class Slots:
         self._operations.append(self._stored(slot))
         return True
 
-    def _clear_cells(self, count: int) -> bool:
-        """Makes `count` more cells of the pool free; False if that has to wait."""
-        while self._limits.cells and self.used + count > self._limits.cells:
+    def _clear_cells(self, target: Slot, count: int) -> bool:
+        """Makes cells of the pool free for `count` tokens in `target`; False if that has to wait."""
+        while self._limits.cells and self._needed(target) + count > self._limits.cells:
             if not self.shed():
                 return False
-        return not self._transferred
+        return True
+
+    def _needed(self, target: Slot) -> int:
+        """The cells of all slots but `target`, and one for the next token of each job."""
+        return self.used - target.computed + sum(slot.taken for slot in self._slots)
 
     def on_disk(self, tokens: array[int], tenant: str, reusable: int) -> StoredSequence | None:
         """A sequence that is on disk only and shares more with `tokens` than all slots and sequences in host memory."""
@@ -285,7 +291,8 @@ class Slots:
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.copied
             stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
-            if loses_little or stays or (target.computed and pays):
+            has_room = not self._limits.cells or self._needed(target) + shared <= self._limits.cells
+            if loses_little or stays or (pays and (target.computed or not has_room)):
                 target = best  # a prefix is lost anyway: drop the tail of this one
         if checkpoint is not None or (near := self._nearer(target, free)) is None:
             return _Choice(target, reuse)
@@ -317,7 +324,8 @@ class Slots:
         best, most = None, 0
         if self._catalog is None:
             return best, most
-        room = self._limits.cells - self.cells[0] if self._limits.cells else self._limits.context
+        taken = [slot.computed + 1 for slot in self._slots if slot.taken]  # and the next token
+        room = self._limits.cells - sum(taken) if self._limits.cells else self._limits.context
         for sequence, shared in self._catalog.candidates(tokens, tenant, reusable):
             if shared <= most:
                 break
