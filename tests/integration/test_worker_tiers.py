@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headgate.shared.kv_hint import KvHint
 from headgate.shared.parameters import Sampling
+from inference.worker.steps import Checkpoint, Row, StoredSequence
 from inference.worker_link import KvTiers
 from tests.rigs import tiny_families
 from tests.rigs.engine_rig import EngineRig, engine_rig
@@ -19,6 +21,8 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 FAMILIES = ("gqa", "window", "hybrid", "recurrent")
 ANSWER = 16
 RAM = KvTiers(ram_bytes=2**28)
+TOKEN_BYTES = 2 * 3 * 128 * 2
+"""Keys and values of three layers of width 128 in f16, the most that a token of these models takes."""
 
 
 def family(name: str) -> Path:
@@ -123,3 +127,48 @@ def test_pool_serves_more_requests_than_it_has_cells_for(name: str) -> None:
         for tokens, text in zip(prompts, texts, strict=True):
             outputs = alone.answer(tokens, sampling=GREEDY, max_tokens=400)
             assert "".join(output.text for output in outputs)[:40] == text[:40]
+
+
+def test_streams_wait_for_one_transfer_at_most_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the reasons for transfers meet: scarce slots, new prompts, and a pool without free cells.
+
+    A transfer copies one sequence: its state, its tokens, and nothing else.
+    """
+    luck, now = random.Random(0), [0.0]
+    changes = {"parallel": 6, "context_length": 400, "kv_cells": 500, "batch": 32, "ubatch": 32, "kv": RAM}
+    with engine_rig(family("gqa"), clock=lambda: now[0], threshold=0.3, **changes) as rig:
+        store = rig.store
+        assert store is not None
+        state_bytes = [store.slot_bytes(slot) for slot in range(6)]
+        gaps: list[list[int]] = [[]]
+
+        def watched(transfer: Callable[..., bool], moved: Callable[[], int]) -> Callable[..., bool]:
+            def run(slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+                before = moved()
+                done = transfer(slot, sequence, checkpoints)
+                cells = len(sequence.tokens)
+                assert moved() - before <= state_bytes[slot] + cells * (TOKEN_BYTES + 4) + 2**12
+                gaps[-1].append(cells)
+                return done
+
+            return run
+
+        def decode(rows: Sequence[Row]) -> Any:
+            gaps.append([])
+            return compute(rows)
+
+        compute = rig.context.decode
+        monkeypatch.setattr(rig.context, "decode", decode)
+        monkeypatch.setattr(store, "save", watched(store.save, lambda: store.counts().saved_bytes))
+        monkeypatch.setattr(store, "load", watched(store.load, lambda: store.counts().loaded_bytes))
+        for turn in range(600):
+            if turn % 150 == 0:
+                rig.ask(prompt(turn, 20), sampling=GREEDY, max_tokens=250)  # so that a stream runs all the time
+            if luck.random() < 0.12:
+                seed = luck.randrange(12)
+                rig.ask(prompt(seed, 18 if seed < 9 else 200), sampling=GREEDY, max_tokens=luck.randrange(2, 8))
+            now[0] += luck.choice((0.0, 0.01, 1.0))
+            rig.engine._iterate()
+        assert max(map(len, gaps)) == 1
+        assert store.counts().saves > 20
+        assert store.counts().loads > 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,9 @@ class EngineRig:
 
 
 @contextlib.contextmanager
-def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
+def engine_rig(
+    path: Path, *, clock: Callable[[], float] = time.monotonic, threshold: float = 1.0, **changes: Any
+) -> Iterator[EngineRig]:
     """Opens `path` like a worker (`changes` apply to its grant), without serving it. `kv` opens a store as well."""
     start()
     grant = grant_for(path, **changes)
@@ -112,7 +114,7 @@ def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
     def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
         return ChainSampler(model, context, sampling, choice, most)
 
-    engine = Engine(context, model, sampler, limits, delivered.extend, print, store=store)
+    engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, threshold)
     try:
         yield EngineRig(loaded, engine, store, delivered)
     finally:

@@ -202,7 +202,6 @@ class Engine:
         self._transfers.run()
         self._publish()
         if self._scheduler.has_work:
-            self._transfers.ahead()
             if self._guarded_step():
                 return True
             self._runner.rest(FETCH_CHECK_SECONDS)
@@ -264,6 +263,7 @@ class Engine:
             log.warning("%d slots could not be restored: their prompts are computed again", len(lost))
             self._scheduler.not_restored(lost)
             return True
+        self._transfers.ahead(step.operations)
         if not step.rows:
             return bool(step.operations or step.expired)
         self.counters.begin(step.tokens)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from inference.protocol import KvTier
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.sequence_store import SequenceStore
-from inference.worker.steps import Fetch, Load, Store
+from inference.worker.steps import Fetch, Load, Operation, Store
 from inference.worker_link import KvCounts
 
 IDLE_SECONDS = 0.2
@@ -53,10 +53,15 @@ class SequenceTransfers:
         if self.store is not None:
             self.store.run()
 
-    def ahead(self) -> None:
-        """Stores a retained sequence while others run, if slots are scarce and no job waits for one."""
+    def ahead(self, operations: Sequence[Operation]) -> None:
+        """Stores a retained sequence while others run, if slots are scarce and no job waits for one.
+
+        `operations` were performed before the next batch. If a sequence was stored or loaded, no other one is.
+        """
         self._idle_since = None
         if self.store is None or (began := self._clock()) < self._again_at:
+            return
+        if any(isinstance(operation, Store | Load) for operation in operations):
             return
         is_scarce = self._scheduler.occupied >= self._threshold and not self._scheduler.queued
         seconds = self._clock() - began if is_scarce and self.store_one() else 0.0
