@@ -201,9 +201,13 @@ class Arena:
             _madvise(region.address, region.size, _POPULATE_READ)
             region.is_ready = True
 
+    def remove(self, region: Region) -> None:
+        """Marks an entry as removed. Its memory is to be released, which takes as long as a copy."""
+        set_progress(region.view, Progress.REMOVED)
+
     def release(self, region: Region, *, spare: bool = False) -> None:
         """Removes an entry. With `spare` its memory is kept for new ones."""
-        set_progress(region.view, Progress.REMOVED)
+        self.remove(region)
         if spare and region.size >= LEAST_SPARE_BYTES:
             self._keep(region)
         else:

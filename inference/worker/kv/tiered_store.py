@@ -255,7 +255,7 @@ class TieredStore:
         self.run()
         self._ram_bytes = ram_bytes
         self._shrink(ram_bytes)
-        self._arena.trim(max(0, ram_bytes - self._arena.used_bytes))
+        self._in_background(lambda: self._arena.trim(max(0, ram_bytes - self._arena.used_bytes)))
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes of the state of `slot`."""
@@ -422,8 +422,18 @@ class TieredStore:
             self._release(region)
 
     def _release(self, region: Region) -> None:
-        room = self._ram_bytes - self._ram_used - self._arena.spare_bytes
-        self._arena.release(region, spare=region.size <= room)
+        """Removes an entry. Running sequences do not wait until the system has freed its memory."""
+        if region.size <= self._ram_bytes - self._ram_used - self._arena.spare_bytes:
+            self._arena.release(region, spare=True)
+        else:
+            self._arena.remove(region)
+            self._in_background(lambda: self._arena.release(region))
+
+    def _in_background(self, job: Callable[[], None]) -> None:
+        if self._closing.is_set():
+            job()
+        else:
+            self._memory_jobs.add(job)
 
     def _enter_disk(self, stored: _Stored, name: str) -> None:
         if stored.file is not None:
