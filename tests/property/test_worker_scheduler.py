@@ -96,10 +96,10 @@ class Memory:
     def tokens(self, slot: int) -> list[int]:
         return [token for token, _tenant in self.slots[slot]]
 
-    def run(self, step: Step) -> list[int]:
-        """Performs the operations; returns the slots that could not be loaded."""
-        transfers = [operation for operation in step.operations if isinstance(operation, Store | Load)]
-        assert len(transfers) <= 1, "several transfers between two steps"
+    def run(self, step: Step, transfers: int = 1) -> list[int]:
+        """Performs the operations, at most `transfers` of stores and loads; returns the slots that were not loaded."""
+        moved = [operation for operation in step.operations if isinstance(operation, Store | Load)]
+        assert len(moved) <= transfers, "too many transfers between two steps"
         return performed(step.operations, self.perform)
 
     def perform(self, operation: Operation) -> bool:
@@ -384,9 +384,13 @@ class Traffic(RuleBasedStateMachine):
             if (operation := self.scheduler.store_one()) is not None:
                 self.memory.store(operation)
 
-    @rule(budget=st.integers(1, 16), fate=st.sampled_from(["ok"] * 8 + ["no room", "failed", "lost"]))
-    def step(self, budget: int, fate: str) -> None:
-        self.advance(budget, fate)
+    @rule(
+        budget=st.integers(1, 16),
+        fate=st.sampled_from(["ok"] * 8 + ["no room", "failed", "lost"]),
+        transfers=st.sampled_from([1, 1, 2, 5]),
+    )
+    def step(self, budget: int, fate: str, transfers: int) -> None:
+        self.advance(budget, fate, transfers)
 
     @rule(seconds=st.floats(0.0, 3.0))
     def wait(self, seconds: float) -> None:
@@ -398,17 +402,17 @@ class Traffic(RuleBasedStateMachine):
     def key(self, job: int) -> tuple[float, int]:
         return self.live[job].job.key
 
-    def advance(self, budget: int, fate: str = "ok") -> int:
+    def advance(self, budget: int, fate: str = "ok", transfers: int = 1) -> int:
         """One step as the engine runs it; returns the number of computed tokens."""
         waited = self.waiting()
         ran = [job for job, known in self.live.items() if job not in waited and not known.suspended]
-        step = self.scheduler.plan(self.now, budget)
+        step = self.scheduler.plan(self.now, budget, transfers)
         late = {job for job, known in self.live.items() if self.is_late(known)}
         assert set(step.expired) == late
         for job in step.expired:
             self.end(job)
         self.check_order(waited, ran)
-        lost = self.memory.run(step)
+        lost = self.memory.run(step, transfers)
         if lost:
             self.scheduler.not_restored(lost)
             return 0

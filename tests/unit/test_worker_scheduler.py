@@ -747,3 +747,22 @@ def test_occupied_is_the_share_of_slots_with_tokens() -> None:
     assert scheduler.occupied == 0.25
     scheduler.finish(1)
     assert scheduler.occupied == 0.25
+
+
+@pytest.mark.parametrize(("transfers", "steps"), [(1, 4), (2, 2), (8, 1)])
+def test_several_stored_sequences_are_loaded_at_once_if_no_stream_waits(transfers: int, steps: int) -> None:
+    """`plan` is told how many transfers a step may have."""
+    catalog = Catalog()
+    scheduler = Scheduler(Limits(slots=4, context=40, batch=32, queue=4), catalog)
+    for number in range(1, 5):
+        catalog.add(StoredSequence(array("i", [number] * 20), "", in_ram=True))
+    scheduler.submit([Job(number, (number,) * 21) for number in range(1, 5)])
+    planned = 0
+    while scheduler.active < 4:
+        step = scheduler.plan(0.0, 32, transfers)
+        assert sum(isinstance(item, Load) for item in step.operations) <= transfers
+        scheduler.computed()
+        for row in step.rows:
+            scheduler.extend(row.job, 7)
+        planned += 1
+    assert planned == steps

@@ -28,7 +28,7 @@ from inference.worker.engine import sequence_commands
 from inference.worker.engine.engine_thread import EngineThread
 from inference.worker.engine.engine_work import QueueEstimate, Work
 from inference.worker.engine.output_tickets import Delivery, Outbox, Ticket
-from inference.worker.engine.prefill_pacing import Pace
+from inference.worker.engine.prefill_pacing import LONGEST_SECONDS, Pace
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine.sequence_transfers import SequenceTransfers
 from inference.worker.engine_stats import EngineCounters
@@ -255,8 +255,10 @@ class Engine:
 
     def _step(self) -> bool:
         decoding, prompts = self._scheduler.load
-        allowed = self._pace.seconds(decoding, prompts, just_begun=prompts > 0 and self._scheduler.just_begun)
-        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
+        just_begun = prompts > 0 and self._scheduler.just_begun
+        allowed = self._pace.seconds(decoding, prompts, just_begun=just_begun)
+        transfers = self._transfers.number_in(LONGEST_SECONDS) if just_begun else 1
+        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed), transfers)
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
         if lost := performed(step.operations, self._perform):

@@ -230,14 +230,17 @@ class Scheduler:
         """Drops the retained prefixes, of `tenant` or of all; returns how many."""
         return self._slots.forget(tenant)
 
-    def plan(self, now: float, prefill_budget: int) -> Step:
+    def plan(self, now: float, prefill_budget: int, transfers: int = 1) -> Step:
         """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
+
+        Before it at most `transfers` sequences are stored or loaded.
 
         The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if more
         prompts than streams wait.
         """
         assert not self._pending, "the result of the last step was not reported"
         self._now = now
+        self._slots.begin(transfers)
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
             self._admit(now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,12 @@ IDLE_SECONDS = 0.2
 
 AHEAD_SHARE = 0.02
 """The share of the time that is spent with storing sequences while others run."""
+
+LAST = 8
+"""The longest of so many transfers is the expected time of the next one."""
+
+SHORTEST_SECONDS = 0.001
+"""The least expected time of a transfer."""
 
 LOOK_SECONDS = 0.05
 """Interval of the search for sequences to store while others run."""
@@ -46,6 +53,7 @@ class SequenceTransfers:
         self._idle_since: float | None = clock()
         self._again_at = -math.inf
         self._load_seconds: dict[int, float] = {}
+        self._last_seconds: deque[float] = deque(maxlen=LAST)
 
     # --- when ---------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -93,6 +101,10 @@ class SequenceTransfers:
         self.save(operation)
         return True
 
+    def number_in(self, seconds: float) -> int:
+        """How many transfers are expected to take at most `seconds`; at least 1."""
+        return max(1, int(seconds / max(SHORTEST_SECONDS, max(self._last_seconds, default=math.inf))))
+
     # --- transfers ----------------------------------------------------------------------------------------------------
     def save(self, operation: Store) -> None:
         """Copies a slot to the store."""
@@ -103,7 +115,9 @@ class SequenceTransfers:
         sequence.used_at = time.time()
         if (hint := sequence.hint) is not None and hint.kind == "pin":
             sequence.pinned_until = sequence.used_at + hint.seconds
+        began = self._clock()
         self.store.save(operation.slot, sequence, operation.checkpoints)
+        self._last_seconds.append(self._clock() - began)
 
     def load(self, operation: Load) -> bool:
         """Copies a stored sequence to its slot; returns False, with an empty slot, if that fails."""
@@ -112,7 +126,9 @@ class SequenceTransfers:
         fetch_seconds = sequence.fetch_seconds if sequence.fetched else 0.0
         began = self._clock()
         is_loaded = self.store.load(operation.slot, sequence, operation.checkpoints)
-        self._load_seconds[operation.slot] = fetch_seconds + self._clock() - began
+        seconds = self._clock() - began
+        self._last_seconds.append(seconds)
+        self._load_seconds[operation.slot] = fetch_seconds + seconds
         return is_loaded
 
     def fetch(self, operation: Fetch) -> None:

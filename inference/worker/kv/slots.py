@@ -56,8 +56,8 @@ class _Choice(NamedTuple):
 class Slots:
     """All slots, and the memory operations at the beginning of the next step.
 
-    `catalog`: the sequences outside the context; None if there is no store for them. A step stores or loads at most
-    one sequence, because running sequences wait meanwhile.
+    `catalog`: the sequences outside the context; None if there is no store for them. `begin` limits the sequences that
+    a step stores and loads, because running sequences wait meanwhile.
     """
 
     def __init__(self, limits: Limits, catalog: Catalog | None = None) -> None:
@@ -66,8 +66,8 @@ class Slots:
         self._slots = [Slot(number) for number in range(limits.slots)]
         self._operations: list[Operation] = []
         self._clock = 0
-        self._transferred = False
-        self._wanted: StoredSequence | None = None
+        self._transfers = 1
+        self._wanted: list[StoredSequence] = []
         # Slots that llama.cpp copies to and from with the next batch.
         self._arriving: set[int] = set()
         self._departing: set[int] = set()
@@ -89,10 +89,16 @@ class Slots:
         taken = sum(slot.computed for slot in self._slots if slot.taken)
         return taken, sum(slot.computed for slot in self._slots) - taken
 
+    def begin(self, transfers: int) -> None:
+        """Begins a step that stores and loads at most `transfers` sequences."""
+        self._transfers = transfers
+        for sequence in self._wanted:
+            sequence.wanted = False
+        self._wanted.clear()
+
     def operations(self) -> tuple[Operation, ...]:
         """Returns and clears the memory operations to run before the next batch."""
         operations, self._operations = self._operations, []
-        self._transferred = False
         return tuple(operations)
 
     def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot | None:
@@ -103,16 +109,14 @@ class Slots:
         if that, or loading, has to wait for the next step.
         """
         choice = self._choose(tokens, tenant, reusable)
-        if self._wanted is not None:
-            self._wanted.wanted = False
-        if (wanted := choice.stored) is not None:
-            wanted.wanted = True  # until it is loaded, so that storing another sequence does not remove it
-        self._wanted = wanted
+        if choice.stored is not None:
+            choice.stored.wanted = True  # until it is loaded, so that storing another sequence does not remove it
+            self._wanted.append(choice.stored)
         if not all(self._store_unsaved(slot, kept) for slot, kept in self._displaced(choice)):
             return None
         target, (best, shared, checkpoint) = choice.target, choice.reuse
         if choice.stored is not None:
-            if not self._clear_cells(target, len(choice.stored.tokens)) or self._transferred:
+            if not self._clear_cells(target, len(choice.stored.tokens)) or self._transfers < 1:
                 return None
             self._load(target, choice.stored)
         elif best is not target and shared >= self._limits.copied and not self._clear_cells(target, shared):
@@ -161,9 +165,9 @@ class Slots:
         is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
         if not (is_worth_it and self._can_store(slot)):
             return True
-        if self._transferred:
+        if self._transfers < 1:
             return False
-        self._transferred = True
+        self._transfers -= 1
         self._operations.append(self._stored(slot))
         return True
 
@@ -433,7 +437,7 @@ class Slots:
 
     def _load(self, slot: Slot, sequence: StoredSequence) -> None:
         self._forget(slot, 0)
-        self._transferred = True
+        self._transfers -= 1
         found = self._as_slot(sequence)
         slot.tokens, slot.computed, slot.tenant = found.tokens, found.computed, found.tenant
         slot.checkpoints, slot.oldest, slot.freed = found.checkpoints, found.oldest, found.freed
