@@ -10,6 +10,7 @@ from pathlib import Path
 
 from inference.file_stamp import fingerprint
 from inference.worker import llama, malloc_trim
+from inference.worker.kv.sequence_key import file_keys
 from inference.worker.kv.standby import HeldFile
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama.llama_process import LogTail
@@ -53,6 +54,7 @@ def load_worker_model(
     llama.on_abort(lambda text: write_log("\n".join([*tail.lines, text])))
     files = fingerprint(Path(grant.path), grant.lora)
     if held is None:
+        keys = file_keys(files)
         loaded = load(grant, tail, on_progress)
     else:
         files = (*held.files, *files[len(held.files) :])
@@ -60,7 +62,7 @@ def load_worker_model(
         held.close()
 
     def open_with(context: llama.Context, grant: Grant) -> TieredStore:
-        return open_store(context, grant, files, arena_handle, on_store)
+        return open_store(context, grant, keys, arena_handle, on_store)
 
     return _announced(WorkerModel(loaded, grant, tail, open_with))
 

@@ -19,6 +19,7 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
 from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.sequence_key import file_keys
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
@@ -108,7 +109,7 @@ def engine_rig(
         cells=context.cells,
     )
     has_store = grant.kv.ram_bytes > 0 or grant.kv.directory is not None
-    store = open_store(context, grant, fingerprint(path), None, lambda: None) if has_store else None
+    store = open_store(context, grant, file_keys(fingerprint(path)), None, lambda: None) if has_store else None
     delivered: list[Delivery] = []
 
     def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:

@@ -16,6 +16,7 @@ import numpy as np
 from inference.file_stamp import fingerprint
 from inference.worker import llama
 from inference.worker.backend import OK
+from inference.worker.kv.sequence_key import file_keys
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama import sequence_state
 from inference.worker.llama.llama_process import LogTail
@@ -99,7 +100,7 @@ class StoreRig:
         """Opens a store for the context."""
         changed = threading.Event()
         grant = replace(self.grant, kv=KvTiers(ram_bytes=ram_bytes, **tiers))
-        store = open_store(self.context, grant, fingerprint(Path(self.grant.path)), keep, changed.set)
+        store = open_store(self.context, grant, file_keys(fingerprint(Path(self.grant.path))), keep, changed.set)
         try:
             yield OpenStore(store, changed, grant.kv)
         finally:

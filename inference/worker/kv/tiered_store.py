@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from inference.file_stamp import Fingerprint
 from inference.worker import llama
 from inference.worker.kv.arena import Arena, Region, rounded
 from inference.worker.kv.background_jobs import Apply, BackgroundJobs
@@ -31,15 +30,17 @@ from inference.worker.kv.entry_format import (
     encode_head,
 )
 from inference.worker.kv.retention_policies import POLICIES, leaves_after
-from inference.worker.kv.sequence_key import sequence_key
+from inference.worker.kv.sequence_key import FileKeys, sequence_key
 from inference.worker.steps import Checkpoint, StoredSequence
 from inference.worker_link import Grant, KvCounts, KvTiers
 
 log = logging.getLogger("headgate.worker.kv")
 
 FOUND_AT_A_TIME = 16
-LOCK_SECONDS = 0.5
+LOCK_SECONDS = 0.05
 """Interval of the attempts to take an arena that another worker of the model still uses."""
+FIND_SECONDS = 0.05
+"""A load waits so long until the files are found, the last used first, so that its first request can continue them."""
 FETCHED_SECONDS = 30.0
 """A fetched sequence stays in host memory at least for this long, unless it was loaded."""
 FETCH_SECONDS = 10.0
@@ -55,7 +56,7 @@ SPARE_SHARE = 4
 def open_store(
     context: llama.Context,
     grant: Grant,
-    files: Fingerprint,
+    files: FileKeys,
     arena_handle: int | None,
     on_change: Callable[[], None],
 ) -> TieredStore:
@@ -119,6 +120,7 @@ class TieredStore:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
+        self._all_found = threading.Event()
         names = ("kv-memory", "kv-read", "kv-write") if self._disk is not None else ("kv-memory",)
         self._jobs = [BackgroundJobs(name, on_change) for name in names]
         self._memory_jobs, self._reads, self._writes = self._jobs[0], self._jobs[-2:][0], self._jobs[-1]
@@ -276,6 +278,9 @@ class TieredStore:
             is_free = self._arena.open()
         if is_free:
             self._opened()
+            if self._disk is not None:
+                self._all_found.wait(FIND_SECONDS)
+                self.run()
         else:
             log.info("another worker of the model uses the stored sequences: waiting for its end")
             self._memory_jobs.add(self._await_arena)
@@ -344,8 +349,7 @@ class TieredStore:
         def some() -> Apply:
             found = list(itertools.islice(entries, FOUND_AT_A_TIME))
             goes_on = len(found) == FOUND_AT_A_TIME and not self._closing.is_set()
-            if goes_on:
-                self._reads.add(some)
+            self._reads.add(some if goes_on else self._all_found.set)
             return lambda: self._found(disk, found, is_last=not goes_on)
 
         self._reads.add(some)
