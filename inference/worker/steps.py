@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -145,6 +145,13 @@ class StoredSequence:
     fetch_seconds: float = 0.0
     wanted: bool = False
     hint: KvHint | None = None
+    _id: str = field(default="", init=False, repr=False)
+
+    @property
+    def id(self) -> str:
+        """See `sequence_id`. Computed once, so that lists of thousands of sequences take no time of the engine."""
+        self._id = self._id or sequence_id(self.tokens, self.tenant)
+        return self._id
 
     @property
     def keeps(self) -> bool:

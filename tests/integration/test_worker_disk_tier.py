@@ -343,7 +343,15 @@ def test_a_directory_that_cannot_be_written_is_still_read(
     with pytest.raises(OSError, match="Read-only"):
         write(tier, SMALL[2])
     assert tier.is_paused
-    assert len(caplog.messages) == 2
+    tier.remove(tier.name_of(sequence_of(SMALL[0])))
+    lines = [text.partition(" (")[0] for text in caplog.messages]
+    first = file_of(tier, tmp_path, SMALL[0])
+    assert lines == [
+        f"stored sequence {path} removed: it is shorter than its header",
+        f"cannot remove the stored sequence {path}",
+        f"cannot write stored sequences to {tmp_path}",
+        f"cannot remove the stored sequence {first}",
+    ]
 
 
 def test_a_slow_disk_pauses_the_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from array import array
@@ -352,6 +353,30 @@ def test_sequences_in_memory_get_files_from_the_next_worker(rig: StoreRig, keep:
         assert opened.store.counts().disk_written_bytes == 0
 
 
+def test_the_first_request_finds_the_files(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load waits a moment for them, but not for a disk that hangs."""
+    with rig.store(**disk) as opened:
+        for number in range(20):
+            saved(rig, opened, number, 20)
+    read, works = os.preadv, threading.Event()
+
+    def hanging(*arguments: Any) -> int:
+        works.wait()
+        return read(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiered_store, "FIND_SECONDS", 20.0)
+        with rig.store(**disk) as opened:
+            assert len(opened.store.catalog) == 20
+    monkeypatch.setattr(os, "preadv", hanging)
+    with rig.store(**disk) as opened:
+        assert len(opened.store.catalog) == 0
+        works.set()
+        opened.wait(lambda: len(opened.store.catalog) == 20)
+
+
 def test_a_disk_that_hangs_is_not_waited_for(
     rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -485,6 +510,49 @@ def test_the_hint_to_keep_a_sequence_outlives_the_worker(rig: StoreRig, keep: in
     with rig.store(keep, ram_bytes=2 * one) as opened:
         newer = [saved(rig, opened, number, used_at=float(number)) for number in (2, 3)]
         assert {opened.found(kept.tokens), newer[1]} == set(opened.store.catalog)
+
+
+def test_each_of_many_tenants_finds_its_own_conversation(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
+    """200 tenants with the same system prompt, host memory for a tenth of them, and a second worker."""
+    shared, one = random_tokens(1, 60), size_of(rig, 80)
+    own = {f"tenant {number}": shared + random_tokens(number, 20) for number in range(200)}
+    limits = {"ram_bytes": 20 * one, **disk}
+    with rig.store(keep, **limits) as opened:
+        for number, (tenant, tokens) in enumerate(own.items()):
+            rig.context.remove(0)
+            rig.fill(0, tokens)
+            sequence = opened.save(0, tokens, tenant=tenant, used_at=float(number))
+            if number % 10 == 9:  # slower than the disk writes
+                opened.wait(lambda sequence=sequence: sequence.on_disk)
+        assert opened.store.counts().ram_bytes <= 20 * one
+        assert opened.store.counts().evicted == 0
+    with rig.store(keep, **limits) as opened:
+        opened.wait(lambda: opened.store.counts().disk_sequences == 200)
+        for tenant, tokens in list(own.items())[::10]:
+            ((found, count), *others) = opened.store.catalog.candidates(tokens, tenant, len(tokens))
+            assert (found.tenant, count, others) == (tenant, 80, [])
+            opened.store.fetch(found)
+            opened.wait(lambda found=found: found.in_ram)
+            rig.context.remove(0)
+            assert opened.store.load(0, found, [])
+        assert rig.go_on(0, tokens + array("i", [7])) == rig.cold(tokens + array("i", [7]), slot=1)
+
+
+def test_a_directory_that_is_deleted_is_made_again(
+    rig: StoreRig, disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was only there is computed again; new sequences are written at once."""
+    with rig.store(ram_bytes=size_of(rig), **disk) as opened:
+        first, second = (saved_to_disk(rig, opened, number) for number in range(2))
+        shutil.rmtree(disk["directory"])
+        opened.store.fetch(first)
+        opened.wait(lambda: not first.fetching)
+        assert set(opened.store.catalog) == {second}
+        third = saved_to_disk(rig, opened, 2)
+        assert opened.store.load(1, third, [])
+        opened.store.drop([second, third])
+    assert caplog.messages == []
+    assert list(Path(disk["directory"]).rglob("*.kv")) == []
 
 
 def test_closing_finishes_writes_or_abandons_them(rig: StoreRig, disk: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from inference.worker.steps import StoredSequence, sequence_id
 
 def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Sequence[SequenceRow]:
     """All sequences, the last used first. `now` is on the clock of the scheduler."""
-    stored = {} if store is None else {_id(sequence): sequence for sequence in store.catalog}
+    stored = {} if store is None else {sequence.id: sequence for sequence in store.catalog}
     found = []
     for slot in scheduler.held():
         tokens = slot.tokens[: slot.computed]
@@ -49,7 +49,7 @@ def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None)
     scheduler.forget(tenant)
     if store is not None:
         stored = [sequence for sequence in store.catalog if tenant in (None, sequence.tenant)]
-        free |= {_id(sequence) for sequence in stored}
+        free |= {sequence.id for sequence in stored}
         store.drop(stored)
     return len(free)
 
@@ -61,13 +61,9 @@ def pin(scheduler: Scheduler, transfers: SequenceTransfers, ids: Collection[str]
     for slot in scheduler.held():
         if not slot.taken and slot.unsaved and _slot_id(slot) in ids and (operation := scheduler.store(slot)):
             transfers.save(operation)
-    found = [sequence for sequence in store.catalog if _id(sequence) in ids]
+    found = [sequence for sequence in store.catalog if sequence.id in ids]
     store.pin(found, time.time() + seconds if seconds else 0.0)
     return len(found)
-
-
-def _id(sequence: StoredSequence) -> str:
-    return sequence_id(sequence.tokens, sequence.tenant)
 
 
 def _slot_id(slot: Slot) -> str:

@@ -40,7 +40,7 @@ from inference.worker.kv.entry_format import (
     set_progress,
     set_states_sum,
 )
-from inference.worker.steps import StoredSequence, sequence_id
+from inference.worker.steps import StoredSequence
 
 log = logging.getLogger("headgate.worker.kv")
 
@@ -119,7 +119,7 @@ class DiskTier:
 
     def name_of(self, sequence: StoredSequence) -> str:
         """The name of the file of a sequence."""
-        return sequence_id(sequence.tokens, sequence.tenant) + ENTRY
+        return sequence.id + ENTRY
 
     def write(
         self,
@@ -212,8 +212,10 @@ class DiskTier:
             path.unlink()
         except IsADirectoryError:
             shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # gone, or it cannot be removed at present
+        except FileNotFoundError:
+            pass  # another worker removed it
+        except OSError as error:
+            log.warning("cannot remove the stored sequence %s (%s): remove the file", path, error.strerror)
 
     def touch(self, name: str, until: float = 0.0) -> None:
         """Records that a file is used now, or that it is kept until a Unix time."""
