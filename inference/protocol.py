@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ H_KV = "x-headgate-kv"
 H_PROBE = "x-headgate-probe"
 H_TENANT = "x-headgate-tenant"
 """A keyed hash of the client's API key, set by the gateway; it limits prefix reuse to one client."""
+H_CONVERSATION = "x-headgate-conversation"
+"""A hash of the client and the beginning of its conversation, set by the gateway: requests with the same value go to
+the same replica of a model if possible."""
 H_DEADLINE = "x-headgate-deadline-ms"
 """How long the client of the inference service waits for the first token, in milliseconds."""
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"
@@ -204,6 +207,29 @@ class ExitCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica of a model that is configured with several; the fields are those of `ModelStatus`."""
+
+    id: str
+    state: ModelState
+    devices: tuple[str, ...] = ()
+    actual_bytes: int | None = None
+    in_flight: int = 0
+    queued: int = 0
+    parallel: int = 1
+    idle_seconds: float | None = None
+    pid: int | None = None
+    reason: str | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ReplicaStatus:
+        """The inverse of `dataclasses.asdict`; unknown keys are ignored."""
+        fields = {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
+        fields |= {"state": ModelState(data["state"]), "devices": tuple(data.get("devices") or ())}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
 
@@ -215,7 +241,8 @@ class ModelStatus:
     accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it can take a request (0 if ready).
     `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time between two answers under load.
     These and the prefill rate (which includes reused tokens) are recent measurements, None without any.
-    `template_problem`: why a chat template of the loaded file is not used.
+    `template_problem`: why a chat template of the loaded file is not used. `replicas`: each replica of a model that is
+    configured with several; the other fields are then those of all together, `parallel` of the loaded ones.
     """
 
     id: str
@@ -245,6 +272,7 @@ class ModelStatus:
     answer_seconds: float | None = None
     prefill_tokens_per_second: float | None = None
     template_problem: str | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI model object with the status under `headgate`."""
@@ -263,11 +291,14 @@ class ModelStatus:
         for name in ("aliases", "devices", "capabilities", "reduced"):
             fields[name] = tuple(fields.get(name) or ())
         fields["state"] = ModelState(fields.get("state", "cold"))
+        fields["replicas"] = tuple(map(ReplicaStatus.from_json, fields.get("replicas") or ()))
         return cls(id=data["id"], **fields)
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [asdict(item) if isinstance(item, ReplicaStatus) else item for item in value]
+    return value
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headgate.shared import configfile
 from headgate.shared.configfile import Bytes, Duration
@@ -23,6 +23,28 @@ from inference.environment_settings import InferenceSettings, KvType
 from inference.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
+MOST_REPLICAS = 64
+
+ReplicaRange = tuple[int, int]
+"""The least and the largest number of replicas."""
+
+
+def parse_replicas(value: object) -> ReplicaRange:
+    """The range in `2` or `1..3`; raises ValueError."""
+    if isinstance(value, tuple):
+        return value
+    least, dots, most = str(value).strip().partition("..")
+    if isinstance(value, bool) or not least.isdecimal() or (dots and not most.isdecimal()):
+        raise ValueError(f"{value!r} is not a number of replicas; write N or N..M, for example 2 or 1..3")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
+        raise ValueError(f"replicas {value} is not possible; write N or N..M with 1 <= N <= M <= {MOST_REPLICAS}")
+    return found
+
+
+_REPLICAS_TEXT = Annotated[str, Field(pattern=r"^\s*\d+(\.\.\d+)?\s*$")]
+Replicas = Annotated[ReplicaRange, BeforeValidator(parse_replicas, json_schema_input_type=int | _REPLICAS_TEXT)]
+"""A pydantic field type: a range, written as `2` or `1..3`."""
 
 
 class ModelEntry(BaseModel):
@@ -54,6 +76,7 @@ class ModelEntry(BaseModel):
     oom_policy: Literal["fail_fast", "reduce", "cpu"] | None = None
     memory_overhead: Bytes | None = None
     capabilities: tuple[str, ...] | None = None
+    replicas: Replicas = (1, 1)
 
 
 class ModelsFile(BaseModel):
@@ -93,9 +116,17 @@ class ModelSpec:
     oom_policy: str
     memory_overhead: int | None
     capabilities: tuple[str, ...] | None
+    replicas: ReplicaRange = (1, 1)
+    replica_of: str | None = None
+    """for a further replica, the id of its model; the first replica has the id of the model"""
 
-    SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy"})
+    SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy", "replicas"})
     """Settings that can change while the model stays loaded."""
+
+    @property
+    def configured_id(self) -> str:
+        """The id of the model in the configuration: that of its first replica."""
+        return self.replica_of or self.id
 
     @property
     def cells(self) -> int:
@@ -114,12 +145,27 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """The configuration of the service. `names` maps each id and alias to the id of its model."""
+    """The configuration of the service. `names` maps each id and alias to the id of its model.
+
+    Replicas of one entry are models of their own: NAME, NAME@2, NAME@3.
+    """
 
     settings: InferenceSettings
     models: Mapping[str, ModelSpec]
     names: Mapping[str, str]
     config_dir: Path
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """The ids of the configured models, without further replicas."""
+        return tuple(name for name, spec in self.models.items() if spec.replica_of is None)
+
+    def replicas_named(self, name: str) -> tuple[str, ...]:
+        """The ids of the replicas that a known name stands for: all of a model, or the one in `NAME@1`, `NAME@2`."""
+        spec = self.models[self.names[name]]
+        if spec.replica_of is not None or name == f"{spec.id}@1":
+            return (spec.id,)
+        return tuple(replica_ids(spec.id, spec.replicas[1]))
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> InferenceConfig:
@@ -146,7 +192,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
             found = list(_check(name, entry, settings))
             problems.extend(_at(path, lines, problem) for problem in found)
             if not found:
-                models[name] = _spec(name, entry, settings)
+                models |= {spec.id: spec for spec in specs_of(name, entry, settings)}
     if problems:
         raise ConfigError(problems)
     return InferenceConfig(settings, models, names, config_dir)
@@ -159,9 +205,22 @@ def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Prob
         if not alias.strip() or alias != alias.strip() or alias.startswith("/") or alias.endswith("/"):
             yield Problem(f"{alias!r} is not a valid model id; remove spaces and slashes at its ends", key=key)
         elif alias in names:
-            yield Problem(f"the model {names[alias]!r} already has the name {alias!r}; choose another one", key=key)
+            owner = f"the model or replica {names[alias]!r}" if "@" in alias else f"the model {names[alias]!r}"
+            yield Problem(f"{owner} already has the name {alias!r}; choose another one", key=key)
         else:
             names[alias] = name
+    others = replica_ids(name, entry.replicas[1])[1:]
+    for replica, id in zip((f"{name}@1", *others), (name, *others), strict=True) if others else ():
+        if replica in names:
+            what = f"{replica!r} is the id of a replica, and already a name of {names[replica]!r}; choose another one"
+            yield Problem(what, key=f"models.{name}.replicas")
+        else:
+            names[replica] = id
+
+
+def replica_ids(name: str, most: int) -> list[str]:
+    """The ids of the replicas of a model, the first of which has the id of the model."""
+    return [name, *(f"{name}@{number}" for number in range(2, most + 1))]
 
 
 def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterator[Problem]:
@@ -184,6 +243,9 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     if kv_type != "f16" and not flash:
         yield Problem(f"kv_type {kv_type} needs flash_attention: true", key=f"{at}.kv_type")
     context, parallel = entry.context_length or settings.context_length, entry.parallel or settings.parallel
+    if entry.replicas[1] > 1 and entry.gpu_index is not None:
+        message = "replicas of one model run on different devices; remove gpu_index, or make replicas 1"
+        yield Problem(message, key=f"{at}.gpu_index")
     kv_cells = _kv_cells(entry, settings)
     if problem := pool_problem(kv_cells, context, parallel):
         yield Problem(problem, key=f"{at}.kv_cells")
@@ -271,6 +333,13 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         "mmproj": None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
     }
     return ModelSpec(id=name, **values)
+
+
+def specs_of(name: str, entry: ModelEntry, settings: InferenceSettings) -> list[ModelSpec]:
+    """The settings of every replica of an entry."""
+    first = _spec(name, entry, settings)
+    others = replica_ids(name, entry.replicas[1])[1:]
+    return [first, *(replace(first, id=id, aliases=(), replica_of=name) for id in others)]
 
 
 def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:

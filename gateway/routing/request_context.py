@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.access.key_usage import Meter
+from gateway.apis.openai.conversation_key import conversation_key
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
@@ -23,7 +24,7 @@ from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry.gateway_metrics import Telemetry
-from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
+from inference.protocol import H_CONVERSATION, H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
 
 WHOLE_ANSWER_INTERVAL_SECONDS = 0.25
 """Longest time between two frames of a local answer that the client gets as one object. Without frames
@@ -117,6 +118,7 @@ class RequestState:
     stream_interval: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Cached, because each call of `get_running_loop` costs a system call."""
+    conversation: str | None = None
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,8 +150,17 @@ class RequestState:
                 headers[H_STREAM_INTERVAL] = self.stream_interval
             if self.context.kv is not None:
                 headers[H_KV] = self.context.kv
+            status = self.gateway.view.models.get(candidate.model)
+            if status is not None and status.replicas and (key := self._conversation_key()) is not None:
+                headers[H_CONVERSATION] = key
         connect_seconds = self.gateway.config.deadlines.connect
         return Call(self.request.endpoint, candidate.model, body, self.context.request_id, connect_seconds, headers)
+
+    def _conversation_key(self) -> str | None:
+        """The key of the conversation, computed once."""
+        if self.conversation is None:
+            self.conversation = conversation_key(self.context.tenant, self.request.body)
+        return self.conversation
 
     def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
         """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""

@@ -6,6 +6,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headgate.cli import addresses
@@ -53,10 +54,29 @@ def _statuses(session: Session) -> list[ModelStatus]:
 
 
 def ps(session: Session) -> int:
-    """Lists models that are not cold."""
-    return _table(
-        session, [status for status in _statuses(session) if status.state is not ModelState.COLD], running=True
-    )
+    """Lists models that are not cold, and each replica of a model that has several."""
+    found = [status for status in _statuses(session) if status.state is not ModelState.COLD]
+    return _table(session, found, running=True)
+
+
+def _rows(status: ModelStatus) -> list[ModelStatus]:
+    """The model, or those of its replicas that are not cold."""
+    return [
+        replace(
+            status,
+            id=replica.id,
+            state=replica.state,
+            devices=replica.devices,
+            actual_bytes=replica.actual_bytes,
+            in_flight=replica.in_flight,
+            queued=replica.queued,
+            pid=replica.pid,
+            idle_seconds=replica.idle_seconds,
+            parallel=replica.parallel,
+        )
+        for replica in status.replicas
+        if replica.state is not ModelState.COLD
+    ] or [status]
 
 
 def list_models(session: Session) -> int:
@@ -83,7 +103,8 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
                 seconds_cell(status.idle_seconds),
                 str(status.pid or "-"),
             ]
-            for status in statuses
+            for shown in statuses
+            for status in _rows(shown)
         ]
         none = "no model is loaded; a request or `headgate load MODEL` loads one"
     else:
@@ -104,8 +125,9 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
     right = ["PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
     terminal.table(headers, rows, right, none)
     for status in statuses:
-        if status.reason:
-            terminal.say(f"{status.id}: {status.reason}")
+        for item in status.replicas or (status,):
+            if item.reason:
+                terminal.say(f"{item.id}: {item.reason}")
     return Exit.OK
 
 
@@ -136,6 +158,9 @@ def show(session: Session) -> int:
         ("idle", seconds_cell(status.idle_seconds)),
         ("loads", str(status.loads)),
     ]
+    for replica in status.replicas:
+        place = ", ".join(replica.devices) or "-"
+        pairs.append(("replica", f"{replica.id}: {replica.state.value} on {place}, {replica.in_flight} in flight"))
     if status.reason:
         pairs.append(("reason", status.reason))
     if status.template_problem:

@@ -117,13 +117,15 @@ async def _ask_workers(
         return authority.model(model).state in _SERVING
 
     if name is not None:
-        model = authority.resolve(name)
-        if not is_loaded(model):
+        ids = authority.replicas(name)
+        loaded = [id for id in ids if is_loaded(id)]
+        if not loaded:
             raise InvalidRequestError(
-                f"the model {model!r} is not loaded, and only its worker can read its stored sequences; load it first",
+                f"the model {ids[0]!r} is not loaded, and only its worker can read its stored sequences; load it first",
                 param="model",
             )
-        return _Found([(model, await _ask_worker(authority, model, method, path, body))], (), ())
+        answers = await asyncio.gather(*(_ask_worker(authority, id, method, path, body) for id in loaded))
+        return _Found(list(zip(loaded, answers, strict=True)), (), ())
     every = list(authority.state.models)
     loaded = [model for model in every if is_loaded(model)]
     results = list(zip(loaded, await asyncio.gather(*map(ask, loaded)), strict=True))

@@ -1,7 +1,11 @@
-"""HTTP routes of models: list, show, load, unload, offload, move, restart, crashes."""
+"""HTTP routes of models: list, show, load, unload, offload, move, restart, crashes.
+
+The name of a model with several replicas stands for all of them, NAME@1, NAME@2, ... for one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -9,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inference.authority.events import Move, Offload, Unload
 from inference.authority.shell import Authority
+from inference.errors import InvalidRequestError
+from inference.protocol import ModelState, Priority
 from inference.workers.crash_records import CrashStore
 
 
@@ -34,41 +40,57 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
 
     @routes.post("/models/{model_id:path}/load")
     async def load(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        await authority.load(model, seconds)
-        return authority.status(model).to_json()
+        await load_replicas(authority, model_id, seconds)
+        return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.post("/models/{model_id:path}/unload")
     async def unload(model_id: str, now: bool = False) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        await authority.command(Unload(model, now))
-        return authority.status(model).to_json()
+        await asyncio.gather(*(authority.command(Unload(id, now)) for id in authority.replicas(model_id)))
+        return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.post("/models/{model_id:path}/offload")
     async def offload(model_id: str) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        await authority.command(Offload(model))
-        return authority.status(model).to_json()
+        ids = authority.replicas(model_id)
+        loaded = [id for id in ids if authority.model(id).state in (ModelState.READY, ModelState.BUSY)]
+        await asyncio.gather(*(authority.command(Offload(id)) for id in loaded or ids[:1]))
+        return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.post("/models/{model_id:path}/move")
     async def move(
         model_id: str, wanted: MoveRequest, seconds: float | None = Query(None, ge=0, le=86400)
     ) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        await authority.command(Move(model, wanted.device, seconds))
-        return authority.status(model).to_json()
+        ids = authority.replicas(model_id)
+        if len(ids) > 1:
+            names = ", ".join((f"{ids[0]}@1", *ids[1:]))
+            raise InvalidRequestError(f"{ids[0]!r} has several replicas; move one of them: {names}", param="model")
+        await authority.command(Move(ids[0], wanted.device, seconds))
+        return authority.status(ids[0]).to_json()
 
     @routes.post("/models/{model_id:path}/restart")
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        await authority.command(Unload(model))
-        model = authority.resolve(model_id)  # a reload may have removed it and added it again
-        await authority.load(model, seconds)
-        return authority.status(model).to_json()
+        ids = authority.replicas(model_id)
+        for id in [id for id in ids if authority.model(id).worker is not None] or ids[:1]:  # the others go on meanwhile
+            await authority.command(Unload(id))
+            await authority.load(authority.resolve(id), seconds)  # a reload may have removed it and added it again
+        return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.get("/models/{model_id:path}/crashes")
     async def show_crashes(model_id: str) -> dict[str, Any]:
-        model = authority.resolve(model_id)
-        return {"id": model, "crashes": crashes.of(model)}
+        ids = authority.replicas(model_id)
+        found = sorted((crash for id in ids for crash in crashes.of(id)), key=lambda crash: -crash["time"])
+        return {"id": ids[0], "crashes": found}
 
     return routes
+
+
+async def load_replicas(
+    authority: Authority, name: str, seconds: float | None = None, priority: Priority = Priority.HIGH
+) -> None:
+    """Loads a model, with the least number of its replicas, or one replica. Raises the error if none is loaded."""
+    ids = authority.replicas(name)
+    least = authority.model(ids[0]).spec.replicas[0]
+    first, *others = await asyncio.gather(
+        *(authority.load(id, seconds, priority) for id in ids[:least]), return_exceptions=True
+    )
+    if first is not None and None not in others:
+        raise first

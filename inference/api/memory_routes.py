@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared.openapi import NOT_NOW
+from inference.api.local_model_routes import load_replicas
 from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover, Refresh
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
@@ -154,7 +155,11 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
 
     @routes.post("/memory/evict/{model_id:path}")
     async def evict(model_id: str, action: Action = Action.UNLOAD) -> Any:
-        return await authority.command(Evict(authority.resolve(model_id), action))
+        ids = authority.replicas(model_id)
+        held = [id for id in ids if authority.model(id).worker is not None] or ids[:1]
+        records = await asyncio.gather(*(authority.command(Evict(id, action)) for id in held))
+        freed_mb = sum(record["memory_freed_mb"] for record in records)
+        return {**records[0], "memory_freed_mb": round(freed_mb, 3), "replicas": records} if records[1:] else records[0]
 
     @routes.post("/memory/gc")
     async def collect() -> Any:
@@ -208,8 +213,7 @@ async def _one(authority: Authority, name: str, priority: Priority, seconds: flo
     began = authority.now
     error: dict[str, Any] | None = None
     try:
-        with authority.ask(authority.resolve(name), priority=priority, seconds=seconds) as ticket:
-            await ticket.wait()
+        await load_replicas(authority, name, seconds, priority)
     except InferenceError as raised:
         error = raised.body()["error"]
     id = authority.state.config.names.get(name, "")

@@ -143,7 +143,7 @@ class Relay:
                 self._authority.metrics.requests.labels(model, outcome).inc()
 
     def _is_ready(self, model: str) -> bool:
-        return self._authority.model(model).state in (ModelState.READY, ModelState.BUSY)
+        return self._authority.is_ready(model)
 
     async def _count(self, model: str, request: RelayedRequest, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
@@ -178,6 +178,8 @@ class Relay:
             counts=not request.probe and not request.only_tokenizes,
             alone=rerun.alone,
             retries=rerun.crashes,
+            conversation=request.conversation,
+            any_replica=True,
         ) as ticket:
             lease = await (self._wait_with_progress(ticket, out) if request.stream else ticket.wait())
             assert lease is not None
@@ -195,7 +197,7 @@ class Relay:
             return False
         if (error := self._authority.refusal(model)) is not None:
             raise error
-        await out.json(200, {"headgate": {"probe": str(self._authority.model(model).state)}})
+        await out.json(200, {"headgate": {"probe": str(self._authority.status(model).state)}})
         return True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class Relay:
         if not worker.exited.done():
             return ModelFailed(f"the worker of {model!r} closed the connection ({type(error).__name__})")
         exit = worker.exited.result()
-        if exit.cause is ExitCause.REQUESTED and not relayed:
+        if not relayed and (exit.cause is ExitCause.REQUESTED or self._goes_on(model, exit.cause)):
             return _WorkerEndedError()
         if exit.cause is ExitCause.DEVICE_LOST:
             return self._authority.loss(model, lease.devices, exit.message)
@@ -285,6 +287,11 @@ class Relay:
             return failure
         crash = Crash(cause, exit.message, alone=lease.alone, unexplained=exit.silent_abort)
         return CrashedError(crash, failure, relayed=relayed)
+
+    def _goes_on(self, model: str, cause: ExitCause) -> bool:
+        """Whether another replica can serve the requests of a worker that was ended from outside."""
+        others = self._authority.siblings(model) if cause in (ExitCause.KILLED, ExitCause.DEVICE_LOST) else []
+        return any(other.state in (ModelState.READY, ModelState.BUSY) for other in others)
 
 
 async def _send_progress(out: Response, progress: Progress) -> None:

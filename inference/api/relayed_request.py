@@ -14,6 +14,7 @@ from headgate.shared.kv_hint import parse_kv_hint
 from inference.errors import InvalidRequestError
 from inference.estimate import cold_tokenizer
 from inference.protocol import (
+    H_CONVERSATION,
     H_DEADLINE,
     H_KV,
     H_PRIORITY,
@@ -30,6 +31,7 @@ _BIG_BODY_BYTES = 2**20
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
 _ABSENT = Raw(b"null")
 _MOST_DIGITS = 20
+_MOST_KEY_LETTERS = 64
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -76,6 +78,12 @@ class RelayedRequest:
     def only_tokenizes(self) -> bool:
         """Whether a vocabulary is enough to answer it."""
         return self.path in cold_tokenizer.PATHS
+
+    @property
+    def conversation(self) -> str | None:
+        """The key of its conversation, or None."""
+        value = self.headers.get(H_CONVERSATION)
+        return value[:_MOST_KEY_LETTERS] if value else None
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds until the deadline, at least 0; None without a deadline."""

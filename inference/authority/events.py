@@ -104,6 +104,7 @@ class Wanted:
     """A request for a model, which waits at most `seconds`.
 
     `alone`: no other request may run beside it. `retries`: number of earlier attempts of the same request.
+    `conversation`: a key that requests of one conversation share. `any_replica`: another replica may serve it.
     """
 
     ticket: int
@@ -114,6 +115,8 @@ class Wanted:
     alone: bool = False
     retries: int = 0
     purpose: Purpose = Purpose.CLIENT
+    conversation: str | None = None
+    any_replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)

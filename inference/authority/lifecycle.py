@@ -130,6 +130,7 @@ class Reason(StrEnum):
     """models use more memory than the new limit"""
     DEVICE = "device"
     """its device must be emptied, or is missing"""
+    FEWER_REPLICAS = "fewer replicas are needed"
     REMOVED = "removed"
     """it was removed from the configuration"""
 

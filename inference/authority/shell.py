@@ -22,6 +22,7 @@ from inference.authority import effects, events
 from inference.authority.clock import Alarm, Clock
 from inference.authority.handlers.operating import configuration
 from inference.authority.handlers.queries.plan_inputs import refusal_error
+from inference.authority.handlers.running import replicas
 from inference.authority.handlers.running.device_incidents import device_lost_error
 from inference.authority.handlers.running.worker_lifecycle import failed_error
 from inference.authority.handlers.watching.predictions import Predictions
@@ -180,27 +181,44 @@ class Authority:
         return model_status.snapshot(self._state, self.now)
 
     def resolve(self, name: str) -> str:
-        """The id of the model with this id or alias; raises ModelNotFound with a list of the models."""
+        """The id of the model with this id or alias; raises ModelNotFound with a list of the models.
+
+        The id of a model with several replicas stands for all of them where requests are served, `NAME@2` for one.
+        """
         try:
             return self._state.config.names[name]
         except KeyError:
-            raise ModelNotFound(name, sorted(self._state.config.models)) from None
+            raise ModelNotFound(name, sorted(self._state.config.model_ids)) from None
+
+    def replicas(self, name: str) -> tuple[str, ...]:
+        """The ids of the replicas that a name stands for: see `InferenceConfig.replicas_named`."""
+        self.resolve(name)
+        return tuple(id for id in self._state.config.replicas_named(name) if id in self._state.models)
+
+    def replicas_of(self, id: str) -> list[ModelRecord]:
+        """The replicas that may serve requests for this id."""
+        model = self.model(id)
+        return replicas.replicas_of(self._state, model) if model.spec.replica_of is None else [model]
+
+    def siblings(self, id: str) -> list[ModelRecord]:
+        """The other replicas of the same model."""
+        found = self._state.models.get(id)
+        return [] if found is None else [item for item in replicas.replicas_of(self._state, found) if item.id != id]
 
     def model(self, id: str) -> ModelRecord:
         """The record of a model at this moment; raises ModelNotFound."""
         try:
             return self._state.models[id]
         except KeyError:
-            raise ModelNotFound(id, sorted(self._state.config.models)) from None
+            raise ModelNotFound(id, sorted(self._state.config.model_ids)) from None
 
     def status(self, id: str) -> ModelStatus:
-        """One model as it is shown to clients."""
+        """One model, or one replica by its own id, as it is shown to clients."""
         return model_status.status(self._state, self.model(id), self.now)
 
     def statuses(self) -> list[ModelStatus]:
         """All models in the order of the file."""
-        moment = Predictions(self._state, self.now)
-        return [model_status.status(self._state, model, self.now, moment) for model in self._state.models.values()]
+        return model_status.statuses(self._state, self.now)
 
     def observe(self) -> None:
         """Takes the newest readings, for current figures."""
@@ -269,16 +287,30 @@ class Authority:
         counts: bool = True,
         alone: bool = False,
         retries: int = 0,
+        conversation: str | None = None,
+        any_replica: bool = False,
     ) -> Ticket:
         """A ticket for `model`, granted at once if the model is ready. `counts`: false for probes.
 
         `alone`: no other request may run beside it. `retries`: number of earlier attempts; with any, the queue limit
-        does not apply. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull
+        does not apply. With `any_replica` the id of a model stands for all its replicas; requests with the same
+        `conversation` get the same one if possible. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull
         and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
         self._tickets[ticket.id] = ticket
-        self.dispatch(events.Wanted(ticket.id, model, priority, seconds, counts, alone, retries))
+        wanted = events.Wanted(
+            ticket.id,
+            model,
+            priority,
+            seconds,
+            counts,
+            alone,
+            retries,
+            conversation=conversation,
+            any_replica=any_replica,
+        )
+        self.dispatch(wanted)
         if (error := ticket.refusal()) is not None:
             raise error
         return ticket
@@ -298,9 +330,9 @@ class Authority:
         self._leases.pop(lease.record.id, None)
         self.dispatch(events.Released(lease.record.worker, lease.record.id, completed))
 
-    async def load(self, model: str, seconds: float | None = None) -> None:
-        """Loads the model and returns when it is ready; raises the same errors as a request."""
-        with self.ask(model, priority=Priority.HIGH, seconds=seconds) as ticket:
+    async def load(self, model: str, seconds: float | None = None, priority: Priority = Priority.HIGH) -> None:
+        """Loads the model, or one replica, and returns when it is ready; raises the same errors as a request."""
+        with self.ask(model, priority=priority, seconds=seconds) as ticket:
             await ticket.wait()
 
     async def command(self, request: events.Request) -> Any:
@@ -326,7 +358,14 @@ class Authority:
     # --- errors of requests ------------------------------------------------------------------------------------------
     def refusal(self, id: str) -> InferenceError | None:
         """The error of a request that could not be served even if it waited; None if it could, or while unknown."""
-        model = self.model(id)
+        errors = [self._refusal(model) for model in self.replicas_of(id)]
+        return None if None in errors else errors[0]
+
+    def is_ready(self, id: str) -> bool:
+        """Whether a replica of the model takes requests now."""
+        return any(model.state in (ModelState.READY, ModelState.BUSY) for model in self.replicas_of(id))
+
+    def _refusal(self, model: ModelRecord) -> InferenceError | None:
         found = Predictions(self._state, self.now).of(model)
         if model.state is ModelState.FAILED and found is not None:
             return failed_error(model, self.now)

@@ -132,6 +132,8 @@ class Purpose(StrEnum):
     RELOAD = "load again"
     """a model that lost its device"""
     STARTUP = "load at start"
+    REPLICA = "load a further replica"
+    """a further replica of a model in use; no model in use is evicted for it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,10 @@ class TicketRecord:
     wait_seconds: float
     counts: bool = True
     purpose: Purpose = Purpose.CLIENT
+    conversation: str | None = None
+    """the key of its conversation, by which it finds the same replica again"""
+    movable: bool = False
+    """any replica of the model may serve it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +264,21 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the replicas of one model share. `served` maps the key of a conversation to its last replica, newest last.
+
+    `retry_at`: no further replica is loaded before.
+    """
+
+    served: Mapping[str, str] = field(default_factory=dict)
+    crowded_since: float = math.inf
+    spare_since: float = math.inf
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """One configured model."""
+    """One configured model, or one replica of it."""
 
     spec: ModelSpec
     state: ModelState = ModelState.COLD
@@ -313,6 +332,8 @@ class ModelRecord:
     """the files that its estimates and failures belong to; None before they were first read"""
     seen_files: Fingerprint = ()
     """its files as last seen"""
+    scaling: Scaling = field(default_factory=Scaling)
+    """in the first replica: what the replicas share"""
 
     @property
     def effective(self) -> ModelSpec:

@@ -22,6 +22,7 @@ from inference.authority.handlers.running import (
     estimates,
     kv_arenas,
     oom_recovery,
+    replica_scaling,
     request_events,
     thread_shares,
     tickets,
@@ -99,6 +100,8 @@ def _follow(draft: Draft) -> None:
             moving.settled(draft, ticket, error)
         elif ticket.purpose is Purpose.RELOAD:
             request_events.reload_settled(draft, ticket, error)
+        elif ticket.purpose is Purpose.REPLICA:
+            replica_scaling.load_settled(draft, ticket, error)
         else:
             startup.load_settled(draft, ticket, error)
     if draft.state.reloads:
@@ -159,6 +162,7 @@ def _periodic(draft: Draft) -> None:
     draft.set(ticks_at=draft.now + startup.TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + startup.TICK_SECONDS)
     request_events.idle_models_leave(draft)
+    replica_scaling.tick(draft)
     worker_memory.tick(draft)
     device_incidents.tick(draft)
     oom_recovery.tick(draft)

@@ -26,7 +26,8 @@ NAMES = ("a", "b", "c", "d", "e")
 SIZES = {"a": 200, "b": 400, "c": 600, "d": 300, "e": 1200}
 LONG = int(os.environ.get("AUTHORITY_STEPS", "0"))
 STEPS = 100
-names = st.sampled_from(["a", "a", "b", "b", "c", "d", "d", "e"])
+names = st.sampled_from(["a", "a", "a", "b", "b", "c", "d", "d", "e"])
+ids = st.one_of(names, st.sampled_from(["a@2", "a@3"]))
 numbers = st.integers(0, 20)
 TIMEOUT_SECONDS = 600
 
@@ -50,13 +51,14 @@ class Authority(RuleBasedStateMachine):
         pinned=st.booleans(), dedicated=st.booleans(), gpus=st.sampled_from([1, 2, 2, 0]),
         kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
         lazy=st.booleans(), shuts_down=st.booleans(), is_measured=st.sampled_from([True, True, False]),
-        stored=st.sampled_from([None, 0.05, 1.0, 3.0]),
+        stored=st.sampled_from([None, 0.05, 1.0, 3.0]), replicas=st.sampled_from([1, "1..2", "1..3", 2]),
     )  # fmt: skip
     def begin(
         self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
-        lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None,
+        lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None, replicas: int | str,
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
+        self.models["a"]["replicas"] = replicas
         config = configuration(
             self.models,
             memory_limit_gb=limit,
@@ -84,6 +86,17 @@ class Authority(RuleBasedStateMachine):
             self.world.want(name)
         self.world.tick(seconds)
         self.world.deliver_all()
+
+    @rule(count=st.integers(5, 20), number=st.integers(0, 3), exact=st.booleans())
+    def crowd(self, count: int, number: int, exact: bool) -> None:
+        """Many requests for a model with replicas, some of the same conversation, until a further one is loaded."""
+        for index in range(count):
+            self.world.want("a", conversation=f"{(number + index) % 4}")
+        if exact and "a@2" in self.world.config.models:
+            self.world.want("a@2", any_replica=False)
+        for _ in range(8):
+            self.world.deliver_all(3)
+            self.world.tick(0.5)
 
     @rule()
     def queue_behind_claim(self) -> None:
@@ -288,7 +301,7 @@ class Authority(RuleBasedStateMachine):
             self.world.send(events.CaseCleared(name, key))
 
     # --- operators ---------------------------------------------------------------------------------------------------
-    @rule(name=names, kind=st.sampled_from(["unload", "now", "offload", "offload", "evict", "keep", "plan", "change"]))
+    @rule(name=ids, kind=st.sampled_from(["unload", "now", "offload", "offload", "evict", "keep", "plan", "change"]))
     def command(self, name: str, kind: str) -> None:
         requests: dict[str, events.Request] = {
             "unload": events.Unload(name),
@@ -301,7 +314,7 @@ class Authority(RuleBasedStateMachine):
         }
         self.world.command(requests[kind])
 
-    @rule(name=names, device=st.sampled_from([*GPUS, "cpu"]), count=st.integers(0, 6),
+    @rule(name=ids, device=st.sampled_from([*GPUS, "cpu"]), count=st.integers(0, 6),
           then=st.sampled_from(["", "", "abandon", "crash", "lose"]))  # fmt: skip
     def move(self, name: str, device: str, count: int, then: str) -> None:
         """An operator moves a model, and something happens on its way."""
@@ -328,14 +341,15 @@ class Authority(RuleBasedStateMachine):
 
     @rule(kept=st.sampled_from([NAMES, NAMES, NAMES, ("a", "d"), ("b", "c", "e")]), parallel=st.sampled_from([4, 4, 2]),
           limit=st.sampled_from([None, 0.5, 2.0]), most=st.sampled_from([None, None, 1, 2]), pinned=st.booleans(),
-          share=st.sampled_from([0.9, 0.5]), stores=st.sampled_from([True, True, False]))  # fmt: skip
+          share=st.sampled_from([0.9, 0.5]), stores=st.sampled_from([True, True, False]),
+          replicas=st.sampled_from([1, "1..2", "1..3", 2, 3]))  # fmt: skip
     def reload(
         self, kept: tuple[str, ...], parallel: int, limit: float | None, most: int | None, pinned: bool, share: float,
-        stores: bool,
+        stores: bool, replicas: int | str,
     ) -> None:  # fmt: skip
         found = {name: dict(keys) for name, keys in self.models.items() if name in kept}
         if "a" in found:
-            found["a"] |= {"parallel": parallel, "pinned": pinned}
+            found["a"] |= {"parallel": parallel, "pinned": pinned, "replicas": replicas}
         config = configuration(
             found,
             memory_limit_gb=limit,

@@ -12,7 +12,7 @@ from inference.authority.device_health import USABLE
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.operating.startup import TICK_SECONDS
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import device_incidents, tickets
+from inference.authority.handlers.running import device_incidents, replicas, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, Phase
@@ -366,11 +366,13 @@ class CheckedWorld(World):
     def granted(self, ticket: int, lease: LeaseRecord) -> None:
         request, worker = self.pending[ticket], self.state.workers[lease.worker]
         assert lease.worker in self.alive
-        assert (lease.model, worker.model) == (request.model, request.model)
-        assert self.state.models[request.model].worker == worker.id
+        assert lease.model == worker.model
+        assert request.model in (lease.model, worker.spec.configured_id)
+        assert self.state.models[lease.model].worker == worker.id
         if not request.alone:
             for other, waiting in self.pending.items():
-                if waiting.model == request.model and not waiting.alone:
+                here = self.state.tickets.get(other)
+                if here is not None and here.model == lease.model and not waiting.alone:
                     assert (waiting.rank, -other) >= (request.rank, -ticket), "requests are served in their order"
 
     def _check_timers(self, event: events.Event) -> None:
@@ -452,6 +454,11 @@ class CheckedWorld(World):
                     assert device_incidents.health_of(self.state, device).state in USABLE
                 there = [item for item in held if device in item.devices and item.holding != worker.holding]
                 assert not there or not (model.spec.dedicated or any(item.dedicated for item in there))
+            others = [item for item in replicas.replicas_of(self.state, model) if item.id != model.id]
+            for other in others:
+                there = self.state.worker_of(other)
+                shared = there is not None and {*there.placement.devices} & {*worker.placement.devices}
+                assert not shared or not replicas.is_up(self.state, other), "replicas compute on different devices"
             assert not model.removed
             assert not self.state.closing
 
@@ -642,6 +649,10 @@ class CheckedWorld(World):
             is_waited_for = model.queue.waiters and not state.closing and not is_ending
             if model.state in (_S.COLD, _S.WARM, _S.FAILED) and is_waited_for:
                 assert self._is_decided_later(model), f"{model.id} is waited for and nothing will happen"
+            if not replicas.is_up(state, model) and not state.closing and not model.removed:
+                movable = [waiter for waiter in model.queue.waiters if state.tickets[waiter.id].movable]
+                place = replicas.refuge(state, model, self.now)
+                assert not movable or place is None, f"requests wait for {model.id}, and {place} could serve them"
             if worker is None:
                 continue
             self._check_draining(model, worker)

@@ -31,7 +31,7 @@ from inference.estimate.header_formula import Parts
 from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause, Priority
-from inference.settings import InferenceConfig, ModelEntry, ModelSpec, _spec
+from inference.settings import InferenceConfig, ModelEntry, ModelSpec, specs_of
 from inference.worker_link import Buffer, Heartbeat, Hold, Offloaded, Ready
 from inference.worker_link import Grant as LoadOrder
 from inference.workers.exit_cause import WorkerExit
@@ -51,7 +51,8 @@ atexit.register(_LOOP.close)
 def configuration(models: Mapping[str, Mapping[str, Any]], **settings: Any) -> InferenceConfig:
     """Models with these keys of models.yaml, and INFERENCE_* settings."""
     found = InferenceSettings(**settings)
-    specs = {name: _spec(name, ModelEntry(path=f"/models/{name}.gguf", **keys), found) for name, keys in models.items()}
+    entries = {name: ModelEntry(path=f"/models/{name}.gguf", **keys) for name, keys in models.items()}
+    specs = {spec.id: spec for name, entry in entries.items() for spec in specs_of(name, entry, found)}
     return InferenceConfig(found, specs, {name: name for name in specs}, Path("/config"))
 
 
@@ -440,7 +441,7 @@ class World:
             len(self.pauses),
             _LOOP.run_until_complete(_new_ticket(self, ticket)),
         )
-        self.send(events.Wanted(ticket, model, **more))
+        self.send(events.Wanted(ticket, model, **{"any_replica": True, **more}))
         return ticket
 
     def withdraw(self, id: int) -> None:
@@ -530,7 +531,7 @@ class World:
         return () if record is None else self._files_of(record.spec)
 
     def _files_of(self, spec: ModelSpec) -> Any:
-        return ((str(spec.path), (self.sizes[spec.id] * MIB, self.versions[spec.id], 1)),)
+        return ((str(spec.path), (self.sizes[spec.configured_id] * MIB, self.versions[spec.configured_id], 1)),)
 
     # --- effects -----------------------------------------------------------------------------------------------------
     def _perform(self, effect: effects.Effect) -> None:
@@ -709,9 +710,9 @@ class World:
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
         """Weights by layer, a cache that grows with the context and the sequences, and a part in host memory."""
         spec = key.spec
-        if spec.id == self.faults.damaged:
+        if spec.configured_id == self.faults.damaged:
             return ModelFailed(f"the model {spec.id!r} is damaged")
-        weights = self.sizes[spec.id] * MIB // (LAYERS + 1)
+        weights = self.sizes[spec.configured_id] * MIB // (LAYERS + 1)
         kv = 8 * MIB * spec.cells // 4096
         compute = 10 * MIB * spec.ubatch // 512
         counts = dict(zip(key.devices, key.counts, strict=True)) if key.counts else {devices[0].id: LAYERS + 1}

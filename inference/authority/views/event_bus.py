@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from inference.authority.clock import Alarm, Clock
-from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.state import State
 from inference.authority.views import model_status
 from inference.protocol import ModelStatus
@@ -105,12 +104,11 @@ class Notifier:
     def _publish(self) -> None:
         self._alarm = None
         state, now = self._current(), self._clock.now()
-        moment = Predictions(state, now)
-        for model in state.models.values():
-            status = model_status.status(state, model, now, moment)
-            if model_status.differs(status, self._known.get(model.id)):
-                self._known[model.id] = status
+        found = model_status.statuses(state, now)
+        for status in found:
+            if model_status.differs(status, self._known.get(status.id)):
+                self._known[status.id] = status
                 self._bus.publish("model", {"model": status.to_json()})
-        for name in [name for name in self._known if name not in state.models]:
+        for name in self._known.keys() - {status.id for status in found}:
             del self._known[name]
             self._bus.publish("removed", {"id": name})

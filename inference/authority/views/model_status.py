@@ -2,35 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import expectations
+from inference.authority.handlers.running import expectations, replicas
 from inference.authority.handlers.running.oom_recovery import is_fallback
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.state import ModelRecord, State
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 
 
 def snapshot(state: State, now: float) -> dict[str, Any]:
     """The whole state, for listeners that begin or fell behind."""
-    moment = Predictions(state, now)
     return {
-        "models": [status(state, model, now, moment).to_json() for model in state.models.values()],
+        "models": [found.to_json() for found in statuses(state, now)],
         "devices": [reading.to_json() for reading in device_view.readings(state, now)],
         "ready": state.started and not state.closing,
     }
 
 
+def statuses(state: State, now: float) -> list[ModelStatus]:
+    """Every model in the order of the file; its replicas are in it."""
+    moment = Predictions(state, now)
+    shown = (model for model in state.models.values() if replicas.first_of(state, model) is model)
+    return [status(state, model, now, moment) for model in shown]
+
+
 def status(state: State, model: ModelRecord, now: float, moment: Predictions | None = None) -> ModelStatus:
-    """One model as `/v1/models`, `/events` and `ps` show it."""
+    """One model as `/v1/models`, `/events` and `ps` show it: all its replicas together, or one by its own id."""
+    moment = moment or Predictions(state, now)
+    every = replicas.replicas_of(state, model) if model.spec.replica_of is None else [model]
+    found = [_status(state, item, now, moment) for item in every]
+    return together(found, [item.id for item in every if replicas.is_up(state, item)]) if found[1:] else found[0]
+
+
+_ORDER = (
+    ModelState.BUSY,
+    ModelState.READY,
+    ModelState.RESTORING,
+    ModelState.LOADING,
+    ModelState.WARM,
+    ModelState.COLD,
+    ModelState.DRAINING,
+    ModelState.OFFLOADING,
+    ModelState.UNLOADING,
+    ModelState.FAILED,
+)
+"""The state of a model is the first one that one of its replicas has."""
+
+
+def together(found: Sequence[ModelStatus], up: Collection[str]) -> ModelStatus:
+    """The status of a model from those of its replicas, the first one first; `up` are loaded or loading."""
+    best = min(found, key=lambda item: _ORDER.index(item.state))
+    serving = [item for item in found if item.id in up] or [best]
+    paces = [item.answer_seconds for item in serving if item.answer_seconds]
+    return replace(
+        best,
+        id=found[0].id,
+        aliases=found[0].aliases,
+        parallel=sum(item.parallel for item in serving),
+        devices=tuple(dict.fromkeys(name for item in found for name in item.devices)),
+        actual_bytes=_sum(item.actual_bytes for item in found),
+        in_flight=sum(item.in_flight for item in found),
+        queued=sum(item.queued for item in found),
+        idle_seconds=None if any(item.in_flight for item in found) else _least(item.idle_seconds for item in found),
+        loads=sum(item.loads for item in found),
+        load_seconds=_least(item.load_seconds for item in serving),
+        queue_seconds=_least(item.queue_seconds for item in serving),
+        answer_seconds=_rounded(1 / sum(1 / seconds for seconds in paces)) if paces else None,
+        replicas=tuple(
+            ReplicaStatus(**{field: getattr(item, field) for field in ReplicaStatus.__dataclass_fields__})
+            for item in found
+        ),
+    )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _least(figures: Iterable[float | None]) -> float | None:
+    return min((figure for figure in figures if figure is not None), default=None)
+
+
+def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -> ModelStatus:
     worker, in_flight = state.worker_of(model), state.in_flight(model)
     estimate = next(iter(state.estimates_of(model.effective).values()), None)
     is_known = worker is not None and (worker.ready is not None or model.state is ModelState.WARM)
     actual = sum(state.ledger.owned_by(model.id).values()) if is_known else None
-    fits, reason, rest = _fits(state, model, now, moment or Predictions(state, now))
+    fits, reason, rest = _fits(state, model, now, moment)
     if model.state is ModelState.FAILED:
         rest = model.retry_at - now
     return ModelStatus(
@@ -100,7 +164,12 @@ def differs(now: ModelStatus, reported: ModelStatus | None) -> bool:
     """Whether listeners get an event: not for changing figures and requests in flight alone."""
     if reported is None:
         return True
-    return replace(now, **_QUIET) != replace(reported, **_QUIET)  # type: ignore[arg-type]
+    return _quiet(now) != _quiet(reported)
+
+
+def _quiet(status: ModelStatus) -> ModelStatus:
+    replicas = tuple(replace(item, in_flight=0, idle_seconds=None) for item in status.replicas)
+    return replace(status, replicas=replicas, **_QUIET)  # type: ignore[arg-type]
 
 
 def decision_json(decision: Placement | Refusal, lost: str = "") -> dict[str, Any]:

@@ -17,16 +17,17 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "stall": ("", "nothing passes in either direction until `heal`"),
     "unstall": ("", "ends stall alone"),
     "slow": ("seconds", "each request is delayed by `seconds`"),
+    "pace": ("seconds", "each computation takes at least `seconds`, one after the other, without use of the CPU"),
     "shrink": ("bytes", "the device reports another capacity; allocations stay"),
     "late": ("seconds", "freed bytes become available after `seconds` (without it: with `settle`)"),
     "settle": ("", "all late bytes become available now"),
     "foreign": ("bytes", "other processes use `bytes` of the device in total"),
     "suspend": ("pid", "moves the data of the process on `device` to host memory; its requests wait"),
     "resume": ("pid", "moves the data of a suspended process back if it fits"),
-    "heal": ("", "ends refuse, refuse_after, stall, slow, shrink, late and foreign, and a lost device returns"),
+    "heal": ("", "ends refuse, refuse_after, stall, slow, pace, shrink, late and foreign, and a lost device returns"),
 }
 """The commands of the simulator: name, parameter (or none), and effect."""
-_NEEDED = frozenset({"refuse_after", "slow", "shrink", "foreign", "suspend", "resume"})
+_NEEDED = frozenset({"refuse_after", "slow", "pace", "shrink", "foreign", "suspend", "resume"})
 _WHOLE = frozenset({"count", "bytes", "pid"})
 _OF_ONE_DEVICE = frozenset({"suspend", "resume"})
 

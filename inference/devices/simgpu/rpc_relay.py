@@ -21,13 +21,23 @@ _JOINED_BYTES = 2**16
 
 
 class Pace:
-    """How fast a device transfers bytes: not while it is stalled, and with a delay per request."""
+    """How fast a device works: not while it is stalled, with a delay per request, and with a least time per computation.
+
+    The computations of all connections follow each other. The least time passes without use of the CPU.
+    """
 
     def __init__(self) -> None:
         self.passing = asyncio.Event()
         self.passing.set()
         self.delay_seconds = 0.0
+        self.compute_seconds = 0.0
         self.requests = 0
+        self._computes_until = 0.0
+
+    def compute(self, count: int, now: float) -> float:
+        """The seconds until `count` computations that are requested now have ended."""
+        self._computes_until = max(self._computes_until, now) + count * self.compute_seconds
+        return self._computes_until - now
 
 
 class Relay:
@@ -140,6 +150,8 @@ class Relay:
         try:
             if self._pace.delay_seconds and flow.requests:
                 await asyncio.sleep(self._pace.delay_seconds * flow.requests)
+            if self._pace.compute_seconds and flow.computations:
+                await asyncio.sleep(self._pace.compute(flow.computations, self._loop.time()))
             await self._send(self._server, flow.to_server)
             if flow.to_client:
                 async with self._turn:

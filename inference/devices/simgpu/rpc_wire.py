@@ -52,6 +52,7 @@ SILENT = frozenset(
     }
 )
 """Commands that have no reply."""
+_COMPUTES = frozenset({Command.GRAPH_COMPUTE, Command.GRAPH_RECOMPUTE})
 _SIZE = struct.Struct("<Q")
 _HEAD = struct.Struct("<BQ")
 _ALLOC = struct.Struct("<IQ")  # device, bytes
@@ -109,11 +110,12 @@ Piece = bytes | memoryview
 
 @dataclass(slots=True)
 class Flow:
-    """The bytes to send after a step, and the requests that began in it."""
+    """The bytes to send after a step, and the requests that began in it, some of which compute."""
 
     to_server: list[Piece] = field(default_factory=list)
     to_client: list[Piece] = field(default_factory=list)
     requests: int = 0
+    computations: int = 0
 
 
 @dataclass(slots=True)
@@ -221,6 +223,7 @@ class Conversation:
         else:
             self._read(command, stream.take()[_HEAD.size :], flow)
         flow.requests += 1
+        flow.computations += command in _COMPUTES
 
     def _replied(self, stream: _Stream, flow: Flow) -> None:
         """Handles the size of a reply, with its payload if it is parsed."""

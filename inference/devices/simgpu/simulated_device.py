@@ -113,6 +113,7 @@ class Device:
             "late_bytes": sum(size for _due, size in memory.late),
             "stalled": not self._pace.passing.is_set(),
             "slow_seconds": self._pace.delay_seconds,
+            "pace_seconds": self._pace.compute_seconds,
             "refusing": memory.failures_left > 0 or memory.successes_left is not None,
             "connections": len(self._connections),
             "requests": self._pace.requests,
@@ -139,6 +140,8 @@ class Device:
                 self._pace.passing.set()
             case "slow":
                 self._pace.delay_seconds = amount
+            case "pace":
+                self._pace.compute_seconds = amount
             case "shrink":
                 self.memory = self.memory.resized(int(amount))
             case "late":
@@ -156,7 +159,7 @@ class Device:
             case "heal":
                 healed = replace(self.memory, failures_left=0, successes_left=None, late_seconds=0.0, foreign_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
-                self._pace.delay_seconds = 0.0
+                self._pace.delay_seconds = self._pace.compute_seconds = 0.0
                 self._pace.passing.set()
                 await self.open()
 

@@ -85,7 +85,7 @@ def begin(draft: Draft, event: Commanded) -> None:
     else:
         model = draft.state.models.get(request.model)
         if model is None:
-            draft.refuse(id, ModelNotFound(request.model, sorted(draft.state.config.models)))
+            draft.refuse(id, ModelNotFound(request.model, sorted(draft.state.config.model_ids)))
         elif isinstance(request, Unload):
             _unload(draft, id, request, model)
         elif isinstance(request, Offload):
@@ -214,7 +214,7 @@ def advance_planned(draft: Draft) -> None:
 def _continue_plan(draft: Draft, id: int, command: PlanCommand) -> None:
     state = draft.state
     if command.model not in state.models:
-        draft.refuse(id, ModelNotFound(command.model, sorted(state.config.models)))
+        draft.refuse(id, ModelNotFound(command.model, sorted(state.config.model_ids)))
         return
     requested = decision.with_request(state, command.model, command.spec)
     model = requested.models[command.model]

@@ -60,7 +60,7 @@ def apply(draft: Draft, event: SettingsChanged) -> None:
             _respecify(draft, name, spec, changed)
     for name in [name for name in draft.state.models if name not in config.models]:
         draft.set_model(name, removed=True)
-        tickets.fail(draft, name, ModelNotFound(name, sorted(config.models)))
+        tickets.fail(draft, name, ModelNotFound(name, sorted(config.model_ids)))
         if draft.model(name).worker is None:
             draft.drop_model(name)
         else:

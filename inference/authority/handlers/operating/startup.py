@@ -15,7 +15,7 @@ from inference.authority.handlers.running import device_incidents, estimates, re
 from inference.authority.handlers.watching import governor
 from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError
-from inference.settings import ModelSpec
+from inference.settings import ModelSpec, replica_ids
 
 TICK_SECONDS = 0.5
 
@@ -33,11 +33,18 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
         draft.info("no accelerators: models run on the CPU")
     governor.begin(draft)
     _check_suspension(draft)
-    startup = () if draft.state.settings.enable_lazy_model_loading else tuple(draft.state.models)
+    startup = () if draft.state.settings.enable_lazy_model_loading else _loaded_at_start(draft)
     draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
     device_incidents.publish(draft)
     draft.plan()  # requests may be waiting already, because the port opens before
+
+
+def _loaded_at_start(draft: Draft) -> tuple[str, ...]:
+    """Every model in order, then their further replicas up to the least number."""
+    specs = [model.spec for model in draft.state.models.values()]
+    wanted = [spec for spec in specs if spec.id in replica_ids(spec.configured_id, spec.replicas[0])]
+    return tuple(spec.id for spec in sorted(wanted, key=lambda spec: spec.replica_of is not None))
 
 
 def _check_suspension(draft: Draft) -> None:

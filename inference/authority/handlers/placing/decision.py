@@ -10,7 +10,7 @@ from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import keeping, oom_recovery
+from inference.authority.handlers.running import keeping, oom_recovery, replicas
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
@@ -52,11 +52,12 @@ Missing = NeedsEstimate | NeedsReading | NeedsCheck
 
 
 def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:
-    """The devices for a load of the model, regardless of pressure."""
+    """The devices for a load of the model, regardless of pressure; none that computes another replica of it."""
     target = None if model.target is None else device_view.reading(state, model.target, now)
     if target is not None:
         return (target,) if target.state in USABLE else ()
-    return oom_recovery.options(model, device_view.devices_of(state, model.effective, now), now)
+    found = oom_recovery.options(model, device_view.devices_of(state, model.effective, now), now)
+    return replicas.free_of_siblings(state, model, found)
 
 
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
@@ -76,6 +77,8 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     spec = model.effective
     divisions = model.divisions if divisions is None else divisions
     options = open_to(state, spec, devices_for(state, model, now), now)
+    if not options and device_view.devices_of(state, spec, now) and model.target is None:
+        options = replicas.no_device_left(model)
     if isinstance(options, Refusal):
         return Decision(options)
     known = state.estimates_of(spec)

@@ -15,7 +15,14 @@ from inference.authority.events import Move, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import departure, estimates, oom_recovery, request_events, tickets
+from inference.authority.handlers.running import (
+    departure,
+    estimates,
+    oom_recovery,
+    replicas,
+    request_events,
+    tickets,
+)
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS
@@ -46,7 +53,7 @@ def begin(draft: Draft, id: int, request: Move, *, returns_from_cpu: bool = Fals
     draft.set_command(id, command)
     model = draft.state.models.get(request.model)
     if model is None or model.removed:
-        _end(draft, id, command, ModelNotFound(request.model, sorted(draft.state.config.models)))
+        _end(draft, id, command, ModelNotFound(request.model, sorted(draft.state.config.model_ids)))
         return
     if error := _unusable(draft.state, model, request.device, draft.now):
         _end(draft, id, command, error)
@@ -68,6 +75,8 @@ def _unusable(state: State, model: ModelRecord, device: str, now: float) -> Inva
         return InvalidRequestError(f"unknown device {device!r}; devices: {there}", param="device")
     if found[device].state not in USABLE:
         return InvalidRequestError(f"{device} is {found[device].state}", param="device")
+    if not replicas.free_of_siblings(state, model, (found[device],)):
+        return InvalidRequestError(f"{device} has another replica of {model.spec.configured_id!r}", param="device")
     if device != CPU and (model.spec.gpu_layers == 0 or state.settings.force_cpu_mode):
         return InvalidRequestError(f"{model.id!r} is configured to use no accelerator", param="device")
     return None
@@ -79,7 +88,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
         return
     model = draft.state.models.get(command.model)
     if model is None or model.removed:
-        _end(draft, id, command, ModelNotFound(command.model, sorted(draft.state.config.models)))
+        _end(draft, id, command, ModelNotFound(command.model, sorted(draft.state.config.model_ids)))
         return
     if error := _unusable(draft.state, model, command.device, draft.now):
         _end(draft, id, command, error)

@@ -21,6 +21,7 @@ from inference.authority.handlers.running import (
     estimates,
     keeping,
     oom_recovery,
+    replicas,
     tickets,
     warm_pool,
     worker_lifecycle,
@@ -28,6 +29,7 @@ from inference.authority.handlers.running import (
 from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
+from inference.authority.placement.stage import EVICTABLE
 from inference.authority.placement.turns import Decision, age_rank
 from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
@@ -70,7 +72,10 @@ def reconcile(draft: Draft) -> None:
 def _advance(draft: Draft, id: str) -> bool:
     """Decides for a model; returns whether nothing is left to decide."""
     model, worker = draft.model(id), draft.worker_of(id)
-    if worker is not None and worker.ending:
+    if not replicas.is_up(draft.state, model):
+        tickets.move_to_others(draft, id)
+        model = draft.model(id)
+    if not model.queue.waiters or (worker is not None and worker.ending):
         return True
     if model.state is _S.FAILED and model.checking_build:
         return False
@@ -120,8 +125,10 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     if isinstance(found, NeedsReading):
         device_view.read(draft)
         return None
-    if _is_loaded_at_start(draft, id) and (isinstance(found, NeedsCheck) or found.outcome.result not in _FITS):
-        tickets.fail(draft, id, ModelFailed("there is no room beside the models before it"))
+    if _is_optional(draft, id) and (isinstance(found, NeedsCheck) or not _fits_beside(draft, id, found.outcome)):
+        outcome = found.refusal if isinstance(found, NeedsCheck) else found.outcome
+        reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
+        tickets.fail(draft, id, ModelFailed(f"there is no room beside the models before it{reason}"))
         return None
     if model.divisions:
         draft.set_model(id, divisions=0)
@@ -135,10 +142,23 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     return found
 
 
-def _is_loaded_at_start(draft: Draft, id: str) -> bool:
-    """Whether the model is wanted only because models are loaded at the start, without evictions."""
-    waiting = (draft.state.tickets[waiter.id] for waiter in draft.model(id).queue.waiters)
-    return all(ticket.purpose is Purpose.STARTUP for ticket in waiting)
+def _purposes(draft: Draft, id: str) -> set[Purpose]:
+    return {draft.state.tickets[waiter.id].purpose for waiter in draft.model(id).queue.waiters}
+
+
+def _is_optional(draft: Draft, id: str) -> bool:
+    """Whether the model is wanted only because of the start, or as a further replica: no model in use leaves for it."""
+    return _purposes(draft, id) <= {Purpose.STARTUP, Purpose.REPLICA}
+
+
+def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
+    """Whether an optional load has room: at the start without evictions, for a replica after those of idle models."""
+    if outcome.result in _FITS:
+        return True
+    if not isinstance(outcome, Placement) or Purpose.REPLICA not in _purposes(draft, id):
+        return False
+    states = (draft.state.eviction_state(draft.model(name), draft.now) for name in outcome.evict)
+    return all(state in EVICTABLE for state in states)
 
 
 def _drops_stale(draft: Draft, id: str) -> bool:

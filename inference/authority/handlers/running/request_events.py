@@ -8,11 +8,18 @@ from typing import Any
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.events import CaseCleared, CrashReported, Released, RequestAnswered, Wanted, Withdrawn
-from inference.authority.handlers.running import departure, device_incidents, expectations, keeping, tickets
+from inference.authority.handlers.running import (
+    departure,
+    device_incidents,
+    expectations,
+    keeping,
+    replicas,
+    tickets,
+)
 from inference.authority.lifecycle import ModelEvent, Reason
 from inference.authority.placement.plan import Result
 from inference.authority.quarantine import Suspicion
-from inference.authority.state import Purpose, State, TicketRecord, TimerKind
+from inference.authority.state import ModelRecord, Purpose, State, TicketRecord, TimerKind
 from inference.authority.wait_queue import QueueFullError, Waiter
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ModelNotFound, QueueFull, ShuttingDown
 from inference.protocol import FULL_FOR, ModelState, Priority
@@ -25,14 +32,26 @@ MOST_REJECTIONS = 1000
 def wanted(draft: Draft, event: Wanted) -> None:
     """A request for a model gets a lease, a place in the queue, or an error."""
     state, model = draft.state, draft.state.models.get(event.model)
+    is_movable = event.any_replica and model is not None and replicas.is_first_of_several(model)
+    if is_movable and model is not None and not model.removed:
+        model = state.models[replicas.choose(state, model, event, draft.now)]
     wait_seconds = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
     waiter = Waiter(event.ticket, event.priority, draft.now + wait_seconds, draft.now, event.alone)
-    ticket = TicketRecord(event.ticket, event.model, waiter, wait_seconds, event.counts, event.purpose)
+    ticket = TicketRecord(
+        event.ticket,
+        event.model if model is None else model.id,
+        waiter,
+        wait_seconds,
+        event.counts,
+        event.purpose,
+        event.conversation,
+        movable=is_movable,
+    )
     if state.closing:
         tickets.refuse(draft, ticket, ShuttingDown())
         return
     if model is None or model.removed:
-        tickets.refuse(draft, ticket, ModelNotFound(event.model, sorted(state.config.models)))
+        tickets.refuse(draft, ticket, ModelNotFound(event.model, sorted(state.config.model_ids)))
         return
     worker = state.worker_of(model)
     is_ready = model.state in _READY and worker is not None and not model.queue.waiters
@@ -41,20 +60,12 @@ def wanted(draft: Draft, event: Wanted) -> None:
         tickets.grant(draft, ticket)
         return
     try:
-        queue = model.queue.push(waiter, None if event.retries else state.settings.queue_limits)
+        tickets.queue(draft, ticket, None if event.retries else state.settings.queue_limits)
     except QueueFullError:
-        tickets.refuse(draft, ticket, _queue_full(draft, event))
-        return
-    draft.set_model(model.id, queue=queue, wanted_at=model.wanted_at if model.queue.waiters else draft.now)
-    draft.set(tickets={**draft.state.tickets, ticket.id: ticket})
-    draft.changed(SETTLE_SECONDS)
-    if math.isfinite(wait_seconds):
-        draft.timer(TimerKind.TICKET, ticket.id, waiter.deadline_at)
-    draft.plan()
+        tickets.refuse(draft, ticket, _queue_full(draft, model, event.priority))
 
 
-def _queue_full(draft: Draft, event: Wanted) -> QueueFull:
-    model, priority = draft.model(event.model), event.priority
+def _queue_full(draft: Draft, model: ModelRecord, priority: Priority) -> QueueFull:
     advice = draft.state.advice
     turned = (draft.now, priority, draft.state.settings.queue_limits[priority])
     rejections = (*advice.rejections, turned)[-MOST_REJECTIONS:]
@@ -146,7 +157,7 @@ def idle_models_leave(draft: Draft) -> None:
         if model.state is _S.FAILED and draft.now >= model.retry_at and not model.checking_build:
             draft.advance(model.id, ModelEvent.RETRY)
         is_idle = model.state is _S.READY and not draft.state.in_flight(model) and not model.spec.pinned
-        if is_idle and draft.now - model.last_used_at >= model.spec.idle_timeout:
+        if is_idle and draft.now - replicas.last_used_at(draft.state, model) >= model.spec.idle_timeout:
             departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, model))
 
 

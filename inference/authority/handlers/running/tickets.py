@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-from inference.authority.draft import Draft
+from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.effects import Fail, Grant
+from inference.authority.handlers.running import replicas
 from inference.authority.lifecycle import ModelEvent
 from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
-from inference.protocol import ModelState
+from inference.protocol import ModelState, Priority
+
+_READY = (ModelState.READY, ModelState.BUSY)
 
 
 def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
@@ -17,8 +22,21 @@ def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
     return worker.alone is None and not (alone and worker.leases)
 
 
+def queue(draft: Draft, ticket: TicketRecord, limits: Mapping[Priority, int] | None = None) -> None:
+    """Adds a ticket to the queue of its model. Raises QueueFullError."""
+    model, waiter = draft.model(ticket.model), ticket.waiter
+    waiting = model.queue.push(waiter, limits)
+    draft.set_model(model.id, queue=waiting, wanted_at=model.wanted_at if model.queue.waiters else draft.now)
+    draft.set(tickets={**draft.state.tickets, ticket.id: ticket})
+    draft.changed(SETTLE_SECONDS)
+    if math.isfinite(ticket.wait_seconds):
+        draft.timer(TimerKind.TICKET, ticket.id, waiter.deadline_at)
+    draft.plan()
+
+
 def serve(draft: Draft, model: str) -> None:
     """Grants leases to all tickets of a ready model, unless one must run alone. The engine queues from here on."""
+    _take_over(draft, model)
     while draft.model(model).queue.waiters:
         waiter = draft.model(model).queue.waiters[0]
         worker = draft.worker_of(model)
@@ -47,6 +65,8 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
     model = draft.model(ticket.model)
     if lease.counts:
         model = draft.set_model(model.id, uses=model.uses + 1, last_used_at=draft.now)
+    if ticket.conversation is not None and ticket.movable:
+        replicas.note_served(draft, model, ticket.conversation)
     if model.state is ModelState.READY:
         draft.set_model(model.id, answered_at=draft.now)
         draft.advance(model.id, ModelEvent.USED, quietly=True)
@@ -77,9 +97,45 @@ def refuse(draft: Draft, ticket: TicketRecord, error: InferenceError) -> None:
 
 
 def fail(draft: Draft, model: str, error: InferenceError) -> None:
-    """Ends the wait of every ticket of the model."""
+    """Ends the wait of every ticket of the model; requests that another replica can serve wait there."""
+    move_to_others(draft, model)
     for waiter in draft.model(model).queue.waiters:
         refuse(draft, unqueue(draft, waiter.id), error)
+
+
+def move_to_others(draft: Draft, model: str) -> None:
+    """The waiting requests of a replica that cannot serve them go to another one that is loaded or loading, if any."""
+    record = draft.model(model)
+    if draft.state.closing or not replicas.has_replicas(record):
+        return
+    for waiter in record.queue.waiters:
+        place = replicas.refuge(draft.state, record, draft.now) if draft.state.tickets[waiter.id].movable else None
+        if place is not None:
+            _move(draft, unqueue(draft, waiter.id), place)
+
+
+def _take_over(draft: Draft, model: str) -> None:
+    """A ready replica takes the waiting requests of others that it would serve before them."""
+    record = draft.model(model)
+    if record.state not in _READY or not replicas.has_replicas(record):
+        return
+    for other in replicas.replicas_of(draft.state, record):
+        for waiter in other.queue.waiters if other.state not in _READY else ():
+            is_movable = draft.state.tickets[waiter.id].movable and not waiter.alone
+            if is_movable and replicas.serves_before(draft.state, draft.model(model), other, draft.now):
+                _move(draft, unqueue(draft, waiter.id), model)
+
+
+def _move(draft: Draft, ticket: TicketRecord, to: str) -> None:
+    """A ticket waits for another replica, or is granted there."""
+    draft.debug("a request for %s goes to %s", ticket.model, to)
+    ticket = replace(ticket, model=to)
+    model, worker = draft.model(to), draft.worker_of(to)
+    is_free = model.state in _READY and worker is not None and not worker.ending and not model.queue.waiters
+    if is_free and worker is not None and is_open(worker, alone=ticket.waiter.alone):
+        grant(draft, ticket)
+    else:
+        queue(draft, ticket)
 
 
 def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord:

@@ -27,6 +27,7 @@ from inference.authority.handlers.running import (
     kv_arenas,
     kv_counters,
     oom_recovery,
+    replicas,
     tickets,
     warm_pool,
     worker_memory,
@@ -316,7 +317,7 @@ def _record_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit, *, tri
     message = failure.message if failure else exit.message
     if was_loading and str(model.spec.path) not in message:
         message += f"; its file is {model.spec.path}"
-    failed(draft, model.id, message, counts=not (tries_again or replaced) and _counts_as_failure(model, worker, exit))
+    failed(draft, model.id, message, counts=not (tries_again or replaced) and _counts_as_failure(draft, worker, exit))
     error = failure or _load_error(draft, model.id, worker, exit) if was_loading and not tries_again else None
     if exit.cause is ExitCause.BROKEN_BUILD:
         draft.set_model(model.id, checking_build=True)
@@ -362,12 +363,12 @@ def _drop_removed(draft: Draft, id: str) -> None:
         draft.drop_model(id)
 
 
-def _counts_as_failure(model: ModelRecord, worker: WorkerRecord, exit: WorkerExit) -> bool:
+def _counts_as_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> bool:
     """Whether this exit counts as a failure of the model, with a growing backoff.
 
     A crash while one request ran alone is attributed to the request.
     """
-    quarantine = model.quarantine
+    quarantine = replicas.first_of(draft.state, draft.model(worker.model)).quarantine
     is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_evidence
     return (
         exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MOST_IN_A_ROW

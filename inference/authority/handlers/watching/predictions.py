@@ -5,6 +5,7 @@ from __future__ import annotations
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
+from inference.authority.handlers.running import replicas
 from inference.authority.handlers.running.oom_recovery import can_reduce
 from inference.authority.placement.plan import Refusal, Scene, refusal_now
 from inference.authority.state import ModelRecord, State
@@ -30,6 +31,10 @@ class Predictions:
         if self._scene is None:
             self._scene = Scene.of(state.ledger, held_models(state, now))
         devices = device_view.devices_of(state, model.effective, now)
+        own = replicas.free_of_siblings(state, model, devices)
+        if devices and not own:
+            return replicas.no_device_left(model)
+        devices = own
         allowed = open_to(state, model.effective, devices, now)
         if isinstance(allowed, Refusal):
             return allowed
