@@ -536,8 +536,8 @@ class CheckedWorld(World):
         wanted = [model for model in state.models.values() if model.queue.waiters]
         if not wanted or state.commands or state.startup or state.checks:
             return []
-        if any(ticket.purpose is Purpose.STARTUP for ticket in state.tickets.values()):
-            return []  # loads at the start evict nothing and do not wait
+        if any(ticket.purpose in (Purpose.STARTUP, Purpose.REPLICA) for ticket in state.tickets.values()):
+            return []  # these loads do not wait
         if any(model.state is _S.DRAINING for model in state.models.values()):
             return []
         placed = [model for model in wanted if model.state in (_S.COLD, _S.WARM, _S.FAILED)]
@@ -650,7 +650,9 @@ class CheckedWorld(World):
             if model.state in (_S.COLD, _S.WARM, _S.FAILED) and is_waited_for:
                 assert self._is_decided_later(model), f"{model.id} is waited for and nothing will happen"
             if not replicas.is_up(state, model) and not state.closing and not model.removed:
-                movable = [waiter for waiter in model.queue.waiters if state.tickets[waiter.id].movable]
+                movable = [
+                    waiter for waiter in model.queue.waiters if state.tickets[waiter.id].movable and not waiter.alone
+                ]
                 place = replicas.refuge(state, model, self.now)
                 assert not movable or place is None, f"requests wait for {model.id}, and {place} could serve them"
             if worker is None:

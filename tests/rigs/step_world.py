@@ -46,7 +46,7 @@ class StepWorld(CheckedWorld):
 
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
         """Exactly the size of the model."""
-        size = self.sizes[key.spec.id] * MIB
+        size = self.sizes[key.spec.configured_id] * MIB
         return Estimate(
             {devices[0].id: Parts(size - OVERHEAD_BYTES, 0, 0)}, {devices[0].id: OVERHEAD_BYTES}, "", "", 4096
         )

@@ -1,8 +1,8 @@
 """Which replica of a model gets a request, and when a model needs more or fewer replicas.
 
 A request goes to the replica that last served its conversation, because that one may still have its prefix, unless
-another replica would begin much earlier; else to the replica with the least expected wait. A replica that is not loaded
-gets requests only while no other one is loaded or loading.
+another replica would begin much earlier; else to the replica with the least expected wait. While none is loaded or
+loading, all requests go to the one that is loaded first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Replica:
 
 def choose(replicas: Sequence[Replica], last: str | None = None) -> str:
     """The replica for a new request; `last` is the one that served its conversation before."""
-    up = [replica for replica in replicas if replica.is_up] or replicas
+    up = [replica for replica in replicas if replica.is_up]
+    if not up:  # one is loaded for all requests
+        return min(replicas, key=lambda replica: (not replica.active, replica.load_seconds)).id
     best = min(up, key=lambda replica: (replica.wait_seconds, replica.active / replica.parallel))
     known = next((replica for replica in up if replica.id == last), best)
     most = max(AFFINITY_FACTOR * best.wait_seconds, best.wait_seconds + AFFINITY_SECONDS)

@@ -21,7 +21,7 @@ _JOINED_BYTES = 2**16
 
 
 class Pace:
-    """How fast a device works: not while it is stalled, with a delay per request, and with a least time per computation.
+    """How fast a device works: not while it is stalled, with a delay per request, and a least time per computation.
 
     The computations of all connections follow each other. The least time passes without use of the CPU.
     """

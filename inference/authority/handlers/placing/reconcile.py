@@ -128,7 +128,7 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     if _is_optional(draft, id) and (isinstance(found, NeedsCheck) or not _fits_beside(draft, id, found.outcome)):
         outcome = found.refusal if isinstance(found, NeedsCheck) else found.outcome
         reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
-        tickets.fail(draft, id, ModelFailed(f"there is no room beside the models before it{reason}"))
+        tickets.fail(draft, id, ModelFailed(f"there is no room beside other models{reason}"))
         return None
     if model.divisions:
         draft.set_model(id, divisions=0)
@@ -155,10 +155,14 @@ def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
     """Whether an optional load has room: at the start without evictions, for a replica after those of idle models."""
     if outcome.result in _FITS:
         return True
-    if not isinstance(outcome, Placement) or Purpose.REPLICA not in _purposes(draft, id):
+    if Purpose.REPLICA not in _purposes(draft, id):
         return False
-    states = (draft.state.eviction_state(draft.model(name), draft.now) for name in outcome.evict)
-    return all(state in EVICTABLE for state in states)
+    if isinstance(outcome, Placement):
+        return all(draft.state.eviction_state(draft.model(name), draft.now) in EVICTABLE for name in outcome.evict)
+    is_left = [
+        name not in draft.state.models or draft.model(name).state not in replicas.UP for name in outcome.waits_for
+    ]
+    return bool(is_left) and all(is_left)  # their memory is being released
 
 
 def _drops_stale(draft: Draft, id: str) -> bool:

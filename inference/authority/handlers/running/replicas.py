@@ -10,7 +10,7 @@ from inference.authority.handlers.running import expectations
 from inference.authority.placement import replica_choice
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.replica_choice import Replica
-from inference.authority.state import ModelRecord, State
+from inference.authority.state import ModelRecord, Purpose, State
 from inference.devices.device import Reading
 from inference.protocol import ModelState
 from inference.settings import replica_ids
@@ -61,11 +61,12 @@ def candidates(state: State, model: ModelRecord, now: float) -> list[Replica]:
 
 def _replica(state: State, model: ModelRecord, now: float) -> Replica:
     load_seconds = expectations.load_seconds(state, model, now)
+    waiting = sum(state.tickets[waiter.id].purpose is Purpose.CLIENT for waiter in model.queue.waiters)
     return Replica(
         model.id,
         is_up(state, model),
         model.reload_seconds if load_seconds is None else load_seconds,
-        state.in_flight(model) + len(model.queue),
+        state.in_flight(model) + waiting,
         model.effective.parallel,
         model.pace.seconds,
         can_load=model.state in _LOADABLE and not model.queue.waiters,

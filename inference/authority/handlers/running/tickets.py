@@ -104,12 +104,16 @@ def fail(draft: Draft, model: str, error: InferenceError) -> None:
 
 
 def move_to_others(draft: Draft, model: str) -> None:
-    """The waiting requests of a replica that cannot serve them go to another one that is loaded or loading, if any."""
+    """The waiting requests of a replica that cannot serve them go to another one that is loaded or loading, if any.
+
+    Those that must run alone stay, because they may end its worker too.
+    """
     record = draft.model(model)
     if draft.state.closing or not replicas.has_replicas(record):
         return
     for waiter in record.queue.waiters:
-        place = replicas.refuge(draft.state, record, draft.now) if draft.state.tickets[waiter.id].movable else None
+        is_movable = draft.state.tickets[waiter.id].movable and not waiter.alone
+        place = replicas.refuge(draft.state, record, draft.now) if is_movable else None
         if place is not None:
             _move(draft, unqueue(draft, waiter.id), place)
 
