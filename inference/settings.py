@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from inference.file_stamp import Fingerprint, fingerprint
 NO_MODELS = "models: {}"
 MOST_REPLICAS = 64
 
+_REPLICAS = re.compile(r"\s*(\d{1,6})(?:\.\.(\d{1,6}))?\s*", re.ASCII)
 ReplicaRange = tuple[int, int]
 """The least and the largest number of replicas."""
 
@@ -33,10 +35,10 @@ def parse_replicas(value: object) -> ReplicaRange:
     """The range in `2` or `1..3`; raises ValueError."""
     if isinstance(value, tuple):
         return value
-    least, dots, most = str(value).strip().partition("..")
-    if isinstance(value, bool) or not least.isdecimal() or (dots and not most.isdecimal()):
+    match = None if isinstance(value, bool) else _REPLICAS.fullmatch(str(value))
+    if match is None:
         raise ValueError(f"{value!r} is not a number of replicas; write N or N..M, for example 2 or 1..3")
-    found = int(least), int(most or least)
+    found = int(match[1]), int(match[2] or match[1])
     if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
         raise ValueError(f"replicas {value} is not possible; write N or N..M with 1 <= N <= M <= {MOST_REPLICAS}")
     return found

@@ -294,8 +294,8 @@ class Authority:
 
         `alone`: no other request may run beside it. `retries`: number of earlier attempts; with any, the queue limit
         does not apply. With `any_replica` the id of a model stands for all its replicas; requests with the same
-        `conversation` get the same one if possible. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull
-        and ModelNotFound; the ticket raises later errors.
+        `conversation` get the same one if possible. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS.
+        Raises ShuttingDown, QueueFull and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
         self._tickets[ticket.id] = ticket

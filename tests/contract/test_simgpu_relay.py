@@ -91,6 +91,21 @@ async def test_own_answer_follows_the_answer_of_the_server() -> None:
         assert arrived == answers
 
 
+async def test_computations_take_their_time_one_after_the_other() -> None:
+    """Those of all connections together; other requests are not delayed."""
+    pace = Pace()
+    pace.compute_seconds = 0.05
+    assert [pace.compute(2, 10.0), pace.compute(1, 10.0), pace.compute(1, 20.0)] == pytest.approx([0.1, 0.15, 0.05])
+    async with relayed(request(Command.SET_TENSOR, b"abc")) as (ends, _running):
+        ends.pace.compute_seconds = 0.05
+        loop = asyncio.get_running_loop()
+        await receive(ends.server, 12)
+        began = loop.time()
+        await loop.sock_sendall(ends.client, request(Command.GRAPH_COMPUTE, b"graph"))
+        await receive(ends.server, 14)
+        assert loop.time() - began >= 0.04
+
+
 async def test_bytes_sent_during_a_stall_pass_after_it() -> None:
     """All of it, in order, and nothing before."""
     first, second = request(Command.BUFFER_CLEAR, bytes(9)), request(Command.SET_TENSOR, WEIGHTS)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from inference.protocol import Code, ModelState, ModelStatus
+from inference.protocol import Code, ModelState, ModelStatus, ReplicaStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.full_backlog import full_backlog
 from tests.rigs.gateway_rig import CONFIG, MESSAGES, Gateway
@@ -87,6 +87,20 @@ async def test_local_hop_is_a_stream_with_token_tenant_and_priority(gateway: Gat
     assert (seen.headers["x-headgate-priority"], seen.headers["x-headgate-kv"]) == ("low", "pin:60s")
     assert len(seen.headers["x-headgate-tenant"]) == 32
     assert 0 < int(seen.headers["x-headgate-deadline-ms"]) <= 8000
+
+
+async def test_conversation_key_is_sent_for_models_with_replicas(gateway: Gateway, fake: FakeInference) -> None:
+    """It is the same for each turn."""
+    await gateway.chat()
+    assert "x-headgate-conversation" not in fake.seen[0].headers
+    replicas = (ReplicaStatus("demo", ModelState.READY), ReplicaStatus("demo@2", ModelState.READY))
+    fake.models["demo"] = replace(fake.models["demo"], replicas=replicas)
+    await gateway.runtime.view.refresh()
+    messages = [{"role": "user", "content": "Hello!"}]
+    await gateway.chat(messages=messages)
+    await gateway.chat(messages=[*messages, {"role": "assistant", "content": "Hi."}, *messages])
+    keys = [seen.headers["x-headgate-conversation"] for seen in fake.seen[1:]]
+    assert (len(keys), len(set(keys)), len(keys[0])) == (2, 1, 24)
 
 
 async def test_text_completions_and_embeddings_are_served(gateway: Gateway, fake: FakeInference) -> None:

@@ -24,7 +24,7 @@ from headgate.cli.addresses import Record
 from headgate.cli.main import main
 from headgate.shared.errors import AlreadyRunningError
 from headgate.shared.state_directory import StateDir
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own, free_port
 
@@ -115,6 +115,23 @@ def test_ps_shows_loaded_models_and_list_shows_all(serve: Any, capsys: Any) -> N
     assert "org/big: 1 TiB is a lot" in output.err
     assert "\x1b" not in output.out  # NO_COLOR
     assert service.requests[0].headers["authorization"] == "Bearer token-of-a-test"
+
+
+def test_ps_and_show_list_the_replicas_of_a_model(serve: Any, capsys: Any) -> None:
+    first = ReplicaStatus("demo", ModelState.BUSY, ("gpu-0",), 2**20, 3, 0, 4, None, 11)
+    second = ReplicaStatus("demo@2", ModelState.LOADING, ("gpu-1",), parallel=4, pid=12)
+    third = ReplicaStatus("demo@3", ModelState.COLD, reason="every device has one")
+    status = replace(READY, replicas=(first, second, third)).to_json()
+    serve({"GET /v1/models": Canned({"data": [status]}), "GET /v1/models/demo": Canned(status),
+           "GET /models/demo/crashes": Canned({"crashes": []})})  # fmt: skip
+    assert main(["ps"]) == 0
+    captured = capsys.readouterr()
+    rows = [line.split()[:3] for line in captured.out.splitlines()[1:]]
+    assert rows == [["demo", "busy", "gpu-0"], ["demo@2", "loading", "gpu-1"]]
+    assert "3/4" in captured.out
+    assert "demo@3: every device has one" in captured.out + captured.err
+    assert main(["show", "demo"]) == 0
+    assert "demo@2: loading on gpu-1, 0 in flight" in capsys.readouterr().out
 
 
 def test_ps_without_loaded_models_prints_a_sentence(serve: Any, capsys: Any) -> None:

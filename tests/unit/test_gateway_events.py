@@ -14,7 +14,7 @@ import pytest
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
 from gateway.providers.local.inference_snapshot import Events, InferenceView
-from inference.protocol import DeviceState, ModelState, ModelStatus
+from inference.protocol import DeviceState, ModelState, ModelStatus, ReplicaStatus
 from tests.rigs import virtual_time
 
 READY = ModelStatus("demo", ModelState.READY, devices=("gpu-0",), aliases=("d",))
@@ -291,5 +291,9 @@ def test_model_on_an_unusable_device_is_avoided(state: DeviceState) -> None:
 
 
 def test_model_without_known_problems_is_not_avoided() -> None:
+    replicas = tuple(ReplicaStatus(f"m@{at + 1}", ModelState.READY, (f"gpu-{at}",)) for at in range(2))
+    several = ModelStatus("m", ModelState.READY, devices=("gpu-0", "gpu-1"), replicas=replicas)
+    assert likely_failure(several, {"gpu-0": DeviceState.LOST}, 0.0) is None, "the other replica answers"
+    assert likely_failure(several, {"gpu-0": DeviceState.LOST, "gpu-1": DeviceState.LOST}, 0.0) is not None
     assert likely_failure(ModelStatus("m", ModelState.COLD), {"gpu-0": DeviceState.LOST}, 0.0) is None
     assert likely_failure(ModelStatus("m", ModelState.READY, devices=("gpu-7",)), {}, 0.0) is None

@@ -96,6 +96,21 @@ def test_default_pool_applies_only_to_models_that_have_more_cells_without_it(dir
     assert "kv_cells 1024 is less than context_length 4096" in message
 
 
+def test_replicas_are_models_with_ids_of_their_own(directory: Path) -> None:
+    text = "models:\n  org/a: {path: tiny.gguf, aliases: [x], replicas: 2..3}\n  b: {path: tiny.gguf, replicas: 1}"
+    config = load(directory, text)
+    assert list(config.models) == ["org/a", "org/a@2", "org/a@3", "b"]
+    assert config.model_ids == ("org/a", "b")
+    assert config.models["org/a"].replicas == config.models["org/a@3"].replicas == (2, 3)
+    assert (config.models["org/a@3"].aliases, config.models["org/a@3"].configured_id) == ((), "org/a")
+    for name in ("org/a", "x"):
+        assert config.replicas_named(name) == ("org/a", "org/a@2", "org/a@3")
+    assert config.replicas_named("org/a@1") == ("org/a",)
+    assert config.replicas_named("org/a@2") == ("org/a@2",)
+    assert config.replicas_named("b") == ("b",)
+    assert "b@1" not in config.names
+
+
 def test_path_that_is_not_utf8_is_refused(directory: Path) -> None:
     """Such a path cannot be sent to a worker, and llama.cpp cannot open it."""
     folder = directory / os.fsdecode(b"models-\xff")
@@ -148,6 +163,20 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["duplicate key"]),
         ("models:\n  a: {path: tiny.gguf, mmproj: eye.gguf}", ["models.yaml:2", "no file", "eye.gguf", "mmproj"]),
         ("models: [1]", ["models"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: many}", ["models.yaml:2", "write N or N..M"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: true}", ["write N or N..M"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: 1..}", ["write N or N..M"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: 3..2}", ["1 <= N <= M <= 64"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: 0}", ["1 <= N <= M <= 64"]),
+        ("models:\n  a: {path: tiny.gguf, replicas: 2, gpu_index: 0}", ["remove gpu_index, or make replicas 1"]),
+        (
+            "models:\n  a: {path: tiny.gguf, replicas: 2}\n  a@2: {path: tiny.gguf}",
+            ["models.yaml:3", "the model or replica 'a@2' already has the name 'a@2'"],
+        ),
+        (
+            "models:\n  b: {path: tiny.gguf, aliases: [a@1]}\n  a: {path: tiny.gguf, replicas: 2}",
+            ["models.yaml:3", "'a@1' is the id of a replica, and already a name of 'b'"],
+        ),
     ],
 )
 def test_errors_in_the_file_have_line_and_advice(directory: Path, text: str, words: list[str]) -> None:

@@ -75,9 +75,10 @@ def likely_failure(status: ModelStatus, devices: Mapping[str, DeviceState], age:
         return LikelyFailure(f"the model failed: {status.reason or 'no reason given'}", rest)
     if not devices:
         return None
+    places = [item.devices for item in status.replicas if item.devices] or [status.devices]
+    if not all(any(devices.get(name) in UNUSABLE for name in place) for place in places):
+        return None  # a replica is on other devices
     unusable = [name for name in status.devices if devices.get(name) in UNUSABLE]
-    if not unusable:
-        return None
     return LikelyFailure(f"its device {', '.join(unusable)} is {devices[unusable[0]]}")
 
 
