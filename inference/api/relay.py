@@ -47,6 +47,7 @@ from inference.protocol import (
     Progress,
     device_frame,
 )
+from inference.workers.exit_cause import WorkerExit
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ _DATA = b"\ndata:"
 
 
 class _WorkerEndedError(Exception):
-    """The worker ended normally before it took the request, which is sent to another worker once."""
+    """The worker ended normally before it took the request, or another replica goes on. It is sent there once."""
 
 
 class Relay:
@@ -131,7 +132,9 @@ class Relay:
             await out.fail(error)
         except _WorkerEndedError:
             outcome = str(Code.MODEL_FAILED)
-            await out.fail(ModelFailed("the model was unloaded twice before it took the request", retry_after=1.0))
+            await out.fail(
+                ModelFailed("the worker of the model ended twice before it took the request", retry_after=1.0)
+            )
         except OSError:
             log.debug("the client of %s disconnected", out.request_id)
         except Exception:
@@ -269,7 +272,7 @@ class Relay:
         if not worker.exited.done():
             return ModelFailed(f"the worker of {model!r} closed the connection ({type(error).__name__})")
         exit = worker.exited.result()
-        if not relayed and (exit.cause is ExitCause.REQUESTED or self._goes_on(model, exit.cause)):
+        if not relayed and (exit.cause is ExitCause.REQUESTED or self._goes_on(model, exit)):
             return _WorkerEndedError()
         if exit.cause is ExitCause.DEVICE_LOST:
             return self._authority.loss(model, lease.devices, exit.message)
@@ -288,9 +291,11 @@ class Relay:
         crash = Crash(cause, exit.message, alone=lease.alone, unexplained=exit.silent_abort)
         return CrashedError(crash, failure, relayed=relayed)
 
-    def _goes_on(self, model: str, cause: ExitCause) -> bool:
-        """Whether another replica can serve the requests of a worker that was ended from outside."""
-        others = self._authority.siblings(model) if cause in (ExitCause.KILLED, ExitCause.DEVICE_LOST) else []
+    def _goes_on(self, model: str, exit: WorkerExit) -> bool:
+        """Whether another replica can serve the requests of a worker that no request has ended."""
+        if exit.starved or exit.cause not in (ExitCause.KILLED, ExitCause.DEVICE_LOST):
+            return False
+        others = self._authority.siblings(model)
         return any(other.state in (ModelState.READY, ModelState.BUSY) for other in others)
 
 

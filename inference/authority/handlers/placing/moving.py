@@ -75,7 +75,7 @@ def _unusable(state: State, model: ModelRecord, device: str, now: float) -> Inva
         return InvalidRequestError(f"unknown device {device!r}; devices: {there}", param="device")
     if found[device].state not in USABLE:
         return InvalidRequestError(f"{device} is {found[device].state}", param="device")
-    if not replicas.free_of_siblings(state, model, (found[device],)):
+    if device in replicas.taken_devices(state, model):
         return InvalidRequestError(f"{device} has another replica of {model.spec.configured_id!r}", param="device")
     if device != CPU and (model.spec.gpu_layers == 0 or state.settings.force_cpu_mode):
         return InvalidRequestError(f"{model.id!r} is configured to use no accelerator", param="device")
@@ -249,7 +249,7 @@ def _forget_fallback(draft: Draft, id: str) -> None:
 
 def _accelerator_with_room(state: State, model: ModelRecord, now: float) -> str | None:
     """The accelerator where the model fits without evictions, or None."""
-    devices = device_view.devices_of(state, model.effective, now)
+    devices = replicas.free_of_siblings(state, model, device_view.devices_of(state, model.effective, now))
     allowed = open_to(state, model.effective, [item for item in devices if item.id != CPU], now)
     if isinstance(allowed, Refusal):
         return None

@@ -10,9 +10,9 @@ from inference.authority.events import Wanted
 from inference.authority.handlers.running import departure, keeping, replicas, request_events
 from inference.authority.lifecycle import Reason
 from inference.authority.placement import replica_choice
-from inference.authority.state import ModelRecord, Purpose, Scaling, TicketRecord
+from inference.authority.state import ModelRecord, Purpose, TicketRecord
 from inference.errors import InferenceError
-from inference.protocol import Priority
+from inference.protocol import ModelState, Priority
 
 REST_SECONDS = 30.0
 """Pause after a further replica could not be loaded."""
@@ -51,16 +51,14 @@ def _scale(draft: Draft, first: ModelRecord) -> None:
 
 
 def _load(draft: Draft, first: ModelRecord, id: str) -> None:
-    draft.info("%s needs a further replica: loading %s", first.id, id)
+    draft.debug("%s needs a further replica: loading %s", first.id, id)
     _set(draft, first.id, crowded_since=math.inf)
     wanted = Wanted(draft.number(), id, Priority.LOW, counts=False, purpose=Purpose.REPLICA)
     request_events.wanted(draft, wanted)
 
 
-def _set(draft: Draft, id: str, **changes: float) -> Scaling:
-    scaling = replace(draft.model(id).scaling, **changes)  # type: ignore[arg-type]
-    draft.set_model(id, scaling=scaling)
-    return scaling
+def _set(draft: Draft, id: str, **changes: float) -> None:
+    draft.set_model(id, scaling=replace(draft.model(id).scaling, **changes))  # type: ignore[arg-type]
 
 
 def load_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:
@@ -68,8 +66,10 @@ def load_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | Non
     model = draft.state.models.get(ticket.model)
     if error is None or model is None:
         return
-    draft.info("%s is not loaded: %s", ticket.model, error.message)
+    if model.failure != error.message:  # it is tried again and again
+        draft.info("the further replica %s is not loaded: %s", model.id, error.message)
     first = replicas.first_of(draft.state, model)
     _set(draft, first.id, retry_at=draft.now + REST_SECONDS)
-    draft.set_model(ticket.model, failure=error.message)
+    if model.state is ModelState.COLD:
+        draft.set_model(model.id, failure=error.message)
     draft.changed()

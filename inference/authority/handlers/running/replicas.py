@@ -11,7 +11,7 @@ from inference.authority.placement import replica_choice
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.replica_choice import Replica
 from inference.authority.state import ModelRecord, Purpose, State
-from inference.devices.device import Reading
+from inference.devices.device import CPU, Reading
 from inference.protocol import ModelState
 from inference.settings import replica_ids
 
@@ -107,16 +107,21 @@ def refuge(state: State, model: ModelRecord, now: float) -> str | None:
     return replica_choice.choose(others) if others else None
 
 
-def free_of_siblings(state: State, model: ModelRecord, devices: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """`devices` without those that compute another replica of the model: a second one there would gain nothing."""
+def taken_devices(state: State, model: ModelRecord) -> frozenset[str]:
+    """The devices that compute other replicas of the model."""
     if not has_replicas(model):
-        return devices
-    taken: set[str] = set()
-    for other in replicas_of(state, model):
-        worker = state.worker_of(other)
-        if other.id != model.id and worker is not None and is_up(state, other):
-            taken.update(worker.placement.devices)
-    return tuple(item for item in devices if item.id not in taken)
+        return frozenset()
+    others = [item for item in replicas_of(state, model) if item.id != model.id and is_up(state, item)]
+    workers = [state.worker_of(item) for item in others]
+    return frozenset(name for worker in workers if worker is not None for name in worker.placement.devices)
+
+
+def free_of_siblings(state: State, model: ModelRecord, devices: tuple[Reading, ...]) -> tuple[Reading, ...]:
+    """`devices` for a load beside other replicas: none that computes one, because a second one there gains nothing, and
+    not the CPU as a fallback, because requests would wait for it.
+    """
+    taken = taken_devices(state, model)
+    return tuple(item for item in devices if item.id not in taken and item.id != CPU) if taken else devices
 
 
 def no_device_left(model: ModelRecord) -> Refusal:
