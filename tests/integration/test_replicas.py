@@ -8,7 +8,6 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +25,29 @@ def models(replicas: int | str) -> str:
     return json.dumps({"models": {"demo": {**ENTRY, "replicas": replicas}}})
 
 
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     routes = LOCAL_ROUTES.replace("[local/demo, local/demo-mini]", "[local/demo]")
-    stack = Stack(tmp_path, models(2), routes, inference_env={"INFERENCE_DEVICES": "sim:2x600MiB"}).start()
-    stack.ask("/models/demo/load", {}, direct=True)
+    root = tmp_path_factory.mktemp("replicas")
+    stack = Stack(root, models(2), routes, inference_env={"INFERENCE_DEVICES": "sim:2x600MiB"}).start()
+    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+        rig.tell("pace", seconds=PACE_SECONDS)
     yield stack
     stack.kill()
 
 
+@pytest.fixture
+def stack(service: Stack) -> Stack:
+    """Two loaded replicas."""
+    service.write_models(models(2))
+    service.inference.signal(signal.SIGHUP)
+    wait_until("both are configured", lambda: len(replicas(service)) == 2)
+    service.ask("/models/demo/load", {}, direct=True)
+    return service
+
+
 def replicas(stack: Stack) -> dict[str, dict[str, Any]]:
     return {item["id"]: item for item in stack.model("demo")["replicas"]}
-
-
-def pace(stack: Stack) -> None:
-    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        rig.tell("pace", seconds=PACE_SECONDS)
 
 
 def ask(stack: Stack, number: int, tokens: int = 40) -> str:
@@ -58,7 +64,6 @@ def test_replicas_serve_together_and_a_crash_takes_down_one(stack: Stack) -> Non
     assert [item["id"] for item in stack.ask("/v1/models")["data"] if "demo" in item["id"]] == ["demo"]
     held = stack.ask("/memory/models", direct=True)["models"]
     assert [item["model_name"] for item in held] == ["demo", "demo@2"]
-    pace(stack)
     pids = {name: item["pid"] for name, item in replicas(stack).items()}
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(ask, stack, number) for number in range(4)]
@@ -68,7 +73,7 @@ def test_replicas_serve_together_and_a_crash_takes_down_one(stack: Stack) -> Non
     after = replicas(stack)
     assert after["demo@2"]["pid"] == pids["demo@2"], "the other worker goes on"
     ask(stack, 9, 2)
-    wait_until("the crashed replica is back", lambda: replicas(stack)["demo"]["state"] in ("ready", "busy"), seconds=20)
+    wait_until("the crashed replica is back", lambda: replicas(stack)["demo"]["state"] in ("ready", "busy"))
 
 
 def device_of(stack: Stack, messages: list[dict[str, str]]) -> tuple[str, dict[str, str]]:
@@ -81,7 +86,6 @@ def device_of(stack: Stack, messages: list[dict[str, str]]) -> tuple[str, dict[s
 
 
 def test_turns_of_a_conversation_go_to_the_same_replica(stack: Stack) -> None:
-    pace(stack)
     conversations: dict[str, list[dict[str, str]]] = {
         name: [{"role": "user", "content": f"Hello, I am {name}. Who are you?"}] for name in ("Ann", "Bob", "Eve", "Jo")
     }
@@ -100,9 +104,8 @@ def test_turns_of_a_conversation_go_to_the_same_replica(stack: Stack) -> None:
 
 
 def test_reload_with_one_replica_drains_the_other(stack: Stack) -> None:
-    pace(stack)
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(ask, stack, number) for number in range(2)]
+        answers = [pool.submit(ask, stack, number) for number in (20, 21)]
         wait_until("both compute", lambda: [item["in_flight"] for item in replicas(stack).values()] == [1, 1])
         stack.write_models(models(1))
         stack.inference.signal(signal.SIGHUP)
