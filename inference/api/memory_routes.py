@@ -158,8 +158,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
         ids = authority.replicas(model_id)
         held = [id for id in ids if authority.model(id).worker is not None] or ids[:1]
         records = await asyncio.gather(*(authority.command(Evict(id, action)) for id in held))
-        freed_mb = sum(record["memory_freed_mb"] for record in records)
-        return {**records[0], "memory_freed_mb": round(freed_mb, 3), "replicas": records} if records[1:] else records[0]
+        return {**records[0], "memory_freed_mb": round(sum(record["memory_freed_mb"] for record in records), 3)}
 
     @routes.post("/memory/gc")
     async def collect() -> Any:

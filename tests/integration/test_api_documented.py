@@ -72,7 +72,7 @@ async def _busy_service(start: Start) -> Service:
     estimator = FakeEstimator()
     estimator.sizes = {"large": 5000}
     gpu = SharedDevice()
-    models: dict[str, dict[str, Any]] = {"a": {}, "kept": {}, "large": {}, "broken": {}, "other": {}}
+    models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "other": {}}
     behavior = {"a": {"kv": [SEQUENCE]}, "broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
     behavior["other"] = {"kv": None}
     service: Service = await start(

@@ -83,6 +83,13 @@ async def _device_and_dedicated(directory: Path, start: Start) -> None:
     assert await load(service, *models) == [("gpu-1",), ("gpu-0",), ("gpu-1",)]
 
 
+@shows("replicas")
+async def _replicas(directory: Path, start: Start) -> None:
+    service = await start({"a": {"replicas": 2}}, accelerator=FakeAccelerator(2))
+    devices = await load(service, "a", "a@2")
+    assert [*map(sorted, devices)] in ([["gpu-0", "gpu-1"], ["gpu-1"]], [["gpu-0", "gpu-1"], ["gpu-0"]])
+
+
 @shows("idle_timeout", "warm")
 async def _idle_timeout_and_retention(directory: Path, start: Start) -> None:
     models: dict[str, dict[str, Any]] = {"a": {"idle_timeout": 0.1}, "b": {"idle_timeout": 0.1, "warm": False}, "c": {}}
