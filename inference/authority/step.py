@@ -22,7 +22,6 @@ from inference.authority.handlers.running import (
     estimates,
     kv_arenas,
     oom_recovery,
-    replica_scaling,
     request_events,
     thread_shares,
     tickets,
@@ -30,7 +29,7 @@ from inference.authority.handlers.running import (
     worker_lifecycle,
     worker_memory,
 )
-from inference.authority.handlers.watching import advisor, governor
+from inference.authority.handlers.watching import advisor, governor, replica_scaling
 from inference.authority.lifecycle import Reason
 from inference.authority.state import PlanCommand, Purpose, State, TimerKind
 from inference.protocol import ModelState

@@ -87,7 +87,8 @@ def device_of(stack: Stack, messages: list[dict[str, str]]) -> tuple[str, dict[s
 
 def test_turns_of_a_conversation_go_to_the_same_replica(stack: Stack) -> None:
     conversations: dict[str, list[dict[str, str]]] = {
-        name: [{"role": "user", "content": f"Hello, I am {name}. Tell me a story."}] for name in ("Ann", "Bob", "Eve", "Jo")
+        name: [{"role": "user", "content": f"Hello, I am {name}. Tell me a story."}]
+        for name in ("Ann", "Bob", "Eve", "Jo")
     }
     devices: dict[str, set[str]] = {name: set() for name in conversations}
 
