@@ -57,7 +57,9 @@ def load_worker_model(
         keys = file_keys(files)
         loaded = load(grant, tail, on_progress)
     else:
+        paths = [path for path, _stamp in held.files]
         files = (*held.files, *files[len(held.files) :])
+        keys = file_keys(files, dict(zip(paths, held.sources, strict=True)))
         loaded = load(replace(grant, path=held.sources[0]), tail, on_progress, held.sources)
         held.close()
 
