@@ -751,7 +751,7 @@ def test_occupied_is_the_share_of_slots_with_tokens() -> None:
 
 @pytest.mark.parametrize(("transfers", "steps"), [(1, 4), (2, 2), (8, 1)])
 def test_several_stored_sequences_are_loaded_at_once_if_no_stream_waits(transfers: int, steps: int) -> None:
-    """`plan` is told how many transfers a step may have."""
+    """`plan` gets the number of transfers that a step may have."""
     catalog = Catalog()
     scheduler = Scheduler(Limits(slots=4, context=40, batch=32, queue=4), catalog)
     for number in range(1, 5):

@@ -22,7 +22,7 @@ AHEAD_SHARE = 0.02
 """The share of the time that is spent with storing sequences while others run."""
 
 LAST = 8
-"""The longest of so many transfers is the expected time of the next one."""
+"""The longest of this number of transfers is the expected time of the next one."""
 
 SHORTEST_SECONDS = 0.001
 """The least expected time of a transfer."""
