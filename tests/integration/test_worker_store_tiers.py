@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from headgate.shared.kv_hint import KvHint
-from inference.worker.kv import tiered_store
+from inference.worker.kv import memory_tier, tiered_store
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.tiered_store import TieredStore
 from inference.worker.steps import Checkpoint, StoredSequence
@@ -615,7 +615,7 @@ def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str
             counts, held = store.counts(), list(store.catalog)
             assert counts.ram_sequences == sum(sequence.in_ram for sequence in held)
             assert counts.disk_sequences == sum(sequence.on_disk for sequence in held)
-            assert counts.ram_bytes <= limit + tiered_store.TRANSIT_BYTES
+            assert counts.ram_bytes <= limit + memory_tier.TRANSIT_BYTES
             assert all(sequence.in_ram or sequence.on_disk for sequence in held)
             assert all(sequence.in_ram for sequence in held if sequence.fetched)
         store.limit(0)
@@ -625,3 +625,14 @@ def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str
         opened.wait(lambda: store.counts().ram_bytes == 0)
         assert store.counts().invalid == 0
     assert resident(keep) == 0
+
+
+def test_a_closed_store_ignores_later_orders(rig: StoreRig, keep: int) -> None:
+    """A limit may arrive while a worker ends; its sequences stay for the next one."""
+    with rig.store(keep) as opened:
+        sequence = saved(rig, opened, 1)
+        opened.store.close(10.0)
+        opened.store.limit(0)
+        assert not opened.store.enabled
+    with rig.store(keep) as opened:
+        assert opened.found(sequence.tokens) is not None

@@ -8,14 +8,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from inference.worker import llama
-from inference.worker.kv.arena import Arena, Region, rounded
+from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.background_jobs import Apply, BackgroundJobs
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.context_states import ContextStates
@@ -24,12 +24,12 @@ from inference.worker.kv.entry_format import (
     HEADER_BYTES,
     Head,
     InvalidEntryError,
-    Sizes,
     decode_head,
     decode_prefix,
     encode_head,
 )
-from inference.worker.kv.retention_policies import POLICIES, leaves_after
+from inference.worker.kv.memory_tier import MemoryTier, Stored
+from inference.worker.kv.retention_policies import POLICIES
 from inference.worker.kv.sequence_key import FileKeys, sequence_key
 from inference.worker.steps import Checkpoint, StoredSequence
 from inference.worker_link import Grant, KvCounts, KvTiers
@@ -41,16 +41,9 @@ LOCK_SECONDS = 0.05
 """Interval of the attempts to take an arena that another worker of the model still uses."""
 FIND_SECONDS = 0.05
 """A load waits so long until the files are found, the last used first, so that its first request can continue them."""
-FETCHED_SECONDS = 30.0
-"""A fetched sequence stays in host memory at least for this long, unless it was loaded."""
 FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
-TRANSIT_BYTES = 2**28
-"""Host memory beyond the limit for sequences that are being written to disk or were read from it; for one of them it
-may be more."""
-SPARE_SHARE = 4
-"""Memory for the next sequence is prepared if at least this number of them fits into the limit."""
 
 
 def open_store(
@@ -70,25 +63,6 @@ def open_store(
     return store
 
 
-@dataclass(slots=True, eq=False)
-class _Stored:
-    """Where a sequence is stored. `partial_at`: see `Head`. `file`: the name of its file.
-
-    `fetched_at`: when it was fetched (monotonic), until it is loaded. `being_written`: the thread that writes files may
-    read the region. `released`: a region that is released after that.
-    """
-
-    sequence: StoredSequence
-    sizes: Sizes
-    partial_at: int
-    region: Region | None = None
-    file: str | None = None
-    fetched_at: float | None = None
-    write_queued: bool = False
-    being_written: bool = False
-    released: Region | None = None
-
-
 class TieredStore:
     """Implements `SequenceStore`. One thread at a time may use it, except for the threads that it starts itself."""
 
@@ -103,27 +77,23 @@ class TieredStore:
     ) -> None:
         self._states = ContextStates(context)
         self._key = dict(key)
-        self._arena = arena
         self._clock = clock
-        self._policy = POLICIES[tiers.policy]
-        self._ram_bytes = tiers.ram_bytes
         self._disk = _disk_tier(tiers, self._key, clock)
         self._catalog = Catalog()
-        self._stored: dict[StoredSequence, _Stored] = {}
-        self._by_file: dict[str, _Stored] = {}
+        self._stored: dict[StoredSequence, Stored] = {}
+        self._by_file: dict[str, Stored] = {}
         self._counts = KvCounts()
-        self._reserved_bytes = 0
-        self._fetches: dict[_Stored, float] = {}
-        self._in_transit: set[_Stored] = set()
-        self._unwritten: list[_Stored] = []
+        self._fetches: dict[Stored, float] = {}
+        self._unwritten: list[Stored] = []
         self._is_open = False
-        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
         self._all_found = threading.Event()
         names = ("kv-memory", "kv-read", "kv-write") if self._disk is not None else ("kv-memory",)
         self._jobs = [BackgroundJobs(name, on_change) for name in names]
         self._memory_jobs, self._reads, self._writes = self._jobs[0], self._jobs[-2:][0], self._jobs[-1]
+        policy = POLICIES[tiers.policy]
+        self._memory = MemoryTier(arena, tiers.ram_bytes, policy, clock, self._counts, self._memory_jobs, self._evict)
 
     # --- the interface for the engine ---------------------------------------------------------------------------------
     @property
@@ -134,7 +104,11 @@ class TieredStore:
     @property
     def enabled(self) -> bool:
         """Whether sequences can be saved at present."""
-        return self._is_open and (self._ram_bytes > 0 or (self._disk is not None and not self._disk.is_paused))
+        return self._is_open and (self._memory.limit_bytes > 0 or self._can_write)
+
+    @property
+    def _can_write(self) -> bool:
+        return self._disk is not None and not self._disk.is_paused
 
     def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if there is no room.
@@ -152,25 +126,24 @@ class TieredStore:
             return True
         state_bytes, partial_at = self._states.measure(slot)
         head, sizes = encode_head(sequence, self._key, state_bytes, [item.state.nbytes for item in kept], partial_at)
-        stored = _Stored(sequence, sizes, partial_at)
-        region = self._region_for(stored)
-        if region is None:
+        stored = Stored(sequence, sizes, partial_at)
+        may_pass = self._disk is not None and not self._disk.is_paused and self._disk.fits(sizes.all_bytes)
+        if (region := self._memory.allocate(stored, may_pass=may_pass)) is None:
             return False
         if not self._states.read(slot, region.array(sizes.state_at, state_bytes)):
             log.warning("sequence not saved: llama.cpp did not return its state: tokens=%d", len(tokens))
-            self._release(region)
-            self._in_transit.discard(stored)
+            self._memory.give_back(stored, region)
             return False
         for item, at in zip(kept, sizes.checkpoints_at, strict=True):
             np.copyto(region.array(at, item.state.nbytes), item.state.reshape(-1).view(np.uint8))
         region.view[: len(head)] = head
-        self._arena.commit(region)
+        self._memory.arena.commit(region)
         self._add(stored)
-        self._enter_ram(stored, region)
+        self._memory.enter(stored, region)
         self._remove_prefixes(sequence, with_files=self._disk is None)
         if self._disk is not None:
             self._queue_write(stored)
-        self._prepare(stored)
+        self._memory.prepare(stored)
         self._counts.saves += 1
         self._counts.saved_bytes += sizes.all_bytes
         self._counts.save_seconds += time.perf_counter() - began
@@ -186,7 +159,7 @@ class TieredStore:
         if stored is None or stored.region is None:
             return False
         region, sizes = stored.region, stored.sizes
-        self._arena.prefault(region)
+        self._memory.arena.prefault(region)
         state = region.array(sizes.state_at, sizes.state_bytes)
         if not self._states.write(slot, state, stored.partial_at, len(sequence.tokens)):
             log.warning("stored sequence removed: llama.cpp rejects its state: tokens=%d", len(sequence.tokens))
@@ -216,20 +189,17 @@ class TieredStore:
         sequence.fetching = False
         if stored is None or stored.region is not None or stored.file is None:
             return
-        size = rounded(stored.sizes.all_bytes)
-        if any(map(self._is_overdue, self._fetches)) or not self._make_room(size, stored):
+        if any(map(self._is_overdue, self._fetches)) or not self._memory.reserve(stored, may_pass=True):
             return
-        if stored not in self._in_transit:
-            self._reserved_bytes += size
         sequence.fetching = True
         self._fetches[stored] = time.monotonic()
-        self._reads.add(lambda: self._read(stored, size))
+        self._reads.add(lambda: self._read(stored))
 
     def run(self) -> None:
         """Applies the results of background work. Called before each step."""
         for jobs in self._jobs:
             jobs.apply()
-        if self._unwritten and self._disk is not None and not self._disk.is_paused:
+        if self._unwritten and self._can_write:
             again, self._unwritten = self._unwritten, []
             for stored in again:
                 self._queue_write(stored)
@@ -237,7 +207,7 @@ class TieredStore:
             if stored.sequence.fetching and self._is_overdue(stored):
                 log.warning("a stored sequence is read too slowly: tokens=%d", len(stored.sequence.tokens))
                 stored.sequence.fetching = False
-        self._end_transit()
+        self._memory.end_transit()
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
         """Keeps `sequences` until the Unix time `until`."""
@@ -255,9 +225,7 @@ class TieredStore:
     def limit(self, ram_bytes: int) -> None:
         """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
         self.run()
-        self._ram_bytes = ram_bytes
-        self._shrink(ram_bytes)
-        self._in_background(lambda: self._arena.trim(max(0, ram_bytes - self._arena.used_bytes)))
+        self._memory.limit(ram_bytes)
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes of the state of `slot`."""
@@ -271,11 +239,11 @@ class TieredStore:
     def open(self) -> None:
         """Finds the sequences of earlier workers, now or when the worker ends that still uses them."""
         try:
-            is_free = self._arena.open()
+            is_free = self._memory.arena.open()
         except OSError as error:
             log.warning("stored sequences end with this worker: their memory cannot be used (%s)", error.strerror)
-            self._arena = Arena()
-            is_free = self._arena.open()
+            self._memory.arena = Arena()
+            is_free = self._memory.arena.open()
         if is_free:
             self._opened()
             if self._disk is not None:
@@ -291,6 +259,7 @@ class TieredStore:
         Sequences in inherited memory stay there for the next worker.
         """
         self._closing.set()
+        self._memory.is_closing = True
         until = time.monotonic() + seconds
         ended = [jobs.close(until - time.monotonic()) for jobs in self._jobs]
         if not all(ended):
@@ -298,17 +267,14 @@ class TieredStore:
             ended = [jobs.close(ABANDON_SECONDS) for jobs in self._jobs]
         if all(ended):
             self.run()
-            for stored in self._stored.values():
-                if stored.region is not None:
-                    self._arena.unmap(stored.region)
         self._is_open = False
         self._catalog = Catalog()
         self._stored.clear()
         self._by_file.clear()
-        self._arena.close()
+        self._memory.close(unmaps=all(ended))
 
     def _await_arena(self) -> Apply | None:
-        while not self._arena.open():
+        while not self._memory.arena.open():
             if self._closing.wait(LOCK_SECONDS):
                 return None
         return self._opened
@@ -316,27 +282,27 @@ class TieredStore:
     def _opened(self) -> None:
         self._is_open = True
         self._find_in_ram()
-        self._shrink(self._ram_bytes)
+        self._memory.shrink()
         if self._disk is not None:
             self._find_on_disk()
 
     def _find_in_ram(self) -> None:
         foreign = 0
-        for region in self._arena.scan():
+        for region in self._memory.arena.scan():
             try:
                 head = decode_head(region.view[: decode_prefix(region.view[:HEADER_BYTES]).state_at])
             except InvalidEntryError as error:
                 log.warning("stored sequence removed from host memory: it is %s", error)
                 self._counts.invalid += 1
-                self._arena.release(region)
+                self._memory.arena.release(region)
                 continue
             if head.key != self._key or self._catalog.same(head.sequence.tokens, head.sequence.tenant) is not None:
                 foreign += 1
-                self._arena.release(region)
+                self._memory.arena.release(region)
                 continue
-            stored = _Stored(head.sequence, head.sizes, head.partial_at)
+            stored = Stored(head.sequence, head.sizes, head.partial_at)
             self._add(stored)
-            self._enter_ram(stored, region)
+            self._memory.enter(stored, region)
         if foreign:
             self._counts.invalid += foreign
             log.info("stored sequences removed from host memory: count=%d: made for another form of the model", foreign)
@@ -365,29 +331,29 @@ class TieredStore:
                 if same is None:
                     sequence.used_at = min(entry.modified_at, now)
                     sequence.pinned_until = entry.modified_at if entry.modified_at > now else 0.0
-                    self._add(_Stored(sequence, entry.head.sizes, entry.head.partial_at))
+                    self._add(Stored(sequence, entry.head.sizes, entry.head.partial_at))
                     same = sequence
                 self._enter_disk(self._stored[same], entry.name)
         if is_last:
             for stored in self._stored.values():
                 self._queue_write(stored)
             if self._stored:
-                self._prepare(max(self._stored.values(), key=lambda item: item.sequence.used_at))
+                self._memory.prepare(max(self._stored.values(), key=lambda item: item.sequence.used_at))
 
     # --- places -------------------------------------------------------------------------------------------------------
-    def _add(self, stored: _Stored) -> None:
+    def _add(self, stored: Stored) -> None:
         stored.sequence.count_bytes = stored.sizes.all_bytes
         self._stored[stored.sequence] = stored
         self._catalog.add(stored.sequence)
 
-    def _forget(self, stored: _Stored) -> None:
+    def _forget(self, stored: Stored) -> None:
         """Removes a sequence from the catalog and from host memory."""
         self._stored.pop(stored.sequence, None)
         self._catalog.remove(stored.sequence)
-        self._leave_ram(stored)
+        self._memory.leave(stored)
         self._leave_disk(stored)
 
-    def _remove(self, stored: _Stored) -> None:
+    def _remove(self, stored: Stored) -> None:
         """Removes a sequence everywhere."""
         name = stored.file
         self._forget(stored)
@@ -401,45 +367,7 @@ class TieredStore:
         else:
             self._writes.add(lambda: disk.remove(name))
 
-    def _enter_ram(self, stored: _Stored, region: Region) -> None:
-        with self._lock:
-            stored.region = region
-        stored.sequence.in_ram = True
-        self._counts.ram_sequences += 1
-        self._counts.ram_bytes += region.size
-        self._counts.ram_tokens += len(stored.sequence.tokens)
-
-    def _leave_ram(self, stored: _Stored) -> None:
-        with self._lock:
-            region, stored.region = stored.region, None
-            if stored.being_written:
-                stored.released = stored.released or region
-        if region is None:
-            return
-        stored.sequence.in_ram = False
-        stored.fetched_at, stored.sequence.fetched = None, False
-        self._counts.ram_sequences -= 1
-        self._counts.ram_bytes -= region.size
-        self._counts.ram_tokens -= len(stored.sequence.tokens)
-        self._in_transit.discard(stored)
-        if stored.released is not region:
-            self._release(region)
-
-    def _release(self, region: Region) -> None:
-        """Removes an entry. Running sequences do not wait until the system has freed its memory."""
-        if region.size <= self._ram_bytes - self._ram_used - self._arena.spare_bytes:
-            self._arena.release(region, spare=True)
-        else:
-            self._arena.remove(region)
-            self._in_background(lambda: self._arena.release(region))
-
-    def _in_background(self, job: Callable[[], None]) -> None:
-        if self._closing.is_set():
-            job()
-        else:
-            self._memory_jobs.add(job)
-
-    def _enter_disk(self, stored: _Stored, name: str) -> None:
+    def _enter_disk(self, stored: Stored, name: str) -> None:
         if stored.file is not None:
             return  # the search of the directory found a new file before its writer reported it
         self._by_file[name] = stored
@@ -448,7 +376,7 @@ class TieredStore:
         self._counts.disk_bytes += stored.sequence.count_bytes
         self._counts.disk_tokens += len(stored.sequence.tokens)
 
-    def _leave_disk(self, stored: _Stored) -> None:
+    def _leave_disk(self, stored: Stored) -> None:
         if stored.file is not None:
             self._by_file.pop(stored.file, None)
             stored.file, stored.sequence.on_disk = None, False
@@ -456,114 +384,26 @@ class TieredStore:
             self._counts.disk_bytes -= stored.sequence.count_bytes
             self._counts.disk_tokens -= len(stored.sequence.tokens)
 
-    # --- room in host memory ------------------------------------------------------------------------------------------
-    @property
-    def _ram_used(self) -> int:
-        """Host memory of sequences, and what fetches will take, without sequences in transit."""
-        apart = sum([stored.region.size for stored in self._in_transit if stored.region is not None])
-        return self._counts.ram_bytes + self._reserved_bytes - apart
-
-    def _make_room(self, size: int, stored: _Stored) -> bool:
-        """Evicts others so that `size` bytes fit. Returns whether they do.
-
-        Where they do not, because the sequence is larger than the limit or others are being written, it can pass
-        through host memory to or from the disk, and is not kept there.
-        """
-        if size <= self._ram_bytes:
-            self._shrink(self._ram_bytes - size)
-            if self._ram_used + size <= self._ram_bytes:
-                return True
-        disk, passing = self._disk, sum([item.sizes.all_bytes for item in self._in_transit])
-        if disk is None or (self._in_transit and passing + size > TRANSIT_BYTES):
-            return False
-        if stored.file is None and (disk.is_paused or not disk.fits(stored.sizes.all_bytes)):
-            return False
-        self._in_transit.add(stored)
-        return True
-
-    def _region_for(self, stored: _Stored) -> Region | None:
-        """A region for a new sequence; None without room."""
-        size = rounded(stored.sizes.all_bytes)
-        if not self._make_room(size, stored):
-            return None
-        try:
-            return self._arena.allocate(size, self._ram_bytes)
-        except MemoryError as error:
-            log.warning("sequence not saved: %s", error)
-            self._in_transit.discard(stored)
-            return None
-
-    def _shrink(self, ram_bytes: int, apart: _Stored | None = None) -> None:
-        """Evicts sequences, but not `apart`, until the others take at most `ram_bytes` of host memory.
-
-        Those that a request waits for leave last; before them those that are pinned; before them those that are
-        not on disk yet. Those that are being written stay.
-        """
-        if self._ram_used <= ram_bytes:
-            return
-        now, fetched_after = self._clock(), time.monotonic() - FETCHED_SECONDS
-
-        def place(stored: _Stored) -> tuple[bool, bool, bool, bool, float]:
-            is_pinned, keeps, worth = leaves_after(stored.sequence, self._policy, now)
-            is_expected = stored.sequence.wanted or (stored.fetched_at or 0.0) > fetched_after
-            return is_expected, is_pinned, stored.file is None, keeps, worth
-
-        inside = [
-            stored
-            for stored in self._stored.values()
-            if stored.region is not None
-            and not stored.being_written
-            and stored is not apart
-            and stored not in self._in_transit
-        ]
-        for stored in sorted(inside, key=place):
-            self._evict(stored)
-            if self._ram_used <= ram_bytes:
-                return
-
-    def _evict(self, stored: _Stored) -> None:
+    def _evict(self, stored: Stored) -> None:
         """Frees the host memory of a sequence; it stays on disk if it is there."""
         if stored.file is None:
             self._counts.evicted += 1
             self._forget(stored)
         else:
-            self._leave_ram(stored)
-
-    def _end_transit(self) -> None:
-        """Removes sequences that have passed through host memory."""
-        for stored in list(self._in_transit):
-            if stored.region is None or stored.being_written:
-                continue
-            waits = stored.fetched_at is not None and time.monotonic() - stored.fetched_at < FETCHED_SECONDS
-            if not waits and not stored.write_queued:  # it is on disk, or has no chance to get there
-                self._evict(stored)
-
-    def _prepare(self, newest: _Stored) -> None:
-        """Evicts ahead and prepares memory in the background, so that the next save or fetch only copies.
-
-        It is expected to be as large as `newest`.
-        """
-        size = rounded(newest.sizes.all_bytes)
-        if SPARE_SHARE * size > self._ram_bytes:
-            return
-        self._shrink(self._ram_bytes - size, apart=newest)
-        most_spare = min(2 * size, self._ram_bytes - self._ram_used)
-        self._memory_jobs.add(lambda: self._arena.prepare(size, most_spare))
+            self._memory.leave(stored)
 
     # --- the disk -----------------------------------------------------------------------------------------------------
-    def _queue_write(self, stored: _Stored) -> None:
+    def _queue_write(self, stored: Stored) -> None:
         """Has a sequence written to a file, once, if it is in host memory only."""
         if stored.region is not None and stored.file is None and not stored.write_queued:
             stored.write_queued = True
             self._writes.add(lambda: self._write(stored))
 
-    def _write(self, stored: _Stored) -> Apply:
+    def _write(self, stored: Stored) -> Apply:
         """Writes a sequence to a file. Runs on the thread that writes."""
         disk = self._disk
         assert disk is not None
-        with self._lock:
-            region = stored.region
-            stored.being_written = region is not None
+        region = self._memory.begin_write(stored)
         if region is None or stored.file is not None:
             return lambda: self._not_written(disk, stored, ())
         sizes, began = stored.sizes, time.perf_counter()
@@ -580,7 +420,7 @@ class TieredStore:
             log.exception("a stored sequence could not be written")
         return lambda: self._not_written(disk, stored, removed)
 
-    def _written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str], seconds: float) -> None:
+    def _written(self, disk: DiskTier, stored: Stored, removed: Sequence[str], seconds: float) -> None:
         """`removed`: files that were removed for room."""
         self._end_write(stored, removed)
         self._counts.disk_written_bytes += stored.sizes.all_bytes
@@ -591,54 +431,49 @@ class TieredStore:
             self._remove_prefixes(stored.sequence, with_files=True)
         elif self._catalog.same(stored.sequence.tokens, stored.sequence.tenant) is None:
             self._unlink(name)
-        self._shrink(self._ram_bytes)
+        self._memory.shrink()
 
-    def _not_written(self, disk: DiskTier, stored: _Stored, removed: Sequence[str]) -> None:
+    def _not_written(self, disk: DiskTier, stored: Stored, removed: Sequence[str]) -> None:
         """The sequence is written later if it is in host memory only."""
         self._end_write(stored, removed)
         is_only_copy = stored.file is None and stored.region is not None
         if self._stored.get(stored.sequence) is stored and is_only_copy and disk.fits(stored.sizes.all_bytes):
             self._unwritten.append(stored)
-        self._shrink(self._ram_bytes)
+        self._memory.shrink()
 
-    def _end_write(self, stored: _Stored, removed: Sequence[str]) -> None:
-        with self._lock:
-            stored.being_written = stored.write_queued = False
-            released, stored.released = stored.released, None
-        if released is not None:
-            self._release(released)
+    def _end_write(self, stored: Stored, removed: Sequence[str]) -> None:
+        self._memory.end_write(stored)
         for name in removed:
             if (other := self._by_file.get(name)) is not None:
                 self._lost_file(other)
                 self._counts.evicted += 1
 
-    def _lost_file(self, stored: _Stored) -> None:
+    def _lost_file(self, stored: Stored) -> None:
         """Records that the file of a sequence is gone."""
         if stored.region is None:
             self._forget(stored)
         else:
             self._leave_disk(stored)
 
-    def _read(self, stored: _Stored, size: int) -> Apply | None:
+    def _read(self, stored: Stored) -> Apply | None:
         """Reads a sequence from its file. Runs on the thread that reads."""
         disk, began = self._disk, time.perf_counter()
         region, head = None, None
         failure: Exception | None = None
         try:
             assert disk is not None
-            region, head = disk.read(stored.sequence, self._arena, self._ram_bytes)
+            region, head = disk.read(stored.sequence, self._memory.arena, self._memory.limit_bytes)
         except (OSError, MemoryError, InvalidEntryError) as error:
             failure = error
         except Exception as error:
             log.exception("a stored sequence could not be read")
             failure = error
         seconds = time.perf_counter() - began
-        return lambda: self._fetched(stored, size, region, head, failure, seconds)
+        return lambda: self._fetched(stored, region, head, failure, seconds)
 
     def _fetched(
         self,
-        stored: _Stored,
-        size: int,
+        stored: Stored,
         region: Region | None,
         head: Head | None,
         failure: Exception | None,
@@ -646,28 +481,26 @@ class TieredStore:
     ) -> None:
         stored.sequence.fetching = False
         self._fetches.pop(stored, None)
-        if stored not in self._in_transit:
-            self._reserved_bytes -= size
+        self._memory.end_reserve(stored, is_read=region is not None)
         if region is None or head is None:
-            self._in_transit.discard(stored)
             self._not_fetched(stored, failure)
             return
         self._counts.prefetched += 1
         self._counts.disk_read_bytes += head.sizes.all_bytes
         self._counts.disk_read_seconds += seconds
         if self._stored.get(stored.sequence) is not stored or stored.region is not None:
-            self._release(region)  # removed, or saved again
+            self._memory.release(region)  # removed, or saved again
             return
-        self._arena.commit(region)
+        self._memory.arena.commit(region)
         stored.sizes, stored.partial_at = head.sizes, head.partial_at
         stored.sequence.checkpoints = head.sequence.checkpoints
-        self._arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
-        self._enter_ram(stored, region)
+        self._memory.arena.touch(region, stored.sequence.used_at, stored.sequence.pinned_until)
+        self._memory.enter(stored, region)
         stored.fetched_at, stored.sequence.fetched = time.monotonic(), True
         stored.sequence.fetch_seconds = seconds
-        self._prepare(stored)
+        self._memory.prepare(stored)
 
-    def _not_fetched(self, stored: _Stored, failure: Exception | None) -> None:
+    def _not_fetched(self, stored: Stored, failure: Exception | None) -> None:
         """A file that is damaged or gone is removed; without memory it stays."""
         if isinstance(failure, MemoryError) or self._stored.get(stored.sequence) is not stored:
             log.warning("stored sequence not read: %s", failure)
@@ -678,7 +511,7 @@ class TieredStore:
             self._disk.discard(stored.file, failure)
             self._lost_file(stored)
 
-    def _is_overdue(self, stored: _Stored) -> bool:
+    def _is_overdue(self, stored: Stored) -> bool:
         allowed = max(FETCH_SECONDS, 0.25 * stored.sizes.all_bytes / 2**20)
         return time.monotonic() - self._fetches[stored] > allowed
 
@@ -720,9 +553,9 @@ class TieredStore:
             if with_files or stored.file is None:
                 self._remove(stored)
             else:
-                self._leave_ram(stored)
+                self._memory.leave(stored)
 
-    def _loaded(self, stored: _Stored) -> None:
+    def _loaded(self, stored: Stored) -> None:
         """Records that a sequence was loaded."""
         stored.sequence.hits += 1
         stored.sequence.used_at = self._clock()
@@ -730,13 +563,13 @@ class TieredStore:
             self._counts.prefetched_used += 1
             stored.fetched_at, stored.sequence.fetched = None, False
         self._record_times(stored)
-        self._end_transit()
+        self._memory.end_transit()
 
-    def _record_times(self, stored: _Stored) -> None:
+    def _record_times(self, stored: Stored) -> None:
         """Records the last use and the pin of a sequence where it is stored."""
         sequence = stored.sequence
         if stored.region is not None:
-            self._arena.touch(stored.region, sequence.used_at, sequence.pinned_until)
+            self._memory.arena.touch(stored.region, sequence.used_at, sequence.pinned_until)
         if (name := stored.file) is not None and (disk := self._disk) is not None:
             self._writes.add(lambda: disk.touch(name, sequence.pinned_until))
 
