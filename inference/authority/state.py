@@ -17,7 +17,8 @@ from typing import Any
 
 from inference.authority.device_health import DeviceHealth
 from inference.authority.lifecycle import Backoff, Departure, Eviction
-from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.device_growth import Grown, Mark
+from inference.authority.placement.ledger import Holding, Ledger
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import EvictionState, Placement
 from inference.authority.placement.repack import Shift
@@ -239,6 +240,10 @@ class WorkerRecord:
     departure: Departure | None = None
     grown_bytes: int = 0
     """host memory that was booked because it grew beyond its reservation"""
+    device_growth: Mapping[str, Grown] = field(default_factory=dict)
+    """the same of accelerators"""
+    active_at: float = 0.0
+    """when its load ended, or when a request last began or ended"""
     before: Mapping[str, Before] = field(default_factory=dict)
     """its devices before the load"""
     overhead_read: int | None = None
@@ -382,6 +387,10 @@ class Devices:
     health: Mapping[str, DeviceHealth] = field(default_factory=dict)
     reported_signs: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
     begun: int = 0
+    begun_at: float = -math.inf
+    booked: Mapping[str, Holding] = field(default_factory=dict)
+    """the holdings when the last read began"""
+    growth: Mapping[str, Mark] = field(default_factory=dict)
     done: int = 0
     wanted: int = 0
     """the number of the last requested read"""

@@ -20,6 +20,7 @@ from inference.authority.handlers.running import (
     device_incidents,
     endings,
     estimates,
+    growth_on_devices,
     kv_arenas,
     oom_recovery,
     request_events,
@@ -44,7 +45,9 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
     if isinstance(event, _WITH_ARENAS):
         draft.state = device_view.stored(draft.state, event.arenas)
     if isinstance(event, _WITH_READINGS):
+        before = draft.state.devices.measured
         draft.state = device_view.observed(draft.state, event.readings, now)
+        growth_on_devices.observed(draft, before, is_read=_is_read(event))
     _HANDLERS[type(event)](draft, event)
     _settle(draft)
     if _changes_kv(state, draft) and kv_arenas.settle(draft, grows=draft.kv_grows):
@@ -57,6 +60,11 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
             draft.set(wake_at=wake_at)
             draft.emit(WakeAt(wake_at))
     return draft.state, tuple(draft.effects)
+
+
+def _is_read(event: events.Event) -> bool:
+    """Whether all devices were measured for an event."""
+    return isinstance(event, events.DevicesRead) and event.problem is None
 
 
 def _changes_kv(before: State, draft: Draft) -> bool:

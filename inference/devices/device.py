@@ -1,7 +1,7 @@
 """The readings of devices, and the environment in which a process sees only some of them.
 
 Devices have the ids `cpu`, `gpu-0`, ... `free_bytes` can be allocated now. `used_bytes` includes Headgate's own use,
-which the ledger subtracts, because per-process figures are wrong in containers.
+which the ledger subtracts, because per-process figures are not known everywhere.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Reading:
     """Whether it uses host memory."""
     sign: Sign = Sign.HEALTHY
     """Evidence of the newest reading about its health, with the reason in `note`."""
+    process_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Its bytes by process id, as far as the driver tells them and the processes are in the service's namespace."""
 
     def to_json(self) -> dict[str, Any]:
         """The entry in `/devices`."""

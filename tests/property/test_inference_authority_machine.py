@@ -52,10 +52,11 @@ class Authority(RuleBasedStateMachine):
         kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
         lazy=st.booleans(), shuts_down=st.booleans(), is_measured=st.sampled_from([True, True, False]),
         stored=st.sampled_from([None, 0.05, 1.0, 3.0]), replicas=st.sampled_from([1, "1..2", "1..3", 2]),
+        tells=st.booleans(),
     )  # fmt: skip
     def begin(
         self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
-        lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None, replicas: int | str,
+        lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None, replicas: int | str, tells: bool,
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)
         self.models["a"]["replicas"] = replicas
@@ -68,7 +69,7 @@ class Authority(RuleBasedStateMachine):
             pressure_check_interval_seconds=5,
         )
         self.shuts_down = shuts_down
-        self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind)
+        self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind, tells_processes=tells)
         self.world.stored_at_stop = 5 * MIB if lazy else 0
         if is_measured:
             self.world.deliver_all()
@@ -264,6 +265,13 @@ class Authority(RuleBasedStateMachine):
     @rule(number=numbers, count=st.sampled_from([100, 300, 1500]))
     def grow(self, number: int, count: int) -> None:
         self.world.grow(sorted(self.world.alive)[number % len(self.world.alive)], count * MIB)
+
+    @precondition(lambda self: self.world.leases and self.world.gpus)
+    @rule(number=numbers, device=st.sampled_from(GPUS), count=st.sampled_from([5, 20, 40, 200, 900]))
+    def grow_pools(self, number: int, device: str, count: int) -> None:
+        """A model that computes takes more of its device than planned."""
+        busy = sorted({*self.world.leases.values()})
+        self.world.grow_pools(busy[number % len(busy)], device, count * MIB)
 
     @rule(name=names)
     def replace_file(self, name: str) -> None:

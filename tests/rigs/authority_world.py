@@ -65,6 +65,9 @@ class Process:
     bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     """what it took of host memory beyond its buffers"""
+    pools: Counter[str] = field(default_factory=Counter)
+    """what it took of accelerators beyond its buffers"""
+    pid: int = 0
     is_stopped: bool = False
     is_killed: bool = False
     limit: int | None = None
@@ -152,6 +155,9 @@ class World:
     gpus: tuple[str, ...] = GPUS
     kind: str = "cuda"
     now: float = 1000.0
+    tells_processes: bool = False
+    """whether accelerators tell the bytes of each process"""
+    gpu_bytes: int = GPU_BYTES
 
     def __post_init__(self) -> None:
         self.state = State(
@@ -220,11 +226,13 @@ class World:
         for device in (*self.gpus, CPU):
             if device in self.absent:
                 continue
-            total, kind = (HOST_BYTES, CPU) if device == CPU else (GPU_BYTES, self.kind)
+            total, kind = (HOST_BYTES, CPU) if device == CPU else (self.gpu_bytes, self.kind)
             taken = min(total, used[device])
+            shares = {item.pid: item.bytes[device] for item in self.alive.values() if item.bytes.get(device)}
             found[device] = Reading(
-                device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.HEALTHY)
-            )
+                device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.HEALTHY),
+                process_bytes=shares if self.tells_processes and device != CPU else {},
+            )  # fmt: skip
         return found
 
     def readings(self) -> tuple[Reading, ...]:
@@ -241,6 +249,7 @@ class World:
         if sign in (Sign.FAILED, Sign.MISSING):
             for process in self.alive.values():
                 process.bytes.pop(device, None)
+                process.pools.pop(device, None)
             for _, left in self.lingering.values():
                 left.pop(device, None)
         self.send(events.DeviceNoticed())
@@ -383,18 +392,22 @@ class World:
                 process, record = self.alive.get(worker), self.state.workers.get(worker)
                 if process is None or record is None or record.suspended is None:
                     return False
-                self._allocate(process, record.suspended.ready)
+                self._allocate(process, record.suspended.ready, keeps_pools=True)
                 return True
             case events.CheckpointEnded(worker):
                 return worker in self.alive
             case _:
                 return True
 
-    def _allocate(self, process: Process, ready: Ready) -> None:
+    def _allocate(self, process: Process, ready: Ready, *, keeps_pools: bool = False) -> None:
         process.bytes = dict.fromkeys([buffer.device for buffer in ready.buffers], OVERHEAD_BYTES)
         for buffer in ready.buffers:
             process.bytes[buffer.device] += buffer.bytes
         process.grown_bytes = 0
+        if not keeps_pools:
+            process.pools.clear()
+        for device, count in process.pools.items():
+            process.bytes[device] += count
         self._lose_memory(process)
 
     def _lose_memory(self, process: Process) -> None:
@@ -489,6 +502,14 @@ class World:
         if CPU in process.bytes:
             process.bytes[CPU] += count_bytes
             process.grown_bytes += count_bytes
+
+    def grow_pools(self, worker: str, device: str, count_bytes: int) -> None:
+        """A process that computes takes more memory of an accelerator than was planned, as far as it has some."""
+        process = self.alive[worker]
+        free = self._measured()[device].free_bytes if device in process.bytes and device not in self.absent else 0
+        if count := min(free, count_bytes):
+            process.bytes[device] += count
+            process.pools[device] += count
 
     def store(self, worker: str, count_bytes: int) -> None:
         """A process stores sequences of its model within its budget."""
@@ -674,7 +695,8 @@ class World:
         kv_bytes = 0 if isinstance(order, Hold) else order.kv.ram_bytes
         self.alive[worker] = Process(order, model=model, has_arena=stores, kv_bytes=kv_bytes)
         self.dropped.discard(model)
-        self.now_due.append(events.Spawned(worker, 2**22 + next(self.numbers)))
+        self.alive[worker].pid = 2**22 + next(self.numbers)
+        self.now_due.append(events.Spawned(worker, self.alive[worker].pid))
         if isinstance(order, Hold):
             self.later.append(events.FileHeld(worker, self._files(worker)[0][1][0]))
         else:

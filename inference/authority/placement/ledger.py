@@ -239,10 +239,11 @@ class Ledger:
             )
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
-    def grow(self, id: str, device: str, count: int) -> Ledger:
+    def grow(self, id: str, device: str, count: int, *, beyond: bool = False) -> Ledger:
         """Books `count` more bytes for a resident holding that already uses them; a reading showed them as foreign.
 
-        Raises LedgerError if they exceed the device, Headgate's share of it, or the memory limit.
+        Raises LedgerError if they exceed the device, Headgate's share of it, or the memory limit, except with `beyond`,
+        for a model that leaves because of them.
         """
         holding = self._holding(id, Phase.RESIDENT)
         device = self.account_of(device)
@@ -258,7 +259,7 @@ class Ledger:
             (balance.ours_bytes, account.budget_bytes, "the share of the device that may be used"),
             (grown.loaded_bytes, grown.limit_bytes, "the memory limit"),
         ):
-            if bound is not None and used > bound:
+            if bound is not None and used > bound and not beyond:
                 raise LedgerError(f"{holding.owner} needs more than its reservation on {device}, and exceeds {name}")
         return grown
 

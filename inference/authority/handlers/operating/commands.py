@@ -131,7 +131,8 @@ def _evict(draft: Draft, id: int, request: Evict, model: ModelRecord) -> None:
         why += f"; use POST /models/{model.id}/unload to unload it"
         draft.refuse(id, InvalidRequestError(why, param="model"))
         return
-    if model.worker is None:
+    worker = draft.state.worker_of(model)
+    if worker is None or worker.ending:
         draft.answer(id, {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0})
         return
     draft.set_command(id, EvictCommand(model.id))

@@ -11,7 +11,7 @@ from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound, SuspensionTested, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import device_incidents, estimates, request_events
+from inference.authority.handlers.running import device_incidents, estimates, growth_on_devices, request_events
 from inference.authority.handlers.watching import governor
 from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError
@@ -31,6 +31,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
         draft.info("device %s: %s, %s", item.id, item.name, format_bytes(item.total_bytes))
     if not there:
         draft.info("no accelerators: models run on the CPU")
+    growth_on_devices.observed(draft, (), is_read=True)
     governor.begin(draft)
     _check_suspension(draft)
     startup = () if draft.state.settings.enable_lazy_model_loading else _loaded_at_start(draft)

@@ -202,5 +202,5 @@ def begin_read(draft: Draft) -> None:
     """Begins the requested reading, one at a time."""
     devices = draft.state.devices
     if devices.wanted > devices.begun == devices.done and not draft.state.closing:
-        draft.set_devices(begun=devices.begun + 1)
+        draft.set_devices(begun=devices.begun + 1, begun_at=draft.now, booked=draft.state.ledger.holdings)
         draft.emit(ReadDevices())

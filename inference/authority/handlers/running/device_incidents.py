@@ -166,6 +166,8 @@ def _lose(draft: Draft, device: str, why: str) -> None:
             warm_pool.drop(draft, model.id, Departure(Reason.DEVICE, Action.UNLOAD, (f"{device}: {why}",)))
     if device in draft.state.ledger.accounts or device in draft.state.ledger.shared:
         draft.set(ledger=draft.state.ledger.write_off(device))
+        marks = {name: mark for name, mark in draft.state.devices.growth.items() if name != device}
+        draft.set_devices(growth=marks)
 
 
 def _drain(draft: Draft, device: str, why: str) -> None:

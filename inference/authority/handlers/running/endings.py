@@ -13,6 +13,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import Publish, StopWorker
 from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle import Departure, Eviction, ModelEvent
+from inference.authority.placement.device_growth import forfeited
 from inference.authority.placement.ledger import Phase
 from inference.authority.state import CollectCommand, EvictCommand, Return, TimerKind, WorkerRecord
 from inference.devices.device import CPU
@@ -148,6 +149,8 @@ def return_is_due(draft: Draft, holding: str) -> None:
         awaited.model,
         ", ".join(awaited.devices),
     )
+    lost = draft.state.ledger.holdings[holding].bytes
+    draft.set_devices(growth=forfeited(draft.state.devices.growth, lost))
     draft.set(ledger=draft.state.ledger.forfeit(holding))
     record(draft, awaited.model, awaited.departure, 0)
     draft.changed()

@@ -58,7 +58,10 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
     is_alone = ticket.waiter.alone and not worker.leases
     draft.cancel(TimerKind.ALONE, worker.id)
     worker = draft.set_worker(
-        worker.id, leases={**worker.leases, lease.id: lease}, alone=lease.id if is_alone else worker.alone
+        worker.id,
+        leases={**worker.leases, lease.id: lease},
+        alone=lease.id if is_alone else worker.alone,
+        active_at=draft.now,
     )
     if is_alone:
         _limit_alone(draft, worker)
@@ -146,9 +149,9 @@ def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord
     """Removes a request that is no longer in flight on a worker."""
     leases = {id: other for id, other in worker.leases.items() if id != lease}
     if worker.alone != lease:
-        return draft.set_worker(worker.id, leases=leases)
+        return draft.set_worker(worker.id, leases=leases, active_at=draft.now)
     draft.cancel(TimerKind.ALONE, worker.id)
-    return draft.set_worker(worker.id, leases=leases, alone=None)
+    return draft.set_worker(worker.id, leases=leases, active_at=draft.now, alone=None)
 
 
 def _limit_alone(draft: Draft, worker: WorkerRecord) -> None:

@@ -65,7 +65,7 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     more = growth_bytes(draft.state.ledger, worker.holding, CPU, seen)
     if not more:
         return
-    _note_growth(draft, worker, more)
+    note_growth(draft, worker, CPU, more)
     try:
         ledger = draft.state.ledger.grow(worker.holding, CPU, more)
     except LedgerError as error:
@@ -81,13 +81,13 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     draft.warning("the worker of %s uses %s more than reserved; it is booked now", worker.model, format_bytes(more))
 
 
-def _note_growth(draft: Draft, worker: WorkerRecord, grown_bytes: int) -> None:
+def note_growth(draft: Draft, worker: WorkerRecord, device: str, grown_bytes: int) -> None:
     """Stores the growth for an alert."""
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
     if before is not None and before.holding == worker.holding:
         grown_bytes += before.bytes
-    overhead = worker.estimate.overhead_bytes.get(CPU, 0)
+    overhead = worker.estimate.overhead_bytes.get(device, 0)
     noted = Growth(worker.holding, grown_bytes, overhead, draft.now)
     draft.set(advice=replace(advice, outgrown={**advice.outgrown, worker.model: noted}))
 

@@ -1,0 +1,165 @@
+"""Growth of loaded models on accelerators: it is booked to its model, or the model leaves, before it counts as foreign.
+
+Which model it belongs to is decided by `placement.device_growth`, for each reading during which the bookings of the
+device did not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headgate.shared.units import format_bytes
+from inference.authority.draft import Draft
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.running import departure, worker_memory
+from inference.authority.lifecycle import Reason
+from inference.authority.placement.device_growth import (
+    Change,
+    Grown,
+    Mark,
+    Occupant,
+    attribute,
+    slack_bytes,
+    tolerated_bytes,
+)
+from inference.authority.placement.ledger import Holding, LedgerError, Phase
+from inference.authority.state import State, WorkerRecord
+from inference.devices.device import CPU, Reading
+from inference.devices.signs import Sign
+from inference.protocol import DeviceState, ModelState
+
+_SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+
+
+def observed(draft: Draft, before: tuple[Reading, ...], *, is_read: bool) -> None:
+    """New readings were entered into the ledger; `before` are the previous ones."""
+    known = {item.id: item for item in before}
+    measured = draft.state.devices.measured
+    fresh = {item.id for item in measured if item.id != CPU and (is_read or known.get(item.id) != item)}
+    if not fresh:
+        return
+    changed: list[tuple[Reading, Change]] = []
+    for reading in device_view.readings(draft.state, draft.now):
+        if reading.id in fresh and _has_figures(draft.state, reading):
+            changed += [(reading, change) for change in _decide(draft, reading)]
+    for reading, change in changed:
+        _book(draft, reading, change)
+    if changed:
+        draft.state = device_view.entered(draft.state, draft.now)
+
+
+def _has_figures(state: State, reading: Reading) -> bool:
+    """Whether a reading is of an accelerator with its own memory that could be read."""
+    has_account = reading.id in state.ledger.accounts and reading.total_bytes > 0
+    return has_account and reading.state is DeviceState.HEALTHY and reading.sign is Sign.HEALTHY
+
+
+def _decide(draft: Draft, reading: Reading) -> tuple[Change, ...]:
+    """The changes of models that a reading shows; updates the mark of the device."""
+    state, devices, device = draft.state, draft.state.devices, reading.id
+    is_reading = devices.begun > devices.done
+    now = _bookings(state.ledger.holdings, device)
+    if is_reading and _bookings(devices.booked, device) != now:
+        return ()
+    began_at = devices.begun_at if is_reading else draft.now
+    workers = [worker for worker in state.workers.values() if worker.holding in now]
+    unexplained = reading.used_bytes - state.ledger.balance(device).ours_bytes
+    mark = devices.growth.get(device)
+    overheads = {holding: count for holding, count in mark.overheads.items() if holding in now} if mark else {}
+    overheads |= {
+        worker.holding: worker.estimate.overhead_bytes.get(device, 0)
+        for worker in workers
+        if now[worker.holding][0] is not Phase.RESERVED
+    }
+    changes: tuple[Change, ...] = ()
+    if mark is None:
+        foreign = state.ledger.balance(device).foreign_bytes
+    else:
+        # a model that left may have had more booked than it used: so much use may look new
+        left = sum(count for holding, count in mark.overheads.items() if holding not in now)
+        found = attribute(
+            unexplained,
+            mark.foreign_bytes + left,
+            [_occupant(state, worker, reading, mark.at) for worker in workers if _is_serving(state, worker)],
+            slack_bytes(reading.total_bytes),
+            is_settled=all(phase is Phase.RESIDENT for phase, _ in now.values()),
+        )
+        foreign, changes = found.foreign_bytes, found.changes
+    _set_mark(draft, device, Mark(foreign, began_at, overheads))
+    return changes
+
+
+def _bookings(holdings: Mapping[str, Holding], device: str) -> dict[str, tuple[Phase, int]]:
+    return {id: (item.phase, item.bytes[device]) for id, item in holdings.items() if item.bytes.get(device)}
+
+
+def _is_serving(state: State, worker: WorkerRecord) -> bool:
+    model = state.models.get(worker.model)
+    is_current = model is not None and model.worker == worker.id and model.state in _SERVING
+    return is_current and worker.ready is not None and not worker.ending
+
+
+def _occupant(state: State, worker: WorkerRecord, reading: Reading, since: float) -> Occupant:
+    growth = worker.device_growth.get(reading.id)
+    is_active = bool(worker.leases) or worker.active_at >= since
+    return Occupant(
+        worker.holding,
+        state.ledger.holdings[worker.holding].bytes[reading.id],
+        growth.bytes if growth else 0,
+        _process_bytes(worker, reading),
+        worker.active_at if is_active else None,
+    )
+
+
+def _process_bytes(worker: WorkerRecord, reading: Reading) -> int | None:
+    """The driver's figure for the process of a worker, None if unknown.
+
+    A figure that does not cover the buffers belongs to a process of another namespace with the same id.
+    """
+    found = reading.process_bytes.get(worker.pid or 0)
+    assert worker.ready is not None
+    buffers = sum(item.bytes for item in worker.ready.buffers if item.device == reading.id)
+    return found if found is not None and buffers <= found <= reading.used_bytes else None
+
+
+def _book(draft: Draft, reading: Reading, change: Change) -> None:
+    """Books a change. Growth that does not fit is booked, and its model leaves, so that no other model pays."""
+    worker = next(item for item in draft.state.workers.values() if item.holding == change.holding)
+    before = worker.device_growth.get(reading.id)
+    grown = Grown((before.bytes if before else 0) + change.bytes, change.evidence)
+    ledger = draft.state.ledger
+    problem = ""
+    if change.bytes < 0:
+        held = ledger.holdings[worker.holding].bytes
+        ledger = ledger.shrink(worker.holding, {**held, reading.id: held[reading.id] + change.bytes})
+    else:
+        try:
+            ledger = ledger.grow(worker.holding, reading.id, change.bytes)
+        except LedgerError as error:
+            if change.bytes <= tolerated_bytes(reading.total_bytes):
+                return  # it remains unexplained, so that further growth adds to it
+            problem = str(error)
+            ledger = ledger.grow(worker.holding, reading.id, change.bytes, beyond=True)
+    draft.set(ledger=ledger)
+    growths = {**worker.device_growth, reading.id: grown}
+    draft.set_worker(worker.id, device_growth={name: item for name, item in growths.items() if item.bytes})
+    draft.changed()
+    if change.bytes < 0:
+        return
+    worker_memory.note_growth(draft, worker, reading.id, change.bytes)
+    what = sentence(reading.id, grown)
+    if not problem:
+        draft.warning("%s %s; it is booked now", worker.model, what)
+        return
+    draft.error("%s %s, and is drained: %s", worker.model, what, problem)
+    departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(problem, what))
+    departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
+
+
+def sentence(device: str, grown: Grown) -> str:
+    """The growth of a model in words."""
+    return f"uses {format_bytes(grown.bytes)} of {device} more than planned ({grown.evidence})"
+
+
+def _set_mark(draft: Draft, device: str, mark: Mark) -> None:
+    draft.set_devices(growth={**draft.state.devices.growth, device: mark})
