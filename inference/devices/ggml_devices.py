@@ -225,6 +225,7 @@ def _with_card(reading: Reading, card: Card) -> Reading:
         total_bytes=card.total_bytes,
         free_bytes=card.free_bytes,
         used_bytes=card.used_bytes,
+        process_bytes=card.process_bytes,
         sign=card.sign,
         note=card.note,
     )

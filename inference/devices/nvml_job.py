@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -27,9 +28,10 @@ class Session:
     def read(self) -> dict[str, Any]:
         """A reading: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}], "xids"}`.
 
-        A device also has `free_bytes`, `used_bytes`, and `action`, the recovery action that the driver requests (None
-        if unknown). A device that cannot be read has `error` and `code` instead. `xids` are (UUID, number) of the
-        events since the last reading. The reading is `{"error", "code"}` when NVML fails, and `{"absent": message}`
+        A device also has `free_bytes`, `used_bytes`, `action`, the recovery action that the driver requests (None if
+        unknown), and `processes`, pairs of a process id in this namespace and its bytes, if known. A device that cannot
+        be read has `error` and `code` instead. `xids` are (UUID, number) of the events since the last reading. The
+        reading is `{"error", "code"}` when NVML fails, and `{"absent": message}`
         when the machine has no NVML.
         """
         try:
@@ -110,6 +112,7 @@ def _device(handle: Any) -> dict[str, Any]:
         "free_bytes": int(memory.free),
         "used_bytes": int(memory.used),
         "action": _action(handle),
+        "processes": _processes(handle),
     }
 
 
@@ -119,6 +122,47 @@ def _action(handle: Any) -> int | None:
     except pynvml.NVMLError:  # an older driver
         return None
     return int(value.value.uiVal) if value.nvmlReturn == pynvml.NVML_SUCCESS else None
+
+
+def _processes(handle: Any) -> list[tuple[int, int]]:
+    """The processes that compute on a device. Drivers of WSL and Windows tell no bytes, and older ones no processes."""
+    try:
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    except pynvml.NVMLError:
+        return []
+    sizes: dict[int, int] = {}
+    for item in found:
+        if item.usedGpuMemory is not None and (pid := pid_here(int(item.pid))) is not None:
+            sizes[pid] = sizes.get(pid, 0) + int(item.usedGpuMemory)
+    return list(sizes.items())
+
+
+def pid_here(pid: int, root: Path = Path("/proc")) -> int | None:
+    """The id that a process of the driver's list has in the namespace of this process; None for another namespace.
+
+    They differ where /proc is that of an outer namespace, as in a container that mounts the host's: `NSpid` then has
+    one id per namespace, the outermost first. Elsewhere the driver's id is used as it is.
+    """
+    own = _namespace_pids(root / "self")
+    if own is None or len(own) < 2:
+        return pid
+    theirs = _namespace_pids(root / str(pid))
+    try:
+        is_same = (root / str(pid) / "ns/pid").readlink() == (root / "self/ns/pid").readlink()
+    except OSError:
+        is_same = False
+    return theirs[len(own) - 1] if is_same and theirs is not None and len(theirs) == len(own) else None
+
+
+def _namespace_pids(folder: Path) -> list[int] | None:
+    """The ids of a process in its namespaces; None if the kernel does not show them."""
+    try:
+        for line in (folder / "status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return [int(text) for text in line.split()[1:]]
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _address(handle: Any) -> int | None:

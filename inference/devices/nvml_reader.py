@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference.devices.reopen_policy import Reopening
@@ -27,7 +27,8 @@ _LIBRARY_NOT_FOUND = 12
 class Card:
     """One NVIDIA device in a reading. `total_bytes` excludes memory that the driver reserves.
 
-    `note` explains `sign`. A device that could not be read has its last figures.
+    `note` explains `sign`. A device that could not be read has its last figures. `process_bytes`: bytes by process id,
+    as far as the driver tells them.
     """
 
     uuid: str
@@ -39,6 +40,7 @@ class Card:
     driver: str
     sign: Sign = Sign.HEALTHY
     note: str = ""
+    process_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 class NvmlReader:
@@ -131,13 +133,14 @@ class NvmlReader:
         has_errors = False
         for item in answer["devices"]:
             index, action = item.pop("index"), item.pop("action", None)
+            shares = dict(item.pop("processes", ()))
             if "error" in item:
                 has_errors = True
                 if (known := self._known.get(index)) is not None:
                     note = f"NVML: {item['error']} ({item['code']})"
                     cards.append(replace(known, sign=sign_of_nvml(item["code"]), note=note))
             else:
-                self._known[index] = card = Card(**item, driver=answer["driver"])
+                self._known[index] = card = Card(**item, driver=answer["driver"], process_bytes=shares)
                 self._seen.add(canonical_pci(card.pci))
                 cards.append(_with_evidence(card, xids.get(card.uuid, ()), action))
         return cards, has_errors

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.devices.ggml_devices import GgmlProbe
+from inference.devices.nvml_job import pid_here
 from inference.devices.nvml_reader import NvmlReader
 from inference.devices.signs import Sign
 from tests.rigs.nvml_stub import GIB, NvmlStub
@@ -44,6 +45,37 @@ async def test_child_reads_new_figures_for_each_request(stub: NvmlStub, reader: 
     assert (await reader.read())["0:1:0.0"].used_bytes == 3 * GIB
     assert nvml_children() == before
     assert len(before) == 1
+
+
+async def test_child_reads_the_bytes_of_each_process(stub: NvmlStub, reader: NvmlReader) -> None:
+    """A process with several contexts counts once; one without a known number, as on WSL, is left out."""
+    stub.processes = [(FIRST, 41, GIB), (FIRST, 41, 2 * GIB), (FIRST, 42, -1), (SECOND, 43, 5)]
+    stub.write()
+    cards = await reader.read()
+    assert [card.process_bytes for card in cards.values()] == [{41: 3 * GIB}, {43: 5}]
+    stub.errors = [("nvmlDeviceGetComputeRunningProcesses_v3", 3, "")]
+    stub.write()
+    assert [card.process_bytes for card in (await reader.read()).values()] == [{}, {}]
+    assert reader.error is None
+
+
+def test_process_ids_of_an_outer_namespace_are_mapped(tmp_path: Path) -> None:
+    """/proc of the host in a container: its own processes have two ids, and others are left out."""
+
+    def process(name: str, ids: str, namespace: str) -> None:
+        (tmp_path / name / "ns").mkdir(parents=True)
+        (tmp_path / name / "status").write_text(f"Name:\tx\nNSpid:\t{ids}\n")
+        (tmp_path / name / "ns/pid").symlink_to(namespace)
+
+    process("self", "900\t7", "pid:[1]")
+    process("901", "901\t8", "pid:[1]")
+    process("902", "902\t8", "pid:[2]")
+    process("903", "903", "pid:[0]")
+    assert [pid_here(pid, tmp_path) for pid in (901, 902, 903, 904)] == [8, None, None, None]
+    (tmp_path / "self/status").write_text("NSpid:\t7\n")
+    assert pid_here(901, tmp_path) == 901
+    (tmp_path / "self/status").unlink()
+    assert pid_here(901, tmp_path) == 901
 
 
 async def test_drivers_without_the_second_memory_query_are_supported(stub: NvmlStub, reader: NvmlReader) -> None:

@@ -23,9 +23,7 @@ begin = partial(step_world.begin, gpus=(CARD,))
 def card(*, tells_processes: bool, foreign_mib: int = 800) -> StepWorld:
     """A card of 24 GiB with `big`, which is in use, `small`, which is idle, and another program."""
     models = {name: {"parallel": 1, "min_residency": 0} for name in SIZES}
-    world = StepWorld(
-        configuration(models), SIZES, (CARD,), tells_processes=tells_processes, gpu_bytes=24 * GIB * MIB
-    )
+    world = StepWorld(configuration(models), SIZES, (CARD,), tells_processes=tells_processes, gpu_bytes=24 * GIB * MIB)
     world.arrive()
     world.foreign_mib(CARD, foreign_mib)
     world.used("small")

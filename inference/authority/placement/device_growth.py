@@ -53,8 +53,8 @@ class Mark:
 class Occupant:
     """A loaded model on the device. `grown_bytes` is the part of `booked_bytes` that was growth.
 
-    `process_bytes`: the driver's figure for its process, None if unknown. `active_at`: when its load ended, or a request
-    last began or ended; None if it was not active since the last reading.
+    `process_bytes`: the driver's figure for its process, None if unknown. `active_at`: when its load ended, or a
+    request last began or ended; None if it was not active since the last reading.
     """
 
     holding: str

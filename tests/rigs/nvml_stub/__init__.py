@@ -41,7 +41,8 @@ class NvidiaGpu:
 class NvmlStub:
     """The state file below `root`; `write` after every change. `errors` are (function or `all`, code, UUID or "").
 
-    `xids` (UUID, number) only grow; `actions` are the recovery actions that the driver requires, by UUID.
+    `xids` (UUID, number) only grow; `actions` are the recovery actions that the driver requires, by UUID. `processes`
+    are (UUID, process id, bytes or -1 for an unknown number).
     """
 
     root: Path
@@ -51,6 +52,7 @@ class NvmlStub:
     hangs: list[str] = field(default_factory=list)
     xids: list[tuple[str, int]] = field(default_factory=list)
     actions: dict[str, int] = field(default_factory=dict)
+    processes: list[tuple[str, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.path = self.root / "nvml.state"
@@ -76,6 +78,7 @@ class NvmlStub:
         xids = list(enumerate(self.xids, 1))[-MOST_XIDS:]
         lines += [f"xid {number} {uuid} {xid}" for number, (uuid, xid) in xids]
         lines += [f"action {uuid} {action}" for uuid, action in self.actions.items()]
+        lines += [f"process {uuid} {pid} {count}" for uuid, pid, count in self.processes]
         fresh = self.path.with_suffix(".new")
         fresh.write_text("\n".join(lines) + "\n")
         fresh.replace(self.path)

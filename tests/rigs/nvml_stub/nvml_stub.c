@@ -36,6 +36,7 @@ typedef struct {
     unsigned id, scope; long long timestamp, latency; int type; nvmlReturn_t code;
     union { unsigned ui; unsigned long long ull; } value;
 } field_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpuInstance, computeInstance; } process_t;
 typedef struct {
     nvmlDevice_t device; unsigned long long type, data; unsigned gpuInstance, computeInstance;
 } event_t;
@@ -44,6 +45,7 @@ struct device { char uuid[96], pci[32], name[96]; unsigned long long total, rese
 struct fault { char function[64], uuid[96]; int code; };
 struct xid { unsigned long long sequence, number; char uuid[96]; };
 struct action { char uuid[96]; unsigned number; };
+struct process { char uuid[96]; unsigned pid; long long used; };
 struct state {
     char driver[80];
     struct device devices[MOST_DEVICES];
@@ -51,7 +53,8 @@ struct state {
     char hangs[MOST_LINES][64];
     struct xid xids[MOST_LINES];
     struct action actions[MOST_LINES];
-    int device_count, fault_count, hang_count, xid_count, action_count;
+    struct process processes[MOST_LINES];
+    int device_count, fault_count, hang_count, xid_count, action_count, process_count;
 };
 struct event_set { unsigned long long received; int registered[MOST_DEVICES]; };
 
@@ -70,6 +73,7 @@ static void read_state(struct state *state) {
         struct fault *fault = &state->faults[state->fault_count];
         struct xid *xid = &state->xids[state->xid_count];
         struct action *action = &state->actions[state->action_count];
+        struct process *process = &state->processes[state->process_count];
         if (sscanf(line, "driver %79s", state->driver) == 1) continue;
         if (state->device_count < MOST_DEVICES
             && sscanf(line, "device %95s %31s %llu %llu %llu %llu %95[^\n]", device->uuid, device->pci, &device->total,
@@ -86,6 +90,9 @@ static void read_state(struct state *state) {
         else if (state->action_count < MOST_LINES
                  && sscanf(line, "action %95s %u", action->uuid, &action->number) == 2)
             state->action_count++;
+        else if (state->process_count < MOST_LINES
+                 && sscanf(line, "process %95s %u %lld", process->uuid, &process->pid, &process->used) == 3)
+            state->process_count++;
     }
     fclose(file);
 }
@@ -218,6 +225,19 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, memory_v2_t *memory
     memory->free = found->free;
     memory->used = found->used;
     return OK;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, process_t *out) {
+    ENTER(index_of(device));
+    unsigned found = 0, room = out ? *count : 0;
+    for (int i = 0; i < state.process_count; i++) {
+        const struct process *process = &state.processes[i];
+        if (strcmp(process->uuid, state.devices[index_of(device)].uuid)) continue;
+        if (found < room) out[found] = (process_t){ process->pid, (unsigned long long)process->used, -1u, -1u };
+        found++; /* -1 bytes is NVML_VALUE_NOT_AVAILABLE */
+    }
+    *count = found;
+    return found > room ? INSUFFICIENT_SIZE : OK;
 }
 
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, field_t *fields) {

@@ -193,9 +193,7 @@ def loaded(draft: Draft, event: Loaded) -> None:
         return
     seconds = draft.now - worker.began_at
     predicted = sum(worker.placement.need.values())
-    worker = draft.set_worker(
-        worker.id, ready=ready, ready_at=draft.now, active_at=draft.now, extra=None, progress=1.0
-    )
+    worker = draft.set_worker(worker.id, ready=ready, ready_at=draft.now, active_at=draft.now, extra=None, progress=1.0)
     _note_load(draft, model, worker, seconds, actual, is_back=is_back)
     draft.set_model(model.id, capabilities=ready.capabilities, failure=None, shortages=(), last_used_at=draft.now)
     draft.count("load_seconds", model.id, "warm" if is_back else "cold", amount=seconds)
