@@ -242,7 +242,8 @@ class ModelStatus:
     `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time between two answers under load.
     These and the prefill rate (which includes reused tokens) are recent measurements, None without any.
     `template_problem`: why a chat template of the loaded file is not used. `replicas`: each replica of a model that is
-    configured with several; the other fields are then those of all together, `parallel` of the loaded ones.
+    configured with several; the other fields are then those of all together, `parallel` of the loaded ones. `growth`: a
+    sentence per device on which it uses more than planned, with the evidence.
     """
 
     id: str
@@ -273,6 +274,7 @@ class ModelStatus:
     prefill_tokens_per_second: float | None = None
     template_problem: str | None = None
     replicas: tuple[ReplicaStatus, ...] = ()
+    growth: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI model object with the status under `headgate`."""
@@ -288,7 +290,7 @@ class ModelStatus:
     def from_json(cls, data: Mapping[str, Any]) -> ModelStatus:
         """The inverse of `to_json`; unknown keys are ignored, so that versions can differ."""
         fields = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
-        for name in ("aliases", "devices", "capabilities", "reduced"):
+        for name in ("aliases", "devices", "capabilities", "reduced", "growth"):
             fields[name] = tuple(fields.get(name) or ())
         fields["state"] = ModelState(fields.get("state", "cold"))
         fields["replicas"] = tuple(map(ReplicaStatus.from_json, fields.get("replicas") or ()))

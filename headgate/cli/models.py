@@ -163,6 +163,8 @@ def show(session: Session) -> int:
         pairs.append(("replica", f"{replica.id}: {replica.state.value} on {place}, {replica.in_flight} in flight"))
     if status.reason:
         pairs.append(("reason", status.reason))
+    if status.growth:
+        pairs.append(("growth", "; ".join(status.growth)))
     if status.template_problem:
         pairs.append(("chat template", f"not used: {status.template_problem}"))
     if status.headroom_bytes:

@@ -96,6 +96,18 @@ def _listening_inodes(port: int) -> Iterator[str]:
                     yield fields[9]
 
 
+def connection_owner(port: int, peer_port: int) -> int | None:
+    """The process whose end of a local IPv4 connection is `port`, or None when /proc does not show it."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            ends = [int(fields[at].rpartition(":")[2], 16) for at in (1, 2)]
+            if ends == [port, peer_port]:
+                inodes.add(fields[9])
+    return next((pid for pid in _pids() if _has_socket(pid, inodes)), None) if inodes else None
+
+
 def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 

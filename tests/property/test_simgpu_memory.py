@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from inference.devices.simgpu.simulated_memory import ALL, Memory
+from inference.devices.simgpu.simulated_memory import ALL, POOL_STEPS, Memory
 
 CAPACITY = 1000
 SIZES = st.integers(0, 400)
@@ -28,6 +28,27 @@ class Device(RuleBasedStateMachine):
         self.pointers = 0
         self.live: dict[tuple[int, int], int] = {}
         self.away: dict[tuple[int, int], int] = {}
+        self.outside: dict[int, int] = {}
+
+    def outside_of(self, connections: set[int]) -> int:
+        """What these connections have on the device outside buffers."""
+        away = {number for number, _pointer in self.away}
+        return sum(size for number, size in self.outside.items() if number in connections and number not in away)
+
+    @rule(connection=CONNECTIONS, context=st.integers(0, 50), pools=st.integers(0, 90), computes=st.booleans())
+    def use(self, connection: int, context: int, pools: int, computes: bool) -> None:
+        if any(number == connection for number, _pointer in self.away):
+            return  # its requests wait
+        before = replace(self.memory, context_bytes=context, pool_bytes=pools)
+        self.memory = before.computed(connection) if computes else before.connected(connection)
+        more = self.memory.used_bytes - before.used_bytes
+        most = -(-pools // POOL_STEPS) if computes else context
+        assert 0 <= more <= min(most, before.free_bytes)
+        assert self.memory.pools.get(connection, 0) <= max(pools, before.pools.get(connection, 0))
+        if more:
+            self.outside[connection] = self.outside.get(connection, 0) + more
+        live = sum(size for (number, _pointer), size in self.live.items() if number == connection)
+        assert self.memory.bytes_of(connection) == live + self.outside.get(connection, 0)
 
     @rule(target=buffers, connection=CONNECTIONS, size=SIZES, comes=st.booleans(), extra=st.integers(0, 3))
     def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
@@ -61,22 +82,26 @@ class Device(RuleBasedStateMachine):
         self.memory = self.memory.end(connection, self.now)
         self.live = {key: size for key, size in self.live.items() if key[0] != connection}
         self.away = {key: size for key, size in self.away.items() if key[0] != connection}
+        self.outside.pop(connection, None)
 
     @rule(connections=st.sets(CONNECTIONS))
     def suspend(self, connections: set[int]) -> None:
         before = self.memory
         self.memory = before.suspend(connections, self.now)
         theirs = {key: size for key, size in self.live.items() if key[0] in connections}
+        outside = self.outside_of({number for number, _pointer in theirs})
         self.away |= theirs
         self.live = {key: size for key, size in self.live.items() if key not in theirs}
-        gone = 0 if before.late_seconds else sum(theirs.values())
+        gone = 0 if before.late_seconds else sum(theirs.values()) + outside
         assert self.memory.used_bytes == before.used_bytes - gone
 
     @rule(connections=st.sets(CONNECTIONS))
     def resume(self, connections: set[int]) -> None:
         before = self.memory
         theirs = {key: size for key, size in self.away.items() if key[0] in connections}
-        fits = sum(theirs.values()) <= before.free_bytes and not before.failures_left and before.successes_left != 0
+        outside = sum(self.outside.get(number, 0) for number in {key[0] for key in theirs})
+        need = sum(theirs.values()) + outside
+        fits = need <= before.free_bytes and not before.failures_left and before.successes_left != 0
         self.memory, granted = before.resume(connections)
         assert granted == fits
         assert self.memory.counters.refusals == before.counters.refusals + (not fits)
@@ -125,7 +150,8 @@ class Device(RuleBasedStateMachine):
         assert dict(memory.suspended) == self.away
         assert memory.suspended_bytes == sum(self.away.values())
         assert memory.pending == {}
-        assert memory.used_bytes == memory.foreign_bytes + sum(self.live.values()) + late
+        assert memory.outside_bytes == self.outside_of({1, 2, 3})
+        assert memory.used_bytes == memory.foreign_bytes + sum(self.live.values()) + memory.outside_bytes + late
         assert memory.free_bytes == max(0, memory.capacity_bytes - memory.used_bytes)
         counters = memory.counters
         assert counters.allocations - counters.frees == len(self.live)

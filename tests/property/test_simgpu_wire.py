@@ -33,6 +33,9 @@ class Book:
     def free(self, pointer: int) -> None:
         self.events.append(("free", pointer))
 
+    def computed(self) -> None:
+        self.events.append(("computed", 0))
+
     def memory(self) -> tuple[int, int]:
         return FREE, TOTAL
 

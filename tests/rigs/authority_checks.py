@@ -429,7 +429,7 @@ class CheckedWorld(World):
             if departure.reason in EASILY:
                 assert not was.spec.pinned, f"{was.id} is pinned"
                 assert not was.spec.dedicated or departure.reason is Reason.IDLE, f"{was.id} is dedicated"
-            if departure.reason is Reason.PRESSURE:
+            if departure.reason is Reason.PRESSURE and departure.explanation:
                 self._check_payer(departure.explanation[0])
             if departure.reason in (Reason.IDLE, Reason.PRESSURE):
                 assert not worker.leases
@@ -442,7 +442,7 @@ class CheckedWorld(World):
     def _check_payer(self, reason: str) -> None:
         """Other tenants never pay for the growth of a model: idle models leave for others' needs or other programs."""
         device = reason.partition(" ")[0]
-        if device == CPU or "memory is wanted" in reason:
+        if device == CPU or "memory is wanted" in reason or self.state.settings.pressure_eager:
             return
         lingers = any(device in left for _, left in self.lingering.values())
         ends = any(process.is_stopped and device in process.bytes for process in self.alive.values())

@@ -104,10 +104,12 @@ class StepWorld(CheckedWorld):
 
 def begin(
     models: dict[str, dict[str, Any]], sizes: dict[str, int] | None = None, *, gpus: tuple[str, ...] = (),
-    **settings: Any,
+    kind: str = "cuda", **settings: Any,
 ) -> StepWorld:  # fmt: skip
     """Models of 200 MiB, or of `sizes`, that may be evicted at once, after the start."""
     found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
-    world = StepWorld(configuration(found, **settings), {name: (sizes or {}).get(name, 200) for name in models}, gpus)
+    world = StepWorld(
+        configuration(found, **settings), {name: (sizes or {}).get(name, 200) for name in models}, gpus, kind
+    )
     world.arrive()
     return world

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from inference.authority import events
 from inference.authority.lifecycle import Reason
-from inference.authority.placement.device_growth import Evidence
+from inference.authority.placement.device_growth import (
+    SLACK_BYTES,
+    Evidence,
+    Mark,
+    Occupant,
+    attribute,
+    forfeited,
+    plausible_bytes,
+    slack_bytes,
+    tolerated_bytes,
+)
+from inference.authority.pressure.levels import FOREIGN_TOLERANCE
+from inference.authority.views import model_status
 from inference.protocol import ModelState
 from tests.rigs import step_world
 from tests.rigs.authority_world import configuration
@@ -37,6 +51,7 @@ def grow(world: StepWorld, name: str, mib: int) -> None:
     worker = world.model(name).worker
     assert worker is not None
     world.grow_pools(worker, CARD, mib * MIB)
+    assert world.alive[worker].pools[CARD] >= mib * MIB
     world.send(events.DeviceNoticed())
     world.arrive()
 
@@ -49,7 +64,7 @@ def growth(world: StepWorld, name: str) -> tuple[int, Evidence] | None:
 
 
 @pytest.mark.parametrize(
-    ("tells", "evidence"), [(True, Evidence.PROCESS), (False, Evidence.ONLY_ACTIVE)], ids=["told", "not told"]
+    ("tells", "evidence"), [(True, Evidence.PROCESS), (False, Evidence.ONLY_ACTIVE)], ids=["figures", "no figures"]
 )
 def test_growth_of_a_busy_model_is_booked_to_it_and_its_idle_neighbor_stays(tells: bool, evidence: Evidence) -> None:
     world = card(tells_processes=tells)
@@ -76,3 +91,153 @@ def test_model_that_outgrows_the_share_of_the_device_leaves_and_not_its_neighbor
     (record,) = world.state.evictions
     assert (record.model_name, record.reason) == ("big", Reason.OUTGREW)
     assert any("of gpu-0 more than planned" in text for text in record.explanation)
+
+
+# --- which model a change belongs to ---------------------------------------------------------------------------------
+SLACK = slack_bytes(24 * GIB * MIB)
+
+
+def occupant(holding: str, booked_mib: int, **more: Any) -> Occupant:
+    return Occupant(holding, booked_mib * MIB, **more)
+
+
+def attributed(
+    unexplained_mib: int, foreign_mib: int, *occupants: Occupant, is_settled: bool = True
+) -> tuple[dict[str, int], int]:
+    """MiB by holding, and the foreign MiB after that."""
+    found = attribute(unexplained_mib * MIB, foreign_mib * MIB, occupants, SLACK, is_settled=is_settled)
+    return {change.holding: change.bytes // MIB for change in found.changes}, found.foreign_bytes // MIB
+
+
+def test_slack_is_below_the_tolerance_of_the_pressure_levels() -> None:
+    """Otherwise growth that is not booked would raise the level."""
+    for total in (100 * MIB, 4 * GIB * MIB, 80 * GIB * MIB):
+        assert slack_bytes(total) <= tolerated_bytes(total) <= FOREIGN_TOLERANCE * total
+
+
+def test_figure_of_a_process_decides_also_while_it_is_idle() -> None:
+    idle = occupant("a", 1000, process_bytes=1500 * MIB)
+    busy = occupant("b", 8000, process_bytes=8001 * MIB, active_at=1.0)
+    assert attributed(700, 200, idle, busy) == ({"a": 500}, 200)
+
+
+def test_rise_without_figures_belongs_to_the_active_model() -> None:
+    assert attributed(700, 200, occupant("a", 8000), occupant("b", 8000, active_at=1.0)) == ({"b": 500}, 200)
+
+
+def test_rise_belongs_to_the_model_that_was_active_last_and_the_excess_to_the_one_before() -> None:
+    first, last = occupant("a", 8000, active_at=1.0), occupant("b", 4000, active_at=2.0)
+    assert attributed(400, 0, first, last) == ({"b": 400}, 0)
+    assert attributed(900, 0, first, last) == ({"b": 500, "a": 400}, 0)
+    found = attribute(400 * MIB, 0, [first, last], SLACK, is_settled=True)
+    assert {change.evidence for change in found.changes} == {Evidence.LAST_ACTIVE}
+
+
+def test_rise_that_is_too_large_for_all_active_models_is_foreign() -> None:
+    assert attributed(1100, 0, occupant("b", 8000, active_at=1.0)) == ({}, 1100)
+    grown = occupant("b", 8900, grown_bytes=900 * MIB, active_at=1.0)
+    assert attributed(200, 0, grown) == ({}, 200), "growth adds up"
+    assert attributed(60 * GIB, 0, occupant("b", 70 * GIB, active_at=1.0)) == ({}, 60 * GIB)
+    assert plausible_bytes(MIB) == SLACK_BYTES
+
+
+def test_rise_while_no_model_is_active_is_foreign() -> None:
+    assert attributed(500, 200, occupant("a", 8000)) == ({}, 500)
+
+
+def test_small_rises_add_up_while_a_model_is_active() -> None:
+    active = occupant("a", 8000, active_at=1.0)
+    assert attributed(250, 200, active) == ({}, 200)
+    assert attributed(300, 200, active) == ({"a": 100}, 200)
+    assert attributed(250, 200, occupant("a", 8000)) == ({}, 250)
+
+
+def test_fall_counts_only_while_no_model_loads_or_ends() -> None:
+    assert attributed(100, 200, is_settled=False) == ({}, 200)
+    assert attributed(100, 200) == ({}, 100)
+    assert attributed(-50, 200) == ({}, 0)
+
+
+def test_growth_that_is_no_longer_in_use_is_released_but_not_the_plan() -> None:
+    first, second = occupant("a", 900, grown_bytes=300 * MIB), occupant("b", 900, grown_bytes=100 * MIB)
+    assert attributed(-350, 0, first, second, occupant("c", 900)) == ({"a": -300, "b": -50}, 0)
+    assert attributed(-350, 0, replace(first, process_bytes=200 * MIB)) == ({"a": -300}, 0)
+    assert attributed(-350, 0, replace(first, process_bytes=200 * MIB, grown_bytes=0)) == ({}, 0)
+
+
+def test_forfeited_memory_is_no_growth() -> None:
+    marks = forfeited({CARD: Mark(5, 1.0, {}), "gpu-1": Mark(7, 1.0, {})}, {CARD: 100})
+    assert {device: mark.foreign_bytes for device, mark in marks.items()} == {CARD: 105, "gpu-1": 7}
+
+
+# --- in the authority ------------------------------------------------------------------------------------------------
+def test_released_pools_are_no_longer_booked() -> None:
+    world = card(tells_processes=True)
+    grow(world, "big", 1000)
+    worker = world.model("big").worker
+    assert worker is not None
+    world.alive[worker].bytes[CARD] -= 600 * MIB
+    world.alive[worker].pools[CARD] -= 600 * MIB
+    world.send(events.DeviceNoticed())
+    world.arrive()
+    assert growth(world, "big") == (400, Evidence.PROCESS)
+
+
+def test_figure_that_does_not_cover_the_buffers_belongs_to_another_process() -> None:
+    """Process ids of another namespace may be the same by chance."""
+    world = card(tells_processes=True)
+    for process in world.alive.values():
+        process.pid += 1000
+    grow(world, "big", 1000)
+    assert growth(world, "big") == (1000, Evidence.ONLY_ACTIVE)
+
+
+def test_small_growth_that_does_not_fit_is_tolerated() -> None:
+    """Up to a hundredth of the device, which has no effect on the pressure level."""
+    world = card(tells_processes=False, foreign_mib=2550)
+    grow(world, "big", 200)
+    world.live(20)
+    assert growth(world, "big") is None
+    assert {world.model(name).state for name in SIZES} == {ModelState.BUSY, ModelState.READY}
+    grow(world, "big", 100)
+    assert world.model("big").state is ModelState.DRAINING
+
+
+def test_growth_is_shown_and_is_part_of_a_suspended_process() -> None:
+    world = begin({"a": {}}, {"a": 400}, kind="sim")
+    world.leased("a")
+    grow(world, "a", 40)
+    shown = model_status.status(world.state, world.model("a"), world.now)
+    assert shown.growth == (
+        "uses 40.0 MiB of gpu-0 more than planned (no other model was active on the device meanwhile)",
+    )
+    assert world.booked(CARD) == 440
+
+
+def test_unload_of_a_model_that_used_less_than_planned_is_no_growth_of_another() -> None:
+    """What it did not use was taken for a lack of foreign use."""
+    world = begin({"a": {}, "b": {}}, {"a": 200, "b": 400})
+    world.foreign_mib(CARD, 100)
+    world.used("a")
+    worker = world.model("a").worker
+    assert worker is not None
+    world.alive[worker].bytes[CARD] -= 10 * MIB  # all of its overhead
+    world.leased("b")
+    world.live(10)
+    world.command(events.Unload("a", now=True))
+    world.live(10)
+    assert growth(world, "b") is None
+    assert world.state.ledger.balance(CARD).foreign_bytes == 100 * MIB
+
+
+def test_old_reading_after_a_load_does_not_look_like_growth_of_other_programs() -> None:
+    """Bookings that are newer than the reading would make foreign use too small until the next reading."""
+    world = begin({"a": {}, "b": {}}, {"a": 300, "b": 300})
+    world.foreign_mib(CARD, 100)
+    world.want("a")
+    world.arrive()
+    world.want("b")
+    for _ in range(20):
+        world.arrive(events.DevicesRead)
+        world.tick(0.5)
+        assert world.state.ledger.balance(CARD).foreign_bytes == 100 * MIB

@@ -199,6 +199,9 @@ class Full:
     def free(self, pointer: int) -> None:
         raise AssertionError("there is nothing to give back")
 
+    def computed(self) -> None:
+        raise AssertionError("nothing is computed")
+
     def memory(self) -> tuple[int, int]:
         return 0, 100
 

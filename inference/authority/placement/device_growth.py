@@ -92,7 +92,7 @@ def tolerated_bytes(total_bytes: int) -> int:
 
 
 def plausible_bytes(planned_bytes: int) -> int:
-    """The most growth of a model with so many planned bytes, without a figure of its process."""
+    """The most growth of a model with these planned bytes, without a figure of its process."""
     return min(MOST_UNPROVEN_BYTES, max(SLACK_BYTES, int(planned_bytes * UNPROVEN_SHARE)))
 
 

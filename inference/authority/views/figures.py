@@ -189,6 +189,10 @@ def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
             "observed": mib(sum(held.values())) if seen else None,
         },
         "devices_mb": {name: mib(count) for name, count in held.items()},
+        "growth": {
+            name: {"mb": mib(grown.bytes), "evidence": str(grown.evidence)}
+            for name, grown in (worker.device_growth if worker else {}).items()
+        },
         "idle_seconds": round(now - model.last_used_at, 3) if is_known and not in_flight else None,
         "use_count": model.uses,
         "ref_count": in_flight,

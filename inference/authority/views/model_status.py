@@ -8,6 +8,7 @@ from typing import Any
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import expectations, replicas
+from inference.authority.handlers.running.growth_on_devices import sentence
 from inference.authority.handlers.running.oom_recovery import is_fallback
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
@@ -73,6 +74,7 @@ def together(found: Sequence[ModelStatus], up: Collection[str]) -> ModelStatus:
         load_seconds=_least(item.load_seconds for item in serving),
         queue_seconds=_least(item.queue_seconds for item in serving),
         answer_seconds=_rounded(1 / sum(1 / seconds for seconds in paces)) if paces else None,
+        growth=tuple(text for item in found for text in item.growth),
         replicas=tuple(
             ReplicaStatus(**{field: getattr(item, field) for field in ReplicaStatus.__dataclass_fields__})
             for item in found
@@ -125,6 +127,7 @@ def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -
         answer_seconds=_rounded(model.pace.seconds),
         prefill_tokens_per_second=_rounded(expectations.prefill_rate(state, model)),
         template_problem=worker.ready.template_problem or None if worker and worker.ready else None,
+        growth=tuple(sentence(*item) for item in worker.device_growth.items()) if worker else (),
     )
 
 

@@ -22,12 +22,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "late": ("seconds", "freed bytes become available after `seconds` (without it: with `settle`)"),
     "settle": ("", "all late bytes become available now"),
     "foreign": ("bytes", "other processes use `bytes` of the device in total"),
+    "contexts": ("bytes", "each process that connects from now on takes `bytes` beside its buffers"),
+    "pools": ("bytes", "each process takes up to `bytes` more while it computes, and keeps them"),
+    "tell": ("", "the device tells the bytes of each process"),
+    "hide": ("", "ends tell"),
     "suspend": ("pid", "moves the data of the process on `device` to host memory; its requests wait"),
     "resume": ("pid", "moves the data of a suspended process back if it fits"),
-    "heal": ("", "ends refuse, refuse_after, stall, slow, pace, shrink, late and foreign, and a lost device returns"),
+    "heal": ("", "ends refuse, refuse_after, stall, slow, pace, shrink, late, foreign and pools, and a lost device returns"),
 }
 """The commands of the simulator: name, parameter (or none), and effect."""
-_NEEDED = frozenset({"refuse_after", "slow", "pace", "shrink", "foreign", "suspend", "resume"})
+_NEEDED = frozenset({"refuse_after", "slow", "pace", "shrink", "foreign", "contexts", "pools", "suspend", "resume"})
 _WHOLE = frozenset({"count", "bytes", "pid"})
 _OF_ONE_DEVICE = frozenset({"suspend", "resume"})
 

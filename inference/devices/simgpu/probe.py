@@ -198,4 +198,5 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         environment=HIDDEN,
         sign=Sign.FAILED if lost else Sign.HEALTHY,
         note="it was cut" if lost else "",
+        process_bytes={int(pid): count for pid, count in device["processes"].items()},
     )

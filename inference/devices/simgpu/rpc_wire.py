@@ -89,6 +89,10 @@ class Account(Protocol):
         """A buffer is freed."""
         ...
 
+    def computed(self) -> None:
+        """A graph is computed."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """The (free, total) bytes that the device reports."""
         ...
@@ -215,6 +219,8 @@ class Conversation:
             stream.left = size
             if command not in SILENT:
                 self._awaited.append(_Awaited(command))
+            elif command in _COMPUTES:
+                self._account.computed()
         elif size != expected:
             raise WireError(f"{command.name} has {size} bytes where {expected} are expected")
         elif stream.wanted == _HEAD.size:

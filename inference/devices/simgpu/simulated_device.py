@@ -43,12 +43,13 @@ class StateError(ValueError):
 
 @dataclass(eq=False)
 class _Link:
-    """A connection with a server. `pid` is its process while it is suspended."""
+    """A connection with a server. `pid` is its process while it is suspended, `owner` its process if it was found."""
 
     port: int
     relay: Relay
     server: Server
     pid: int | None = None
+    owner: int | None = None
 
 
 class Device:
@@ -69,6 +70,8 @@ class Device:
         self._port = 0
         self._pace = Pace()
         self._cuts = 0
+        self._tells = False
+        """Whether it reports the bytes of each process."""
 
     @property
     def endpoint(self) -> str:
@@ -111,6 +114,8 @@ class Device:
             "foreign_bytes": memory.foreign_bytes,
             "suspended_bytes": memory.suspended_bytes,
             "late_bytes": sum(size for _due, size in memory.late),
+            "outside_bytes": memory.outside_bytes,
+            "processes": self._processes(),
             "stalled": not self._pace.passing.is_set(),
             "slow_seconds": self._pace.delay_seconds,
             "pace_seconds": self._pace.compute_seconds,
@@ -150,6 +155,15 @@ class Device:
                 self.memory = self.memory.settle(ALL)
             case "foreign":
                 self.memory = self._settled().with_foreign(int(amount))
+            case "contexts":
+                self.memory = replace(self.memory, context_bytes=int(amount))
+            case "pools":
+                self.memory = replace(self.memory, pool_bytes=int(amount))
+            case "tell":
+                self._tells = True
+                await asyncio.gather(*(self._find_owner(link) for link in self._links.values()))
+            case "hide":
+                self._tells = False
             case "suspend":
                 async with self._turn:
                     await self._suspend(int(amount))
@@ -158,10 +172,22 @@ class Device:
                     await self._resume(int(amount))
             case "heal":
                 healed = replace(self.memory, failures_left=0, successes_left=None, late_seconds=0.0, foreign_bytes=0)
+                healed = replace(healed, pool_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
                 self._pace.delay_seconds = self._pace.compute_seconds = 0.0
                 self._pace.passing.set()
                 await self.open()
+
+    def _processes(self) -> dict[int, int]:
+        """The bytes of each process, if it reports them."""
+        found: dict[int, int] = {}
+        for number, link in self._links.items() if self._tells else ():
+            if link.owner is not None and (count := self.memory.bytes_of(number)):
+                found[link.owner] = found.get(link.owner, 0) + count
+        return found
+
+    async def _find_owner(self, link: _Link) -> None:
+        link.owner = await asyncio.to_thread(ports.connection_owner, link.port, self._port)
 
     def _settled(self) -> Memory:
         self.memory = self.memory.settle(_now())
@@ -253,7 +279,10 @@ class Device:
                     there.setblocking(False)
                     await loop.sock_connect(there, ("127.0.0.1", server.port))
                     relay = Relay(client, there, Conversation(account), self._pace)
-                    self._links[number] = _Link(client.getpeername()[1], relay, server)
+                    link = self._links[number] = _Link(client.getpeername()[1], relay, server)
+                    self.memory = self._settled().connected(number)
+                    if self._tells:
+                        await self._find_owner(link)
                     await relay.run(first)
             is_good = not account.has_granted
         except (OSError, WireError, NoServerError) as error:
@@ -289,6 +318,9 @@ class _Account:
 
     def free(self, pointer: int) -> None:
         self._device.memory = self._device._settled().free(self._number, pointer, _now())
+
+    def computed(self) -> None:
+        self._device.memory = self._device._settled().computed(self._number)
 
     def memory(self) -> tuple[int, int]:
         memory = self._device._settled()

@@ -1,10 +1,11 @@
 """The memory accounts of a simulated device: which allocations succeed, and when freed bytes become available.
 
-    capacity = free + foreign + pending + held + late        (free is 0 where a shrunken device is over-full)
+    capacity = free + foreign + pending + held + outside + late   (free is 0 where a shrunken device is over-full)
 
-`held`: the buffers of all connections. `pending`: bytes that were granted and whose buffer does not exist yet. `late`:
-freed bytes that are not available yet. `suspended` buffers are in host memory and not part of the sum. Times are
-arguments.
+`held`: the buffers of all connections. `pending`: bytes that were granted and whose buffer does not exist yet.
+`outside`: bytes of connections beside their buffers, as the device context of a process and its pools, which grow while
+it computes. `late`: freed bytes that are not available yet. `suspended` buffers are in host memory and not part of the
+sum, as the bytes outside buffers of the same connections. Times are arguments.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ class Memory:
 
     `failures_left`: number of allocations to refuse (infinity: all). `successes_left`: number of allocations that
     succeed before one is refused (None: no refusal). `late_seconds`: delay of freed bytes (infinity: until `settle`).
-    `late`: tuples (due, bytes).
+    `late`: tuples (due, bytes). `context_bytes`: what a new connection takes; `pool_bytes`: what it takes more while it
+    computes, in steps of `POOL_STEPS`.
     """
 
     capacity_bytes: int
     foreign_bytes: int = 0
+    context_bytes: int = 0
+    pool_bytes: int = 0
+    outside: Mapping[int, int] = field(default_factory=dict)
+    pools: Mapping[int, int] = field(default_factory=dict)
     held: Mapping[Buffer, int] = field(default_factory=dict)
     suspended: Mapping[Buffer, int] = field(default_factory=dict)
     pending: Mapping[int, int] = field(default_factory=dict)
@@ -56,7 +62,20 @@ class Memory:
     @property
     def ours_bytes(self) -> int:
         """Bytes of the clients, including late ones."""
-        return sum(self.held.values()) + sum(self.pending.values()) + sum(size for _due, size in self.late)
+        late = sum(size for _due, size in self.late)
+        return sum(self.held.values()) + sum(self.pending.values()) + self.outside_bytes + late
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of clients outside their buffers, without those of suspended clients."""
+        away = {number for number, _pointer in self.suspended}
+        return sum(size for number, size in self.outside.items() if number not in away)
+
+    def bytes_of(self, connection: int) -> int:
+        """The bytes of one client on the device."""
+        held = sum(size for (number, _pointer), size in self.held.items() if number == connection)
+        is_away = any(number == connection for number, _pointer in self.suspended)
+        return held + self.pending.get(connection, 0) + (0 if is_away else self.outside.get(connection, 0))
 
     @property
     def suspended_bytes(self) -> int:
@@ -69,6 +88,25 @@ class Memory:
         return max(0, self.capacity_bytes - self.used_bytes)
 
     # --- clients ---------------------------------------------------------------------------------------------------
+    def connected(self, connection: int) -> Memory:
+        """A client begins to use the device; its context takes what is left at most."""
+        return self._with_outside(connection, min(self.context_bytes, self.free_bytes))
+
+    def computed(self, connection: int) -> Memory:
+        """A client has computed a graph: its pools grow by a step, up to `pool_bytes` and what is left."""
+        grown = self.pools.get(connection, 0)
+        step = min(-(-self.pool_bytes // POOL_STEPS), self.pool_bytes - grown, self.free_bytes)
+        if step <= 0:
+            return self
+        pools = {**self.pools, connection: grown + step}
+        return replace(self._with_outside(connection, step), pools=pools)
+
+    def _with_outside(self, connection: int, more_bytes: int) -> Memory:
+        outside = {**self.outside, connection: self.outside.get(connection, 0) + more_bytes} if more_bytes else None
+        after = self if outside is None else replace(self, outside=outside)
+        peak = max(self.counters.peak_bytes, after.used_bytes)
+        return replace(after, counters=replace(self.counters, peak_bytes=peak))
+
     def request(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
         """Requests an allocation; returns whether it is granted. Then `created` or `creation_failed` must follow."""
         after, granted = self._decided(size_bytes)
@@ -97,19 +135,26 @@ class Memory:
         theirs, held = _partition(self.held, {connection})
         _gone, suspended = _partition(self.suspended, {connection})
         pending = {number: size for number, size in self.pending.items() if number != connection}
-        after = replace(self, held=held, suspended=suspended, pending=pending)
-        return self._returned(after, sum(theirs.values()), len(theirs), now)
+        outside = {number: size for number, size in self.outside.items() if number != connection}
+        pools = {number: size for number, size in self.pools.items() if number != connection}
+        after = replace(self, held=held, suspended=suspended, pending=pending, outside=outside, pools=pools)
+        freed = sum(theirs.values()) + self.outside_bytes - after.outside_bytes
+        return self._returned(after, freed, len(theirs), now)
 
     def suspend(self, connections: Collection[int], now: float) -> Memory:
         """Frees the buffers of these connections, which were copied to host memory."""
         theirs, held = _partition(self.held, connections)
         after = replace(self, held=held, suspended={**self.suspended, **theirs})
-        return self._returned(after, sum(theirs.values()), len(theirs), now)
+        freed = sum(theirs.values()) + self.outside_bytes - after.outside_bytes
+        return self._returned(after, freed, len(theirs), now)
 
     def resume(self, connections: Collection[int]) -> tuple[Memory, bool]:
-        """Allocates all suspended buffers of these connections; returns whether it is granted."""
+        """Allocates all suspended buffers of these connections, with what is outside of them; returns whether it is
+        granted.
+        """
         theirs, suspended = _partition(self.suspended, connections)
-        after, granted = self._decided(sum(theirs.values()))
+        outside = replace(self, suspended=suspended).outside_bytes - self.outside_bytes
+        after, granted = self._decided(sum(theirs.values()) + outside)
         return (replace(after, suspended=suspended)._grown(theirs), True) if granted else (after, False)
 
     # --- faults ----------------------------------------------------------------------------------------------------
@@ -169,5 +214,7 @@ def _partition(
     return theirs, {buffer: size for buffer, size in buffers.items() if buffer[0] not in connections}
 
 
+POOL_STEPS = 8
+"""Graphs after which pools have their full size."""
 ALL = math.inf
 """As `failures_left`: all allocations. As `late_seconds`: until `settle`. As a time to settle at: all late bytes."""

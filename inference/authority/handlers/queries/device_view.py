@@ -126,7 +126,10 @@ def entered(state: State, now: float) -> State:
     found = readings(state, now)
     ledger = state.ledger
     for item, (capacity, budget) in allowances(found, state.settings):
-        ledger = ledger.open(Account(item.id, capacity, budget)).observe(item.id, item.used_bytes, item.free_bytes)
+        mark = state.devices.growth.get(item.id)
+        least = mark.foreign_bytes if mark else 0
+        ledger = ledger.open(Account(item.id, capacity, budget))
+        ledger = ledger.observe(item.id, item.used_bytes, item.free_bytes, least)
     for item in found:
         if item.unified:
             ledger = ledger.share(item.id, CPU)

@@ -26,7 +26,7 @@ from inference.authority.placement.ledger import Holding, LedgerError, Phase
 from inference.authority.state import State, WorkerRecord
 from inference.devices.device import CPU, Reading
 from inference.devices.signs import Sign
-from inference.protocol import DeviceState, ModelState
+from inference.protocol import ModelState
 
 _SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
@@ -38,20 +38,16 @@ def observed(draft: Draft, before: tuple[Reading, ...], *, is_read: bool) -> Non
     fresh = {item.id for item in measured if item.id != CPU and (is_read or known.get(item.id) != item)}
     if not fresh:
         return
-    changed: list[tuple[Reading, Change]] = []
     for reading in device_view.readings(draft.state, draft.now):
         if reading.id in fresh and _has_figures(draft.state, reading):
-            changed += [(reading, change) for change in _decide(draft, reading)]
-    for reading, change in changed:
-        _book(draft, reading, change)
-    if changed:
-        draft.state = device_view.entered(draft.state, draft.now)
+            for change in _decide(draft, reading):
+                _book(draft, reading, change)
+    draft.state = device_view.entered(draft.state, draft.now)
 
 
 def _has_figures(state: State, reading: Reading) -> bool:
     """Whether a reading is of an accelerator with its own memory that could be read."""
-    has_account = reading.id in state.ledger.accounts and reading.total_bytes > 0
-    return has_account and reading.state is DeviceState.HEALTHY and reading.sign is Sign.HEALTHY
+    return reading.id in state.ledger.accounts and reading.total_bytes > 0 and reading.sign is Sign.HEALTHY
 
 
 def _decide(draft: Draft, reading: Reading) -> tuple[Change, ...]:

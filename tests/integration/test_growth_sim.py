@@ -1,0 +1,79 @@
+"""Pools of a model grow on a simulated GPU while it computes: they are booked to it, and its idle neighbor stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.devices.simgpu.control import SOCKET_NAME, Control
+from inference.workers.os_api import socket_directory
+from tests.rigs.processes import wait_until
+from tests.rigs.stack import Stack, chat_body
+
+MODELS = """
+models:
+  demo: {path: bundled:demo, context_length: 1024, parallel: 1, min_residency: 0}
+  demo-mini: {path: bundled:demo-mini, context_length: 512, parallel: 1, min_residency: 0}
+"""
+MIB = 2**20
+TOTAL = 400 * MIB
+CHECKS_SECONDS = 1.0
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    started = Stack(
+        tmp_path,
+        models=MODELS,
+        inference_env={
+            "INFERENCE_DEVICES": "sim:400MiB",
+            "INFERENCE_WARM_CHECKPOINT": "off",
+            "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.2",
+            "INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS": "0.1",
+        },
+    )
+    started.inference.start(wait_for="/readyz")
+    yield started
+    started.kill()
+
+
+def chat(stack: Stack, model: str, tokens: int) -> Any:
+    return stack.ask("/v1/chat/completions", chat_body("hello", model, max_tokens=tokens), direct=True)["choices"]
+
+
+def device(stack: Stack) -> Any:
+    return stack.ask("/memory/stats", direct=True)["per_device"]["gpu-0"]
+
+
+def growth(stack: Stack, model: str) -> Any:
+    models = stack.ask("/memory/models", direct=True)["models"]
+    return next(one["growth"] for one in models if one["model_name"] == model)
+
+
+@pytest.mark.parametrize(
+    ("tells", "evidence"),
+    [(True, "the driver reports it for its process"), (False, "no other model was active on the device meanwhile")],
+    ids=["figures", "no figures"],
+)
+def test_growth_under_load_is_booked_to_its_model_and_the_idle_neighbor_stays(
+    stack: Stack, tells: bool, evidence: str
+) -> None:
+    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+        rig.tell("foreign", "gpu-0", bytes=250 * MIB)
+        wait_until("the use is read", lambda: device(stack)["foreign_mb"] == 250)
+        assert chat(stack, "demo-mini", 4)
+        assert chat(stack, "demo", 1)
+        if tells:
+            rig.tell("tell", "gpu-0")
+        time.sleep(CHECKS_SECONDS)
+        rig.tell("pools", "gpu-0", bytes=48 * MIB)
+        assert chat(stack, "demo", 20)
+        found = wait_until("the growth is booked", lambda: growth(stack, "demo"))
+        time.sleep(CHECKS_SECONDS)
+        assert growth(stack, "demo") == {"gpu-0": {"mb": pytest.approx(48, abs=0.5), "evidence": evidence}} == found
+        assert device(stack)["foreign_mb"] == pytest.approx(250, abs=4)
+        assert not stack.ask("/memory/evictions", direct=True)["evictions"], stack.inference.log
