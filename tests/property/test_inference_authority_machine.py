@@ -270,8 +270,9 @@ class Authority(RuleBasedStateMachine):
     @rule(number=numbers, device=st.sampled_from(GPUS), count=st.sampled_from([5, 20, 40, 200, 900]))
     def grow_pools(self, number: int, device: str, count: int) -> None:
         """A model that computes takes more of its device than planned."""
-        busy = sorted({*self.world.leases.values()})
-        self.world.grow_pools(busy[number % len(busy)], device, count * MIB)
+        busy = sorted({*self.world.leases.values()} & self.world.alive.keys())
+        if busy:
+            self.world.grow_pools(busy[number % len(busy)], device, count * MIB)
 
     @rule(name=names)
     def replace_file(self, name: str) -> None:

@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "hide": ("", "ends tell"),
     "suspend": ("pid", "moves the data of the process on `device` to host memory; its requests wait"),
     "resume": ("pid", "moves the data of a suspended process back if it fits"),
-    "heal": ("", "ends refuse, refuse_after, stall, slow, pace, shrink, late, foreign and pools, and a lost device returns"),
+    "heal": ("", "ends refuse, refuse_after, stall, slow, pace, shrink, late, foreign, pools; a lost device returns"),
 }
 """The commands of the simulator: name, parameter (or none), and effect."""
 _NEEDED = frozenset({"refuse_after", "slow", "pace", "shrink", "foreign", "contexts", "pools", "suspend", "resume"})

@@ -167,6 +167,8 @@ def _carry_out(draft: Draft, action: Relief) -> None:
     if isinstance(action, Leave):
         how = Action.OFFLOAD if action.offload else Action.UNLOAD
         departure.leave(draft, action.model, Reason.PRESSURE, how, (action.reason,))
+    elif worker is not None and worker.ready is None:
+        return  # a warm model that is wanted: its process has no context
     elif worker is not None and isinstance(action, Limit):
         draft.warning("%s admits at most %d sequences at a time: %s", action.model, action.sequences, action.reason)
         draft.set_worker(worker.id, limit=action.sequences)
