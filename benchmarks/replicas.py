@@ -4,8 +4,8 @@
 
 Each computation of a device takes at least PACE seconds without use of the CPU, so that two workers on two cores do not
 take time from each other. Four times as many clients as a replica has slots hold conversations through the gateway
-without a pause, each of some turns. Rounds alternate between `replicas: 1` and 2. The throughput counts the tokens of
-the answers that were complete within SECONDS.
+without a pause, each of some turns with answers of different lengths. Rounds alternate between `replicas: 1` and 2.
+The throughput counts the tokens that arrived within SECONDS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -33,7 +34,8 @@ DEVICES = "sim:2x600MiB"
 PARALLEL = 4
 CLIENTS = 16
 TURNS = 3
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = (8, 24)
+"""The shortest and the longest answer."""
 TIMEOUT_SECONDS = 300.0
 ROUTES = "routes:\n  demo: {chain: [local/demo]}\n"
 RAW = Path("benchmarks/results/replicas.json")
@@ -54,13 +56,18 @@ class Round:
 
 @dataclass(slots=True)
 class Turn:
-    """One answer: seconds to its first token, its tokens and its text, the device, and when it was complete."""
+    """One answer: seconds to its first token, its tokens and its text, the device, and when it began and ended."""
 
     first_token_seconds: float
     tokens: int
     text: str
     device: str
+    first_at: float
     ended_at: float
+
+    def tokens_until(self, time: float) -> float:
+        """The tokens that had arrived at this time; they arrive at a constant rate."""
+        return self.tokens * min(1.0, max(0.0, time - self.first_at) / max(1e-9, self.ended_at - self.first_at))
 
 
 @dataclass(slots=True)
@@ -104,10 +111,10 @@ class Bench:
     def __exit__(self, *_error: object) -> None:
         self._stack.kill()
 
-    def turn(self, messages: Sequence[Mapping[str, str]]) -> Turn:
-        """Streams one answer."""
+    def turn(self, messages: Sequence[Mapping[str, str]], tokens: int = 8) -> Turn:
+        """Streams one answer of this length."""
         body = {
-            "model": "demo", "messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS, "stream": True,
+            "model": "demo", "messages": messages, "temperature": 0, "max_tokens": tokens, "stream": True,
             "ignore_eos": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         headers = {"Authorization": f"Bearer {self._stack.key}", "Content-Type": "application/json"}
@@ -129,7 +136,7 @@ class Bench:
                 text += piece
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
         connection.close()
-        return Turn(first, tokens, text, device, time.perf_counter())
+        return Turn(first, tokens, text, device, began + first, time.perf_counter())
 
     def client(self, number: int, until: float) -> list[list[Turn]]:
         """Conversations, one after the other."""
@@ -142,8 +149,9 @@ class Bench:
         """The turns of one conversation, one after the other; none begins after `until`."""
         messages = [{"role": "user", "content": f"{name}: tell me a story about a water mill."}]
         turns: list[Turn] = []
+        chance = random.Random(name)
         while len(turns) < TURNS and time.perf_counter() < until:
-            turns.append(self.turn(messages))
+            turns.append(self.turn(messages, chance.randint(*ANSWER_TOKENS)))
             messages += [{"role": "assistant", "content": turns[-1].text}, {"role": "user", "content": "Go on."}]
         return turns
 
@@ -156,7 +164,7 @@ class Bench:
         turns = [turn for conversation in conversations for turn in conversation]
         return Round(
             self._replicas,
-            sum(turn.tokens for turn in turns if turn.ended_at <= until) / seconds,
+            sum(turn.tokens_until(until) for turn in turns) / seconds,
             [turn.first_token_seconds for turn in turns],
             [[turn.device for turn in turns] for turns in conversations if len(turns) == TURNS],
         )
@@ -175,7 +183,8 @@ def run(rounds: int, pace_seconds: float, seconds: float) -> Samples:
 
 def table(samples: Samples) -> Iterator[str]:
     """Medians over rounds, with the smallest and the largest value."""
-    load = f"{CLIENTS} clients, conversations of {TURNS} turns, {ANSWER_TOKENS} tokens, {PARALLEL} slots per replica"
+    least, most = ANSWER_TOKENS
+    load = f"{CLIENTS} clients, {TURNS} turns per conversation, {least} to {most} tokens, {PARALLEL} slots per replica"
     yield f"{load}, {samples.pace_seconds * 1000:g} ms per computation: median [least .. most] of rounds"
     for replicas in samples.rounds:
         tokens = Middle.of(samples.throughput(replicas))
