@@ -3,8 +3,8 @@
     python -m benchmarks.estimates      every combination; QUICK=1 for some of them (at most five minutes)
 
 Real workers load random-weight models of five families (dense, GQA, experts, sliding window, hybrid) on the CPU and on
-simulated devices: several contexts, KV types, layers on the accelerator, parallel sequences, and splits over two
-devices. Refusals are timed at the service: cached (the model was measured before) and uncached.
+simulated devices: several contexts, KV types, layers on the accelerator, parallel sequences, experts in host memory,
+and splits over two devices. Refusals are timed at the service: cached (the model was measured before) and uncached.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ def cases() -> Iterator[Case]:
         yield Case(form, context // parallel, parallel, kv_type, gpu_layers)
         if gpu_layers < 0:
             yield Case(form, context // parallel, parallel, kv_type, gpu_layers, (4, 5))
+        if gpu_layers < 0 and family == "moe":
+            for experts in ("host", 3):
+                for counts in ((), (4, 5)):
+                    yield Case(form, context // parallel, parallel, kv_type, gpu_layers, counts, experts=experts)
 
 
 async def sizes(wanted: list[Case], root: Path) -> dict[str, float]:

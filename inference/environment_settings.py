@@ -44,6 +44,8 @@ AT_START = frozenset(
 """Settings that a reload does not apply to the running service."""
 
 KvType = Literal["f16", "q8_0", "q4_0"]
+MOST_LAYERS = 512
+"""LLAMA_MAX_LAYERS of llama.cpp."""
 
 LEAST_KV_RAM_GB = 1 / 64
 """`placement.kv_budgets` divides host memory for stored sequences in steps of 16 MiB."""
@@ -61,6 +63,22 @@ def _empty_is_unset(value: Any) -> Any:
     return None if isinstance(value, str) and not value.strip() else value
 
 
+def _experts(value: Any) -> Any:
+    """A word or a number of layers; variables of the environment are text."""
+    found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    is_number = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MOST_LAYERS
+    if not is_number and found not in ("device", "host", "auto"):
+        raise ValueError(
+            f"write device, host, auto, or the number of layers (0 to {MOST_LAYERS}) whose experts are in host memory"
+        )
+    return found
+
+
+Experts = Annotated[
+    Literal["device", "host", "auto"] | Annotated[int, Field(ge=0, le=MOST_LAYERS)], BeforeValidator(_experts)
+]
+"""Where the experts of a model are: with their layers, in host memory, or those of the first N layers in host memory;
+`auto` takes the smallest N with which the model fits."""
 OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
@@ -87,6 +105,9 @@ class InferenceSettings(BaseSettings):
 
     # defaults of models
     gpu_layers: int = Field(-1, ge=-1)
+    experts: Experts = Field(
+        "device", description="experts on the device, in host memory, of the first N layers in host memory, or auto"
+    )
     gpu_index: OptionalInt = Field(None, ge=0)
     context_length: int = Field(4096, ge=16)
     parallel: int = Field(4, ge=1, le=256)

@@ -233,14 +233,16 @@ class ReplicaStatus:
 class ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
 
-    `kv_cells`: KV cells that all requests share, None if each has its own.
+    `kv_cells`: KV cells that all requests share, None if each has its own. `experts`: where they are, as configured, or
+    the number of layers whose experts are in host memory.
     `fits`: whether the model could be loaded now, evictions included, with the `reason` if not; None while unknown.
     `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set during a backoff. `pid` is the
     worker process, if any. `headroom_bytes` is the learned part of the predicted bytes. `reduced` lists settings that
-    are smaller than configured (`oom_policy: reduce`). `fallback`: it is on the CPU although it is configured for
-    accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it can take a request (0 if ready).
-    `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time between two answers under load.
-    These and the prefill rate (which includes reused tokens) are recent measurements, None without any.
+    differ from the configured ones because these do not fit (`experts: auto`, `oom_policy: reduce`). `fallback`: it is
+    on the CPU although it is configured for accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it
+    can take a request (0 if ready). `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time
+    between two answers under load. These and the prefill rate (which includes reused tokens) are recent measurements,
+    None without any.
     `template_problem`: why a chat template of the loaded file is not used. `replicas`: each replica of a model that is
     configured with several; the other fields are then those of all together, `parallel` of the loaded ones. `growth`: a
     sentence per device on which it uses more than planned, with the evidence.
@@ -253,6 +255,7 @@ class ModelStatus:
     parallel: int = 1
     kv_cells: int | None = None
     gpu_layers: int = -1
+    experts: str | int = "device"
     devices: tuple[str, ...] = ()
     predicted_bytes: int | None = None
     actual_bytes: int | None = None

@@ -20,7 +20,7 @@ from headgate.shared.configfile import Bytes, Duration
 from headgate.shared.errors import ConfigError, Problem
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
-from inference.environment_settings import InferenceSettings, KvType
+from inference.environment_settings import MOST_LAYERS, Experts, InferenceSettings, KvType
 from inference.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
@@ -58,6 +58,7 @@ class ModelEntry(BaseModel):
     aliases: tuple[str, ...] = ()
     context_length: int | None = Field(None, ge=16)
     gpu_layers: int | None = Field(None, ge=-1)
+    experts: Experts | None = None
     gpu_index: int | None = Field(None, ge=0)
     parallel: int | None = Field(None, ge=1, le=256)
     kv_cells: int | None = Field(None, ge=16)
@@ -98,6 +99,7 @@ class ModelSpec:
     aliases: tuple[str, ...]
     context_length: int
     gpu_layers: int
+    experts: str | int
     gpu_index: int | None
     parallel: int
     kv_cells: int | None
@@ -134,6 +136,13 @@ class ModelSpec:
     def cells(self) -> int:
         """KV cells of all requests together."""
         return self.kv_cells or self.context_length * self.parallel
+
+    @property
+    def host_expert_layers(self) -> int:
+        """The number of layers, from the first one on, whose experts are in host memory."""
+        if isinstance(self.experts, int):
+            return self.experts
+        return MOST_LAYERS if self.experts == "host" else 0
 
     @property
     def files(self) -> Fingerprint:

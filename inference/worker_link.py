@@ -94,6 +94,8 @@ class Grant:
     devices: tuple[DeviceGrant, ...]
     gpu_layers: int = -1
     tensor_split: tuple[float, ...] = ()
+    host_expert_layers: int = 0
+    """Layers, from the first one on, whose experts are in host memory."""
     context_length: int = 4096
     parallel: int = 1
     kv_cells: int | None = None
@@ -250,6 +252,8 @@ class Heartbeat:
     """KV cells of retained prefixes."""
     prefill_tokens_per_second: float | None = None
     """Recent prefill rate, including reused tokens; None before the first prompt."""
+    decode_tokens_per_second: float | None = None
+    """Recent rate of steps with one token of one sequence; None before the first."""
     kv: KvCounts = field(default_factory=KvCounts)
 
 

@@ -23,6 +23,8 @@ LOAD_SECONDS = 600.0
 CRASH_LINES = 5
 """Lines of the last crash's output that `show` prints; `--json` has all of them."""
 
+KV_TYPES = ("f16", "q8_0", "q4_0")
+
 _STYLES = {
     ModelState.READY: "green",
     ModelState.BUSY: "green",
@@ -46,6 +48,17 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", metavar="TOKENS", type=at_least_one, help="context length per request to plan for")
     parser.add_argument("--parallel", metavar="N", type=at_least_one, help="concurrent sequences to plan for")
     parser.add_argument("--kv-cells", metavar="N", type=at_least_one, help="KV cells of all sequences to plan for")
+    parser.add_argument("--kv-type", metavar="TYPE", choices=KV_TYPES, help="KV type: f16, q8_0 or q4_0")
+    parser.add_argument("--gpu-layers", metavar="N", type=_layers, help="layers on the accelerator; -1: all")
+    parser.add_argument("--experts", metavar="WHERE", help="device, host, auto, or N: those of N layers in host memory")
+    parser.add_argument("--ubatch", metavar="TOKENS", type=at_least_one, help="tokens per pass through the device")
+
+
+def _layers(text: str) -> int:
+    """A number of layers, -1 for all."""
+    if text == "-1":
+        return -1
+    return int(text) if text == "0" else at_least_one(text)
 
 
 def _statuses(session: Session) -> list[ModelStatus]:
@@ -172,7 +185,7 @@ def show(session: Session) -> int:
             ("head-room", f"{bytes_cell(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")
         )
     if status.reduced:
-        pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
+        pairs.append(("changed to fit", ", ".join(status.reduced)))
     if status.retry_after_seconds is not None:
         pairs.append(("next load in", format_duration(status.retry_after_seconds)))
     if crashes:
@@ -209,15 +222,16 @@ def _run_change(action: str, activity: str, session: Session) -> int:
     return Exit.OK
 
 
+_PLANNED = {"ctx": "context_length"} | {
+    name: name for name in ("parallel", "kv_cells", "kv_type", "gpu_layers", "experts", "ubatch")
+}
+"""Options of `plan` and the settings that they replace."""
+
+
 def plan(session: Session) -> int:
     """A dry run. Exit code 0 when the model fits, 4 when not."""
-    body = {"model": session.args.model}
-    if session.args.ctx is not None:
-        body["context_length"] = session.args.ctx
-    if session.args.parallel is not None:
-        body["parallel"] = session.args.parallel
-    if session.args.kv_cells is not None:
-        body["kv_cells"] = session.args.kv_cells
+    values = {name: getattr(session.args, option) for option, name in _PLANNED.items()}
+    body = {"model": session.args.model} | {name: value for name, value in values.items() if value is not None}
     session.terminal.status(f"estimating {session.args.model} ...")
     answer = addresses.inference(session).post("/memory/plan", body, seconds=120.0)
     fits = answer["result"] != "CANT_ACCOMMODATE"
@@ -242,6 +256,11 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
     else:
         results = {"DEPLOYED": "is loaded", "FREE": "fits", "FULL": "fits after evictions"}
         lines = [f"{model} {results.get(answer['result'], answer['result'])}{': ' + need if need else ''}"]
+    if changes := answer.get("changes"):
+        settings = ", ".join(f"{key}: {value}" for key, value in changes.items())
+        lines.append(f"  does not fit as configured; would be loaded with {settings}")
+    if expected := answer.get("expected"):
+        lines.append(f"  expected: {_speed(expected)}")
     if evict := answer.get("evict"):
         lines.append(f"  would evict: {', '.join(evict)}")
     if waits_for := answer.get("waits_for"):
@@ -253,6 +272,18 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
         text = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in shown.items())
         lines.append(f"  estimate for {device}: {text}")
     return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]
+
+
+def _speed(expected: Mapping[str, Any]) -> str:
+    """The expected speed and what it is computed from."""
+    rates, rate = expected["bytes_per_second"], expected["tokens_per_second"]
+    speed = "unknown tokens per second" if rate is None else f"{rate:.4g} tokens per second"
+    reads = (
+        f"{format_bytes(count)} on {device} at "
+        + (f"{rates[device] / 1e9:.3g} GB/s" if device in rates else "an unknown rate")
+        for device, count in expected["read_bytes"].items()
+    )
+    return f"{speed}; each token reads {', '.join(reads)}"
 
 
 def _devices(status: ModelStatus) -> str:

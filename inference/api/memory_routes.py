@@ -22,6 +22,7 @@ from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
+from inference.environment_settings import Experts
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -54,6 +55,7 @@ class PlanRequest(BaseModel):
     kv_cells: int | None = Field(None, ge=16, le=2**31 - 1)
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
     gpu_layers: int | None = Field(None, ge=-1)
+    experts: Experts | None = None
     ubatch: int | None = Field(None, ge=1, le=2**20)
 
 
@@ -146,6 +148,8 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
         return {
             "model": model,
             **model_status.decision_json(planned.outcome, planned.lost),
+            "changes": dict(planned.changes),
+            "expected": planned.speed.to_json() if planned.speed else None,
             "estimate": planned.estimate.to_json() if planned.estimate else None,
         }
 

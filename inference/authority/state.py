@@ -538,11 +538,14 @@ class RecoverCommand:
 
 @dataclass(frozen=True, slots=True)
 class PlanCommand:
-    """A dry run: `spec` is what is planned for, None for the model as it is."""
+    """A dry run: `spec` is what is planned for, None for the model as it is. `reduced`: the settings with which it
+    would be loaded instead, because it does not fit.
+    """
 
     model: str
     spec: ModelSpec | None
     divisions: int = 0
+    reduced: ModelSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,6 +600,8 @@ class State:
     restorations: int = 0
     bytes_per_second: float | None = None
     """rate of the last load of any model"""
+    read_rates: Mapping[str, float] = field(default_factory=dict)
+    """bytes per second that models read from the memory of each device; the largest measured"""
     timers: Mapping[Timer, float] = field(default_factory=dict)
     wake_at: float = math.inf
     """the time of the last WakeAt"""

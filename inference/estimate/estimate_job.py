@@ -17,6 +17,9 @@ from typing import Any
 
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
+from inference.estimate.host_rate import host_bytes_per_second
+from inference.estimate.layers import Sizes
+from inference.worker.cpu_cores import usable_cores
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
@@ -30,8 +33,9 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
     of each when there are several. Returns `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
     "note": ..., "output_bytes": ..., "checkpoint_bytes": ..., "projector_bytes": {device: ...},
-    "layers": [[weights, kv, grows], ...], "facts": {...}, "capabilities": [...]}`, or `{"error": message}` for an
-    unusable file.
+    "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
+    "host_bytes_per_second": ...}`, or `{"error": message}` for an unusable file. The rate of host memory is 0 unless
+    the model has experts.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -85,6 +89,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
         "facts": _facts(facts),
         "capabilities": list(capabilities),
+        "host_bytes_per_second": host_bytes_per_second(usable_cores()) if facts.experts else 0.0,
     }
 
 
@@ -145,6 +150,7 @@ def _exact(
         kv_type=parameters.kv_type,
         batch=parameters.batch,
         ubatch=parameters.ubatch,
+        host_expert_layers=parameters.host_expert_layers,
         flash_attention=parameters.flash_attention,
         swa_full=parameters.swa_full,
         capabilities=tuple(wanted) if wanted is not None else None,
@@ -328,17 +334,17 @@ class LayerTrace:
         )
         return round(sum(size * share for size, share in shares) / parallel)
 
-    def layers(self, facts: Facts, kv_bytes: int) -> list[tuple[int, int, bool]]:
-        """(weight bytes, cache bytes, whether the cache grows with the context) of each layer.
+    def layers(self, facts: Facts, kv_bytes: int) -> list[Sizes]:
+        """The bytes of each layer.
 
         The figures are those of the log if their sum agrees with `kv_bytes`, else those of the header.
         """
         logged = sum(size for size, _cells in self._found.values())
         if not self._found or abs(logged - kv_bytes) > 0.05 * kv_bytes + 0.02 * 2**20 * len(self._found):
-            return [(weights, values, True) for weights, values in facts.by_layer]
+            return [Sizes(weights, values, True, experts) for weights, values, experts in facts.by_layer]
         most = max(cells for _size, cells in self._found.values())
         found = []
-        for layer, (weights, _values) in enumerate(facts.by_layer):
+        for layer, (weights, _values, experts) in enumerate(facts.by_layer):
             size, cells = self._found.get(layer, (0.0, 0))
-            found.append((weights, round(size), cells == most > 0))
+            found.append(Sizes(weights, round(size), cells == most > 0, experts))
         return found

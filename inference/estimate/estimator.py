@@ -32,7 +32,7 @@ from inference.workers.helper_client import HelperError, run_helper
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 11
+_VERSION = 12
 _KEPT = (
     "parts",
     "source",
@@ -43,6 +43,7 @@ _KEPT = (
     "layers",
     "facts",
     "capabilities",
+    "host_bytes_per_second",
 )
 """The cached fields of a helper's answer."""
 _MOST_ENTRIES = 2000
@@ -66,7 +67,7 @@ class _Subject:
     def settings(self) -> dict[str, Any]:
         """What determines the size, besides files and devices."""
         return {
-            "parameters": asdict(parameters_of(self.spec, self.devices[0])),
+            "parameters": asdict(parameters_of(self.spec, self.devices[0].id)),
             "capabilities": self.spec.capabilities,
             "mmproj": self.spec.mmproj,
             "counts": self.counts,
@@ -207,11 +208,22 @@ class Estimator:
             entry["note"],
             int(entry["facts"]["context_trained"]),
             tuple(entry["capabilities"]),
-            tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
+            tuple(
+                Sizes(int(weights), int(kv), bool(grows), int(experts))
+                for weights, kv, grows, experts in entry["layers"]
+            ),
             {device.id: count for device, count in zip(here, subject.counts, strict=True)} if subject.counts else {},
             architecture=str(entry["facts"].get("architecture", "")),
             quantization=str(entry["facts"].get("quantization", "")),
+            expert_share=_share(entry["facts"]),
+            host_bytes_per_second=float(entry["host_bytes_per_second"]),
         )
+
+
+def _share(facts: Mapping[str, Any]) -> float:
+    """The share of the experts that compute a token; 1 for a dense model."""
+    experts, used = int(facts["experts"]), int(facts["experts_used"])
+    return used / experts if 0 < used < experts else 1.0
 
 
 def _why_missing(path: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,8 @@ MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
+_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+"""Tensors with one matrix per expert (LLM_FFN_EXPS_REGEX of llama.cpp); shared experts are not among them."""
 _MOST = 2**32 - 1
 """llama.cpp stores the dimensions of models in 32 bits."""
 _MOST_OF_A_TOKEN = 2**32
@@ -46,18 +49,18 @@ def read_facts(path: Path) -> Facts:
 
     Pipes and devices are not opened, because reading them could block.
     """
-    metadata, lengths, weights, layers = _read_part(path)
+    metadata, lengths, weights, layers, experts = _read_part(path)
     for part in _later_parts(path, metadata):
         try:
-            *_, weights_here, layers_here = _read_part(part)
+            *_, weights_here, layers_here, experts_here = _read_part(part)
         except BadGgufError as error:
             raise BadGgufError(f"its part {part.name} is unusable: {error}") from error
         weights += weights_here
-        for layer, count in layers_here.items():
-            layers[layer] = layers.get(layer, 0) + count
+        layers += layers_here
+        experts += experts_here
     if not weights:
         raise BadGgufError("it has no tensors")
-    return _facts(metadata, lengths, weights, layers)
+    return _facts(metadata, lengths, weights, layers, experts)
 
 
 def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
@@ -78,8 +81,8 @@ def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
     return parts[1:]
 
 
-def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[int, int]]:
-    """Metadata, lengths of arrays, bytes of tensors, and bytes per layer of one file."""
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, Counter[int], Counter[int]]:
+    """Metadata, lengths of arrays, bytes of tensors, bytes per layer, and bytes of experts per layer of one file."""
     if path.exists() and not path.is_file():
         raise BadGgufError("it is not a regular file")
     with path.open("rb") as file:
@@ -88,18 +91,21 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[in
     size = path.stat().st_size
     alignment = _alignment(metadata)
     weights = end = 0
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
+    experts: Counter[int] = Counter()
     for name, kind, count, offset in tensors:
         per_block, block_bytes = _BLOCKS.get(kind, (1, 4))
         here = math.ceil(count / per_block) * block_bytes
         weights += here
         if match := _LAYER.match(name):
-            layers[int(match[1])] = layers.get(int(match[1]), 0) + here
+            layers[int(match[1])] += here
+            if _EXPERTS.search(name):
+                experts[int(match[1])] += here
         end = max(end, offset + here)
     begin = math.ceil(data_begins / alignment) * alignment
     if begin + end > size:
         raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}; copy it again")
-    return metadata, lengths, weights, layers
+    return metadata, lengths, weights, layers, experts
 
 
 def _alignment(metadata: dict[str, Any]) -> int:
@@ -110,7 +116,13 @@ def _alignment(metadata: dict[str, Any]) -> int:
     return value
 
 
-def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, layer_bytes: dict[int, int]) -> Facts:
+def _facts(
+    metadata: dict[str, Any],
+    lengths: dict[str, int],
+    weights: int,
+    layer_bytes: Mapping[int, int],
+    expert_bytes: Mapping[int, int],
+) -> Facts:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise BadGgufError("its header has no architecture (general.architecture)")
@@ -147,8 +159,11 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
     kv_heads = numbers("attention.head_count_kv", heads)
     is_listed = isinstance(metadata.get(f"{architecture}.attention.head_count_kv"), list)
     heads_of = dict(enumerate(kv_heads)) if is_listed else dict.fromkeys(range(layers), kv_heads[0])
-    by_layer = tuple((layer_bytes.get(layer, 0), (keys + values) * heads_of.get(layer, 0)) for layer in range(layers))
-    if (of_a_token := sum(count for _weights, count in by_layer)) > _MOST_OF_A_TOKEN:
+    by_layer = tuple(
+        (layer_bytes.get(layer, 0), (keys + values) * heads_of.get(layer, 0), expert_bytes.get(layer, 0))
+        for layer in range(layers)
+    )
+    if (of_a_token := sum(count for _weights, count, _experts in by_layer)) > _MOST_OF_A_TOKEN:
         raise BadGgufError(f"it claims {of_a_token} keys and values for each token of its context")
     return Facts(
         architecture=architecture,
@@ -162,6 +177,8 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
         layer_bytes=sum(layer_bytes.values()),
         quantization=quantization_name(metadata),
         by_layer=by_layer,
+        experts=number("expert_count"),
+        experts_used=number("expert_used_count"),
     )
 
 

@@ -37,8 +37,11 @@ class Facts:
     """The part of `weight_bytes` in the repeating layers; the rest is embeddings and output."""
     quantization: str = ""
     """The type of most weights (`Q4_K_M`); empty when the header does not contain it."""
-    by_layer: tuple[tuple[int, int], ...] = ()
-    """Per repeating layer: bytes of its weights, and keys plus values of one token."""
+    by_layer: tuple[tuple[int, int, int], ...] = ()
+    """Per repeating layer: bytes of its weights, keys plus values of one token, and the bytes of its experts."""
+    experts: int = 0
+    experts_used: int = 0
+    """Experts of a layer, and those that compute a token; both 0 in a dense model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Parameters:
     flash_attention: bool = True
     swa_full: bool = False
     kv_checkpoints: int = 0
+    host_expert_layers: int = 0
+    """The experts of the first layers, up to this number, are in host memory wherever the layers are."""
 
     @property
     def cells(self) -> int:
@@ -96,7 +101,8 @@ def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) 
     """The bytes per device: all on `cpu`, or the last layers and the head on the accelerators, in order.
 
     `shares` are layers per accelerator; the head counts as one, and a negative number stands for all `gpu_layers`
-    (which is negative for all layers). The token embeddings stay in host memory, as in llama.cpp.
+    (which is negative for all layers). The token embeddings stay in host memory, as in llama.cpp, and the experts of
+    the first `host_expert_layers`.
     """
     whole = formula(facts, parameters)
     if not shares or parameters.gpu_layers == 0 or facts.layers == 0:
@@ -104,16 +110,18 @@ def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) 
     places = facts.layers + 1
     wanted = places if parameters.gpu_layers < 0 else min(parameters.gpu_layers, places)
     head = facts.weight_bytes - facts.layer_bytes
-    at = places - wanted
+    at, moved = places - wanted, 0
     found: dict[str, Parts] = {}
     for device, count in shares.items():
         end = places if count < 0 else min(places, at + count)
         layers = max(0, min(end, facts.layers) - at) / facts.layers
-        weights = int(facts.layer_bytes * layers) + (head if end == places else 0)
-        found[device] = Parts(weights, int(whole.kv_bytes * layers), whole.compute_bytes)
+        apart = sum(experts for _weights, _kv, experts in facts.by_layer[at : min(end, parameters.host_expert_layers)])
+        weights = int(facts.layer_bytes * layers) - apart + (head if end == places else 0)
+        found[device] = Parts(max(0, weights), int(whole.kv_bytes * layers), whole.compute_bytes)
+        moved += apart
         at = end
     stay = (places - wanted) / facts.layers
-    return {**found, "cpu": Parts(head + int(facts.layer_bytes * stay), int(whole.kv_bytes * stay), 0)}
+    return {**found, "cpu": Parts(head + int(facts.layer_bytes * stay) + moved, int(whole.kv_bytes * stay), 0)}
 
 
 def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:

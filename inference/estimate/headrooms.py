@@ -119,7 +119,7 @@ class Headrooms:
 def _key(spec: ModelSpec, device: Reading) -> str:
     parts = {
         "file": [str(spec.path), *stamp(spec.path)],
-        "parameters": asdict(parameters_of(spec, device)),
+        "parameters": asdict(parameters_of(spec, device.id)),
         "device": [device.id, *([] if device.id == CPU else [key_of(device)])],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -2,8 +2,9 @@
 
 llama.cpp puts the last `gpu_layers` of the repeating layers plus the head (output norm and matrix, which counts as one
 layer) on accelerators, in order, and the rest with the token embeddings in host memory; the cache of a layer is where
-the layer is (`llama_model::load_tensors`, `llama_kv_cache`). So one measurement gives the sizes of other placements:
-exactly for weights, within a few percent for compute buffers. Uncertain values are rounded up.
+the layer is (`llama_model::load_tensors`, `llama_kv_cache`). Experts of the first layers may be in host memory although
+their layers are on an accelerator. So one measurement gives the sizes of other placements: exactly for weights, within
+a few percent for compute buffers. Uncertain values are rounded up.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ SURE = 1.03
 
 class Sizes(NamedTuple):
     """Bytes of one repeating layer. `grows`: its cache grows with the context (not for sliding windows and recurrent
-    states).
+    states). `expert_bytes`: the part of the weights that may be in host memory alone.
     """
 
     weights_bytes: int
     kv_bytes: int
     grows: bool = True
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,26 @@ class Layers:
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
-        """Bytes of the first 0, 1, 2, ... places on accelerators, in order."""
-        return tuple(accumulate(self._every[self.places - self.offloaded :], initial=0))
+        """Bytes of the first 0, 1, 2, ... places on accelerators, in order, without experts in host memory."""
+        first = self.places - self.offloaded
+        here = (whole - apart for whole, apart in zip(self._every[first:], self._apart[first:], strict=True))
+        return tuple(accumulate(here, initial=0))
 
     @cached_property
     def _every(self) -> list[int]:
         return [*(size.weights_bytes + size.kv_bytes for size in self.sizes), self.head_bytes]
+
+    @cached_property
+    def _apart(self) -> list[int]:
+        """Bytes of each place that are in host memory wherever the place is: its experts."""
+        first = self.parameters.host_expert_layers
+        return [*(size.expert_bytes if at < first else 0 for at, size in enumerate(self.sizes)), 0]
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of the last layer on an accelerator that has experts, counted from 1; 0 if there is none."""
+        first = self.places - self.offloaded
+        return max((at for at, size in enumerate(self.sizes, 1) if at > first and size.expert_bytes), default=0)
 
     def need(self, counts: Mapping[str, int], overhead: Mapping[str, int]) -> dict[str, int]:
         """Bytes per device with `counts` places on each accelerator, in order, and the rest in host memory.
@@ -86,8 +102,10 @@ class Layers:
 
     def host_bytes(self, placed: int) -> int:
         """Bytes in host memory while the last `placed` places are on one accelerator."""
-        here = sum(self._every[: self.places - placed])
-        compute = self.host_compute_bytes if placed == self.places else max(self.host_compute_bytes, self.compute_bytes)
+        first = self.places - placed
+        here = sum(self._every[:first]) + sum(self._apart[first:])
+        is_alone = placed < self.places or any(self._apart)  # the host computes a part of the layers
+        compute = max(self.host_compute_bytes, self.compute_bytes) if is_alone else self.host_compute_bytes
         return self.input_bytes + here + compute
 
     @property
@@ -98,11 +116,35 @@ class Layers:
 
     @property
     def copies_bytes(self) -> int:
-        """Additional bytes on each device and the host when several accelerators share the model."""
-        return (COPIES - 1) * self.mask_bytes if self.offloaded == self.places else 0
+        """Additional bytes on each device and the host when several accelerators share the model.
+
+        llama.cpp makes no copies if experts are in host memory.
+        """
+        has_copies = self.offloaded == self.places and not self.parameters.host_expert_layers
+        return (COPIES - 1) * self.mask_bytes if has_copies else 0
+
+    def active_bytes(self, counts: Mapping[str, int], share: float) -> dict[str, int]:
+        """Bytes of weights that each device reads for one token, with `counts` as for `need`.
+
+        `share` of the experts compute a token. Of the embeddings only one row is read.
+        """
+        weights = [*(size.weights_bytes for size in self.sizes), self.head_bytes]
+        experts = [*(size.expert_bytes for size in self.sizes), 0]
+        at = self.places - sum(counts.values())
+        host = sum(weights[:at]) - sum(experts[:at]) * (1 - share) + (0 if counts else self.input_bytes)
+        found = {}
+        for device, count in counts.items():
+            end = at + count
+            dense, apart = sum(weights[at:end]) - sum(experts[at:end]), sum(self._apart[at:end])
+            found[device] = round(dense + (sum(experts[at:end]) - apart) * share)
+            host += apart * share
+            at = end
+        return {**found, HOST: round(host)}
 
     def changed(self, **settings: int | str) -> Layers:
-        """The layers with smaller settings: `context_length`, `parallel`, `kv_cells`, `kv_type`, `gpu_layers`."""
+        """The layers with smaller settings: `context_length`, `parallel`, `kv_cells`, `kv_type`, `gpu_layers`; or with
+        more `host_expert_layers`.
+        """
         was = self.parameters
         now = replace(was, **settings)  # type: ignore[arg-type]
         ratio = now.cells / was.cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
@@ -110,7 +152,7 @@ class Layers:
         @cache
         def shrunken(size: Sizes) -> Sizes:
             kv = min(size.kv_bytes, math.ceil(size.kv_bytes * ratio * SURE)) if size.grows else size.kv_bytes
-            return Sizes(size.weights_bytes, kv, size.grows)
+            return size._replace(kv_bytes=kv)
 
         less = int(self.mask_bytes * (1 - now.mask_cells / was.mask_cells) / SURE)
         return replace(
@@ -136,21 +178,23 @@ def layers_of(
     kv = here.kv_bytes + (host.kv_bytes if accelerator else 0)
     known = sum(size.kv_bytes for size in measured)
     sizes = tuple(
-        Sizes(weights, math.ceil(cache * kv / known) if known else math.ceil(kv / len(measured)), grows)
-        for weights, cache, grows in measured
+        size._replace(kv_bytes=math.ceil(size.kv_bytes * kv / known) if known else math.ceil(kv / len(measured)))
+        for size in measured
     )
     if accelerator is None:
         rest = max(0, here.weights_bytes - sum(size.weights_bytes for size in sizes))
         return Layers(replace(parameters, gpu_layers=0), sizes, 0, rest, here.compute_bytes, here.compute_bytes)
     places = len(sizes) + 1
     offloaded = places if parameters.gpu_layers < 0 else min(parameters.gpu_layers, places)
-    stay = [size.weights_bytes for size in sizes[: places - offloaded]]
-    gone = [size.weights_bytes for size in sizes[places - offloaded :]]
+    first = places - offloaded
+    apart = sum(size.expert_bytes for size in sizes[first : max(first, parameters.host_expert_layers)])
+    stay = sum(size.weights_bytes for size in sizes[:first]) + apart
+    gone = sum(size.weights_bytes for size in sizes[first:]) - apart
     return Layers(
         parameters,
         sizes,
-        max(0, here.weights_bytes - sum(gone)),
-        max(0, host.weights_bytes - sum(stay)),
+        max(0, here.weights_bytes - gone),
+        max(0, host.weights_bytes - stay),
         here.compute_bytes,
         host.compute_bytes,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from inference.devices.device import CPU, Reading
+from inference.devices.device import CPU
 from inference.estimate.header_formula import Parameters, Parts
 from inference.estimate.layers import Sizes
 from inference.settings import ModelSpec
@@ -33,6 +33,10 @@ class Estimate:
     architecture: str = ""
     quantization: str = ""
     """The type of most weights (`Q4_K_M`); empty when the header does not contain it."""
+    expert_share: float = 1.0
+    """The share of its experts that compute a token."""
+    host_bytes_per_second: float = 0.0
+    """The measured rate of host memory; 0 if the model has no experts."""
 
     @property
     def need(self) -> dict[str, int]:
@@ -60,8 +64,8 @@ class Estimate:
         }
 
 
-def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
-    """The parameters that determine the size of `spec` on `device`."""
+def parameters_of(spec: ModelSpec, device: str) -> Parameters:
+    """The parameters that determine the size of `spec` on the device with this id."""
     return Parameters(
         context_length=spec.context_length,
         parallel=spec.parallel,
@@ -69,8 +73,9 @@ def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
         kv_type=spec.kv_type,
         batch=spec.batch,
         ubatch=spec.ubatch,
-        gpu_layers=0 if device.id == CPU else spec.gpu_layers,
+        gpu_layers=0 if device == CPU else spec.gpu_layers,
         flash_attention=spec.flash_attention,
         swa_full=spec.swa_full,
         kv_checkpoints=spec.kv_checkpoints,
+        host_expert_layers=0 if device == CPU else spec.host_expert_layers,
     )

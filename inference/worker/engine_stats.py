@@ -15,31 +15,28 @@ LEAST_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillRate:
-    """Prompt tokens and the seconds of their steps; older steps have less weight.
+class TokenRate:
+    """Tokens and the seconds of their steps; older steps have less weight. Steps with fewer than `least` are ignored.
 
-    Reused prefix tokens count as computed in no time, because the next prompt can expect reuse too. Steps with few
-    prompt tokens are ignored, because their duration depends on the step and not on the prompt.
+    Prefill: reused prefix tokens count as computed in no time, because the next prompt can expect reuse too. Steps with
+    few prompt tokens are ignored, because their duration depends on the step and not on the prompt.
     """
 
     tokens: float = 0.0
     seconds: float = 0.0
+    least: int = LEAST_TOKENS
 
-    def read(self, tokens: int, seconds: float) -> PrefillRate:
-        """The rate after a step of `seconds` with `tokens` prompt tokens, including reused ones."""
-        if tokens < LEAST_TOKENS or seconds <= 0:
+    def read(self, tokens: int, seconds: float) -> TokenRate:
+        """The rate after a step of `seconds` with `tokens` tokens, including reused ones."""
+        if tokens < self.least or seconds <= 0:
             return self
         kept = max(0.0, 1.0 - seconds / WINDOW_SECONDS)
-        return PrefillRate(self.tokens * kept + tokens, self.seconds * kept + seconds)
+        return TokenRate(self.tokens * kept + tokens, self.seconds * kept + seconds, self.least)
 
     @property
     def tokens_per_second(self) -> float | None:
         """The rate; None before the first step that counts."""
         return self.tokens / self.seconds if self.seconds else None
-
-
-UNKNOWN = PrefillRate()
-"""The rate before the first step."""
 
 
 HUNG_STEP_SECONDS = 10.0
@@ -60,7 +57,9 @@ class EngineCounters:
     generated_tokens: int = 0
     cells_used: int = 0
     cells_retained: int = 0
-    prefill: PrefillRate = UNKNOWN
+    prefill: TokenRate = TokenRate()
+    decode: TokenRate = TokenRate(least=1)
+    """of steps with one token of one sequence"""
     kv: KvCounts = field(default_factory=KvCounts)
 
     def begin(self, tokens: int) -> None:
@@ -93,5 +92,6 @@ class EngineCounters:
             cells_used=self.cells_used,
             cells_retained=self.cells_retained,
             prefill_tokens_per_second=self.prefill.tokens_per_second,
+            decode_tokens_per_second=self.decode.tokens_per_second,
             kv=self.kv,
         )

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from inference.app import HOT_PATHS, Service
 from inference.authority.events import CrashReported
 from inference.authority.quarantine import Crash
+from inference.devices.device import Reading
+from inference.estimate.layers import Sizes
+from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause
 from inference.worker.kv.sequence_control import SequenceRow
 from tests.rigs.asgi import ask, operations
@@ -67,9 +70,16 @@ def _all(sets: Iterable[set[str]]) -> set[str]:
     return set().union(*sets)
 
 
+class _LayersEstimator(FakeEstimator):
+    """Its models have one layer, from which the expected speed follows."""
+
+    async def get(self, spec: Any, device: Reading, *others: Reading, counts: Any = ()) -> Estimate:
+        return replace(await super().get(spec, device, *others, counts=counts), sizes=(Sizes(0, 1),))
+
+
 async def _busy_service(start: Start) -> Service:
     """A service whose answers have every field: a model in use, a warm one, one too large, one that crashed."""
-    estimator = FakeEstimator()
+    estimator = _LayersEstimator()
     estimator.sizes = {"large": 5000}
     gpu = SharedDevice()
     models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "other": {}}

@@ -10,7 +10,7 @@ import pytest
 from inference.worker.kv.checkpoints import most_checkpoints
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.estimate_rig import MIB, Case, EstimateRig
-from tests.rigs.tiny_families import FAMILIES, Form
+from tests.rigs.tiny_families import EXPERTS, FAMILIES, Form
 
 CASES = {
     "dense": [("q8_0", 0, 4, ()), ("f16", -1, 2, (3, 4))],
@@ -51,6 +51,24 @@ async def test_estimated_bytes_of_a_pool_equal_allocated_bytes(
         pool, own = await rig.estimate(case), await rig.estimate(replace(case, kv_cells=None))
     for device, parts in pool.parts.items():
         assert parts.kv_bytes <= own.parts[device].kv_bytes
+
+
+@pytest.mark.parametrize(("experts", "gpu_layers", "counts"), [("host", -1, ()), (4, 5, ()), (2, -1, (3, 4))])
+async def test_experts_in_host_memory_are_booked_there(
+    experts: str | int, gpu_layers: int, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The weights and the cache of each device are exactly the predicted ones, and no others moved."""
+    form = Form("moe", heads_kv=8)
+    case = Case(form, 4096, 2, "f16", gpu_layers, counts, experts=experts)
+    async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
+        await check(rig, case)
+        apart, together = await rig.estimate(case), await rig.estimate(replace(case, experts="device"))
+    moved = {name: parts.weights_bytes - together.parts[name].weights_bytes for name, parts in apart.parts.items()}
+    of_a_layer = 3 * EXPERTS * form.width * form.feed * 4
+    layers = {"host": 6, 4: 2, 2: 2}[experts]  # with 5 places on the accelerator, the first 2 layers are on the host
+    assert moved["cpu"] == layers * of_a_layer == -moved["gpu-0"]
+    for name, parts in apart.parts.items():
+        assert parts.kv_bytes == together.parts[name].kv_bytes
 
 
 async def check(rig: EstimateRig, case: Case) -> None:

@@ -42,20 +42,21 @@ async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
 
 @shows(
     "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
-    "lora", "mmproj", "capabilities", "swa_full", "kv_cells",
+    "lora", "mmproj", "capabilities", "swa_full", "kv_cells", "experts",
 )  # fmt: skip
 async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     other = directory / "other.gguf"
     other.write_bytes(b"GGUF")
     settings_of: dict[str, dict[str, Any]] = {
         "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
-        "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True},
+        "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True, "experts": 3},
         "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"], "kv_cells": 5000},
     }
     behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
     service = await start({**settings_of, "plain": {}}, behavior, accelerator=FakeAccelerator())
     await load(service, *behavior)
     granted = {name: json.loads((directory / f"{name}.json").read_text()) for name in behavior}
+    settings_of["b"]["host_expert_layers"] = settings_of["b"].pop("experts")
     for name, keys in settings_of.items():
         assert {key: granted[name][key] for key in keys} == keys
         assert all(granted["plain"][key] != value for key, value in keys.items())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from inference.authority.placement.plan import (
     Result,
     plan,
 )
+from inference.authority.placement.smaller_settings import Fit, FitStep
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.stage import EVICTABLE, Stage
 from inference.estimate.header_formula import Parameters
@@ -68,10 +70,14 @@ def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledg
 def spreads(draw: st.DrawFn, gpus: int, count: tuple[int, int] = (1, 5), weights: tuple[int, int] = (1, 200)) -> Spread:
     """A few layers of different sizes over all accelerators."""
     layers = draw(st.integers(*count))
-    sizes = tuple(Sizes(draw(st.integers(*weights)), draw(st.integers(0, weights[1] // 2))) for _ in range(layers))
+    sizes = tuple(
+        Sizes(of_layer, draw(st.integers(0, weights[1] // 2)), True, of_layer * draw(st.sampled_from((0, 0, 9))) // 10)
+        for of_layer in (draw(st.integers(*weights)) for _ in range(layers))
+    )
     parallel = draw(st.integers(1, 4))
     pool = draw(st.none() | st.integers(1024, 1024 * parallel))
-    parameters = Parameters(1024, parallel, pool, gpu_layers=-1, ubatch=1)
+    apart = draw(st.just(0) | st.integers(0, layers))
+    parameters = Parameters(1024, parallel, pool, gpu_layers=-1, ubatch=1, host_expert_layers=apart)
     made = Layers(parameters, sizes, draw(st.integers(0, 100)), draw(st.integers(0, 30)), draw(st.integers(0, 40)), 5)
     overhead = {name: draw(st.integers(0, 20)) for name in (*GPUS[:gpus], "cpu")}
     return Spread(made, GPUS[:gpus], overhead)
@@ -218,14 +224,16 @@ def test_plan_can_be_executed(
     assert not (dedicated and there)
 
 
-@given(machines(3), spreads(3), policies)
+@given(machines(3), spreads(3), policies, st.sets(st.sampled_from(FitStep)))
 @settings(max_examples=80, deadline=None)
 def test_final_refusal_is_correct_and_its_suggestion_works(
-    machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy
+    machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, steps: Collection[FitStep]
 ) -> None:
-    """Without any evictable model it still fits nowhere; with the suggested setting it does."""
+    """Without any evictable model it still fits nowhere; with the suggested or allowed setting it does, and not with
+    the experts of one layer less in host memory.
+    """
     ledger, held = machine
-    request = request_of(spread)
+    request = replace(request_of(spread), fit=Fit(steps, 512))
     decision = plan(request, ledger, held, policy)
     if isinstance(decision, Placement) or decision.waits_for:
         return
@@ -233,9 +241,21 @@ def test_final_refusal_is_correct_and_its_suggestion_works(
     ledger = ledger.without({item.holding for item in held if item not in fixed})
     assert not fits_at_all(request, Stage.of(ledger, fixed), policy, list(divisions(spread)))
     if decision.fix:
-        smaller = replace(spread, layers=spread.layers.changed(**decision.fix))
+        smaller = changed(spread, decision.fix)
         parameters = smaller.layers.parameters
         assert pool_problem(parameters.kv_cells, parameters.context_length, parameters.parallel) is None
         options = tuple(Option(name, smaller.need({name: smaller.layers.offloaded})) for name in smaller.over)
         again = plan(replace(request, options=options, spread=smaller), ledger, fixed, policy)
         assert isinstance(again, Placement)
+        if "experts" in decision.fix and "gpu_layers" not in decision.fix:
+            fewer = changed(spread, {**decision.fix, "experts": decision.fix["experts"] - 1})
+            assert not any(
+                Stage.of(ledger, fixed).obstacle((*way,), fewer.need(way), policy, dedicated=False) is None
+                for way in divisions(fewer)
+            )
+
+
+def changed(spread: Spread, fix: Mapping[str, Any]) -> Spread:
+    """The model with these settings."""
+    keys = {"experts": "host_expert_layers"}
+    return replace(spread, layers=spread.layers.changed(**{keys.get(key, key): value for key, value in fix.items()}))

@@ -36,12 +36,14 @@ class Case:
     counts: tuple[int, ...] = ()
     ubatch: int = 512
     kv_cells: int | None = None
+    experts: str | int = "device"
 
     @property
     def name(self) -> str:
         """Short and stable."""
         where = "x".join(map(str, self.counts)) or f"gpu{self.gpu_layers}"
-        return f"{self.form.family}-{self.context_length}x{self.parallel}-{self.kv_type}-{where}"
+        apart = "" if self.experts == "device" else f"-experts-{self.experts}"
+        return f"{self.form.family}-{self.context_length}x{self.parallel}-{self.kv_type}-{where}{apart}"
 
     def spec(self) -> ModelSpec:
         """As the configuration has it."""
@@ -53,6 +55,7 @@ class Case:
             kv_type=self.kv_type,  # type: ignore[arg-type]
             gpu_layers=self.gpu_layers,
             ubatch=self.ubatch,
+            experts=self.experts,  # type: ignore[arg-type]
         )
         return _spec(self.form.family, entry, InferenceSettings())
 
@@ -124,6 +127,7 @@ class EstimateRig:
             devices=grants_of(devices),
             gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
             tensor_split=tuple(map(float, case.counts)),
+            host_expert_layers=spec.host_expert_layers,
             context_length=spec.context_length,
             parallel=spec.parallel,
             kv_cells=spec.kv_cells,

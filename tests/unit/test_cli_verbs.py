@@ -581,6 +581,29 @@ def test_plan_prints_the_dry_run(serve: Any, capsys: Any) -> None:
     assert service.requests[0].body == {"model": "demo", "context_length": 8192}
 
 
+def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> None:
+    reads = {"gpu-0": 2**30, "cpu": 2**29}
+    speed = {"tokens_per_second": 21.5, "read_bytes": reads, "bytes_per_second": {"gpu-0": 9e11, "cpu": 1e10}}
+    unknown = {**speed, "tokens_per_second": None, "bytes_per_second": {"cpu": 1e10}}
+    answer = {**FITS, "evict": [], "estimate": None, "trace": [], "changes": {"experts": 7}}
+    options = "--kv-type q8_0 --gpu-layers -1 --experts auto --ubatch 256 --parallel 2 --kv-cells 999"
+    for expected, begin, at in ((speed, "21.5", "900 GB/s"), (unknown, "unknown", "an unknown rate")):
+        text = f"{begin} tokens per second; each token reads 1.0 GiB on gpu-0 at {at}, 512.0 MiB on cpu at 10 GB/s"
+        service = serve({"POST /memory/plan": Canned({**answer, "expected": expected})})
+        assert main(["plan", "demo", *options.split()]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "demo fits after evictions: 100.0 MiB on cpu",
+            "  does not fit as configured; would be loaded with experts: 7",
+            f"  expected: {text}",
+        ]
+        assert service.requests[0].body == {
+            "model": "demo", "kv_type": "q8_0", "gpu_layers": -1, "experts": "auto", "ubatch": 256, "parallel": 2,
+            "kv_cells": 999,
+        }  # fmt: skip
+    assert main(["plan", "demo", "--gpu-layers", "-2"]) == 2
+    assert "-2 is too small" in capsys.readouterr().err
+
+
 def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:
     serve({"POST /memory/plan": Canned(LACKS)})
     assert main(["plan", "big"]) == 4

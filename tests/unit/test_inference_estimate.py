@@ -30,7 +30,7 @@ from inference.estimate.header_formula import Facts, Parameters, Parts, formula,
 from inference.estimate.layers import Layers, Sizes, layers_of
 from inference.worker.llama.binding import lib
 from inference.workers.helper_client import run_helper
-from tests.rigs import tiny_gguf, tiny_projector
+from tests.rigs import tiny_families, tiny_gguf, tiny_projector
 
 LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)
 
@@ -95,6 +95,29 @@ def test_layers_are_divided_over_accelerators_in_order() -> None:
     assert sum(item.weights_bytes for item in parts.values()) == 2 * LLAMA_1B.weight_bytes - LLAMA_1B.layer_bytes
     assert parts["gpu-1"].kv_bytes == 3 * parts["gpu-0"].kv_bytes
     assert parts["cpu"].kv_bytes == 0
+
+
+def test_experts_in_host_memory_are_divided_by_their_layers() -> None:
+    """Those of layers on the host are there anyway."""
+    facts = Facts("x", 4, 8, 8, 8, 8, 8, 420, 400, by_layer=((100, 1, 70),) * 4, experts=8, experts_used=2)
+    everything = Parameters(256, 1, gpu_layers=-1)
+    for layers, gpu_layers, moved in ((0, -1, 0), (1, -1, 70), (512, -1, 280), (3, 3, 70), (2, 3, 0)):
+        parameters = replace(everything, gpu_layers=gpu_layers)
+        together = formula_on(facts, parameters, {"gpu-0": -1})
+        apart = formula_on(facts, replace(parameters, host_expert_layers=layers), {"gpu-0": -1})
+        assert together["gpu-0"].weights_bytes - apart["gpu-0"].weights_bytes == moved
+        assert apart["cpu"].weights_bytes - together["cpu"].weights_bytes == moved
+    split = formula_on(facts, replace(everything, host_expert_layers=3), {"gpu-0": 2, "gpu-1": 3})
+    assert {name: parts.weights_bytes for name, parts in split.items()} == {"gpu-0": 60, "gpu-1": 150, "cpu": 230}
+
+
+def test_experts_of_each_layer_are_read_from_the_header() -> None:
+    form = tiny_families.Form("moe", layers=2)
+    facts = read_facts(tiny_families.path(form))
+    of_a_layer = 3 * tiny_families.EXPERTS * form.width * form.feed * 4
+    assert [experts for _weights, _kv, experts in facts.by_layer] == [of_a_layer] * 2
+    assert (facts.experts, facts.experts_used) == (tiny_families.EXPERTS, 2)
+    assert {experts for _weights, _kv, experts in read_facts(tiny_gguf.generative()).by_layer} == {0}
 
 
 def test_implausible_figures_are_detected() -> None:
@@ -315,6 +338,46 @@ def test_total_cache_is_divided_equally_among_layers_of_unknown_cache_size() -> 
     assert {size.kv_bytes for size in layers.sizes} == {25}
 
 
+EXPERTS = tuple(Sizes(100, 40, True, experts) for experts in (0, 70, 80, 0))
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2, 3, 512])
+@pytest.mark.parametrize("gpu_layers", [-1, 3])
+def test_experts_are_moved_from_the_device_of_their_layer_to_the_host(apart: int, gpu_layers: int) -> None:
+    """Whichever placement was measured, the same bytes follow for all others."""
+    together = Layers(Parameters(1024, 2, gpu_layers=gpu_layers, ubatch=1), EXPERTS, 70, 60, 5000, 6000)
+    moved = sum(size.expert_bytes for size in EXPERTS[together.places - together.offloaded : apart])
+    found = together.changed(host_expert_layers=apart)
+    before, after = (layers.need({"gpu-0": together.offloaded}, {}) for layers in (together, found))
+    assert before["gpu-0"] - after["gpu-0"] == moved == after["cpu"] - before["cpu"]
+    cache = 40 * (together.offloaded - 1)
+    weights = {
+        "gpu-0": Parts(after["gpu-0"] - cache - 5000, cache, 5000),
+        "cpu": Parts(after["cpu"] - (160 - cache) - 6000, 160 - cache, 6000),
+    }
+    assert layers_of(found.parameters, weights, "gpu-0", EXPERTS) == found
+
+
+def test_experts_in_host_memory_of_several_devices() -> None:
+    """llama.cpp then makes no copies of the inputs; the host computes too."""
+    layers = Layers(Parameters(1000, 1, gpu_layers=-1, ubatch=10, host_expert_layers=3), EXPERTS, 70, 60, 50_000, 7)
+    assert layers.need({"gpu-0": 3, "gpu-1": 2}, {"gpu-1": 1}) == {
+        "gpu-0": 3 * 140 - 150 + 50_000, "gpu-1": 140 + 70 + 50_000 + 1, "cpu": 60 + 150 + 50_000,
+    }  # fmt: skip
+    assert layers.expert_layers == 3
+    assert replace(layers, parameters=Parameters(1000, 1, gpu_layers=2)).expert_layers == 0
+
+
+def test_a_token_reads_the_used_share_of_the_experts() -> None:
+    """Of the embeddings it reads one row; on the host they may be the output matrix as well."""
+    layers = Layers(Parameters(1000, 1, gpu_layers=-1), EXPERTS, 70, 60, 0, 0)
+    assert layers.active_bytes({"gpu-0": 5}, 0.1) == {"gpu-0": 470 - 150 + 15, "cpu": 0}
+    apart = layers.changed(host_expert_layers=2)
+    assert apart.active_bytes({"gpu-0": 2, "gpu-1": 3}, 0.1) == {"gpu-0": 200 - 70, "gpu-1": 270 - 80 + 8, "cpu": 7}
+    assert layers.changed(gpu_layers=2).active_bytes({"gpu-0": 2}, 0.5) == {"gpu-0": 170, "cpu": 300 - 75}
+    assert layers.changed(gpu_layers=0).active_bytes({}, 1.0) == {"cpu": 400 + 70 + 60}
+
+
 def test_several_devices_hold_copies_of_the_inputs() -> None:
     """With all layers on accelerators, each device holds four masks, so that they work at the same time."""
     layers = Layers(Parameters(1000, 1, gpu_layers=-1, ubatch=10), (Sizes(1, 1),) * 4, 0, 0, 50_000, 0)
@@ -350,6 +413,9 @@ def test_smaller_settings_shrink_caches_and_buffers() -> None:
     [
         ({"gpu_layers": 3, "context_length": 512}, {"gpu_layers": 2, "context_length": 512}),
         ({"gpu_layers": 1}, {}),
+        ({"experts": 3}, {"experts": 4}),
+        ({"experts": 3, "context_length": 512}, {"experts": 4, "context_length": 512}),
+        ({"experts": 3, "gpu_layers": 2}, {"experts": 3, "gpu_layers": 1}),
         ({"context_length": 4096, "parallel": 1}, {"context_length": 3840, "parallel": 1}),
         ({"context_length": 512}, {}),
         ({"parallel": 3}, {"parallel": 2}),
@@ -373,7 +439,7 @@ llama_kv_cache: size =    4.00 MiB (  2048 cells,   2 layers,  4/1 seqs), K (f16
 llama_memory_recurrent, layer   1: dev = CPU
 llama_memory_recurrent: size =    1.00 MiB (     4 cells,   3 layers,  4 seqs), R (f32):    1.00 MiB
 """
-FACTS = Facts("x", 3, 8, 8, 8, 8, 8, 40, 30, by_layer=((10, 1), (10, 1), (10, 1)))
+FACTS = Facts("x", 3, 8, 8, 8, 8, 8, 40, 30, by_layer=((10, 1, 4), (10, 1, 0), (10, 1, 0)))
 
 
 def test_caches_of_layers_are_read_from_the_log() -> None:
@@ -381,7 +447,7 @@ def test_caches_of_layers_are_read_from_the_log() -> None:
     for start in range(0, len(LOG), 50):
         trace.feed(LOG[start : start + 50])
     mib = 2**20
-    assert trace.layers(FACTS, 5 * mib) == [(10, 2 * mib, True), (10, mib, False), (10, 2 * mib, True)]
+    assert trace.layers(FACTS, 5 * mib) == [(10, 2 * mib, True, 4), (10, mib, False, 0), (10, 2 * mib, True, 0)]
 
 
 IN_POOL = """llama_kv_cache_iswa: creating non-SWA KV cache, size = 2048 cells
@@ -404,5 +470,6 @@ def test_checkpoint_of_a_sequence_in_a_pool_has_its_window() -> None:
 def test_log_that_does_not_explain_the_sum_is_ignored() -> None:
     trace = LayerTrace()
     trace.feed(LOG)
-    assert trace.layers(FACTS, 50 * 2**20) == [(10, 1, True)] * 3
-    assert LayerTrace().layers(FACTS, 0) == [(10, 1, True)] * 3
+    of_header = [(10, 1, True, 4), (10, 1, True, 0), (10, 1, True, 0)]
+    assert trace.layers(FACTS, 50 * 2**20) == of_header
+    assert LayerTrace().layers(FACTS, 0) == of_header

@@ -22,6 +22,7 @@ from inference.authority.placement.plan import (
     plan,
     refusal_now,
 )
+from inference.authority.placement.smaller_settings import Fit, FitStep
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
 from inference.estimate.layers import Layers, Sizes
@@ -209,11 +210,17 @@ def test_rejection_without_any_device_has_a_reason() -> None:
 
 
 def layered(
-    over: tuple[str, ...] = ("gpu-0",), *, count: int = 4, weights: int = 100, kv: int = 200, **settings: int | str
+    over: tuple[str, ...] = ("gpu-0",),
+    *,
+    count: int = 4,
+    weights: int = 100,
+    kv: int = 200,
+    experts: int = 0,
+    **settings: int | str,
 ) -> Spread:
-    """Layers of `weights` + `kv` bytes and a head of 100 bytes."""
+    """Layers of `weights` + `kv` bytes, with `experts` in the weights, and a head of 100 bytes."""
     parameters = Parameters(**{"context_length": 1024, "parallel": 1, "gpu_layers": -1 if over else 0} | settings)  # type: ignore[arg-type]
-    return Spread(Layers(parameters, (Sizes(weights, kv),) * count, 100, 0, 0, 0), over, {})
+    return Spread(Layers(parameters, (Sizes(weights, kv, True, experts),) * count, 100, 0, 0, 0), over, {})
 
 
 def alone(spread: Spread) -> Option:
@@ -236,6 +243,9 @@ def alone(spread: Spread) -> Option:
         (layered(kv=0), (300, 0), {}),
         (layered(kv=0), (50, 900), {}),
         (layered(kv=100), (410, 330), {"context_length": 512, "gpu_layers": 3}),
+        (layered(kv=0, experts=80), (300, 250), {"experts": 3}),
+        (layered(kv=0, experts=80), (300, 150), {}),
+        (layered(kv=100, experts=80), (425, 330), {"context_length": 512, "experts": 4}),
         (layered((), parallel=4), (0, 800), {"parallel": 1}),
         (layered((), kv=0), (0, 100), {}),
         (layered(parallel=4, kv_cells=2048), (1100, 0), {"kv_cells": 1280}),
@@ -254,6 +264,79 @@ def test_suggested_fix_changes_as_little_as_possible(
     ledger = machine(gpu_0=rooms[0], cpu=rooms[1])
     decision = rejected(ask(alone(spread), spread=spread), ledger)
     assert decision.fix == fix
+
+
+C, E, L = FitStep.CONTEXT, FitStep.EXPERTS, FitStep.LAYERS
+
+
+@pytest.mark.parametrize(
+    ("spread", "steps", "rooms", "fix"),
+    [
+        # 4 layers of 100 + 200 bytes and a head of 100; 80 of the 100 are experts
+        (layered(experts=80), (E,), (1250, 320), {"experts": 1}),
+        (layered(experts=80), (E,), (1100, 320), {"experts": 3}),
+        (layered(experts=80), (E,), (970, 320), {}),
+        (layered(experts=80), (E,), (1100, 230), {}),
+        (layered(), (E,), (1250, 320), {}),
+        (layered(experts=80, host_expert_layers=2), (E,), (1100, 320), {"experts": 3}),
+        (layered(experts=80, gpu_layers=3), (E,), (620, 900), {"experts": 3}),
+        (layered(context_length=2048), (C,), (1250, 0), {"context_length": 1792}),
+        (layered(context_length=2048), (C,), (930, 0), {"context_length": 1024}),
+        (layered(context_length=2048), (C,), (900, 0), {}),
+        (layered(context_length=1000), (C,), (1250, 0), {}),
+        (
+            layered(context_length=2048, parallel=2, kv_cells=3000), (C,), (930, 0),
+            {"context_length": 1024, "kv_cells": 1500},
+        ),
+        (layered(context_length=2048, experts=80), (C, E), (930, 80), {"context_length": 1024}),
+        (layered(context_length=2048, experts=80), (C, E), (850, 320), {"context_length": 1024, "experts": 1}),
+        (layered(experts=80), (C, E), (1100, 320), {"experts": 3}),
+        (layered(kv=0), (L,), (300, 200), {"gpu_layers": 3}),
+        (layered(kv=0, experts=80), (E, L), (160, 400), {"experts": 4, "gpu_layers": 4}),
+        (
+            layered(context_length=2048, kv=100, experts=80), (C, E, L), (300, 600),
+            {"context_length": 1024, "experts": 4, "gpu_layers": 3},
+        ),
+        (layered(kv=0), (C, E), (300, 200), {}),
+    ],
+)  # fmt: skip
+def test_change_that_is_allowed_changes_as_little_as_possible(
+    spread: Spread, steps: tuple[FitStep, ...], rooms: tuple[int, int], fix: dict[str, object]
+) -> None:
+    """In the order context, experts, layers; each step with the minimum of those before it."""
+    fit, ledger = Fit(steps, min_context=1024), machine(gpu_0=rooms[0], cpu=rooms[1])
+    decision = rejected(replace(ask(alone(spread), spread=spread), fit=fit), ledger)
+    assert fit.allows(decision.fix) == bool(fix)
+    if fix:
+        assert decision.fix == fix
+
+
+def test_shortest_allowed_context_need_not_be_a_multiple() -> None:
+    spread = layered(context_length=2048)
+    wanted = replace(ask(alone(spread), spread=spread), fit=Fit((C,), min_context=1000))
+    assert rejected(wanted, machine(gpu_0=906, cpu=0)).fix == {"context_length": 1000}
+
+
+@pytest.mark.parametrize(
+    ("fix", "allowed"),
+    [
+        ({"context_length": 1024, "kv_cells": 1500}, True), ({"context_length": 1023}, False), ({}, False),
+        ({"context_length": 1024, "experts": 1}, False), ({"parallel": 1}, False), ({"gpu_layers": 3}, True),
+    ],
+)  # fmt: skip
+def test_only_configured_steps_are_allowed(fix: dict[str, object], allowed: bool) -> None:
+    assert Fit((C, L), min_context=1024).allows(fix) is allowed
+
+
+def test_allowed_change_is_preferred_to_the_fallback() -> None:
+    spread = layered(experts=80)
+    fallback = Option("cpu", {"cpu": 1300}, fallback=True)
+    wanted = ask(alone(spread), fallback, spread=spread)
+    for room, device in ((1000, None), (970, "cpu")):
+        ledger = machine(gpu_0=room, cpu=1300)
+        decision = plan(replace(wanted, fit=Fit((E,))), ledger, [], DEFAULT)
+        assert (decision.device if isinstance(decision, Placement) else None) == device
+    assert placed(wanted, machine(gpu_0=1000, cpu=1300)).device == "cpu"
 
 
 def test_model_too_large_for_one_device_is_divided_by_layer() -> None:

@@ -278,3 +278,20 @@ def test_unreadable_file_is_reported(directory: Path, monkeypatch: pytest.Monkey
     (directory / "tiny.gguf").chmod(0)
     monkeypatch.setattr(os, "access", lambda path, _: bool(os.stat(path).st_mode & 0o444))  # as it is for all but root
     assert "models.a.path: " in problems(directory, "models:\n  a: {path: tiny.gguf}\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"), [("device", 0), ("auto", 0), ("host", 512), ("0", 0), ("7", 7), ("512", 512)]
+)
+def test_experts_are_a_place_or_a_number_of_layers(value: str, layers: int, directory: Path) -> None:
+    text = "models:\n  a: {path: tiny.gguf, experts: %s}\n  b: {path: tiny.gguf}"
+    models = load(directory, text % value, {"INFERENCE_EXPERTS": value}).models
+    assert models["a"].experts == models["b"].experts
+    assert models["a"].host_expert_layers == models["b"].host_expert_layers == layers
+
+
+@pytest.mark.parametrize("value", ["gpu", "-1", "513", "1.5", "true", "[1]", "''"])
+def test_other_values_of_experts_are_one_problem(value: str, directory: Path) -> None:
+    found = problems(directory, f"models:\n  a: {{path: tiny.gguf, experts: {value}}}")
+    assert found.count("write device, host, auto, or the number of layers (0 to 512)") == 1
+    assert found.count("\n") <= 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from headgate.shared.units import format_bytes
 from inference.authority.placement.ledger import Ledger
-from inference.authority.placement.smaller_settings import nearest_fix
+from inference.authority.placement.smaller_settings import Fit, nearest_fit, nearest_fix
 from inference.authority.placement.spread import Spread, fits, split_free, split_full
 from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Scene, Stage
 from inference.authority.placement.victims import cheapest, least_cost
@@ -89,13 +89,15 @@ class Request:
     """A model to be loaded, with its options.
 
     `spread` describes its layers, for splits over several devices and for smaller settings; without it there are
-    neither splits nor fixes.
+    neither splits nor fixes. `fit`: changes with which it may be loaded; a refusal suggests others only if they do not
+    suffice.
     """
 
     model: str
     options: tuple[Option, ...]
     dedicated: bool = False
     spread: Spread | None = None
+    fit: Fit = field(default_factory=Fit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Pl
     last = replace(request, options=tuple(option for option in request.options if option.fallback), spread=None)
     look = _Decision(first, scene, policy, [], choose)
     decision = look.decide() if first.options else None
-    if last.options and (decision is None or (isinstance(decision, Refusal) and not decision.waits_for)):
+    is_final = isinstance(decision, Refusal) and not decision.waits_for and not request.fit.allows(decision.fix)
+    if last.options and (decision is None or is_final):
         decision = _Decision(last, scene, policy, look.trace, choose).decide()
     assert decision is not None
     return decision
@@ -308,7 +311,7 @@ class _Decision:
             other = replace(spread, layers=layers)
             return fits(other, self.scene.emptied, self.policy, dedicated=self.request.dedicated, host=host)
 
-        return nearest_fix(spread.layers, would_fit)
+        return nearest_fit(spread.layers, self.request.fit, would_fit) or nearest_fix(spread.layers, would_fit)
 
     def _placement(self, result: Result, option: Option, evict: tuple[str, ...]) -> Placement:
         kind = _allocation(self.request.dedicated, len(option.devices))

@@ -1,6 +1,7 @@
 """Smaller settings for a model that lacks memory.
 
-`nearest_fix` computes a suggestion for an operator. `next_step` has the steps of `oom_policy: reduce`: clean up,
+`nearest_fix` computes a suggestion for an operator, `nearest_fit` the settings with which a model is loaded instead of
+the configured ones (`experts: auto`). `next_step` has the steps of `oom_policy: reduce`: clean up,
 smaller batch, smaller context. They are taken once. Then the model keeps the smaller sizes that helped, or its requests
 fail, until the rest period is over.
 """
@@ -37,8 +38,8 @@ class Fits(Protocol):
 def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
     """The smallest reduction with which the model `would_fit`; empty if there is none.
 
-    In this order: fewer parallel sequences (or a smaller pool for them), a smaller KV type, a shorter context, fewer
-    layers on the accelerator, and fewer layers with the minimum of the others.
+    In this order: fewer parallel sequences (or a smaller pool for them), a smaller KV type, a shorter context, experts
+    in host memory, fewer layers on the accelerator, and the last two with the minimum of the others.
     """
     now = layers.parameters
 
@@ -68,13 +69,80 @@ def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
     if steps * CONTEXT_STEP >= LEAST_CONTEXT:
         return shorter(steps * CONTEXT_STEP)
     least = alone if now.context_length <= LEAST_CONTEXT else shorter(LEAST_CONTEXT)
-    return _fewer_layers(layers, {}, would_fit) or _fewer_layers(layers, least, would_fit)
+    for others in ({}, least):
+        if found := _experts_apart(layers, others, would_fit) or _fewer_layers(layers, others, would_fit):
+            return found
+    return {}
+
+
+class FitStep(StrEnum):
+    """A setting that is changed without a command when a model does not fit; in the order in which they are tried."""
+
+    CONTEXT = "context"
+    EXPERTS = "experts"
+    LAYERS = "layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The changes that a model allows. Its context gets no shorter than `min_context`."""
+
+    steps: Collection[FitStep] = ()
+    min_context: int = LEAST_CONTEXT
+
+    def allows(self, fix: Mapping[str, Any]) -> bool:
+        """Whether the model may be loaded with this change; False for no change."""
+        keys = {key for step in self.steps for key in _SETTINGS[step]}
+        return bool(fix) and keys.issuperset(fix) and fix.get("context_length", self.min_context) >= self.min_context
+
+
+_SETTINGS: Mapping[FitStep, tuple[str, ...]] = {
+    FitStep.CONTEXT: ("context_length", "kv_cells"),
+    FitStep.EXPERTS: ("experts",),
+    FitStep.LAYERS: ("gpu_layers",),
+}
+
+
+def nearest_fit(layers: Layers, fit: Fit, would_fit: Fits) -> Mapping[str, Any]:
+    """The smallest change that `fit` allows and with which the model `would_fit`; empty if there is none.
+
+    A step is tried with the minimum of the steps before it.
+    """
+    now = layers.parameters
+    least = min(fit.min_context, now.context_length)
+
+    def shorter(context_length: int) -> dict[str, Any]:
+        """The pool shrinks with the context."""
+        if context_length == now.context_length:
+            return {}
+        pool = {} if now.kv_cells is None else {"kv_cells": now.kv_cells * context_length // now.context_length}
+        return {"context_length": context_length, **pool}
+
+    others: dict[str, Any] = {}
+    if FitStep.CONTEXT in fit.steps:
+        steps = _most(
+            lambda count: would_fit(layers.changed(**shorter(count * CONTEXT_STEP))),
+            (now.context_length - 1) // CONTEXT_STEP,
+        )
+        if steps * CONTEXT_STEP >= least:
+            return shorter(steps * CONTEXT_STEP)
+        others = shorter(least)
+        if others and would_fit(layers.changed(**others)):
+            return others
+    if FitStep.EXPERTS in fit.steps:
+        if found := _experts_apart(layers, others, would_fit):
+            return found
+        if layers.expert_layers > now.host_expert_layers:
+            others = {**others, "experts": layers.expert_layers}
+    return _fewer_layers(layers, others, would_fit) if FitStep.LAYERS in fit.steps else {}
 
 
 def smaller(fix: Mapping[str, Any], context_length: int) -> Mapping[str, Any]:
     """The next smaller suggestion of the same kind for a model with this `context_length`; empty when there is none."""
     if (layers := fix.get("gpu_layers", 0)) > 1:
         return {**fix, "gpu_layers": layers - 1}
+    if "experts" in fix and "gpu_layers" not in fix:
+        return {**fix, "experts": fix["experts"] + 1}
     context = _less(fix.get("context_length", 0))
     if "gpu_layers" not in fix and context >= LEAST_CONTEXT:
         return {**fix, "context_length": context} | ({"kv_cells": context} if "kv_cells" in fix else {})
@@ -93,10 +161,28 @@ def _less(tokens: int) -> int:
 
 def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the largest number of accelerator layers that fits, if the host has room for the rest."""
-    count = _most(lambda count: would_fit(layers.changed(**others, gpu_layers=count), host=False), layers.offloaded - 1)
-    if count and would_fit(layers.changed(**others, gpu_layers=count)):
+    smaller = _changed(layers, others)
+    count = _most(lambda count: would_fit(smaller.changed(gpu_layers=count), host=False), layers.offloaded - 1)
+    if count and would_fit(smaller.changed(gpu_layers=count)):
         return {**others, "gpu_layers": count}
     return {}
+
+
+def _experts_apart(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
+    """`others` with the smallest number of layers whose experts are in host memory, if the host has room for them."""
+    smaller, before, most = _changed(layers, others), layers.parameters.host_expert_layers, layers.expert_layers
+    too_few = _most(
+        lambda count: not would_fit(smaller.changed(host_expert_layers=before + count), host=False), most - before
+    )
+    count = before + too_few + 1
+    if count <= most and would_fit(smaller.changed(host_expert_layers=count)):
+        return {**others, "experts": count}
+    return {}
+
+
+def _changed(layers: Layers, settings: Mapping[str, Any]) -> Layers:
+    """The layers with these settings of a model."""
+    return layers.changed(**{"host_expert_layers" if key == "experts" else key: settings[key] for key in settings})
 
 
 def _most(true: Callable[[int], bool], most: int) -> int:

@@ -107,6 +107,7 @@ def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -
         parallel=model.effective.parallel,
         kv_cells=model.effective.kv_cells,
         gpu_layers=model.effective.gpu_layers,
+        experts=model.effective.experts,
         devices=worker.placement.devices if worker else (),
         predicted_bytes=sum(estimate.need.values()) if estimate else None,
         actual_bytes=actual,

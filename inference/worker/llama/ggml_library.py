@@ -38,6 +38,7 @@ def library() -> ctypes.CDLL:
         ("ggml_backend_dev_type", ctypes.c_int, [ctypes.c_void_p]),
         ("ggml_backend_dev_buffer_type", ctypes.c_void_p, [ctypes.c_void_p]),
         ("ggml_backend_buft_name", ctypes.c_char_p, [ctypes.c_void_p]),
+        ("ggml_backend_cpu_buffer_type", ctypes.c_void_p, []),
         ("ggml_backend_reg_by_name", ctypes.c_void_p, [ctypes.c_char_p]),
         ("ggml_backend_reg_get_proc_address", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [ctypes.c_void_p]),

@@ -42,6 +42,10 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
         split = (ctypes.c_float * lib.LLAMA_MAX_DEVICES)(*grant.tensor_split)
         params.tensor_split = split
         keep.append(split)
+    if grant.host_expert_layers and handles:
+        overrides_ = _experts_on_host(grant.host_expert_layers)
+        params.tensor_buft_overrides = ctypes.cast(overrides_, ctypes.c_void_p)
+        keep.append(overrides_)
     if on_progress is not None:
         callback = lib.llama_progress_callback(lambda fraction, _data: on_progress(fraction))
         params.progress_callback = callback
@@ -51,6 +55,23 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
     params.handles = handles
     params.kept = keep  # arrays and callbacks must outlive the load
     return params
+
+
+class _BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _experts_on_host(layers: int) -> ctypes.Array[_BufferOverride]:
+    """The overrides that put the experts of the first `layers` layers into host memory, ended by an empty one.
+
+    One pattern for all layers: llama.cpp compiles each pattern for each tensor.
+    """
+    numbers = "|".join(map(str, range(layers)))
+    pattern = rf"^blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode()
+    host = ggml_library.library().ggml_backend_cpu_buffer_type()
+    return (_BufferOverride * 2)(_BufferOverride(pattern, host), _BufferOverride(None, None))
 
 
 def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:

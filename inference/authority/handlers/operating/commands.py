@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from inference.authority.draft import Draft
 from inference.authority.effects import RenewProbes, StopWorker, TrimWorkers
@@ -22,11 +24,20 @@ from inference.authority.events import (
 )
 from inference.authority.handlers.placing import decision, defragmentation, moving
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, device_incidents, estimates, keeping, oom_recovery
+from inference.authority.handlers.queries.plan_inputs import fit_of, held_models
+from inference.authority.handlers.running import (
+    decode_speed,
+    departure,
+    device_incidents,
+    estimates,
+    keeping,
+    oom_recovery,
+)
+from inference.authority.handlers.running.decode_speed import DecodeSpeed
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal
+from inference.authority.placement.turns import Decision
 from inference.authority.state import (
     CollectCommand,
     DefragmentCommand,
@@ -61,11 +72,16 @@ _S = ModelState
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The answer to a dry run: the decision, what was measured, and which accelerators are missing."""
+    """The answer to a dry run: the decision, what was measured, which accelerators are missing, and the expected speed
+    of a placement.
+    """
 
     outcome: Placement | Refusal
     estimate: Estimate | None
     lost: str
+    changes: Mapping[str, Any]
+    """settings with which it would be loaded, because it does not fit as configured"""
+    speed: DecodeSpeed | None
 
 
 # --- beginning -------------------------------------------------------------------------------------------------------
@@ -217,7 +233,7 @@ def _continue_plan(draft: Draft, id: int, command: PlanCommand) -> None:
     if command.model not in state.models:
         draft.refuse(id, ModelNotFound(command.model, sorted(state.config.model_ids)))
         return
-    requested = decision.with_request(state, command.model, command.spec)
+    requested = decision.with_request(state, command.model, command.spec, command.reduced)
     model = requested.models[command.model]
     found = decision.consider(requested, command.model, draft.now, divisions=command.divisions)
     match found:
@@ -229,7 +245,12 @@ def _continue_plan(draft: Draft, id: int, command: PlanCommand) -> None:
         case decision.NeedsReading():
             device_view.read(draft)
         case decision.NeedsCheck(check, _):
-            draft.set(checks={(check.spec, check.kinds): check, **state.checks})
+            if (check.spec, check.kinds) not in state.checks:
+                draft.set(checks={(check.spec, check.kinds): check, **state.checks})
+                draft.plan()  # begins it in this step
+        case Decision(Refusal(fix=fix)) if fit_of(model.spec).allows(fix):
+            draft.set_command(id, replace(command, reduced=replace(model.effective, **fix), divisions=0))
+            draft.plan()
         case _:
             draft.answer(id, _planned(draft, command, model, found.outcome))
 
@@ -249,7 +270,11 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     if isinstance(outcome, Placement):
         estimate = known.get(placement_key(outcome.devices, outcome.tensor_split), estimate)
     lost, _ = device_view.lost_for(state.models[command.model].effective, device_view.readings(state, draft.now))
-    return Planned(outcome, estimate, lost)
+    changes = {name: getattr(model.effective, name) for name in model.spec.changed(model.effective)}
+    speed = None
+    if isinstance(outcome, Placement) and (first := known.get(outcome.devices[0])) is not None:
+        speed = decode_speed.expected(state.read_rates, model.effective, first, outcome)
+    return Planned(outcome, estimate, lost, changes, speed)
 
 
 def _trim(draft: Draft, id: int, command: CollectCommand) -> None:

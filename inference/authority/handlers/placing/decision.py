@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import held_models, request_for, residents
+from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
 from inference.authority.handlers.running import keeping, oom_recovery, replicas
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Scene, plan
@@ -90,6 +90,17 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
         return NeedsReading()
     request = request_for(state, spec, options, divide=divisions < MOST_DIVISIONS)
     assert request is not None
+    fit = fit_of(model.spec)
+    found = _decided(state, model, replace(request, fit=fit), now)
+    refusal = found.outcome if fit.steps and isinstance(found, Decision) else None
+    if isinstance(refusal, Refusal) and not refusal.waits_for and not fit.allows(refusal.fix):
+        return _decided(state, model, request, now)  # no allowed change suffices
+    return found
+
+
+def _decided(state: State, model: ModelRecord, request: Request, now: float) -> Decision | Missing:
+    """The decision with a verified suggestion, or the missing input."""
+    spec = model.effective
     decision = _decide(state, model, request, now)
     outcome = decision.outcome
     if isinstance(outcome, Placement):
@@ -102,7 +113,7 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     until, fix = state.fixes.get(key, (0.0, {}))
     if now < until:
         return replace(decision, outcome=replace(outcome, fix=fix))
-    return NeedsCheck(FixCheck(id, spec, key[1], outcome.fix), outcome)
+    return NeedsCheck(FixCheck(model.id, spec, key[1], outcome.fix), outcome)
 
 
 def plan_on(
@@ -158,6 +169,7 @@ def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
         return NeedsEstimate(EstimateKey(spec, (missing,)))
     request = request_for(state, spec, devices, divide=check.divisions < 1)
     assert request is not None
+    request = replace(request, options=tuple(option for option in request.options if not option.fallback))
     held = held_models(state, now)
     emptied = Scene.of(state.ledger, [item for item in held if item.model != check.model]).emptied
     own = {item.holding for item in held if item.model == check.model} & emptied.ledger.holdings.keys()
@@ -176,21 +188,22 @@ def next_try(check: FixCheck) -> FixCheck:
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------
-def with_request(state: State, id: str, spec: ModelSpec | None) -> State:
+def with_request(state: State, id: str, spec: ModelSpec | None, reduced: ModelSpec | None = None) -> State:
     """A copy of the state as if a request for the model had arrived.
 
-    With another `spec` the model counts as not loaded, because it would have to be loaded again.
+    With another `spec` the model counts as not loaded, because it would have to be loaded again; `reduced` are the
+    settings that it would be loaded with.
     """
     model = state.models[id]
     if spec is None:
-        return state
+        return replace(state, models={**state.models, id: replace(model, reduced=reduced)}) if reduced else state
     worker = state.worker_of(model)
     ledger = state.ledger
     if worker is not None:
         own = {item.holding for item in held_models(state, 0.0) if item.model == id}
         ledger = ledger.without(own)
     unloaded = replace(
-        model, spec=spec, reduced=None, worker=None, kept=None, state=ModelState.COLD, target=None, on_cpu_until=0.0
+        model, spec=spec, reduced=reduced, worker=None, kept=None, state=ModelState.COLD, target=None, on_cpu_until=0.0
     )
     return replace(state, ledger=ledger, models={**state.models, id: unloaded})
 

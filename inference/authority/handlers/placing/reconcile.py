@@ -14,7 +14,7 @@ from inference.authority.draft import Draft
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsReading
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import refusal_error
+from inference.authority.handlers.queries.plan_inputs import fit_of, refusal_error
 from inference.authority.handlers.running import (
     departure,
     device_incidents,
@@ -125,8 +125,8 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     if isinstance(found, NeedsReading):
         device_view.read(draft)
         return None
-    if _is_optional(draft, id) and (isinstance(found, NeedsCheck) or not _fits_beside(draft, id, found.outcome)):
-        outcome = found.refusal if isinstance(found, NeedsCheck) else found.outcome
+    outcome = found.refusal if isinstance(found, NeedsCheck) else found.outcome
+    if _is_optional(draft, id) and not _fits_beside(draft, id, outcome):
         reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
         tickets.fail(draft, id, ModelFailed(f"there is no room beside other models{reason}"))
         return None
@@ -152,8 +152,10 @@ def _is_optional(draft: Draft, id: str) -> bool:
 
 
 def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
-    """Whether an optional load has room: at the start without evictions, for a replica after those of idle models."""
-    if outcome.result in _FITS:
+    """Whether an optional load has room, perhaps with a change that its configuration allows: at the start without
+    evictions, for a replica after those of idle models.
+    """
+    if outcome.result in _FITS or (isinstance(outcome, Refusal) and fit_of(draft.model(id).spec).allows(outcome.fix)):
         return True
     if Purpose.REPLICA not in _purposes(draft, id):
         return False

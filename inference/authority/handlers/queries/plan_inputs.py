@@ -8,6 +8,7 @@ from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for, readings
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Refusal, Request
+from inference.authority.placement.smaller_settings import Fit, FitStep
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
 from inference.authority.state import State, WorkerRecord
@@ -23,6 +24,11 @@ ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""
 TOLERANCE_BYTES = 8 * 2**20
 """Tolerance per buffer: llama.cpp's log rounds to 0.01 MiB and pads small buffers."""
+
+
+def fit_of(spec: ModelSpec) -> Fit:
+    """The changes with which the model may be loaded if it does not fit as configured."""
+    return Fit((FitStep.EXPERTS,) if spec.experts == "auto" else ())
 
 
 def request_for(state: State, spec: ModelSpec, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
@@ -57,7 +63,7 @@ def _spread(
     over = tuple(device.id for device in there)
     first = over[0] if over else CPU
     measured = estimates[first]
-    parameters = parameters_of(spec, there[0] if over else Reading(CPU, CPU, "", 0, 0, 0))
+    parameters = parameters_of(spec, first)
     layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
     if layers is None:
         return None
@@ -127,6 +133,7 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
         devices=grants_of(devices),
         gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
         tensor_split=placement.tensor_split,
+        host_expert_layers=0 if devices[0].id == CPU else spec.host_expert_layers,
         context_length=spec.context_length,
         parallel=spec.parallel,
         kv_cells=spec.kv_cells,

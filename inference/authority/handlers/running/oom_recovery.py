@@ -15,6 +15,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import CheckHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
 from inference.authority.events import HeadroomChanged, ShortageLearned, Trimmed
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.plan_inputs import fit_of
 from inference.authority.handlers.running import endings
 from inference.authority.handlers.running.estimates import forget_estimates
 from inference.authority.handlers.running.worker_memory import reclaim, serving
@@ -55,7 +56,9 @@ def is_fallback(state: State, model: ModelRecord) -> bool:
 
 
 def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
-    """Whether the policy has steps left when the plan refuses the model."""
+    """Whether smaller settings are tried when the plan refuses the model."""
+    if fit_of(model.spec).allows(refusal.fix):
+        return True
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         return False
     reduction = model.reduction if model.reduced is not None else model.reduction.rested(now)
@@ -64,8 +67,13 @@ def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
 
 # --- refused by the plan ---------------------------------------------------------------------------------------------
 def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
-    """Called when the plan refuses the model. True: a step of the policy was taken, and the model is planned again."""
+    """Called when the plan refuses the model. True: its settings are changed or a step of the policy was taken, and the
+    model is planned again.
+    """
     model = draft.model(id)
+    if fit_of(model.spec).allows(refusal.fix):
+        _fit(draft, model, refusal.fix)
+        return True
     if not refusal.lacks or model.spec.oom_policy != "reduce":
         restore_sizes(draft, id)
         return False
@@ -76,6 +84,15 @@ def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
         return False
     draft.plan()
     return True
+
+
+def _fit(draft: Draft, model: ModelRecord, fix: Mapping[str, Any]) -> None:
+    """Uses a verified change that the configuration allows, for the next load."""
+    changes = ", ".join(f"{key}: {value}" for key, value in fix.items())
+    draft.warning("%s does not fit as configured and is loaded with %s", model.id, changes)
+    reduction = replace(model.reduction, rests_until=draft.now + REST_SECONDS)
+    draft.set_model(model.id, reduced=replace(model.effective, **fix), reduction=reduction)
+    draft.plan()
 
 
 # --- refused to a worker ---------------------------------------------------------------------------------------------

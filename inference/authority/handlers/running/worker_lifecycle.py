@@ -22,6 +22,7 @@ from inference.authority.events import (
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
+    decode_speed,
     device_incidents,
     endings,
     kv_arenas,
@@ -136,6 +137,9 @@ def progressed(draft: Draft, event: Progressed) -> None:
     elif event.beat is not None:
         counted = _count_tokens(draft, worker, event.beat)
         kv_counters.note(draft, worker, event.beat.kv)
+        rate = event.beat.decode_tokens_per_second
+        if rate is not None and (worker.beat is None or rate != worker.beat.decode_tokens_per_second):
+            decode_speed.learn(draft, worker, rate)
     draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
 
 

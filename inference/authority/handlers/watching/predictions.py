@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import held_models, request_for
+from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for
 from inference.authority.handlers.queries.pressure_view import open_to
 from inference.authority.handlers.running import replicas
 from inference.authority.handlers.running.oom_recovery import can_reduce
@@ -41,6 +43,7 @@ class Predictions:
         request = request_for(state, model.effective, allowed)
         if request is None:
             return None
+        request = replace(request, fit=fit_of(model.spec))
         refusal = refusal_now(request, self._scene, device_view.policy(state.settings, now))
         if refusal is not None and can_reduce(model, refusal, now):
             return None  # it may fit with smaller settings, which are measured when a request comes

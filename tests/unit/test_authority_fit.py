@@ -1,0 +1,189 @@
+"""Settings that change so that a model fits (`experts: auto`), and the expected speed of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference.authority import events
+from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.watching.predictions import Predictions
+from inference.authority.placement.plan import Placement, Refusal
+from inference.authority.placement.smaller_settings import REST_SECONDS
+from inference.authority.state import EstimateKey
+from inference.devices.device import CPU, Reading
+from inference.errors import InferenceError, MemoryLimitExceededError
+from inference.estimate.header_formula import Parts
+from inference.estimate.layers import Sizes
+from inference.estimate.model_estimate import Estimate
+from inference.protocol import ModelState
+from inference.worker_link import Heartbeat
+from tests.rigs.authority_world import configuration
+from tests.rigs.step_world import MIB, OVERHEAD_BYTES, StepWorld
+
+LAYERS, EXPERTS_MIB = 4, 300
+DENSE_MIB = 150
+"""Everything else of the model."""
+
+
+class ExpertsWorld(StepWorld):
+    """Each layer has 300 MiB of experts, of which an eighth is used. With experts in host memory `wrong` needs 1 GiB
+    more than the layers say."""
+
+    def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
+        device, apart = devices[0].id, min(key.spec.host_expert_layers, LAYERS)
+        apart = 0 if device == CPU else apart
+        more = 1024 if key.spec.id == "wrong" and apart else 0
+        weights = (DENSE_MIB + (LAYERS - apart) * EXPERTS_MIB + more) * MIB
+        parts = {device: Parts(weights, 0, 0)}
+        if device != CPU:
+            parts[CPU] = Parts(apart * EXPERTS_MIB * MIB, 0, 0)
+        sizes = (Sizes(EXPERTS_MIB * MIB, 0, True, EXPERTS_MIB * MIB),) * LAYERS
+        return Estimate(
+            parts,
+            dict.fromkeys(parts, OVERHEAD_BYTES),
+            "llama.cpp",
+            "",
+            4096,
+            sizes=sizes,
+            expert_share=1 / 8,
+            host_bytes_per_second=1e9,
+        )
+
+    def plan(self, model: str, **changes: object) -> Planned:
+        """The answer to a dry run."""
+        command = self.command(events.Plan(model, changes))
+        self.arrive()
+        planned = self.answers[command]
+        assert isinstance(planned, Planned)
+        return planned
+
+
+def begin(models: dict[str, dict[str, Any]], **settings: Any) -> ExpertsWorld:
+    found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
+    world = ExpertsWorld(configuration(found, **settings), dict.fromkeys(models, 100), ("gpu-0",))
+    world.arrive()
+    return world
+
+
+def test_fewest_layers_have_their_experts_in_host_memory() -> None:
+    """The device has room for the rest and two of four; the change is shown, and both memories are booked."""
+    world = begin({"a": {"experts": "auto"}})
+    ticket = world.want("a")
+    world.arrive()
+    assert ticket in world.grants
+    model = world.model("a")
+    assert (model.effective.experts, model.spec.experts) == (2, "auto")
+    assert model.spec.changed(model.effective) == ("experts",)
+    assert any("does not fit as configured and is loaded with experts: 2" in line for line in world.log)
+    assert (world.booked("gpu-0"), world.booked(CPU)) == (760, 610)
+
+
+def test_configured_settings_are_used_if_they_fit() -> None:
+    """All experts are on a host that has no accelerator, and the setting says nothing about them."""
+    world = begin({"a": {"experts": "auto", "gpu_layers": 0}})
+    world.used("a")
+    assert world.model("a").reduced is None
+    assert world.booked(CPU) == DENSE_MIB + LAYERS * EXPERTS_MIB + 10
+
+
+def test_configured_settings_are_tried_again_later() -> None:
+    world = begin({"a": {"experts": "auto"}})
+    world.used("a")
+    world.command(events.Unload("a"))
+    world.live(5)
+    assert world.model("a").reduced is not None
+    world.live(REST_SECONDS)
+    assert world.model("a").reduced is None
+    world.used("a")
+    assert world.model("a").effective.experts == 2
+
+
+def test_models_that_fit_after_a_change_are_not_reported_as_too_large() -> None:
+    world = begin({"a": {"experts": "auto"}, "b": {}})
+    for name in ("a", "b"):
+        world.plan(name)
+    moment = Predictions(world.state, world.now)
+    assert moment.of(world.model("a")) is None
+    assert isinstance(moment.of(world.model("b")), Refusal)
+
+
+@pytest.mark.parametrize("experts", ["device", 1])
+def test_other_models_are_refused_with_a_suggestion(experts: str | int) -> None:
+    world = begin({"a": {"experts": experts}})
+    ticket = world.want("a")
+    world.arrive()
+    error = world.errors[ticket]
+    assert isinstance(error, MemoryLimitExceededError)
+    assert "experts: 2" in error.message
+
+
+def test_change_that_is_measured_not_to_suffice_is_not_made() -> None:
+    """It is refused after some further numbers of layers were measured; on a fallback it is loaded."""
+    world = begin({"wrong": {"experts": "auto"}, "other": {"experts": "auto", "oom_policy": "cpu"}})
+    ticket = world.want("wrong")
+    world.arrive()
+    assert isinstance(world.errors[ticket], MemoryLimitExceededError)
+    assert world.model("wrong").reduced is None
+    world.used("other")
+    assert world.model("other").effective.experts == 2
+
+
+def test_fallback_is_used_if_no_allowed_change_suffices() -> None:
+    world = begin({"wrong": {"experts": "auto", "oom_policy": "cpu"}})
+    world.used("wrong")
+    worker = world.state.worker_of(world.model("wrong"))
+    assert worker is not None
+    assert (worker.placement.devices, worker.spec.experts) == ((CPU,), "auto")
+
+
+def test_model_that_is_loaded_at_the_start_is_changed_too() -> None:
+    world = begin({"a": {"experts": "auto"}}, enable_lazy_model_loading=False)
+    world.live(5)
+    assert world.model("a").state is ModelState.READY
+    assert world.model("a").effective.experts == 2
+
+
+def test_dry_run_shows_the_change_and_the_expected_speed() -> None:
+    """Each token reads an eighth of the experts; the rate of the device is unknown until the model has run."""
+    world = begin({"a": {"experts": "auto"}})
+    planned = world.plan("a")
+    assert isinstance(planned.outcome, Placement)
+    assert planned.changes == {"experts": 2}
+    assert world.model("a").reduced is None
+    assert planned.speed is not None
+    assert planned.speed.read_bytes == {"gpu-0": (DENSE_MIB + 75) * MIB, CPU: 75 * MIB}
+    assert planned.speed.tokens_per_second is None
+    assert planned.speed.to_json()["bytes_per_second"] == {CPU: 10**9}
+    world.used("a")
+    seconds = planned.speed.read_bytes[CPU] / 1e9 + planned.speed.read_bytes["gpu-0"] / 50e9
+    beat(world, "a", 1 / seconds)
+    speed = world.plan("a").speed
+    assert speed is not None
+    assert speed.tokens_per_second == pytest.approx(1 / seconds)
+    assert speed.bytes_per_second["gpu-0"] == pytest.approx(50e9)
+    other = world.plan("a", experts=4).speed
+    assert other is not None
+    assert other.tokens_per_second == pytest.approx(1 / (150 * MIB / 1e9 + DENSE_MIB * MIB / 50e9))
+
+
+def test_largest_measured_rate_of_a_device_counts() -> None:
+    """A speed that the known rates do not explain teaches nothing."""
+    world = begin({"a": {"experts": "auto"}, "b": {"gpu_layers": 0}})
+    world.used("a")
+    beat(world, "a", 1e9)
+    assert world.state.read_rates == {CPU: 1e9}
+    world.used("b")
+    for rate in (100.0, 50.0):
+        beat(world, "b", rate)
+    read = DENSE_MIB + LAYERS * EXPERTS_MIB // 8
+    assert world.state.read_rates == {CPU: 100.0 * read * MIB}
+
+
+def beat(world: ExpertsWorld, model: str, tokens_per_second: float) -> None:
+    """A heartbeat with this decode speed."""
+    worker = world.model(model).worker
+    assert worker is not None
+    found = Heartbeat(None, 0, 0, 0, 0, 0, decode_tokens_per_second=tokens_per_second)
+    world.send(events.Progressed(worker, 1.0, found))
