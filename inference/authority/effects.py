@@ -317,10 +317,11 @@ class CheckHeadrooms:
 
 @dataclass(frozen=True, slots=True)
 class LearnOverhead:
-    """Learn the use of a device by a worker beyond its buffers."""
+    """Learn the use of a device by a worker beyond its buffers, for models of its shape."""
 
     device: Reading
     observed_bytes: int
+    shape: str
 
 
 Effect = (

@@ -24,7 +24,7 @@ from inference.errors import ModelFailed
 from inference.estimate.header_formula import Parts
 from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate, parameters_of
-from inference.estimate.overheads import Overheads
+from inference.estimate.overheads import Overheads, shape_of
 from inference.file_stamp import NO_FILE, Fingerprint, changed
 from inference.settings import ModelSpec
 from inference.workers.helper_client import HelperError, run_helper
@@ -112,9 +112,9 @@ class Estimator:
             f"the model {spec.id!r} cannot be measured: {spec.path} keeps changing; try again when it is written"
         )
 
-    def learn(self, device: Reading, observed_bytes: int) -> None:
-        """Learns the bytes that a worker used on an accelerator beyond its buffers."""
-        self.overheads.learn(device, observed_bytes)
+    def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
+        """Learns the bytes that a worker with a model of this shape used on an accelerator beyond its buffers."""
+        self.overheads.learn(device, observed_bytes, shape)
 
     async def close(self) -> None:
         """Cancels running measurements."""
@@ -192,7 +192,13 @@ class Estimator:
         """A cached entry, which has no device names, applied to these devices."""
         spec, devices, here = subject.spec, subject.devices, subject.accelerators
         names = {str(at): device.id for at, device in enumerate(here)} | {CPU: CPU}
-        overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
+        layers = tuple(
+            Sizes(int(weights), int(kv), bool(grows), int(experts)) for weights, kv, grows, experts in entry["layers"]
+        )
+        architecture = str(entry["facts"].get("architecture", ""))
+        quantization = str(entry["facts"].get("quantization", ""))
+        shape = shape_of(architecture, quantization, layers, spec.ubatch)
+        overhead = {device.id: self.overheads.of(device, shape) for device in here} | {CPU: self.overheads.host}
         if spec.memory_overhead is not None:
             overhead = {device.id: spec.memory_overhead for device in devices}
         overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"]) + int(entry["checkpoint_bytes"])
@@ -208,15 +214,13 @@ class Estimator:
             entry["note"],
             int(entry["facts"]["context_trained"]),
             tuple(entry["capabilities"]),
-            tuple(
-                Sizes(int(weights), int(kv), bool(grows), int(experts))
-                for weights, kv, grows, experts in entry["layers"]
-            ),
+            layers,
             {device.id: count for device, count in zip(here, subject.counts, strict=True)} if subject.counts else {},
-            architecture=str(entry["facts"].get("architecture", "")),
-            quantization=str(entry["facts"].get("quantization", "")),
+            architecture=architecture,
+            quantization=quantization,
             expert_share=_share(entry["facts"]),
             host_bytes_per_second=float(entry["host_bytes_per_second"]),
+            shape=shape,
         )
 
 

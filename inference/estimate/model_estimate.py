@@ -37,6 +37,8 @@ class Estimate:
     """The share of its experts that compute a token."""
     host_bytes_per_second: float = 0.0
     """The measured rate of host memory; 0 if the model has no experts."""
+    shape: str = ""
+    """What its learned overhead belongs to (`inference.estimate.overheads`)."""
 
     @property
     def need(self) -> dict[str, int]:

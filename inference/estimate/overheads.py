@@ -1,18 +1,21 @@
 """Learned overhead: the bytes that workers use on a device beyond llama.cpp's buffers.
 
-Learned per (device model, driver, backend) from readings after loads, and stored in the state directory. The largest of
-the last observations counts, because too small an overhead causes failed loads.
+Learned per (device model, driver, backend, shape of the model) from readings after loads and after first full batches,
+and stored in the state directory. The largest of the last observations counts, because too small an overhead causes
+failed loads. A shape without enough observations has those of all shapes on the device.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from headgate.shared.state_directory import StateDir
 from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import MIB
 from inference.devices.device import Reading
+from inference.estimate.layers import Sizes
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ a single observation too small.
 """
 SAFETY_FACTOR = 1.1
 """Factor on the largest observation, because pools grow with the first large batches."""
-_MOST_KEYS = 64
+_MOST_KEYS = 256
 _VERSION = 1
 
 
@@ -47,30 +50,44 @@ class Overheads:
         self._seen = load_state_file(self._path, _observations, "memory overheads of devices are learned again") or {}
         self.host = CPU_OVERHEAD_BYTES
 
-    def of(self, device: Reading) -> int:
-        """The overhead of a worker on this accelerator, in bytes."""
+    def of(self, device: Reading, shape: str = "") -> int:
+        """The overhead of a worker with a model of this shape on this accelerator, in bytes."""
         first = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
-        seen = self._seen.get(key_of(device), ())
+        seen = self._seen.get(key_of(device, shape), [])
+        if len(seen) < ENOUGH:
+            own = key_of(device)
+            seen = [count for key, counts in self._seen.items() if _is_of(key, own) for count in counts]
         least = first if len(seen) < ENOUGH else 0
         return max(least, int(max(seen, default=0) * SAFETY_FACTOR))
 
-    def learn(self, device: Reading, observed_bytes: int) -> None:
+    def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
         """Adds an observation. Ignores values that cannot be an overhead."""
         if device.kind in FIRST_OVERHEAD_BYTES or observed_bytes > MOST_BYTES:
             return
-        key = key_of(device)
-        before = self.of(device)
-        self._seen[key] = [*self._seen.get(key, ()), max(0, observed_bytes)][-KEPT:]
+        key = key_of(device, shape)
+        before = self.of(device, shape)
+        self._seen[key] = [*self._seen.pop(key, ()), max(0, observed_bytes)][-KEPT:]
         while len(self._seen) > _MOST_KEYS:
             self._seen.pop(next(iter(self._seen)))
-        if self.of(device) != before:
-            log.info("the overhead of a worker on %s is now %d MiB", device.name, self.of(device) // MIB)
+        if (now := self.of(device, shape)) != before:
+            log.info("the overhead of a worker on %s (%s) is now %d MiB", device.name, shape, now // MIB)
         self._files.write(self._path, {"version": _VERSION, "seen": self._seen})
 
 
-def key_of(device: Reading) -> str:
-    """The key of an overhead: device model, driver, backend."""
-    return " / ".join((device.name, device.driver, device.kind))
+def key_of(device: Reading, shape: str = "") -> str:
+    """The key of an overhead: device model, driver, backend, shape of the model if known."""
+    return " / ".join((device.name, device.driver, device.kind, *([shape] if shape else [])))
+
+
+def _is_of(key: str, device: str) -> bool:
+    """Whether a key belongs to the device with the key `device`."""
+    return key == device or key.startswith(f"{device} / ")
+
+
+def shape_of(architecture: str, quantization: str, layers: Sequence[Sizes], ubatch: int) -> str:
+    """What the pools of a model depend on: its kind, the size of its layers, and the tokens of a batch."""
+    largest = max((layer.weights_bytes for layer in layers), default=0)
+    return f"{architecture} {quantization}, {len(layers)} layers of {largest // MIB} MiB, {ubatch} tokens"
 
 
 def _observations(data: Any) -> dict[str, list[int]]:

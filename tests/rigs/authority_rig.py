@@ -49,7 +49,7 @@ class FakeEstimator:
         size = self.sizes.get(spec.id, 100) * MIB
         return Estimate({device.id: Parts(0, size - 64 * MIB, 0)}, {device.id: 64 * MIB}, "llama.cpp", "", 4096)
 
-    def learn(self, device: Reading, observed_bytes: int) -> None:
+    def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
         self.learned.append((device.id, observed_bytes))
 
     async def close(self) -> None:

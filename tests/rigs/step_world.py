@@ -27,6 +27,8 @@ class StepWorld(CheckedWorld):
         self.grants: dict[int, int] = {}
         self.errors: dict[int, InferenceError] = {}
         self.log: list[str] = []
+        self.overheads: list[int] = []
+        """MiB beyond buffers that were learned, oldest first"""
         self.levels: dict[str, str] = {}
         """The level of each message in `log`."""
         super().__post_init__()
@@ -39,6 +41,8 @@ class StepWorld(CheckedWorld):
                 self.errors[ticket] = error
             case effects.Refuse(command, error):
                 self.errors[command] = error
+            case effects.LearnOverhead(_, observed_bytes, _):
+                self.overheads.append(observed_bytes // MIB)
             case effects.Log(level, message):
                 self.log.append(message)
                 self.levels[message] = level
@@ -104,12 +108,12 @@ class StepWorld(CheckedWorld):
 
 def begin(
     models: dict[str, dict[str, Any]], sizes: dict[str, int] | None = None, *, gpus: tuple[str, ...] = (),
-    kind: str = "cuda", **settings: Any,
+    kind: str = "cuda", tells_processes: bool = False, **settings: Any,
 ) -> StepWorld:  # fmt: skip
     """Models of 200 MiB, or of `sizes`, that may be evicted at once, after the start."""
     found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
-    world = StepWorld(
-        configuration(found, **settings), {name: (sizes or {}).get(name, 200) for name in models}, gpus, kind
-    )
+    sizes = {name: (sizes or {}).get(name, 200) for name in models}
+    config = configuration(found, **settings)
+    world = StepWorld(config, sizes, gpus, kind, tells_processes=tells_processes)
     world.arrive()
     return world

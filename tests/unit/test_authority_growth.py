@@ -241,3 +241,47 @@ def test_old_reading_after_a_load_does_not_look_like_growth_of_other_programs() 
         world.arrive(events.DevicesRead)
         world.tick(0.5)
         assert world.state.ledger.balance(CARD).foreign_bytes == 100 * MIB
+
+
+# --- what is learned -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tells", [True, False])
+def test_overhead_is_learned_again_after_the_first_full_batch(tells: bool) -> None:
+    """From the process if the driver tells its bytes, else from the readings before the load and now."""
+    world = begin({"a": {}, "b": {}}, {"a": 300, "b": 300}, tells_processes=tells)
+    world.foreign_mib(CARD, 50)
+    world.leased("b")
+    world.leased("a")
+    assert world.overheads == [10, 10]
+    worker = world.model("a").worker
+    assert worker is not None
+    world.beat(worker, 511, 1)
+    world.live(1)
+    assert world.overheads == [10, 10]
+    world.grow_pools(worker, CARD, 8 * MIB)
+    world.beat(worker, 512, 1)
+    world.live(1)
+    world.beat(worker, 2000, 1)
+    world.live(1)
+    assert world.overheads == [10, 10, 18]
+
+
+def test_growth_long_after_the_load_is_learned_as_it_was_booked() -> None:
+    world = begin({"a": {}}, {"a": 300})
+    world.leased("a")
+    world.live(200)
+    grow(world, "a", 40)
+    assert world.overheads == [10, 50]
+
+
+def test_model_that_grew_is_measured_again_after_its_unload() -> None:
+    """The next load reserves what was learned."""
+    world = begin({"a": {}}, {"a": 300})
+    spec = world.model("a").spec
+    before = world.state.estimates_of(spec)
+    world.finish(world.leased("a"))
+    assert world.state.estimates_of(spec) is before
+    grow(world, "a", 40)
+    world.command(events.Unload("a", now=True))
+    world.live(5)
+    assert world.state.estimates_of(spec).keys() == before.keys()
+    assert world.state.estimates_of(spec) is not before

@@ -30,7 +30,8 @@ from inference.estimate.headroom import (
     grown,
 )
 from inference.estimate.headrooms import Headrooms
-from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads
+from inference.estimate.layers import Sizes
+from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads, shape_of
 from inference.settings import ModelSpec
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
@@ -52,6 +53,25 @@ def test_overhead_is_learned_per_device_driver_and_backend(state: StateDir) -> N
     assert overheads.of(replace(CARD, driver="590.2")) == GPU_OVERHEAD_BYTES
 
 
+def test_shape_of_a_model_has_its_own_overhead_from_three_observations_on(state: StateDir) -> None:
+    """Before that, those of all shapes on the device count."""
+    overheads = Overheads(state)
+    for seen in (600, 620, 610):
+        overheads.learn(CARD, seen * MIB, "large")
+    assert overheads.of(CARD, "small") == overheads.of(CARD, "large") == int(620 * MIB * 1.1)
+    for seen in (300, 310, 320):
+        overheads.learn(CARD, seen * MIB, "small")
+    again = Overheads(state)
+    assert (again.of(CARD, "small"), again.of(CARD, "large")) == (int(320 * MIB * 1.1), int(620 * MIB * 1.1))
+    assert again.of(replace(CARD, name="H200 NVL"), "small") == GPU_OVERHEAD_BYTES
+
+
+def test_shape_names_what_pools_depend_on() -> None:
+    layers = [Sizes(8 * MIB, 1), Sizes(9 * MIB, 1)]
+    assert shape_of("llama", "Q4_K_M", layers, 512) == "llama Q4_K_M, 2 layers of 9 MiB, 512 tokens"
+    assert shape_of("llama", "", (), 512) == "llama , 0 layers of 0 MiB, 512 tokens"
+
+
 def test_overhead_above_the_default_is_used_at_once(state: StateDir) -> None:
     overheads = Overheads(state)
     overheads.learn(CARD, 700 * MIB)
@@ -71,10 +91,10 @@ def test_implausible_overhead_is_ignored(state: StateDir) -> None:
 
 def test_devices_that_were_not_seen_for_long_are_dropped(state: StateDir) -> None:
     overheads = Overheads(state)
-    for number in range(70):
+    for number in range(260):
         overheads.learn(replace(CARD, name=str(number)), 1000 * MIB)
     assert overheads.of(replace(CARD, name="0")) == GPU_OVERHEAD_BYTES
-    assert overheads.of(replace(CARD, name="69")) > GPU_OVERHEAD_BYTES
+    assert overheads.of(replace(CARD, name="259")) > GPU_OVERHEAD_BYTES
 
 
 @pytest.mark.parametrize(
@@ -99,6 +119,8 @@ def test_overhead_is_observed_only_without_other_changes_on_the_device() -> None
     ledger = ledger.commit("own", {"gpu-0": 450 * MIB})
     after = replace(CARD, used_bytes=520 * MIB)
     assert before.observed(after, ledger, "own", 300 * MIB) == 120 * MIB
+    grown = ledger.grow("old", "gpu-0", 30 * MIB)
+    assert before.observed(after, grown, "own", 300 * MIB) == 90 * MIB, "the growth of another model is not its own"
     assert before.observed(after, ledger.leave("old"), "own", 300 * MIB) is None
     other = ledger.reserve("new", "new", {"gpu-0": 1})
     assert before.observed(after, other, "own", 300 * MIB) is None

@@ -144,7 +144,7 @@ class MeasuringRunner:
             self._dispatch(events.HeadroomChanged(tuple(dict.fromkeys(specs))))
 
     def _learn_overhead(self, effect: effects.LearnOverhead) -> None:
-        self._estimator.learn(effect.device, effect.observed_bytes)
+        self._estimator.learn(effect.device, effect.observed_bytes, effect.shape)
 
 
 def _unmeasurable(key: EstimateKey, error: Exception) -> ModelFailed:

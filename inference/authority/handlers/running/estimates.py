@@ -9,7 +9,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import decode_speed
 from inference.authority.lifecycle import Backoff
 from inference.authority.quarantine import Quarantine
-from inference.authority.state import EstimateKey, ModelRecord
+from inference.authority.state import EstimateKey, ModelRecord, WorkerRecord
 from inference.devices.device import CPU
 from inference.errors import InferenceError, ModelFailed
 from inference.file_stamp import Fingerprint, changed
@@ -101,6 +101,14 @@ def forget(draft: Draft, id: str) -> None:
         id, divisions=0, backoff=Backoff(), retry_at=0.0, failure=None, quarantine=Quarantine(), shortages=()
     )
     draft.changed()
+
+
+def measure_again(draft: Draft, worker: WorkerRecord) -> None:
+    """A worker that grew has ended: the next estimate of its model includes what was learned from it."""
+    forget_estimates(draft, {worker.spec})
+    if worker.model in draft.state.models:
+        draft.set(to_measure=(*draft.state.to_measure, worker.model))
+        draft.plan()
 
 
 def forget_estimates(draft: Draft, specs: set[ModelSpec]) -> None:

@@ -102,20 +102,9 @@ def _occupant(state: State, worker: WorkerRecord, reading: Reading, since: float
         worker.holding,
         state.ledger.holdings[worker.holding].bytes[reading.id],
         growth.bytes if growth else 0,
-        _process_bytes(worker, reading),
+        worker_memory.process_bytes(worker, reading),
         worker.active_at if is_active else None,
     )
-
-
-def _process_bytes(worker: WorkerRecord, reading: Reading) -> int | None:
-    """The driver's figure for the process of a worker, None if unknown.
-
-    A figure that does not cover the buffers belongs to a process of another namespace with the same id.
-    """
-    found = reading.process_bytes.get(worker.pid or 0)
-    assert worker.ready is not None
-    buffers = sum(item.bytes for item in worker.ready.buffers if item.device == reading.id)
-    return found if found is not None and buffers <= found <= reading.used_bytes else None
 
 
 def _book(draft: Draft, reading: Reading, change: Change) -> None:
@@ -143,6 +132,7 @@ def _book(draft: Draft, reading: Reading, change: Change) -> None:
     if change.bytes < 0:
         return
     worker_memory.note_growth(draft, worker, reading.id, change.bytes)
+    worker_memory.learn_overhead(draft, worker)
     what = sentence(reading.id, grown)
     if not problem:
         draft.warning("%s %s; it is booked now", worker.model, what)

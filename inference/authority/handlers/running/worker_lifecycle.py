@@ -25,6 +25,7 @@ from inference.authority.handlers.running import (
     decode_speed,
     device_incidents,
     endings,
+    estimates,
     kv_arenas,
     kv_counters,
     oom_recovery,
@@ -40,7 +41,7 @@ from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
 from inference.authority.quarantine import MOST_IN_A_ROW, SUSPICIOUS, Crash
 from inference.authority.retention import Mechanism
-from inference.authority.state import ModelRecord, TimerKind, WorkerRecord, placement_key
+from inference.authority.state import SIMULATED, ModelRecord, TimerKind, WorkerRecord, placement_key
 from inference.devices.device import environment_of
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
 from inference.file_stamp import Fingerprint, changed
@@ -140,7 +141,8 @@ def progressed(draft: Draft, event: Progressed) -> None:
         rate = event.beat.decode_tokens_per_second
         if rate is not None and (worker.beat is None or rate != worker.beat.decode_tokens_per_second):
             decode_speed.learn(draft, worker, rate)
-    draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
+    worker = draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
+    worker_memory.learn_after_full_batch(draft, worker)
 
 
 def _count_tokens(draft: Draft, worker: WorkerRecord, beat: Heartbeat) -> Mapping[str, int]:
@@ -301,6 +303,8 @@ def _finish(
         when = " while its model was offloaded" if not is_current and worker.failure is None else ""
         draft.error("%s (pid %s)%s: %s", worker.model, worker.pid, when, exit.message)
         draft.emit(RecordCrash(worker.model, worker.pid or 0, exit, tuple(worker.leases)))
+    if worker.device_growth and worker.device.kind not in SIMULATED:
+        estimates.measure_again(draft, worker)
     if is_current:
         if requested:
             for step in _TRANSITIONS_TO_COLD[draft.model(worker.model).state]:

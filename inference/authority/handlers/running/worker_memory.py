@@ -1,7 +1,7 @@
 """Memory of workers beyond the plan.
 
 Growth of host memory is booked, or the model leaves. The overhead on accelerators is learned from the first reading
-after a load.
+after a load, and again after the first full batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from inference.authority.handlers.running import departure
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
 from inference.authority.state import SIMULATED, Growth, State, WorkerRecord
-from inference.devices.device import CPU
+from inference.devices.device import CPU, Reading
 from inference.protocol import DeviceState, ModelState
 
 GROWTH_SLACK_BYTES = 64 * 2**20
+COMPARABLE_SECONDS = 120.0
+"""Readings from before and after a load are compared for this time; later, other programs may have changed too."""
 _SERVING = (ModelState.READY, ModelState.BUSY)
 
 
@@ -114,9 +116,16 @@ def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:
 
 
 def learn_overhead(draft: Draft, worker: WorkerRecord) -> None:
-    """A worker was loaded: its overhead is learned from the next reading."""
+    """A worker was loaded, or has computed a full batch: its overhead is learned from the next reading."""
     if worker.device.kind not in SIMULATED and any(name != CPU for name in worker.before):
         draft.set_worker(worker.id, overhead_read=device_view.read(draft))
+
+
+def learn_after_full_batch(draft: Draft, worker: WorkerRecord) -> None:
+    """A heartbeat has come: with the first full batch pools and graphs have their size."""
+    tokens = 0 if worker.beat is None or worker.ready is None else worker.beat.prompt_tokens
+    if tokens >= worker.spec.ubatch and not worker.has_full_batch:
+        learn_overhead(draft, draft.set_worker(worker.id, has_full_batch=True))
 
 
 def overhead_read(draft: Draft, *, failed: bool) -> None:
@@ -129,8 +138,41 @@ def overhead_read(draft: Draft, *, failed: bool) -> None:
             continue
         for name in worker.before:
             reading = device_view.reading(draft.state, name, draft.now)
-            buffers = sum(buffer.bytes for buffer in worker.ready.buffers if buffer.device == name)
             if name != CPU and reading is not None and reading.state is DeviceState.HEALTHY:
-                seen = worker.before[name].observed(reading, draft.state.ledger, worker.holding, buffers)
+                seen = _overhead(draft, worker, reading)
                 if seen is not None:
-                    draft.emit(LearnOverhead(reading, seen))
+                    draft.emit(LearnOverhead(reading, seen, worker.estimate.shape))
+
+
+def _overhead(draft: Draft, worker: WorkerRecord, reading: Reading) -> int | None:
+    """The bytes of a worker on a device beyond its buffers, None if unknown.
+
+    From the driver's figure for its process, else from the readings before the load and soon after it, else from its
+    booked growth.
+    """
+    buffers = buffer_bytes(worker, reading.id)
+    if (found := process_bytes(worker, reading)) is not None:
+        return found - buffers
+    if draft.now - worker.ready_at <= COMPARABLE_SECONDS:
+        return worker.before[reading.id].observed(reading, draft.state.ledger, worker.holding, buffers)
+    growth = worker.device_growth.get(reading.id)
+    if growth is None or worker.spec.mmproj or worker.spec.lora:  # their bytes are part of the planned overhead
+        return None
+    estimate = worker.estimate
+    planned = estimate.overhead_bytes.get(reading.id, 0) - estimate.headroom_bytes.get(reading.id, 0)
+    return planned + growth.bytes
+
+
+def buffer_bytes(worker: WorkerRecord, device: str) -> int:
+    """The bytes of the buffers of a loaded worker."""
+    return sum(buffer.bytes for buffer in worker.ready.buffers if buffer.device == device) if worker.ready else 0
+
+
+def process_bytes(worker: WorkerRecord, reading: Reading) -> int | None:
+    """The driver's figure for the process of a worker, None if unknown.
+
+    A figure that does not cover the buffers belongs to a process of another namespace with the same id.
+    """
+    found = reading.process_bytes.get(worker.pid or 0)
+    covers = found is not None and buffer_bytes(worker, reading.id) <= found <= reading.used_bytes
+    return found if covers else None
