@@ -30,6 +30,7 @@ from tests.rigs.sim_machine import Trouble
 TRIES_SECONDS = 300.0
 """A fault whose target is away (a killed service, a lost device) is repeated within this time."""
 DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past")
+GROWTH_BYTES = 8 * 2**20
 SAVED_SECONDS = 0.3
 """A worker saves a sequence within this time after its answer, if it has nothing else to do."""
 END_BYTES = 128
@@ -235,6 +236,25 @@ class Injector:
             await asyncio.sleep(event.seconds)
             await self._undo("shrink", event.device, bytes=full)
         return f"{event.device} to {small} bytes for {event.seconds} s"
+
+    async def _device_growth(self, event: Event) -> str:
+        """Pools of the processes on a device grow while they compute, with figures of each process or without."""
+        grown = int(GROWTH_BYTES * (1 + 3 * event.draw))
+        async with self._held[event.device]:
+            await self.system.simulator("tell" if event.draw < 0.5 else "hide", event.device)
+            before = (await self.system.simulator("pools", event.device, bytes=grown))[event.device]["outside_bytes"]
+            try:
+                names = await self._on(event.device)
+                if not names:
+                    raise LookupError(f"no model is on {event.device}")
+                await self.load.ask(Ask(names[0], "Tell me a story.", True, 40))
+                after = (await self.system.simulator("status"))[event.device]["outside_bytes"]
+                if after <= before:
+                    raise LookupError("no pool has grown")
+                await asyncio.sleep(event.seconds)
+            finally:
+                await self._undo("pools", event.device, bytes=0)
+        return f"{names[0]} on {event.device} by {after - before} bytes"
 
     async def _undo(self, do: str, device: str, **amount: float) -> None:
         await self.system.simulator(do, device, **amount)

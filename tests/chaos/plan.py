@@ -26,6 +26,7 @@ class Kind(StrEnum):
     DEVICE_RETURN = "device_return"
     DEVICE_STALL = "device_stall"
     DEVICE_SHRINK = "device_shrink"
+    DEVICE_GROWTH = "device_growth"
     NVML_ERROR = "nvml_error"
     XID = "xid"
     INFERENCE_KILL = "inference_kill"

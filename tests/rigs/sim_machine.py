@@ -134,6 +134,11 @@ class SimMachine:
         }
         self.nvml.errors = [("all", whole.code, "")] if whole.code else []
         self.nvml.errors += [("all", code, uuid) for uuid, code in codes.items() if code]
+        self.nvml.processes = [
+            (device["uuid"], int(pid), count)
+            for device in devices.values()
+            for pid, count in device["processes"].items()
+        ]
         self.nvml.hangs = ["nvmlSystemGetDriverVersion"] if whole.is_hung else []
         self.nvml.actions = {device["uuid"]: own[name].action for name, device in devices.items()}
         self.nvml.write()
