@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from inference.authority.handlers.running import expectations
+from inference.authority.handlers.queries import expectations
 from inference.authority.runners.worker_runner import Worker
 from inference.authority.state import LeaseRecord, State
 from inference.errors import InferenceError

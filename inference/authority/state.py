@@ -151,6 +151,10 @@ class EstimateKey:
         return placement_key(self.devices, self.counts)
 
 
+HelperKey = EstimateKey | tuple[str, int]
+"""A measurement, or the trial with this number on a device."""
+
+
 def placement_key(devices: tuple[str, ...], counts: tuple[float, ...] = ()) -> str:
     """The key of an estimate: the device, or the devices and how many layers each takes."""
     return "+".join(f"{name}:{count:g}" for name, count in zip(devices, counts, strict=True)) if counts else devices[0]
@@ -580,6 +584,8 @@ class State:
     devices: Devices = field(default_factory=Devices)
     estimates: Mapping[ModelSpec, Mapping[str, Estimate]] = field(default_factory=dict)
     measuring: frozenset[EstimateKey] = frozenset()
+    helpers: Mapping[HelperKey, str] = field(default_factory=dict)
+    """the holdings of running helpers"""
     reloads: tuple[str, ...] = ()
     """models that lost their device and are wanted again"""
     to_measure: tuple[str, ...] = ()

@@ -20,7 +20,6 @@ from inference.authority.handlers.running import (
     device_incidents,
     endings,
     estimates,
-    growth_on_devices,
     kv_arenas,
     oom_recovery,
     request_events,
@@ -30,7 +29,7 @@ from inference.authority.handlers.running import (
     worker_lifecycle,
     worker_memory,
 )
-from inference.authority.handlers.watching import advisor, governor, replica_scaling
+from inference.authority.handlers.watching import advisor, governor, growth_on_devices, replica_scaling
 from inference.authority.lifecycle import Reason
 from inference.authority.state import PlanCommand, Purpose, State, TimerKind
 from inference.protocol import ModelState

@@ -49,6 +49,8 @@ class Reading:
     """Whether it uses host memory."""
     sign: Sign = Sign.HEALTHY
     """Evidence of the newest reading about its health, with the reason in `note`."""
+    context_bytes: int | None = None
+    """What a process takes before its first buffer; None if unknown."""
     process_bytes: Mapping[int, int] = field(default_factory=dict)
     """Its bytes by process id, as far as the driver tells them and the processes are in the service's namespace."""
 

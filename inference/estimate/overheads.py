@@ -25,9 +25,6 @@ CPU_OVERHEAD_BYTES = 64 * MIB
 GPU_OVERHEAD_BYTES = 512 * MIB
 """Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
-FIRST_OVERHEAD_BYTES = {"sim": 0}
-"""Initial overhead by kind of device. Simulated devices contain only buffers."""
-
 MOST_BYTES = 2048 * MIB
 """A larger observation is foreign memory and is ignored."""
 KEPT = 8
@@ -52,7 +49,7 @@ class Overheads:
 
     def of(self, device: Reading, shape: str = "") -> int:
         """The overhead of a worker with a model of this shape on this accelerator, in bytes."""
-        first = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
+        first = context_bytes(device)
         seen = self._seen.get(key_of(device, shape), [])
         if len(seen) < ENOUGH:
             own = key_of(device)
@@ -61,8 +58,8 @@ class Overheads:
         return max(least, int(max(seen, default=0) * SAFETY_FACTOR))
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
-        """Adds an observation. Ignores values that cannot be an overhead."""
-        if device.kind in FIRST_OVERHEAD_BYTES or observed_bytes > MOST_BYTES:
+        """Adds an observation. Ignores values that cannot be an overhead, and simulated devices, which tell theirs."""
+        if device.context_bytes is not None or observed_bytes > MOST_BYTES:
             return
         key = key_of(device, shape)
         before = self.of(device, shape)
@@ -72,6 +69,11 @@ class Overheads:
         if (now := self.of(device, shape)) != before:
             log.info("the overhead of a worker on %s (%s) is now %d MiB", device.name, shape, now // MIB)
         self._files.write(self._path, {"version": _VERSION, "seen": self._seen})
+
+
+def context_bytes(device: Reading) -> int:
+    """The initial overhead of a process on an accelerator: what the device tells, else GPU_OVERHEAD_BYTES."""
+    return GPU_OVERHEAD_BYTES if device.context_bytes is None else device.context_bytes
 
 
 def key_of(device: Reading, shape: str = "") -> str:

@@ -239,22 +239,23 @@ class Injector:
 
     async def _device_growth(self, event: Event) -> str:
         """Pools of the processes on a device grow while they compute, with figures of each process or without."""
+        name, _pid = await self._worker(event.model)
+        device = next((one for one in (await self.system.models())[name].devices if one in DEVICES), None)
+        if device is None:
+            raise LookupError(f"{name} is on no device")
         grown = int(GROWTH_BYTES * (1 + 3 * event.draw))
-        async with self._held[event.device]:
-            await self.system.simulator("tell" if event.draw < 0.5 else "hide", event.device)
-            before = (await self.system.simulator("pools", event.device, bytes=grown))[event.device]["outside_bytes"]
+        async with self._held[device]:
+            await self.system.simulator("tell" if event.draw < 0.5 else "hide", device)
+            before = (await self.system.simulator("pools", device, bytes=grown))[device]["outside_bytes"]
             try:
-                names = await self._on(event.device)
-                if not names:
-                    raise LookupError(f"no model is on {event.device}")
-                await self.load.ask(Ask(names[0], "Tell me a story.", True, 40))
-                after = (await self.system.simulator("status"))[event.device]["outside_bytes"]
+                await self.load.ask(Ask(name, "Tell me a story.", True, 40))
+                after = (await self.system.simulator("status"))[device]["outside_bytes"]
                 if after <= before:
                     raise LookupError("no pool has grown")
                 await asyncio.sleep(event.seconds)
             finally:
-                await self._undo("pools", event.device, bytes=0)
-        return f"{names[0]} on {event.device} by {after - before} bytes"
+                await self._undo("pools", device, bytes=0)
+        return f"{name} on {device} by {after - before} bytes"
 
     async def _undo(self, do: str, device: str, **amount: float) -> None:
         await self.system.simulator(do, device, **amount)

@@ -69,7 +69,9 @@ class Authority(RuleBasedStateMachine):
             pressure_check_interval_seconds=5,
         )
         self.shuts_down = shuts_down
-        self.world = CheckedWorld(config, SIZES, GPUS[:gpus], kind, tells_processes=tells)
+        self.world = CheckedWorld(
+            config, SIZES, GPUS[:gpus], kind, tells_processes=tells, context_bytes=30 * MIB * (not lazy)
+        )
         self.world.stored_at_stop = 5 * MIB if lazy else 0
         if is_measured:
             self.world.deliver_all()

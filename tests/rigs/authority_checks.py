@@ -115,6 +115,7 @@ class CheckedWorld(World):
         holdings = state.ledger.holdings
         owners = Counter(holding for worker in state.workers.values() for holding in (worker.holding, worker.extra))
         owners.update(state.returns.keys())
+        owners.update(state.helpers.values())
         del owners[None]
         of_processes = {id for id, holding in holdings.items() if not holding.cache}
         assert owners.keys() == of_processes, "each holding has an owner, and each owner its holding"
@@ -828,7 +829,8 @@ def model_is_gone(state: State, worker: str) -> bool:
 
 def _without_caches(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
     """Holdings and workers without budgets for stored sequences, which follow each reading."""
-    holdings = {id: holding for id, holding in state.ledger.holdings.items() if not holding.cache}
+    helpers = {*state.helpers.values()}
+    holdings = {id: held for id, held in state.ledger.holdings.items() if not held.cache and id not in helpers}
     return holdings, {id: replace(worker, kv_bytes=None) for id, worker in state.workers.items()}
 
 

@@ -61,7 +61,7 @@ class FakeAccelerator:
 
     def __init__(self, count: int = 1, kind: str = "cuda") -> None:
         names = (f"gpu-{number}" for number in range(count))
-        self.gpus = {name: Reading(name, kind, "fake", TOTAL_BYTES, TOTAL_BYTES, 0) for name in names}
+        self.gpus = {name: Reading(name, kind, "fake", TOTAL_BYTES, TOTAL_BYTES, 0, context_bytes=0) for name in names}
         self.failure: Exception | None = None
 
     @property

@@ -158,6 +158,8 @@ class World:
     tells_processes: bool = False
     """whether accelerators tell the bytes of each process"""
     gpu_bytes: int = GPU_BYTES
+    context_bytes: int = 0
+    """what a helper takes of an accelerator"""
 
     def __post_init__(self) -> None:
         self.state = State(
@@ -231,6 +233,7 @@ class World:
             shares = {item.pid: item.bytes[device] for item in self.alive.values() if item.bytes.get(device)}
             found[device] = Reading(
                 device, kind, "fake", total, total - taken, taken, sign=self.signs.get(device, Sign.HEALTHY),
+                context_bytes=self.context_bytes,
                 process_bytes=shares if self.tells_processes and device != CPU else {},
             )  # fmt: skip
         return found

@@ -108,12 +108,12 @@ class StepWorld(CheckedWorld):
 
 def begin(
     models: dict[str, dict[str, Any]], sizes: dict[str, int] | None = None, *, gpus: tuple[str, ...] = (),
-    kind: str = "cuda", tells_processes: bool = False, **settings: Any,
+    kind: str = "cuda", tells_processes: bool = False, context_bytes: int = 0, **settings: Any,
 ) -> StepWorld:  # fmt: skip
     """Models of 200 MiB, or of `sizes`, that may be evicted at once, after the start."""
     found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
     sizes = {name: (sizes or {}).get(name, 200) for name in models}
     config = configuration(found, **settings)
-    world = StepWorld(config, sizes, gpus, kind, tells_processes=tells_processes)
+    world = StepWorld(config, sizes, gpus, kind, tells_processes=tells_processes, context_bytes=context_bytes)
     world.arrive()
     return world

@@ -23,7 +23,7 @@ from inference.authority.placement.device_growth import (
 )
 from inference.authority.pressure.levels import FOREIGN_TOLERANCE
 from inference.authority.views import model_status
-from inference.protocol import ModelState
+from inference.protocol import ExitCause, ModelState
 from tests.rigs import step_world
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld
@@ -285,3 +285,56 @@ def test_model_that_grew_is_measured_again_after_its_unload() -> None:
     world.live(5)
     assert world.state.estimates_of(spec).keys() == before.keys()
     assert world.state.estimates_of(spec) is not before
+
+
+# --- helper processes ------------------------------------------------------------------------------------------------
+def helped(context_mib: int, sizes: dict[str, int]) -> StepWorld:
+    """Models on a card where each process takes some memory; the first measurement is under way."""
+    models = {name: {"parallel": 1, "min_residency": 0} for name in sizes}
+    world = StepWorld(configuration(models), sizes, (CARD,), context_bytes=context_mib * MIB)
+    world.arrive(events.Estimated)
+    return world
+
+
+def test_context_of_a_helper_is_reserved_while_it_runs() -> None:
+    world = helped(100, {"a": 300})
+    assert world.booked(CARD) == 100
+    world.arrive()
+    assert world.booked(CARD) == 0
+    assert not world.state.helpers
+
+
+def test_helper_on_a_full_device_reserves_what_is_left() -> None:
+    world = begin({"a": {}}, {"a": 850}, context_bytes=100 * MIB)
+    world.leased("a")
+    world.command(events.Plan("a", {"parallel": 2}))
+    world.arrive(events.Estimated)
+    assert world.booked(CARD) == 900
+    world.arrive()
+    assert world.booked(CARD) == 850
+
+
+def test_no_model_is_evicted_and_no_request_fails_because_of_a_helper() -> None:
+    """The request waits until the helper has ended."""
+    world = begin({"a": {}, "b": {}}, {"a": 500, "b": 400}, context_bytes=100 * MIB)
+    world.used("a")
+    world.command(events.Plan("a", {"parallel": 2}))
+    world.arrive(events.Estimated)
+    ticket = world.want("b")
+    world.live(1, events.Estimated)
+    assert (world.model("a").state, world.model("b").state) == (ModelState.READY, ModelState.COLD)
+    world.live(1)
+    assert (world.model("a").state, world.model("b").state) == (ModelState.READY, ModelState.BUSY)
+    assert ticket in world.grants
+
+
+def test_context_of_a_trial_is_reserved_while_it_runs() -> None:
+    world = begin({"a": {}}, {"a": 300}, context_bytes=100 * MIB)
+    world.leased("a")
+    worker = world.model("a").worker
+    assert worker is not None
+    world.end(worker, ExitCause.DEVICE_LOST)
+    world.arrive(events.TrialEnded)
+    assert world.booked(CARD) == 100
+    world.arrive(events.Loaded)
+    assert world.state.ledger.balance(CARD).reserved_bytes == 300 * MIB or not world.booked(CARD)

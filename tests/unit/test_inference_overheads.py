@@ -84,7 +84,7 @@ def test_overhead_above_the_default_is_used_at_once(state: StateDir) -> None:
 def test_implausible_overhead_is_ignored(state: StateDir) -> None:
     overheads = Overheads(state)
     overheads.learn(CARD, MOST_BYTES + 1)
-    simulated = replace(CARD, kind="sim")
+    simulated = replace(CARD, kind="sim", context_bytes=0)
     overheads.learn(simulated, 100 * MIB)
     assert (overheads.of(CARD), overheads.of(simulated)) == (GPU_OVERHEAD_BYTES, 0)
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import expectations, replicas
-from inference.authority.handlers.running.growth_on_devices import sentence
+from inference.authority.handlers.queries import device_view, expectations
+from inference.authority.handlers.running import replicas
 from inference.authority.handlers.running.oom_recovery import is_fallback
+from inference.authority.handlers.watching.growth_on_devices import sentence
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.state import ModelRecord, State

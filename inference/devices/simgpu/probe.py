@@ -198,5 +198,6 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         environment=HIDDEN,
         sign=Sign.FAILED if lost else Sign.HEALTHY,
         note="it was cut" if lost else "",
+        context_bytes=device["context_bytes"],
         process_bytes={int(pid): count for pid, count in device["processes"].items()},
     )

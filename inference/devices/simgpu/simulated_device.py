@@ -114,6 +114,7 @@ class Device:
             "foreign_bytes": memory.foreign_bytes,
             "suspended_bytes": memory.suspended_bytes,
             "late_bytes": sum(size for _due, size in memory.late),
+            "context_bytes": memory.context_bytes,
             "outside_bytes": memory.outside_bytes,
             "processes": self._processes(),
             "stalled": not self._pace.passing.is_set(),

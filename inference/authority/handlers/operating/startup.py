@@ -11,8 +11,8 @@ from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound, SuspensionTested, Wanted
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import device_incidents, estimates, growth_on_devices, request_events
-from inference.authority.handlers.watching import governor
+from inference.authority.handlers.running import device_incidents, estimates, request_events
+from inference.authority.handlers.watching import governor, growth_on_devices
 from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError
 from inference.settings import ModelSpec, replica_ids

@@ -8,10 +8,11 @@ from typing import Any
 
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries.helper_contexts import HELPERS
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
 from inference.authority.handlers.queries.pressure_view import open_to
 from inference.authority.handlers.running import keeping, oom_recovery, replicas
-from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Scene, plan
+from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Result, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
@@ -150,7 +151,16 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
     )
     since = model.wanted_at if model.queue.waiters else now
     claims = [claim for claim in state.claims if claim.model != model.id]
-    return decide(request, Demand(since, model.reload_seconds), occupancy, claims)
+    demand = Demand(since, model.reload_seconds)
+    found = decide(request, demand, occupancy, claims)
+    if not state.helpers or found.outcome.result is Result.FREE:
+        return found
+    # helpers end soon: nothing is evicted, and no request fails, because of their memory
+    ledger = ledger.without(list(state.helpers.values()))
+    later = decide(request, demand, replace(occupancy, ledger=ledger), claims)
+    if later.outcome.result is Result.FREE:
+        return Decision(Refusal((), f"room is held by {HELPERS}", waits_for=(HELPERS,)))
+    return later
 
 
 # --- suggested settings ----------------------------------------------------------------------------------------------

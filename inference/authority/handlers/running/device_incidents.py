@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from inference.authority.device_health import DeviceHealth, Effect, Read, Seen, Suspected, Tick, TrialResult, step
 from inference.authority.draft import Draft
 from inference.authority.effects import LoseWorker, Publish, TryDevice
-from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries import device_view, helper_contexts
 from inference.authority.handlers.queries.plan_inputs import tenants
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
@@ -59,6 +59,7 @@ def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
 
 def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> None:
     """A trial on a device has ended."""
+    helper_contexts.end(draft, (device, trial))
     handle(draft, device, TrialResult(trial, failure))
 
 
@@ -70,6 +71,7 @@ def read_done(draft: Draft) -> None:
             draft.set_devices(trials=waiting)
             health = health_of(draft.state, device)
             if health.state is DeviceState.PROBING and health.trial == trial:
+                helper_contexts.begin(draft, (device, trial), (device,))
                 draft.emit(TryDevice(device, trial))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inference.authority.draft import Draft
 from inference.authority.effects import Estimate
 from inference.authority.events import Estimated, FilesChecked
-from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries import device_view, helper_contexts
 from inference.authority.handlers.running import decode_speed
 from inference.authority.lifecycle import Backoff
 from inference.authority.quarantine import Quarantine
@@ -29,12 +29,14 @@ def request(draft: Draft, key: EstimateKey) -> bool:
     if len(devices) < len(key.devices):
         return False
     draft.set(measuring=draft.state.measuring | {key})
+    helper_contexts.begin(draft, key, key.devices)
     draft.emit(Estimate(key, devices, device_view.capacities(draft.state, draft.now)))
     return True
 
 
 def estimated(draft: Draft, event: Estimated) -> InferenceError | None:
     """A measurement ended; returns its error."""
+    helper_contexts.end(draft, event.key)
     if event.key not in draft.state.measuring:
         return None
     draft.set(measuring=draft.state.measuring - {event.key})

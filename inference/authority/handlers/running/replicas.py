@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.events import Wanted
-from inference.authority.handlers.running import expectations
+from inference.authority.handlers.queries import expectations
 from inference.authority.placement import replica_choice
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.replica_choice import Replica

@@ -8,10 +8,10 @@ from typing import Any
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.events import CaseCleared, CrashReported, Released, RequestAnswered, Wanted, Withdrawn
+from inference.authority.handlers.queries import expectations
 from inference.authority.handlers.running import (
     departure,
     device_incidents,
-    expectations,
     keeping,
     replicas,
     tickets,
