@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from headgate.shared.state_directory import StateDir
@@ -27,7 +28,7 @@ async def test_next_estimate_includes_the_learned_overhead(tmp_path: Path) -> No
     (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a": {"path": str(tiny_gguf.generative())}}}))
     spec = load(tmp_path, {}, {}).models["a"]
     estimator = Estimator(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}), seconds=0.01)
-    device = SharedDevice().readings()[0]
+    device = replace(SharedDevice().readings()[0], context_bytes=None)
     estimator.learn(device, 700 * MIB)
     found = await estimator.get(spec, device)
     assert found.overhead_bytes[device.id] == 770 * MIB
