@@ -95,13 +95,18 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Bytes that one load used on the device, and the predicted ones."""
+    """Bytes that one load used on the device, and the predicted ones.
+
+    `grown_bytes` of them came with the first answer. `process_bytes`: the driver's figure for the process, if any.
+    """
 
     name: str
     predicted_bytes: int
     observed_bytes: int
     checkpoint: Checkpoint | Unmeasured | None = None
     restore: Restore | None = None
+    grown_bytes: int = 0
+    process_bytes: int | None = None
 
     def error_bytes(self, context_bytes: int) -> int:
         """Error of the prediction in bytes, without the overhead of a process."""
@@ -138,12 +143,15 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
             estimate = await estimator.get(spec, device)
             with WorkerRig(folder, _grant(spec, device), dict(device.environment)) as rig:
                 rig.expect(worker_link.Ready, LOAD_SECONDS)
+                loaded = await _settled(inventory, device.id)
                 rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
                 used = await _settled(inventory, device.id)
+                reading = next(item for item in inventory.measured() if item.id == device.id)
+                figure = reading.process_bytes.get(rig.process.pid)
                 done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
             predicted = estimate.parts[device.id].total_bytes
             back = _restored(folder, _grant(spec, device), device) if samples else None
-            samples.append(Sample(case.name, predicted, used - before, done, back))
+            samples.append(Sample(case.name, predicted, used - before, done, back, used - loaded, figure))
         await estimator.close()
     return samples
 
@@ -235,6 +243,8 @@ def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> 
         )
     context = first.observed_bytes - first.predicted_bytes
     print(f"a process costs the device {format_bytes(context)} beside its buffers ({first.name})")
+    for sample in samples:
+        print(f"{sample.name:>16}: {_told_growth(sample)}")
     for sample in others:
         print(
             f"{sample.name:>16}: predicted {format_bytes(sample.predicted_bytes)}, "
@@ -246,6 +256,12 @@ def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> 
             print(f"{'':>16}  {_told(sample.checkpoint, sample.observed_bytes)}")
     worst = max((sample.error(context) for sample in others), default=float("nan"))
     return Bar("gpu_predicted_bytes_error", worst, "of_1%_or_16MiB", "<=", 1)
+
+
+def _told_growth(sample: Sample) -> str:
+    figure = "no figure" if sample.process_bytes is None else format_bytes(sample.process_bytes)
+    grown = format_bytes(sample.grown_bytes)
+    return f"{grown} came with the first answer; the driver reports {figure} for the process"
 
 
 def _told_restore(done: Restore, rate: Link | None) -> str:

@@ -37,6 +37,7 @@ def test_estimates_are_compared_with_the_counts_of_the_device(
     out = capsys.readouterr().out
     assert "gpu-0: simulated GPU" in out
     assert "warm restore: " in out
+    assert "first: 0 B came with the first answer; the driver reports no figure for the process" in out
 
 
 def test_missing_gpu_is_reported_without_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
