@@ -107,6 +107,8 @@ class Grant:
     swa_full: bool = False
     checkpoint_bytes: int = 0
     """Host memory for the checkpoints of each sequence."""
+    speculation: str = "off"
+    """`off`, or `ngram`: steps verify proposed tokens."""
     kv: KvTiers = KvTiers()
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
@@ -254,6 +256,10 @@ class Heartbeat:
     """Recent prefill rate, including reused tokens; None before the first prompt."""
     decode_tokens_per_second: float | None = None
     """Recent rate of steps with one token of one sequence; None before the first."""
+    proposed_tokens: int = 0
+    """Tokens that were computed as guesses of the next ones of an answer."""
+    accepted_tokens: int = 0
+    """Generated tokens among them."""
     kv: KvCounts = field(default_factory=KvCounts)
 
 

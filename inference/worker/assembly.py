@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
+from inference.worker.engine.speculation import Speculation
 from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.kv.sequence_store import SequenceStore
@@ -27,6 +29,8 @@ from inference.worker.prompt.vision import Vision
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Limits
 from inference.worker_link import Grant
+
+log = logging.getLogger("headgate.worker")
 
 PREFETCHED = 8
 """Waiting jobs whose sequences are read from disk before they get a slot."""
@@ -99,8 +103,28 @@ def engines_of(
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
     backend: Backend = context if vision is None else VisionBackend(context, context.n_slots, vision.tiles)
-    deliver, threshold = courier.deliver, grant.kv.threshold
-    return Engine(backend, loaded.model, sampler, limits, deliver, on_fatal, store=store, threshold=threshold), None
+    engine = Engine(
+        backend,
+        loaded.model,
+        sampler,
+        limits,
+        courier.deliver,
+        on_fatal,
+        store=store,
+        threshold=grant.kv.threshold,
+        speculation=speculation_of(grant, limits),
+    )
+    return engine, None
+
+
+def speculation_of(grant: Grant, limits: Limits) -> Speculation | None:
+    """Proposals of next tokens, if they are configured and rejected ones can be removed."""
+    if grant.speculation == "off":
+        return None
+    if limits.window or not limits.can_trim:
+        log.info("speculation is off: this model has sliding-window or recurrent layers, which cannot go back a token")
+        return None
+    return Speculation()
 
 
 def app_of(

@@ -55,6 +55,8 @@ class EngineCounters:
     queued: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     cells_used: int = 0
     cells_retained: int = 0
     prefill: TokenRate = TokenRate()
@@ -66,6 +68,11 @@ class EngineCounters:
         """Records the start of a step with `tokens` tokens."""
         self.step_tokens = tokens
         self.step_started = self.clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start of the running step."""
+        return self.clock() - (self.step_started or 0.0)
 
     def end(self) -> float:
         """Records the end of the step; returns its duration in seconds."""
@@ -89,6 +96,8 @@ class EngineCounters:
             queued=self.queued,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
+            proposed_tokens=self.proposed_tokens,
+            accepted_tokens=self.accepted_tokens,
             cells_used=self.cells_used,
             cells_retained=self.cells_retained,
             prefill_tokens_per_second=self.prefill.tokens_per_second,

@@ -92,7 +92,7 @@ class Job:
     its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
     `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
     `message_starts`: positions in the prompt at which a message begins, ascending; later prompts often depart there.
-    `kv`: what happens to the tokens after the job.
+    `kv`: what happens to the tokens after the job. `speculates`: tokens may be proposed.
     """
 
     id: int
@@ -106,6 +106,7 @@ class Job:
     request: int | None = None
     message_starts: Sequence[int] = ()
     kv: KvHint | None = None
+    speculates: bool = True
 
     @property
     def key(self) -> tuple[float, int]:
@@ -257,6 +258,8 @@ class Row(NamedTuple):
     """Tokens of one job to compute, starting at position `start`. A tuple, because each step creates one per sequence.
 
     `sample`: a token is sampled from the logits of the last token. `every`: the logits of all tokens are needed.
+    `proposed`: number of its last tokens that are only proposals; a token is sampled from the logits of each one until
+    it differs from the next proposal.
     """
 
     job: int
@@ -265,13 +268,15 @@ class Row(NamedTuple):
     tokens: Sequence[int]
     sample: bool
     every: bool = False
+    proposed: int = 0
 
 
 class Step(NamedTuple):
     """Memory operations to run in order, then one batch with its rows in the order of slots.
 
-    Rows hold one token of each decoding job and pieces of prompts. `prefill`: number of prompt tokens. `tokens`: number
-    of all tokens. `expired`: jobs that ended because of their deadline.
+    Rows hold one token of each decoding job and pieces of prompts; without prompts also proposals. `prefill`: number of
+    prompt tokens. `tokens`: number of all tokens. `proposed`: number of proposed tokens. `expired`: jobs that ended
+    because of their deadline.
     """
 
     operations: Sequence[Operation] = ()
@@ -279,3 +284,4 @@ class Step(NamedTuple):
     expired: Sequence[int] = ()
     prefill: int = 0
     tokens: int = 0
+    proposed: int = 0

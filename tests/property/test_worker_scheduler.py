@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -22,6 +23,7 @@ from inference.worker.steps import (
     Phase,
     Remove,
     Restore,
+    Row,
     Save,
     Step,
     Store,
@@ -254,6 +256,7 @@ class Traffic(RuleBasedStateMachine):
         apart=st.integers(2, 5),
         tiers=st.booleans(),
         pool=st.sampled_from((0, 0, 0, 1, 5, 20)),
+        proposes=st.booleans(),
     )
     def begin(
         self,
@@ -268,8 +271,10 @@ class Traffic(RuleBasedStateMachine):
         apart: int,
         tiers: bool,
         pool: int,
+        proposes: bool,
     ) -> None:
         self.tiers = tiers
+        self.proposes = proposes and can_trim and not window
         if can_trim and not window:
             checkpoints = 0
         self.limits = Limits(
@@ -278,6 +283,8 @@ class Traffic(RuleBasedStateMachine):
             context + pool if pool else 0, 1,
         )  # fmt: skip
         self.restart()
+
+    proposes = False
 
     def restart(self) -> None:
         """A new scheduler with the present limits."""
@@ -406,7 +413,7 @@ class Traffic(RuleBasedStateMachine):
         """One step as the engine runs it; returns the number of computed tokens."""
         waited = self.waiting()
         ran = [job for job, known in self.live.items() if job not in waited and not known.suspended]
-        step = self.scheduler.plan(self.now, budget, transfers)
+        step = self.scheduler.plan(self.now, budget, transfers, self.propose if self.proposes else None)
         late = {job for job, known in self.live.items() if self.is_late(known)}
         assert set(step.expired) == late
         for job in step.expired:
@@ -436,10 +443,11 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.computed()
         for row in step.rows:
             known = self.live[row.job]
-            if row.every:
+            if row.every and not row.proposed:
                 assert row.start <= known.scored, "tokens that were to be scored were skipped"
                 known.scored = max(known.scored, row.start + len(row.tokens))
         if fate == "lost":
+            self.remove_rejected(step)
             finished = {row.job for row in step.rows if row.sample}
             assert set(self.scheduler.failed()) == finished, "the shell failed before it reported a token"
             for job in finished:
@@ -447,8 +455,33 @@ class Traffic(RuleBasedStateMachine):
             return step.tokens
         for row in step.rows:
             if row.sample:
-                self.sampled(row.job, self.live[row.job])
+                self.verify(row)
+        self.remove_rejected(step)
         return step.tokens
+
+    def propose(self, job: int, tokens: array[int], jobs: int, most: int) -> Sequence[int]:
+        """The tokens that will be drawn, some of them wrong."""
+        assert list(tokens) == self.live[job].tokens
+        assert most > 0
+        assert jobs > 0
+        count = (job + len(tokens)) % 5
+        return [(job + at + (at % 4 == 0)) % 3 for at in range(len(tokens), len(tokens) + min(most, count))]
+
+    def verify(self, row: Row) -> None:
+        """Draws after each token of a row until one differs from the next. The job may be suspended meanwhile."""
+        known = self.live[row.job]
+        for proposed in (*row.tokens[len(row.tokens) - row.proposed :], None):
+            self.sampled(row.job, known)
+            if row.job not in self.live or known.tokens[-1] != proposed:
+                return
+            if len(known.tokens) % 7 == 0:
+                self.scheduler.suspend(row.job)
+                known.suspended, known.decodes = True, False
+
+    def remove_rejected(self, step: Step) -> None:
+        for row in step.rows:
+            if row.proposed:
+                self.memory.cut(row.slot, self.scheduler.kept(row.slot))
 
     def is_fetching(self) -> bool:
         return any(sequence.fetching for sequence in self.memory.stored)
@@ -511,12 +544,15 @@ class Traffic(RuleBasedStateMachine):
             known = self.live[row.job]
             assert not known.suspended
             served.add(row.job)
-            assert list(row.tokens) == known.tokens[row.start : row.start + len(row.tokens)]
+            own = len(row.tokens) - row.proposed
+            assert list(row.tokens[:own]) == known.tokens[row.start : row.start + own]
+            assert not row.proposed or (own == 1 and not step.prefill)
             assert self.memory.tokens(row.slot) == known.tokens[: row.start], "reused tokens are not the prompt's own"
-            assert row.sample == (row.start + len(row.tokens) == len(known.tokens))
+            assert row.sample == (row.start + own == len(known.tokens))
             assert {tenant for _token, tenant in self.memory.slots[row.slot]} <= {known.job.tenant}
         for job, known in self.live.items():
             assert not known.decodes or job in served or self.limits.cells, "a decoding sequence was left out"
+        assert step.proposed == sum(row.proposed for row in step.rows)
         prompts = [len(row.tokens) for row in step.rows if not self.live[row.job].decodes]
         assert step.prefill <= max(budget + budget // LAST_PART, len(prompts))
 

@@ -14,6 +14,7 @@ from headgate.shared.parameters import Sampling
 from inference.file_stamp import fingerprint
 from inference.worker import llama
 from inference.worker.answers.generation import Output
+from inference.worker.assembly import speculation_of
 from inference.worker.backend import Constraint
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
@@ -115,7 +116,8 @@ def engine_rig(
     def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
         return ChainSampler(model, context, sampling, choice, most)
 
-    engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, threshold)
+    speculation = speculation_of(grant, limits)
+    engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, threshold, speculation)
     try:
         yield EngineRig(loaded, engine, store, delivered)
     finally:

@@ -225,6 +225,7 @@ class App:
             score_prompt=request.score_prompt,
             prefix=prepared.prefix,
             kv=exchange.kv_hint(),
+            speculates=request.sampling.seed is None,  # a seeded answer repeats to the byte; proposals depend on times
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images

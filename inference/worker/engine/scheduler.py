@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -57,6 +57,9 @@ llama.cpp computes rows together as far as they have the same length (`llama_bat
 of another length costs a pass over all weights, now and when the prompt is completed."""
 
 
+Propose = Callable[[int, "array[int]", int, int], Sequence[int]]
+"""(job, its tokens, number of jobs in the step, maximum number) -> tokens that may follow, in the order of places."""
+
 LEAST_FETCH_SECONDS = 1.0
 """A job waits at least so long for its sequence from disk."""
 
@@ -66,7 +69,8 @@ class _Run:
     """A job and its state.
 
     `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
-    `passed`: an image of the prompt did not fit into the last step. `stops`: positions at which a step ends, so that
+    `passed`: an image of the prompt did not fit into the last step. `proposed`: tokens in the cells of the slot behind
+    `computed`, of which the next drawn one may be the first. `stops`: positions at which a step ends, so that
     the slot gets a checkpoint there, ascending. `fetched`: a sequence on disk that the job waits for until
     `fetch_until`; `sought`: it was looked for.
     """
@@ -80,6 +84,7 @@ class _Run:
     generated: int = 0
     scored: int = 0
     passed: bool = False
+    proposed: Sequence[int] = ()
     stops: Sequence[int] = ()
     fetched: StoredSequence | None = None
     fetch_until: float = 0.0
@@ -193,10 +198,15 @@ class Scheduler:
             self._end(run)
 
     def extend(self, job: int, token: int) -> None:
-        """Appends the sampled token of `job`."""
+        """Appends the sampled token of `job`. If it was proposed, it is computed already."""
         run = self._runs[job]
         run.tokens.append(token)
         run.generated += 1
+        if run.proposed:
+            is_computed = run.proposed[0] == token and run.slot is not None
+            run.proposed = run.proposed[1:] if is_computed else ()
+            if is_computed:
+                self._slot_of(run).computed += 1
         if run.deadline is not None:
             self._has_begun(run)
 
@@ -230,13 +240,14 @@ class Scheduler:
         """Drops the retained prefixes, of `tenant` or of all; returns how many."""
         return self._slots.forget(tenant)
 
-    def plan(self, now: float, prefill_budget: int, transfers: int = 1) -> Step:
+    def plan(self, now: float, prefill_budget: int, transfers: int = 1, propose: Propose | None = None) -> Step:
         """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
 
         Before it at most `transfers` sequences are stored or loaded.
 
         The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if more
-        prompts than streams wait.
+        prompts than streams wait. A step without prompts also computes the tokens that `propose` returns; it requires
+        that the end of a slot can be removed (`can_trim`, no window).
         """
         assert not self._pending, "the result of the last step was not reported"
         self._now = now
@@ -256,17 +267,23 @@ class Scheduler:
         if decoding < len(self._running) and budget > 0:
             self._prefilling(rows, budget, free - decoding)
         prefill = sum([len(row.tokens) for row in rows[decoding:]])
+        proposed = 0
+        if propose is not None and rows and not prefill:
+            rows = self._with_proposals(rows, propose, free - decoding)
+            proposed = sum([row.proposed for row in rows])
         rows.sort(key=_by_slot)
         self._pending = rows
-        return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill)
+        return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill + proposed, proposed)
 
     def computed(self) -> None:
         """Records that the batch of the step was computed."""
         self._slots.arrived()
         for row in self._pending:
             run = self._runs[row.job]
-            self._slot_of(run).computed += len(row.tokens)
-            if row.every:
+            self._slot_of(run).computed += len(row.tokens) - row.proposed
+            if row.proposed:
+                run.proposed = row.tokens[-row.proposed :]
+            elif row.every:
                 run.scored = row.start + len(row.tokens)
             if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
@@ -313,6 +330,10 @@ class Scheduler:
         for run in lost:
             self._end(run)
         return tuple(run.job.id for run in lost)
+
+    def kept(self, slot: int) -> int:
+        """How many tokens of a slot belong to its sequence; behind them are proposals that were not drawn."""
+        return self._slots.computed(slot)
 
     # --- between steps -----------------------------------------------------------------------------------------------
     def store_one(self) -> Store | None:
@@ -467,6 +488,22 @@ class Scheduler:
             if slot is not None and len(run.tokens) - slot.computed == 1:
                 rows.append(self._row(run, slot, 1))
         return rows
+
+    def _with_proposals(self, rows: Sequence[Row], propose: Propose, free: int) -> list[Row]:
+        """`rows` with the proposed next tokens of their jobs, at most `free` in total.
+
+        Each row gets an equal share, because llama.cpp computes rows together as far as they have the same length.
+        """
+        room = min(free, self.limits.batch - len(rows), (self.limits.outputs or self.limits.slots) - len(rows))
+        found = []
+        for row in rows:
+            run = self._runs[row.job]
+            most = min(room // len(rows), self.limits.context - len(run.tokens))
+            may_propose = most > 0 and run.phase is DECODE and run.job.speculates
+            if may_propose and (proposed := propose(row.job, run.tokens, len(rows), most)):
+                row = row._replace(tokens=[*row.tokens, *proposed], every=True, proposed=len(proposed))
+            found.append(row)
+        return found
 
     def _prefilling(self, rows: list[Row], budget: int, free: int) -> None:
         """Divides `budget` among the prompts and appends their rows. `free`: the maximum number of their tokens.

@@ -214,6 +214,10 @@ class Slots:
         """The operation that stores a free `slot`, None if that is impossible."""
         return self._stored(slot) if self._can_store(slot) else None
 
+    def computed(self, number: int) -> int:
+        """The number of tokens in a slot."""
+        return self._slots[number].computed
+
     def held(self) -> list[Slot]:
         """The slots with tokens."""
         return [slot for slot in self._slots if slot.computed]

@@ -1,0 +1,97 @@
+"""Proposes the next tokens of a sequence from what followed an earlier occurrence of its last tokens.
+
+Code edits, JSON and quotes repeat parts of the prompt or of the answer. No second model is needed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+NGRAM_TOKENS = 2
+"""Number of last tokens that must occur earlier. One matches by chance; after a difference, three miss what follows."""
+
+MOST_REPLACED = 2
+"""After up to this many wrong tokens the earlier text is followed further, as if they were replaced: a renamed
+variable, or another value of a JSON key. Only one token is proposed then."""
+
+_FACTORS = (0x9E3779B1, 0x85EBCA77)
+"""Odd constants (of xxHash32) that distribute token ids over the table."""
+
+_LEAST_ENTRIES = 256
+
+T = TypeVar("T", int, np.ndarray)
+
+
+class NgramLookup:
+    """The positions behind all n-grams of one sequence, for one answer.
+
+    A hash table keeps the last position of each n-gram, or of another n-gram with the same hash. It has at least one
+    entry per token and is built again when it becomes too small, so that a token costs constant time on average.
+    """
+
+    def __init__(self) -> None:
+        self._table = np.zeros(0, np.int32)
+        self._mask = 0
+        self._indexed = 0
+        self._next = 0  # the place in the earlier text whose token is expected next; 0 for none
+        self._wrong = 0  # tokens that differed since the last one that was as expected
+
+    def propose(self, tokens: array[int], most: int) -> Sequence[int]:
+        """At most `most` tokens (at least 1) that may follow `tokens`; empty if nothing like their end occurs earlier.
+
+        `tokens` are those of the last call with more at their end. An earlier text is followed as long as it is right.
+        A continuation that reaches the end of `tokens` repeats itself. It ends before an image, whose tokens are
+        negative.
+        """
+        count = len(tokens)
+        if count > len(self._table):
+            self._rebuild(tokens)
+        for end in range(self._indexed, count):
+            self._follow(tokens, end)
+            if end >= NGRAM_TOKENS:
+                self._table[self._hash(tokens[end - 2], tokens[end - 1])] = end
+        self._indexed = count
+        if (self._wrong or not self._next) and (found := self._found(tokens)):
+            self._next, self._wrong = found, 0
+        if not self._next:
+            return ()
+        most = 1 if self._wrong else most
+        proposed = list(tokens[self._next : self._next + most])
+        while len(proposed) < most:
+            proposed += proposed[: most - len(proposed)]
+        return proposed[: next((at for at, token in enumerate(proposed) if token < 0), most)]
+
+    def _follow(self, tokens: array[int], end: int) -> None:
+        """Compares the token at `end` with the expected one."""
+        if self._next:
+            self._wrong = 0 if tokens[self._next] == tokens[end] else self._wrong + 1
+            self._next += 1
+            if self._wrong > MOST_REPLACED:
+                self._next = self._wrong = 0
+
+    def _found(self, tokens: array[int]) -> int:
+        """The position behind an earlier occurrence of the last n-gram, 0 for none."""
+        if len(tokens) < NGRAM_TOKENS:
+            return 0
+        found = int(self._table[self._hash(tokens[-2], tokens[-1])])
+        return found if tokens[max(0, found - 2) : found] == tokens[-2:] else 0
+
+    def _hash(self, first: T, second: T) -> T:
+        hashed: T = ((first * _FACTORS[0] + second * _FACTORS[1]) >> 8) & self._mask
+        return hashed
+
+    def _rebuild(self, tokens: array[int]) -> None:
+        """Makes a table for twice as many tokens, with all n-grams that end before the last token."""
+        size = _LEAST_ENTRIES
+        while size < 2 * len(tokens):
+            size *= 2
+        self._table = np.zeros(size, np.int32)
+        self._mask = size - 1
+        known = np.frombuffer(tokens, np.int32).astype(np.int64)
+        ends = np.arange(NGRAM_TOKENS, len(known))
+        self._table[self._hash(known[ends - 2], known[ends - 1])] = ends
+        self._indexed, self._next, self._wrong = len(known), 0, 0

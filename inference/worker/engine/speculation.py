@@ -1,0 +1,160 @@
+"""Decides how many proposed tokens of a sequence a step verifies.
+
+A step computes the last token of a sequence together with its proposed next tokens. Each proposal that equals the token
+drawn at its place saves a step; the others have cost time for nothing. A proposal is worth its time while
+
+    probability that it and all before it are accepted  >  time of a proposed token / time of a token without proposals
+
+The probability is measured per answer and per model, also where nothing is verified. The times are measured per number
+of sequences in a step: with more of them the batch is used better without proposals, and the ratio is higher.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from inference.worker.engine.ngram_lookup import NgramLookup
+
+MOST_PROPOSED = 16
+"""Maximum number of proposed tokens of a sequence in a step."""
+
+MARGIN = 1.2
+"""The ratio of times is multiplied by this: later proposals compete with the rate that earlier ones have reached, and
+measurements vary."""
+
+FIRST_RATIO = 0.25
+"""Assumed ratio of times per sequence before a measurement; 0.2 to 0.3 on two cores."""
+
+FIRST_RATE = 0.5
+"""Assumed share of correct proposals of a model before its first one."""
+
+PRIOR_TOKENS = 2.0
+"""Weight of the rate of the model in the estimate for an answer, in tokens."""
+
+ANSWER_MEMORY, MODEL_MEMORY = 0.9, 0.98
+"""Weight of the earlier proposals of an answer, and of a model, after each further one."""
+
+MEASURED_STEPS, LEAST_STEPS = 7, 3
+"""Times are medians of the last so many steps, because other programs delay single steps. Nothing is verified before
+the least number of steps without proposals."""
+
+PLAIN_INTERVAL = 64
+"""After so many steps two are computed without proposals, to measure their time again."""
+
+TRIAL_STEPS = 16
+"""After this number of steps without proposals for each sequence, one likely token per sequence is verified although it
+is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time."""
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """Correct and wrong proposals; earlier ones have less weight. Tokens behind a wrong one do not count."""
+
+    memory: float
+    correct: float = 0.0
+    wrong: float = 0.0
+
+    def note(self, proposed: int, correct: int) -> None:
+        """The first `correct` of `proposed` tokens were right."""
+        self.correct = self.correct * self.memory + correct
+        self.wrong = self.wrong * self.memory + (correct < proposed)
+
+    def share(self, prior: float) -> float:
+        """The probability that a token is accepted; `prior` without observations."""
+        return (self.correct + prior * PRIOR_TOKENS) / (self.correct + self.wrong + PRIOR_TOKENS)
+
+
+def _last() -> deque[float]:
+    return deque(maxlen=MEASURED_STEPS)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Times of the last steps with one number of sequences, in seconds.
+
+    `plain`: of a step without proposals. `proposal`: of a proposed token. `steps`, `unmeasured`: steps since the last
+    one with proposals, and since the last measured one without.
+    """
+
+    plain: deque[float] = field(default_factory=_last)
+    proposal: deque[float] = field(default_factory=_last)
+    steps: int = 0
+    unmeasured: int = 0
+
+    def ratio(self, sequences: int) -> float:
+        """Time of a proposed token over the time of a token without proposals."""
+        if not self.proposal or (plain := median(self.plain)) == 0:
+            return FIRST_RATIO * sequences
+        return median(self.proposal) * sequences / plain
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The state of one answer. `proposed`: what it was expected to continue with before the running step."""
+
+    lookup: NgramLookup = field(default_factory=NgramLookup)
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ANSWER_MEMORY))
+    proposed: Sequence[int] = ()
+
+
+class Speculation:
+    """Proposals for the answers of one model, by job, and the measurements of the model."""
+
+    def __init__(self) -> None:
+        self._rate = AcceptanceRate(MODEL_MEMORY)
+        self._answers: dict[int, _Answer] = {}
+        self._times: dict[int, _Times] = {}
+
+    def propose(self, job: int, tokens: array[int], sequences: int, most: int) -> Sequence[int]:
+        """The tokens to verify after `tokens` in a step of `sequences` sequences, at most `most` (at least 1)."""
+        if (answer := self._answers.get(job)) is None:
+            answer = self._answers[job] = _Answer()
+        answer.proposed = answer.lookup.propose(tokens, MOST_PROPOSED)
+        if not answer.proposed:
+            return ()
+        return answer.proposed[: min(most, self._length(answer.rate, sequences))]
+
+    def note_drawn(self, job: int, tokens: Sequence[int]) -> None:
+        """A step has drawn `tokens` for `job`, which were proposed or not."""
+        if (answer := self._answers.get(job)) is None or not answer.proposed:
+            return
+        pairs = list(zip(answer.proposed, tokens, strict=False))
+        correct = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        answer.proposed = ()
+        answer.rate.note(len(pairs), correct)
+        self._rate.note(len(pairs), correct)
+
+    def end(self, job: int) -> None:
+        """Forgets a job, which may be unknown."""
+        self._answers.pop(job, None)
+
+    def note_step(self, sequences: int, proposed: int, seconds: float) -> None:
+        """A step that only decodes took `seconds`, with `proposed` proposed tokens of all its sequences."""
+        times = self._of(sequences)
+        times.steps = 0 if proposed else times.steps + 1
+        times.unmeasured += 1
+        if times.steps > 1:  # llama.cpp builds a new graph after a step of another shape
+            times.unmeasured = 0
+            times.plain.append(seconds)
+        elif proposed and times.plain:
+            times.proposal.append(max(0.0, seconds - median(times.plain)) / proposed)
+
+    def _length(self, answer: AcceptanceRate, sequences: int) -> int:
+        """How many proposed tokens are worth their time."""
+        times = self._of(sequences)
+        if len(times.plain) < LEAST_STEPS or times.unmeasured >= PLAIN_INTERVAL:
+            return 0
+        share = answer.share(self._rate.share(FIRST_RATE))
+        needed = MARGIN * times.ratio(sequences)
+        if needed < share:  # the n-th proposal is worth its time while share ** n >= needed
+            least = share**MOST_PROPOSED
+            return MOST_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))
+        return int(share > FIRST_RATE and times.steps >= TRIAL_STEPS * sequences)
+
+    def _of(self, sequences: int) -> _Times:
+        return self._times.setdefault(sequences, _Times())
