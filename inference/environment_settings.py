@@ -44,6 +44,7 @@ AT_START = frozenset(
 """Settings that a reload does not apply to the running service."""
 
 KvType = Literal["f16", "q8_0", "q4_0"]
+Speculation = Literal["off", "ngram"]
 MOST_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
 
@@ -122,6 +123,9 @@ class InferenceSettings(BaseSettings):
     swa_full: bool = Field(False, description="sliding-window layers keep the whole context instead of their window")
     kv_checkpoints: Bytes = Field(
         2**29, ge=0, description="host memory per sequence for checkpoints of recurrent and sliding-window layers"
+    )
+    speculation: Speculation = Field(
+        "ngram", description="ngram: verify several next tokens at once where earlier text repeats itself"
     )
     model_idle_timeout_seconds: Duration = 300.0
     min_residency_seconds: Duration = 5.0

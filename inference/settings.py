@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from headgate.shared import configfile
 from headgate.shared.configfile import Bytes, Duration
 from headgate.shared.errors import ConfigError, Problem
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
-from inference.environment_settings import MOST_LAYERS, Experts, InferenceSettings, KvType
+from inference.environment_settings import MOST_LAYERS, Experts, InferenceSettings, KvType, Speculation
 from inference.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
@@ -69,6 +69,7 @@ class ModelEntry(BaseModel):
     flash_attention: bool | None = None
     swa_full: bool | None = None
     kv_checkpoints: Bytes | None = None
+    speculation: Speculation | None = None
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
     idle_timeout: Duration | None = None
@@ -80,6 +81,11 @@ class ModelEntry(BaseModel):
     memory_overhead: Bytes | None = None
     capabilities: tuple[str, ...] | None = None
     replicas: Replicas = (1, 1)
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
 class ModelsFile(BaseModel):
@@ -110,6 +116,7 @@ class ModelSpec:
     flash_attention: bool
     swa_full: bool
     kv_checkpoints: int
+    speculation: str
     lora: tuple[str, ...]
     mmproj: str | None
     idle_timeout: float

@@ -147,7 +147,13 @@ def progressed(draft: Draft, event: Progressed) -> None:
 
 def _count_tokens(draft: Draft, worker: WorkerRecord, beat: Heartbeat) -> Mapping[str, int]:
     counted = dict(worker.counted)
-    for kind, count in (("prompt", beat.prompt_tokens), ("generated", beat.generated_tokens)):
+    counts = {
+        "prompt": beat.prompt_tokens,
+        "generated": beat.generated_tokens,
+        "proposed": beat.proposed_tokens,
+        "accepted": beat.accepted_tokens,
+    }
+    for kind, count in counts.items():
         if (grown := count - counted.get(kind, 0)) > 0:
             counted[kind] = count
             draft.count("tokens", worker.model, kind, amount=grown)
