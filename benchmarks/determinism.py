@@ -1,10 +1,11 @@
 """Measures how much answers under load differ from answers alone: logits, likeliest tokens, texts.
 
-    python -m benchmarks.determinism MODEL.gguf [SEQUENCES]
+    python -m benchmarks.determinism MODEL.gguf [SEQUENCES [PROMPT_TOKENS]]
 
 The order of sums in attention and matrix products depends on the batch size, so the last digits of logits differ, and a
 token differs where two logits are that close. Every prompt is answered alone in an empty context, and then together
-with all others. Prompts are random text, because a model is less sure of its answers to them.
+with all others. Prompts are random text, because a model is less sure of its answers to them. Finally each answer is
+computed with several tokens per step, as a step does that verifies proposed tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from inference.worker.steps import Row
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 64
+VERIFIED_TOKENS = 8
 SEED = 11
 
 
 class Bench:
     """One context with a slot for each sequence."""
 
-    def __init__(self, path: Path, sequences: int) -> None:
+    def __init__(self, path: Path, sequences: int, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
         grant = worker_link.Grant(
             model_id="bench",
             path=str(path),
             devices=(worker_link.DeviceGrant("cpu", "cpu"),),
             gpu_layers=0,
-            context_length=PROMPT_TOKENS + ANSWER_TOKENS,
+            context_length=prompt_tokens + ANSWER_TOKENS,
             parallel=sequences,
         )
         self.model = llama.Model(str(path), llama.model_params(grant))
@@ -54,7 +57,7 @@ class Bench:
             _status, last = self.context.decode(rows)
             for slot, index in enumerate(last):
                 drawn[slot].append(samplers[slot].sample(index))
-            rows = [Row(slot, slot, PROMPT_TOKENS + step, tokens[-1:], True) for slot, tokens in enumerate(drawn)]
+            rows = [Row(slot, slot, self._prompt_tokens + step, tokens[-1:], True) for slot, tokens in enumerate(drawn)]
         for sampler in samplers:
             sampler.close()
         return drawn
@@ -69,10 +72,22 @@ class Bench:
             for slot, index in enumerate(last):
                 found[slot, step] = self.context.logits(index)
             rows = [
-                Row(slot, slot, PROMPT_TOKENS + step, answer[step : step + 1], True)
+                Row(slot, slot, self._prompt_tokens + step, answer[step : step + 1], True)
                 for slot, answer in enumerate(answers)
             ]
         return found
+
+    def verified(self, prompt: list[int], answer: list[int]) -> np.ndarray:
+        """Logits (step, vocabulary) of one sequence as in `logits`, but of VERIFIED_TOKENS tokens per step."""
+        self.context.forget_all()
+        _status, last = self.context.decode([Row(0, 0, 0, prompt, True)])
+        found = [self.context.logits(last[0]).copy()]
+        for start in range(0, ANSWER_TOKENS - 1, VERIFIED_TOKENS):
+            tokens = answer[: ANSWER_TOKENS - 1][start : start + VERIFIED_TOKENS]
+            _status, last = self.context.decode([Row(0, 0, self._prompt_tokens + start, tokens, True, True)])
+            first = last[0] - len(tokens) + 1
+            found += [self.context.logits(first + at).copy() for at in range(len(tokens))]
+        return np.array(found)
 
 
 def common(left: list[int], right: list[int]) -> int:
@@ -84,11 +99,12 @@ def main(arguments: list[str]) -> None:
     """Prints the figures."""
     path, sequences = Path(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 8
     llama.start(LogTail(lambda _line: None))
-    bench = Bench(path, sequences)
+    prompt_tokens = int(arguments[2]) if len(arguments) > 2 else PROMPT_TOKENS
+    bench = Bench(path, sequences, prompt_tokens)
     rng = np.random.default_rng(SEED)
-    prompts = rng.integers(0, bench.model.n_vocab, (sequences, PROMPT_TOKENS)).tolist()
+    prompts = rng.integers(0, bench.model.n_vocab, (sequences, prompt_tokens)).tolist()
     out = sys.stdout.write
-    out(f"{path.name}: {sequences} sequences, {PROMPT_TOKENS} + {ANSWER_TOKENS} tokens\n")
+    out(f"{path.name}: {sequences} sequences, {prompt_tokens} + {ANSWER_TOKENS} tokens\n")
     for name, sampling in (("greedy", Sampling(temperature=0.0)), ("seeded", Sampling(seed=SEED))):
         alone = [bench.answers([prompt], sampling)[0] for prompt in prompts]
         again = [bench.answers([prompt], sampling)[0] for prompt in prompts]
@@ -107,14 +123,16 @@ def main(arguments: list[str]) -> None:
         if name == "greedy":
             single = np.concatenate([bench.logits([p], [a]) for p, a in zip(prompts, alone, strict=True)])
             together = bench.logits(prompts, alone)
-            difference = np.abs(single - together)
-            flips = float((single.argmax(-1) != together.argmax(-1)).mean())
-            out(
-                f"  logits of the same tokens: largest difference {difference.max():.2g}, "
-                f"median of the largest per step {np.median(difference.max(-1)):.2g}, "
-                f"standard deviation of the logits {single.std():.2g}; "
-                f"likeliest token differs at {flips:.2%} of steps\n"
-            )
+            verified = np.stack([bench.verified(p, a) for p, a in zip(prompts, alone, strict=True)])
+            for what, other in (("under load", together), ("several tokens per step", verified)):
+                difference = np.abs(single - other)
+                flips = float((single.argmax(-1) != other.argmax(-1)).mean())
+                out(
+                    f"  logits of the same tokens, {what}: largest difference {difference.max():.2g}, "
+                    f"median of the largest per step {np.median(difference.max(-1)):.2g}, "
+                    f"standard deviation of the logits {single.std():.2g}; "
+                    f"likeliest token differs at {flips:.2%} of steps\n"
+                )
 
 
 if __name__ == "__main__":
