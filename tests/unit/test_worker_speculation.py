@@ -14,6 +14,7 @@ from inference.worker.engine.ngram_lookup import MOST_REPLACED, NgramLookup
 from inference.worker.engine.speculation import (
     ANSWER_MEMORY,
     LEAST_STEPS,
+    MEASURED_STEPS,
     MOST_PROPOSED,
     PLAIN_INTERVAL,
     TRIAL_STEPS,
@@ -109,7 +110,7 @@ def test_acceptance_begins_with_the_rate_of_the_model_and_forgets() -> None:
 
 
 REPEATED = array("i", [*range(10, 40), 10, 11])
-PLAIN_STEPS = LEAST_STEPS + 1
+PLAIN_STEPS = LEAST_STEPS
 
 
 def lengths(speculation: Speculation, sequences: int, job: int = 1) -> int:
@@ -195,13 +196,22 @@ def test_times_of_proposals_are_measured_again() -> None:
 def test_times_without_proposals_are_measured_again() -> None:
     """By the second of two steps: the first one has another shape than the step before."""
     speculation = measured(0.010, 0.001)
-    for _ in range(PLAIN_INTERVAL):
+    for _ in range(PLAIN_INTERVAL + 1):
         speculation.note_step(1, 4, 0.014)
     assert lengths(speculation, 1) == 0
     speculation.note_step(1, 0, 0.010)
     assert lengths(speculation, 1) == 0
     speculation.note_step(1, 0, 0.010)
     assert lengths(speculation, 1) > 0
+
+
+def test_delay_of_the_next_step_is_a_part_of_the_time() -> None:
+    speculation = measured(0.010, 0.001)
+    assert lengths(speculation, 1) > 0
+    for _ in range(MEASURED_STEPS):
+        speculation.note_step(1, 2, 0.012)
+        speculation.note_step(1, 0, 0.026)
+    assert lengths(speculation, 1) == 0
 
 
 def test_unlikely_proposals_are_no_trials() -> None:

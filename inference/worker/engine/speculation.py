@@ -23,7 +23,7 @@ from inference.worker.engine.ngram_lookup import NgramLookup
 MOST_PROPOSED = 16
 """Maximum number of proposed tokens of a sequence in a step."""
 
-MARGIN = 1.2
+MARGIN = 1.3
 """The ratio of times is multiplied by this: later proposals compete with the rate that earlier ones have reached, and
 measurements vary."""
 
@@ -40,11 +40,11 @@ ANSWER_MEMORY, MODEL_MEMORY = 0.9, 0.98
 """Weight of the earlier proposals of an answer, and of a model, after each further one."""
 
 MEASURED_STEPS, LEAST_STEPS = 7, 3
-"""Times are medians of the last so many steps, because other programs delay single steps. Nothing is verified before
-the least number of steps without proposals."""
+"""Times are medians of this number of steps, because other programs delay single steps. Nothing is verified before the
+least number of steps without proposals."""
 
 PLAIN_INTERVAL = 64
-"""After so many steps two are computed without proposals, to measure their time again."""
+"""After this number of steps two are computed without proposals, to measure their time again."""
 
 TRIAL_STEPS = 16
 """After this number of steps without proposals for each sequence, one likely token per sequence is verified although it
@@ -77,14 +77,16 @@ def _last() -> deque[float]:
 class _Times:
     """Times of the last steps with one number of sequences, in seconds.
 
-    `plain`: of a step without proposals. `proposal`: of a proposed token. `steps`, `unmeasured`: steps since the last
-    one with proposals, and since the last measured one without.
+    `plain`: of a step without proposals. `proposal`: of a proposed token, with the delay of the next step. `steps`,
+    `unmeasured`: steps since the last one with proposals, and since the last one in `plain`. `proposed`: number of
+    proposed tokens in the last step that had some.
     """
 
     plain: deque[float] = field(default_factory=_last)
     proposal: deque[float] = field(default_factory=_last)
     steps: int = 0
     unmeasured: int = 0
+    proposed: int = 0
 
     def ratio(self, sequences: int) -> float:
         """Time of a proposed token over the time of a token without proposals."""
@@ -136,13 +138,18 @@ class Speculation:
     def note_step(self, sequences: int, proposed: int, seconds: float) -> None:
         """A step that only decodes took `seconds`, with `proposed` proposed tokens of all its sequences."""
         times = self._of(sequences)
-        times.steps = 0 if proposed else times.steps + 1
         times.unmeasured += 1
-        if times.steps > 1:  # llama.cpp builds a new graph after a step of another shape
+        longer = max(0.0, seconds - median(times.plain)) if times.plain else 0.0
+        if proposed:
+            times.steps, times.proposed = 0, proposed
+            times.proposal.append(longer / proposed)
+            return
+        times.steps += 1
+        if times.steps == 1 and times.proposal:  # llama.cpp builds a new graph after a step of another shape
+            times.proposal[-1] += longer / times.proposed
+        else:
             times.unmeasured = 0
             times.plain.append(seconds)
-        elif proposed and times.plain:
-            times.proposal.append(max(0.0, seconds - median(times.plain)) / proposed)
 
     def _length(self, answer: AcceptanceRate, sequences: int) -> int:
         """How many proposed tokens are worth their time."""
