@@ -125,7 +125,7 @@ class InferenceSettings(BaseSettings):
         2**29, ge=0, description="host memory per sequence for checkpoints of recurrent and sliding-window layers"
     )
     speculation: Speculation = Field(
-        "ngram", description="ngram: verify several next tokens at once where earlier text repeats itself"
+        "off", description="ngram: verify several next tokens at once where earlier text repeats itself"
     )
     model_idle_timeout_seconds: Duration = 300.0
     min_residency_seconds: Duration = 5.0

@@ -51,7 +51,7 @@ async def _grant_of_the_worker(directory: Path, start: Start) -> None:
         "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
         "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True, "experts": 3},
         "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"], "kv_cells": 5000},
-        "d": {"speculation": "off"},
+        "d": {"speculation": "ngram"},
     }
     behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
     service = await start({**settings_of, "plain": {}}, behavior, accelerator=FakeAccelerator())

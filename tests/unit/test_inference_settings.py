@@ -81,6 +81,13 @@ def test_environment_gives_the_defaults_of_models(directory: Path) -> None:
     assert models["a"].path == directory / "tiny.gguf"
 
 
+def test_speculation_may_be_off_without_quotes(directory: Path) -> None:
+    """YAML reads a bare `off` as false."""
+    text = "models:\n  a: {path: tiny.gguf}\n  b: {path: tiny.gguf, speculation: off}"
+    models = load(directory, text, {"INFERENCE_SPECULATION": "ngram"}).models
+    assert (models["a"].speculation, models["b"].speculation) == ("ngram", "off")
+
+
 def test_default_pool_applies_only_to_models_that_have_more_cells_without_it(directory: Path) -> None:
     text = (
         "models:\n  large: {path: tiny.gguf}\n  equal: {path: tiny.gguf, parallel: 2}\n"
