@@ -100,8 +100,9 @@ async def _busy_service(start: Start) -> Service:
     assert lease is not None
     await authority.reached(lambda: lease.process.beat is not None)
     await authority.reached(lambda: bool(authority.state.evictions))
-    gpu.foreign_mib = 700
-    authority.check(regular=True)
+    for mib in (0, 30, 730):  # growth of the model in use, then the memory of another program
+        gpu.foreign_mib = mib
+        authority.check(regular=True)
     return service
 
 

@@ -127,7 +127,7 @@ def entered(state: State, now: float) -> State:
     ledger = state.ledger
     for item, (capacity, budget) in allowances(found, state.settings):
         mark = state.devices.growth.get(item.id)
-        least = mark.foreign_bytes if mark else 0
+        least = min(mark.foreign_bytes, item.used_bytes) if mark else 0
         ledger = ledger.open(Account(item.id, capacity, budget))
         ledger = ledger.observe(item.id, item.used_bytes, item.free_bytes, least)
     for item in found:
