@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headgate.shared.configfile import Bytes, Duration
@@ -80,6 +80,38 @@ Experts = Annotated[
 ]
 """Where the experts of a model are: with their layers, in host memory, or those of the first N layers in host memory;
 `auto` takes the smallest N with which the model fits."""
+OOM_STEPS = ("cleanup", "reduce", "cpu")
+_OOM_WORDS = {"fail_fast": (), "reduce": ("cleanup", "reduce")}
+
+
+def _oom_policy(value: Any) -> Any:
+    """The steps of a list, of a text with commas, or of one word."""
+    if isinstance(value, str):
+        words = tuple(word.strip() for word in value.split(","))
+        value = _OOM_WORDS.get(words[0], words) if len(words) == 1 else words
+    steps = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if steps != tuple(step for step in OOM_STEPS if step in steps):
+        raise ValueError("write fail_fast, reduce, cpu, or a list of cleanup, reduce, cpu in this order")
+    return steps
+
+
+OomPolicy = Annotated[
+    tuple[Literal["cleanup", "reduce", "cpu"], ...],
+    BeforeValidator(_oom_policy),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["fail_fast", "reduce", "cpu"], "type": "string"},
+                {"items": {"enum": list(OOM_STEPS), "type": "string"}, "type": "array"},
+            ]
+        }
+    ),
+]
+"""What is done when a model runs out of memory, in this order; nothing for `fail_fast`."""
+FitPolicy = Annotated[
+    Literal["off", "context", "experts", "layers", "auto"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as false
+]
 OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
@@ -129,7 +161,9 @@ class InferenceSettings(BaseSettings):
     )
     model_idle_timeout_seconds: Duration = 300.0
     min_residency_seconds: Duration = 5.0
-    oom_policy: Literal["fail_fast", "reduce", "cpu"] = "fail_fast"
+    oom_policy: OomPolicy = Field((), description="steps when memory runs out: cleanup, reduce, cpu")
+    fit: FitPolicy = Field("off", description="what is changed when a model does not fit as configured")
+    min_context: int = Field(2048, ge=16, description="the shortest context_length that fit may choose")
 
     # memory
     memory_limit_gb: OptionalFloat = Field(None, gt=0)

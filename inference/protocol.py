@@ -238,7 +238,8 @@ class ModelStatus:
     `fits`: whether the model could be loaded now, evictions included, with the `reason` if not; None while unknown.
     `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set during a backoff. `pid` is the
     worker process, if any. `headroom_bytes` is the learned part of the predicted bytes. `reduced` lists settings that
-    differ from the configured ones because these do not fit (`experts: auto`, `oom_policy: reduce`). `fallback`: it is
+    differ from the configured ones because these do not fit (`fit`, `experts: auto`, `oom_policy`). `steps`: what was
+    done for that, in order, with `step` (fit, cleanup, reduce, cpu) and `settings`. `fallback`: it is
     on the CPU although it is configured for accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it
     can take a request (0 if ready). `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time
     between two answers under load. These and the prefill rate (which includes reused tokens) are recent measurements,
@@ -270,6 +271,7 @@ class ModelStatus:
     pid: int | None = None
     headroom_bytes: int = 0
     reduced: tuple[str, ...] = ()
+    steps: tuple[dict[str, Any], ...] = ()
     fallback: bool = False
     load_seconds: float | None = None
     queue_seconds: float | None = None
@@ -293,7 +295,7 @@ class ModelStatus:
     def from_json(cls, data: Mapping[str, Any]) -> ModelStatus:
         """The inverse of `to_json`; unknown keys are ignored, so that versions can differ."""
         fields = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
-        for name in ("aliases", "devices", "capabilities", "reduced", "growth"):
+        for name in ("aliases", "devices", "capabilities", "reduced", "steps", "growth"):
             fields[name] = tuple(fields.get(name) or ())
         fields["state"] = ModelState(fields.get("state", "cold"))
         fields["replicas"] = tuple(map(ReplicaStatus.from_json, fields.get("replicas") or ()))

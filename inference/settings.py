@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -20,7 +20,15 @@ from headgate.shared.configfile import Bytes, Duration
 from headgate.shared.errors import ConfigError, Problem
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
-from inference.environment_settings import MOST_LAYERS, Experts, InferenceSettings, KvType, Speculation
+from inference.environment_settings import (
+    MOST_LAYERS,
+    Experts,
+    FitPolicy,
+    InferenceSettings,
+    KvType,
+    OomPolicy,
+    Speculation,
+)
 from inference.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
@@ -77,7 +85,9 @@ class ModelEntry(BaseModel):
     pinned: bool = False
     dedicated: bool = False
     warm: bool = True
-    oom_policy: Literal["fail_fast", "reduce", "cpu"] | None = None
+    oom_policy: OomPolicy | None = None
+    fit: FitPolicy | None = None
+    min_context: int | None = Field(None, ge=16)
     memory_overhead: Bytes | None = None
     capabilities: tuple[str, ...] | None = None
     replicas: Replicas = (1, 1)
@@ -124,14 +134,18 @@ class ModelSpec:
     pinned: bool
     dedicated: bool
     warm: bool
-    oom_policy: str
+    oom_policy: tuple[str, ...]
+    fit: str
+    min_context: int
     memory_overhead: int | None
     capabilities: tuple[str, ...] | None
     replicas: ReplicaRange = (1, 1)
     replica_of: str | None = None
     """for a further replica, the id of its model; the first replica has the id of the model"""
 
-    SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy", "replicas"})
+    SOFT = frozenset(
+        {"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy", "fit", "min_context", "replicas"}
+    )
     """Settings that can change while the model stays loaded."""
 
     @property
@@ -264,6 +278,9 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     if entry.replicas[1] > 1 and entry.gpu_index is not None:
         message = "replicas of one model run on different devices; remove gpu_index, or make replicas 1"
         yield Problem(message, key=f"{at}.gpu_index")
+    if entry.min_context is not None and entry.min_context > context:
+        message = f"min_context {entry.min_context} is more than context_length {context}; make it {context} or less"
+        yield Problem(message, key=f"{at}.min_context")
     kv_cells = _kv_cells(entry, settings)
     if problem := pool_problem(kv_cells, context, parallel):
         yield Problem(problem, key=f"{at}.kv_cells")

@@ -51,6 +51,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-type", metavar="TYPE", choices=KV_TYPES, help="KV type: f16, q8_0 or q4_0")
     parser.add_argument("--gpu-layers", metavar="N", type=_layers, help="layers on the accelerator; -1: all")
     parser.add_argument("--experts", metavar="WHERE", help="device, host, auto, or N: those of N layers in host memory")
+    parser.add_argument(
+        "--fit", metavar="WHAT", help="what may change if it does not fit: context, experts, layers, auto"
+    )
+    parser.add_argument(
+        "--min-context", metavar="TOKENS", type=at_least_one, help="the shortest context that fit may choose"
+    )
     parser.add_argument("--ubatch", metavar="TOKENS", type=at_least_one, help="tokens per pass through the device")
 
 
@@ -186,6 +192,7 @@ def show(session: Session) -> int:
         )
     if status.reduced:
         pairs.append(("changed to fit", ", ".join(status.reduced)))
+    pairs += [("step", f"{step['step']} {_settings(step['settings'])}".strip()) for step in status.steps]
     if status.retry_after_seconds is not None:
         pairs.append(("next load in", format_duration(status.retry_after_seconds)))
     if crashes:
@@ -223,7 +230,7 @@ def _run_change(action: str, activity: str, session: Session) -> int:
 
 
 _PLANNED = {"ctx": "context_length"} | {
-    name: name for name in ("parallel", "kv_cells", "kv_type", "gpu_layers", "experts", "ubatch")
+    name: name for name in ("parallel", "kv_cells", "kv_type", "gpu_layers", "experts", "ubatch", "fit", "min_context")
 }
 """Options of `plan` and the settings that they replace."""
 
@@ -257,8 +264,12 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
         results = {"DEPLOYED": "is loaded", "FREE": "fits", "FULL": "fits after evictions"}
         lines = [f"{model} {results.get(answer['result'], answer['result'])}{': ' + need if need else ''}"]
     if changes := answer.get("changes"):
-        settings = ", ".join(f"{key}: {value}" for key, value in changes.items())
-        lines.append(f"  does not fit as configured; would be loaded with {settings}")
+        lines.append(f"  does not fit as configured; would be loaded with {_settings(changes)}")
+    for step in answer.get("steps", ()):
+        saved = ", ".join(
+            f"{format_bytes(count)} on {name}" for name, count in step["saved_bytes"].items() if count > 0
+        )
+        lines.append(f"  step {step['step']}: {_settings(step['settings'])}, which saves about {saved}")
     if expected := answer.get("expected"):
         lines.append(f"  expected: {_speed(expected)}")
     if evict := answer.get("evict"):
@@ -272,6 +283,10 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
         text = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in shown.items())
         lines.append(f"  estimate for {device}: {text}")
     return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in settings.items())
 
 
 def _speed(expected: Mapping[str, Any]) -> str:

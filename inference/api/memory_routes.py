@@ -22,7 +22,7 @@ from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
-from inference.environment_settings import Experts
+from inference.environment_settings import Experts, FitPolicy
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -57,6 +57,8 @@ class PlanRequest(BaseModel):
     gpu_layers: int | None = Field(None, ge=-1)
     experts: Experts | None = None
     ubatch: int | None = Field(None, ge=1, le=2**20)
+    fit: FitPolicy | None = None
+    min_context: int | None = Field(None, ge=16, le=2**27)
 
 
 class PreloadRequest(BaseModel):
@@ -149,6 +151,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
             "model": model,
             **model_status.decision_json(planned.outcome, planned.lost),
             "changes": dict(planned.changes),
+            "steps": list(planned.steps),
             "expected": planned.speed.to_json() if planned.speed else None,
             "estimate": planned.estimate.to_json() if planned.estimate else None,
         }

@@ -288,6 +288,18 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenStep:
+    """A step because of missing memory, and the settings that it changed. `step`: fit, cleanup, reduce or cpu."""
+
+    step: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry in the status of a model."""
+        return {"step": self.step, "settings": dict(self.settings)}
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecord:
     """One configured model, or one replica of it."""
 
@@ -330,7 +342,9 @@ class ModelRecord:
     capabilities: tuple[str, ...] = ()
     removed: bool = False
     reduced: ModelSpec | None = None
-    """smaller settings, because it did not fit (`oom_policy: reduce`)"""
+    """other settings, because it did not fit (`fit`, `experts: auto`, `oom_policy`)"""
+    steps: tuple[TakenStep, ...] = ()
+    """what was done because it did not fit or ran out of memory, in order"""
     reduction: Reduction = field(default_factory=Reduction)
     on_cpu_until: float = 0.0
     """it is loaded on the CPU alone until then (`oom_policy: cpu`)"""

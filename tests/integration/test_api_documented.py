@@ -22,7 +22,7 @@ from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause
 from inference.worker.kv.sequence_control import SequenceRow
 from tests.rigs.asgi import ask, operations
-from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start
+from tests.rigs.authority_rig import CacheEstimator, FakeEstimator, SharedDevice, Start
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SECTION = re.compile(r"^### `(GET|POST) (/[^`]+)`", re.MULTILINE)
@@ -70,19 +70,22 @@ def _all(sets: Iterable[set[str]]) -> set[str]:
     return set().union(*sets)
 
 
-class _LayersEstimator(FakeEstimator):
-    """Its models have one layer, from which the expected speed follows."""
+class _LayersEstimator(CacheEstimator):
+    """Its models have one layer, from which the expected speed follows; `fitted` has a cache of 1 GiB."""
 
     async def get(self, spec: Any, device: Reading, *others: Reading, counts: Any = ()) -> Estimate:
-        return replace(await super().get(spec, device, *others, counts=counts), sizes=(Sizes(0, 1),))
+        if spec.id == "fitted":
+            return await super().get(spec, device, *others, counts=counts)
+        return replace(await FakeEstimator.get(self, spec, device, *others, counts=counts), sizes=(Sizes(0, 1),))
 
 
 async def _busy_service(start: Start) -> Service:
     """A service whose answers have every field: a model in use, a warm one, one too large, one that crashed."""
-    estimator = _LayersEstimator()
-    estimator.sizes = {"large": 5000}
+    estimator = _LayersEstimator(1024)
+    estimator.sizes = {"large": 5000, "onto-cpu": 2000}
     gpu = SharedDevice()
     models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "other": {}}
+    models |= {"fitted": {"fit": "context", "min_context": 256, "parallel": 1}, "onto-cpu": {"oom_policy": "cpu"}}
     behavior = {"a": {"kv": [SEQUENCE]}, "broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
     behavior["other"] = {"kv": None}
     service: Service = await start(
@@ -90,7 +93,7 @@ async def _busy_service(start: Start) -> Service:
     )
     gpu.service = service
     authority = service.authority
-    for name in ("a", "kept", "other"):
+    for name in ("a", "kept", "other", "onto-cpu"):
         await authority.load(authority.resolve(name), 10)
     await authority.offload(authority.resolve("kept"))
     await ask(service.app, "POST", "/models/broken/load")
@@ -109,9 +112,9 @@ async def _busy_service(start: Start) -> Service:
 SEQUENCE = asdict(SequenceRow("00ff", ("ram", "disk"), 10, 1000, "team", 1.5, 2, 1_800_000_000.0))
 REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/memory/history"): [("/memory/history?minutes=5", None)],
-    ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large")],
+    ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large", "onto-cpu")],
     ("GET", "/models/{id}/crashes"): [("/models/broken/crashes", None)],
-    ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large")],
+    ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large", "fitted")],
     ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "unknown"], "seconds": 10})],
     ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
     ("POST", "/memory/kv/pin"): [("/memory/kv/pin", {"ids": ["00ff"], "seconds": 60})],

@@ -17,7 +17,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import ModelEntry
 from tests.rigs import tiny_gguf
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start
+from tests.rigs.authority_rig import MIB, CacheEstimator, FakeAccelerator, FakeEstimator, Start
 
 Shown = Callable[[Path, Start], Awaitable[None]]
 TABLE: dict[tuple[str, ...], Shown] = {}
@@ -122,6 +122,20 @@ async def _oom_policy(directory: Path, start: Start) -> None:
     assert await load(service, "a") == [(CPU,)]
     with pytest.raises(MemoryLimitExceededError):
         await load(service, "b")
+
+
+@shows("fit", "min_context")
+async def _fit(directory: Path, start: Start) -> None:
+    """Half of the context needs 300 MiB less, but only one model may have less than 4,096 tokens."""
+    models = {"a": {"fit": "context", "min_context": 1024}, "b": {"fit": "context", "min_context": 4096}, "c": {}}
+    service = await start(models, accelerator=FakeAccelerator(), estimator=CacheEstimator(1024))
+    assert await load(service, "a") == [("gpu-0",)]
+    status = service.authority.status(service.authority.resolve("a"))
+    assert 1024 <= status.context_length < 4096
+    assert [step["step"] for step in status.steps] == ["fit"]
+    for name in ("b", "c"):
+        with pytest.raises(MemoryLimitExceededError):
+            await load(service, name)
 
 
 @shows("memory_overhead")

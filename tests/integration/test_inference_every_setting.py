@@ -31,7 +31,7 @@ from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
 from tests.rigs import authority_rig, tiny_gguf
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
+from tests.rigs.authority_rig import MIB, CacheEstimator, FakeAccelerator, FakeEstimator, SharedDevice, Start, services
 from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.live_authority import LiveModel as Model
 from tests.rigs.processes import Service as Process
@@ -249,7 +249,22 @@ async def _default_device(bench: Bench) -> None:
 @shows("OOM_POLICY")
 async def _oom_policy(bench: Bench) -> None:
     assert not await bench.fits(2000, on=FakeAccelerator())
-    assert await bench.fits(2000, on=FakeAccelerator(), OOM_POLICY="cpu")
+    for policy in ("cpu", "cleanup,cpu"):
+        assert await bench.fits(2000, on=FakeAccelerator(), OOM_POLICY=policy)
+
+
+@shows("FIT", "MIN_CONTEXT")
+async def _fit(bench: Bench) -> None:
+    """The model is too large with 4,096 tokens, and fits with fewer."""
+    for environ, context in (({}, None), ({"FIT": "context"}, 2048), ({"FIT": "context", "MIN_CONTEXT": "4000"}, None)):
+        service = await bench.start({"a": {}}, accelerator=FakeAccelerator(), estimator=CacheEstimator(1024), **environ)
+        model = service.authority.resolve("a")
+        if context is None:
+            with pytest.raises(MemoryLimitExceededError):
+                await service.authority.load(model, 10)
+        else:
+            await service.authority.load(model, 10)
+            assert service.authority.status(model).context_length >= context
 
 
 @shows("MODEL_IDLE_TIMEOUT_SECONDS")

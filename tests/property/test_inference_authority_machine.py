@@ -32,7 +32,7 @@ numbers = st.integers(0, 20)
 TIMEOUT_SECONDS = 600
 
 
-def models(policy: str, *, warm: bool, pinned: bool, dedicated: bool) -> dict[str, dict[str, Any]]:
+def models(policy: Any, *, warm: bool, pinned: bool, dedicated: bool) -> dict[str, dict[str, Any]]:
     """Three that share accelerators, one for the CPU, and one that needs both accelerators."""
     return {
         "a": {"min_residency": 0, "oom_policy": policy, "warm": warm, "parallel": 4},
@@ -47,7 +47,8 @@ class Authority(RuleBasedStateMachine):
     """Rules are the events of the world; `CheckedWorld` checks each step."""
 
     @initialize(
-        policy=st.sampled_from(["fail_fast", "reduce", "cpu"]), warm=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["fail_fast", "reduce", "cpu", ["cleanup", "reduce", "cpu"]]),
+        warm=st.sampled_from([True, True, False]),
         pinned=st.booleans(), dedicated=st.booleans(), gpus=st.sampled_from([1, 2, 2, 0]),
         kind=st.sampled_from(["cuda", "sim"]), limit=st.sampled_from([None, None, 1.5, 0.6]),
         lazy=st.booleans(), shuts_down=st.booleans(), is_measured=st.sampled_from([True, True, False]),
@@ -55,7 +56,7 @@ class Authority(RuleBasedStateMachine):
         tells=st.booleans(),
     )  # fmt: skip
     def begin(
-        self, policy: str, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
+        self, policy: Any, warm: bool, pinned: bool, dedicated: bool, gpus: int, kind: str, limit: float | None,
         lazy: bool, shuts_down: bool, is_measured: bool, stored: float | None, replicas: int | str, tells: bool,
     ) -> None:  # fmt: skip
         self.models = models(policy, warm=warm, pinned=pinned, dedicated=dedicated)

@@ -608,7 +608,7 @@ class CheckedWorld(World):
         self.compared += 1
         if isinstance(outcome, Refusal):
             doubted = any(case.state is DeviceState.PROBING for case in self.state.devices.health.values())
-            if model.effective.oom_policy == "fail_fast" and not doubted:
+            if not model.effective.oom_policy and not doubted:
                 assert worker is None, outcome
                 assert bool(model.queue.waiters) == bool(outcome.waits_for), "a final refusal ends the wait"
         elif outcome.result is Result.FREE:
@@ -790,7 +790,7 @@ class CheckedWorld(World):
             assert (model.target, model.old_device, model.move_error, model.cleaning) == (None, None, None, False)
             assert not model.removed
             worker = state.worker_of(model)
-            if worker is not None and model.spec.oom_policy != "reduce":
+            if worker is not None and "reduce" not in model.spec.oom_policy:
                 hard = {*model.spec.changed(worker.spec)} - ModelSpec.SOFT
                 assert not hard or model.state is _S.WARM, f"{model.id} runs with other settings: {hard}"
         assert all(item.phase in (Phase.RESIDENT, Phase.CACHED) for item in state.ledger.holdings.values())

@@ -24,6 +24,7 @@ from inference.devices.device import Reading
 from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.estimate.header_formula import Parts
+from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.instant_workers import InstantSupervisor
@@ -54,6 +55,19 @@ class FakeEstimator:
 
     async def close(self) -> None:
         return None
+
+
+class CacheEstimator(FakeEstimator):
+    """Its models have one layer with a cache of `mib` MiB per 4,096 tokens, and 64 MiB of their own."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self._mib = mib
+
+    async def get(self, spec: Any, device: Reading, *_others: Reading, counts: Any = ()) -> Estimate:
+        cache = spec.context_length * self._mib * MIB // 4096
+        parts, sizes = {device.id: Parts(0, cache, 0)}, (Sizes(0, cache),)
+        return Estimate(parts, {device.id: 64 * MIB}, "llama.cpp", "", 4096, sizes=sizes)
 
 
 class FakeAccelerator:

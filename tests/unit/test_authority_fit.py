@@ -12,6 +12,7 @@ from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.state import EstimateKey
+from inference.authority.views import model_status
 from inference.devices.device import CPU, Reading
 from inference.errors import InferenceError, MemoryLimitExceededError
 from inference.estimate.header_formula import Parts
@@ -32,7 +33,9 @@ class ExpertsWorld(StepWorld):
     more than the layers say."""
 
     def _estimate(self, key: EstimateKey, devices: tuple[Reading, ...]) -> Estimate | InferenceError:
-        device, apart = devices[0].id, min(key.spec.host_expert_layers, LAYERS)
+        spec, device = key.spec, devices[0].id
+        on_host = 0 if spec.gpu_layers < 0 else LAYERS + 1 - spec.gpu_layers
+        apart = max(on_host, min(spec.host_expert_layers, LAYERS))
         apart = 0 if device == CPU else apart
         more = 1024 if key.spec.id == "wrong" and apart else 0
         weights = (DENSE_MIB + (LAYERS - apart) * EXPERTS_MIB + more) * MIB
@@ -107,6 +110,69 @@ def test_models_that_fit_after_a_change_are_not_reported_as_too_large() -> None:
     moment = Predictions(world.state, world.now)
     assert moment.of(world.model("a")) is None
     assert isinstance(moment.of(world.model("b")), Refusal)
+
+
+def test_dry_run_of_fit_has_the_cost_of_each_step() -> None:
+    world = begin({"a": {}})
+    assert isinstance(world.plan("a").outcome, Refusal)
+    assert isinstance(world.plan("a", fit="context").outcome, Refusal)
+    planned = world.plan("a", fit="auto", min_context=4096)
+    assert isinstance(planned.outcome, Placement)
+    assert planned.changes == {"experts": 2}
+    (step,) = planned.steps
+    assert (step["step"], step["settings"]) == ("experts", {"experts": 2})
+    assert step["saved_bytes"] == {"gpu-0": 600 * MIB, CPU: -600 * MIB}
+    assert step["tokens_per_second"] is None
+    layers = world.plan("a", fit="layers")
+    assert layers.changes == {"gpu_layers": 3}
+
+
+def test_steps_are_recorded_and_forgotten_with_the_changes() -> None:
+    world = begin({"a": {"fit": "experts", "oom_policy": ["cleanup", "reduce", "cpu"]}})
+    world.used("a")
+    status = model_status.status(world.state, world.model("a"), world.now)
+    assert status.steps == ({"step": "fit", "settings": {"experts": 2}},)
+    assert (status.experts, status.reduced) == (2, ("experts",))
+    world.command(events.Unload("a"))
+    world.live(5 + REST_SECONDS)
+    assert model_status.status(world.state, world.model("a"), world.now).steps == ()
+
+
+def test_changes_stay_while_a_worker_that_was_moved_has_them() -> None:
+    found = {"a": {"parallel": 1, "min_residency": 0, "fit": "experts"}}
+    world = ExpertsWorld(configuration(found), {"a": 100}, ("gpu-0", "gpu-1"))
+    world.arrive()
+    world.used("a")
+    worker = world.state.worker_of(world.model("a"))
+    assert worker is not None
+    world.live(REST_SECONDS + 5)
+    world.command(events.Move("a", {"gpu-0": "gpu-1", "gpu-1": "gpu-0"}[worker.device.id], None))
+    world.live(20)
+    moved = world.state.worker_of(world.model("a"))
+    assert moved is not None
+    assert (moved.device.id != worker.device.id, moved.spec.experts) == (True, 2)
+    assert world.model("a").effective.experts == 2
+
+
+def test_steps_of_the_policy_are_taken_in_order_and_recorded() -> None:
+    """No smaller size helps; on the CPU the model has its configured settings."""
+    world = begin({"a": {"oom_policy": ["cleanup", "reduce", "cpu"], "context_length": 4096}})
+    world.used("a")
+    model = world.model("a")
+    worker = world.state.worker_of(model)
+    assert worker is not None
+    assert worker.placement.devices == (CPU,)
+    assert (model.effective, model.reduced) == (model.spec, None)
+    status = model_status.status(world.state, model, world.now)
+    assert [step["step"] for step in status.steps] == ["cleanup", "reduce", "reduce", "cpu"]
+    assert [step["settings"] for step in status.steps][1] == {"ubatch": 128}
+    assert status.fallback
+
+
+def test_fallback_that_the_plan_chose_is_a_step() -> None:
+    world = begin({"a": {"oom_policy": "cpu"}})
+    world.used("a")
+    assert model_status.status(world.state, world.model("a"), world.now).steps == ({"step": "cpu", "settings": {}},)
 
 
 @pytest.mark.parametrize("experts", ["device", 1])

@@ -20,6 +20,7 @@ from inference.authority.placement.smaller_settings import (
     next_step,
     smaller_context,
     smaller_ubatch,
+    steps_of,
 )
 from inference.authority.retention import HOST, EvictedModel, Warm, displaced, kept_of
 
@@ -103,26 +104,51 @@ def test_cost_of_eviction_follows_from_size_reload_time_and_idle_time(
         assert Warm("a", 1000, seconds, NOW - idle).worth(NOW) == pytest.approx(cost)
 
 
-def test_settings_are_reduced_in_steps_and_each_step_is_taken_once() -> None:
-    """Cleaning, a smaller batch, a smaller context."""
+ALL_STEPS = steps_of(("cleanup", "reduce", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        ((), []),
+        (("cleanup", "reduce", "cpu"), [Step.CLEAN, Step.UBATCH, Step.CONTEXT, Step.CPU]),
+        (("reduce",), [Step.UBATCH, Step.CONTEXT]),
+        (("cleanup", "cpu"), [Step.CLEAN, Step.CPU]),
+    ],
+)
+def test_steps_of_a_policy_are_taken_once_in_order(policy: tuple[str, ...], steps: list[Step]) -> None:
     reduction = Reduction()
     taken = []
-    for _ in Step:
-        reduction, step = next_step(reduction, 10.0)
+    for _ in steps:
+        reduction, step = next_step(reduction, steps_of(policy), 10.0)
         taken.append(step)
-    assert taken == [Step.CLEAN, Step.UBATCH, Step.CONTEXT]
-    assert next_step(reduction, 20.0) == (reduction, None)
+    assert taken == steps
+    assert next_step(reduction, steps_of(policy), 20.0) == (reduction, None)
+
+
+@given(st.sets(st.sampled_from(Step)), st.lists(st.sets(st.sampled_from(Step)), min_size=5, max_size=5))
+def test_no_step_is_repeated_or_taken_after_a_later_one(allowed: set[Step], left_out: list[set[Step]]) -> None:
+    """Whatever is left out at each time; a step that was left out is not taken later."""
+    steps = [step for step in ALL_STEPS if step in allowed]
+    reduction, taken = Reduction(), []
+    for without in left_out:
+        reduction, step = next_step(reduction, steps, 0.0, without)
+        if step is not None:
+            assert step not in without
+            taken.append(step)
+    places = [steps.index(step) for step in taken]
+    assert places == sorted({*places})
 
 
 def test_failure_while_computing_skips_cleaning() -> None:
     """The same sizes would fail again."""
-    _, step = next_step(Reduction(), 0.0, without=(Step.CLEAN,))
+    _, step = next_step(Reduction(), ALL_STEPS, 0.0, without=(Step.CLEAN,))
     assert step is Step.UBATCH
 
 
 def test_each_step_restarts_the_rest() -> None:
-    reduction, _ = next_step(Reduction(), 5.0)
-    reduction, _ = next_step(reduction, 9.0)
+    reduction, _ = next_step(Reduction(), ALL_STEPS, 5.0)
+    reduction, _ = next_step(reduction, ALL_STEPS, 9.0)
     assert reduction.rest(10.0) == REST_SECONDS - 1
     assert reduction.rested(10.0) is reduction
     assert reduction.rest(9.0 + REST_SECONDS) == 0

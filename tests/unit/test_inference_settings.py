@@ -302,3 +302,35 @@ def test_other_values_of_experts_are_one_problem(value: str, directory: Path) ->
     found = problems(directory, f"models:\n  a: {{path: tiny.gguf, experts: {value}}}")
     assert found.count("write device, host, auto, or the number of layers (0 to 512)") == 1
     assert found.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        ("fail_fast", ()), ("reduce", ("cleanup", "reduce")), ("cpu", ("cpu",)), ("[]", ()), ("[reduce]", ("reduce",)),
+        ("[cleanup, reduce, cpu]", ("cleanup", "reduce", "cpu")), ("cleanup", ("cleanup",)),
+    ],
+)  # fmt: skip
+def test_oom_policy_is_a_word_or_a_list_of_steps(value: str, steps: tuple[str, ...], directory: Path) -> None:
+    assert load(directory, f"models: {{a: {{path: tiny.gguf, oom_policy: {value}}}}}").models["a"].oom_policy == steps
+
+
+def test_oom_policy_of_the_environment_has_commas(directory: Path) -> None:
+    text = "models:\n  a: {path: tiny.gguf}"
+    assert load(directory, text, {"INFERENCE_OOM_POLICY": "cleanup, cpu"}).models["a"].oom_policy == ("cleanup", "cpu")
+
+
+@pytest.mark.parametrize(
+    "value", ["[cpu, reduce]", "[cpu, cpu]", "gpu", "[fail_fast]", "3", "'cleanup,fail_fast'", "''"]
+)
+def test_other_oom_policies_are_one_problem(value: str, directory: Path) -> None:
+    found = problems(directory, f"models: {{a: {{path: tiny.gguf, oom_policy: {value}}}}}")
+    assert found.count("write fail_fast, reduce, cpu, or a list of cleanup, reduce, cpu in this order") == 1
+
+
+def test_fit_may_be_off_without_quotes(directory: Path) -> None:
+    text = "models: {a: {path: tiny.gguf, fit: %s, min_context: 4096}}"
+    assert load(directory, text % "off").models["a"].fit == "off"
+    assert load(directory, text % "auto").models["a"].min_context == 4096
+    wrong = problems(directory, "models: {a: {path: tiny.gguf, fit: context, min_context: 4097}}")
+    assert "min_context 4097 is more than context_length 4096; make it 4096 or less" in wrong

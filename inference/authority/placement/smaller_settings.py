@@ -1,7 +1,7 @@
 """Smaller settings for a model that lacks memory.
 
 `nearest_fix` computes a suggestion for an operator, `nearest_fit` the settings with which a model is loaded instead of
-the configured ones (`experts: auto`). `next_step` has the steps of `oom_policy: reduce`: clean up,
+the configured ones (`fit`, `experts: auto`). `next_step` has the steps of `oom_policy`: clean up,
 smaller batch, smaller context. They are taken once. Then the model keeps the smaller sizes that helped, or its requests
 fail, until the rest period is over.
 """
@@ -9,7 +9,7 @@ fail, until the rest period is over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -92,15 +92,16 @@ class Fit:
 
     def allows(self, fix: Mapping[str, Any]) -> bool:
         """Whether the model may be loaded with this change; False for no change."""
-        keys = {key for step in self.steps for key in _SETTINGS[step]}
+        keys = {key for step in self.steps for key in SETTINGS[step]}
         return bool(fix) and keys.issuperset(fix) and fix.get("context_length", self.min_context) >= self.min_context
 
 
-_SETTINGS: Mapping[FitStep, tuple[str, ...]] = {
+SETTINGS: Mapping[FitStep, tuple[str, ...]] = {
     FitStep.CONTEXT: ("context_length", "kv_cells"),
     FitStep.EXPERTS: ("experts",),
     FitStep.LAYERS: ("gpu_layers",),
 }
+"""The settings of a model that a step changes."""
 
 
 def nearest_fit(layers: Layers, fit: Fit, would_fit: Fits) -> Mapping[str, Any]:
@@ -161,7 +162,7 @@ def _less(tokens: int) -> int:
 
 def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the largest number of accelerator layers that fits, if the host has room for the rest."""
-    smaller = _changed(layers, others)
+    smaller = changed_layers(layers, others)
     count = _most(lambda count: would_fit(smaller.changed(gpu_layers=count), host=False), layers.offloaded - 1)
     if count and would_fit(smaller.changed(gpu_layers=count)):
         return {**others, "gpu_layers": count}
@@ -170,7 +171,7 @@ def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) ->
 
 def _experts_apart(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the smallest number of layers whose experts are in host memory, if the host has room for them."""
-    smaller, before, most = _changed(layers, others), layers.parameters.host_expert_layers, layers.expert_layers
+    smaller, before, most = changed_layers(layers, others), layers.parameters.host_expert_layers, layers.expert_layers
     too_few = _most(
         lambda count: not would_fit(smaller.changed(host_expert_layers=before + count), host=False), most - before
     )
@@ -180,7 +181,7 @@ def _experts_apart(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -
     return {}
 
 
-def _changed(layers: Layers, settings: Mapping[str, Any]) -> Layers:
+def changed_layers(layers: Layers, settings: Mapping[str, Any]) -> Layers:
     """The layers with these settings of a model."""
     return layers.changed(**{"host_expert_layers" if key == "experts" else key: settings[key] for key in settings})
 
@@ -197,7 +198,7 @@ def _most(true: Callable[[int], bool], most: int) -> int:
     return low
 
 
-# --- oom_policy: reduce ----------------------------------------------------------------------------------------------
+# --- oom_policy -------------------------------------------------------------------------------------------------------
 class Step(StrEnum):
     """One step."""
 
@@ -205,16 +206,27 @@ class Step(StrEnum):
     """all models drop retained prefixes and trim their heaps"""
     UBATCH = "smaller ubatch"
     CONTEXT = "smaller context"
+    CPU = "cpu"
+    """the configured sizes, on the CPU"""
 
 
-ORDER = tuple(Step)
+_OF_POLICY: Mapping[str, tuple[Step, ...]] = {
+    "cleanup": (Step.CLEAN,),
+    "reduce": (Step.UBATCH, Step.CONTEXT),
+    "cpu": (Step.CPU,),
+}
+
+
+def steps_of(policy: Collection[str]) -> tuple[Step, ...]:
+    """The steps of an `oom_policy`, in order."""
+    return tuple(step for word in policy for step in _OF_POLICY[word])
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The number of steps of ORDER that were taken, and the end of the rest period (seconds)."""
+    """The steps that were taken or left out, and the end of the rest period (seconds)."""
 
-    taken: int = 0
+    taken: frozenset[Step] = frozenset()
     rests_until: float = -math.inf
 
     def rest(self, now: float) -> float:
@@ -226,14 +238,18 @@ class Reduction:
         return self if self.rest(now) else Reduction()
 
 
-def next_step(reduction: Reduction, now: float, without: Collection[Step] = ()) -> tuple[Reduction, Step | None]:
-    """The next step that is not in `without`; None after the last one, which begins the rest period."""
-    taken = reduction.taken
-    while taken < len(ORDER) and ORDER[taken] in without:
-        taken += 1
-    if taken == len(ORDER):
-        return reduction, None
-    return Reduction(taken + 1, now + REST_SECONDS), ORDER[taken]
+def next_step(
+    reduction: Reduction, steps: Sequence[Step], now: float, without: Collection[Step] = ()
+) -> tuple[Reduction, Step | None]:
+    """The next of `steps` that is not in `without`; None after the last one. Each begins the rest period."""
+    passed = set(reduction.taken)
+    for step in steps:
+        if step in passed:
+            continue
+        passed.add(step)
+        if step not in without:
+            return Reduction(frozenset(passed), now + REST_SECONDS), step
+    return reduction, None
 
 
 def smaller_ubatch(ubatch: int) -> int | None:

@@ -12,7 +12,7 @@ from inference.authority.handlers.running.oom_recovery import is_fallback
 from inference.authority.handlers.watching.growth_on_devices import sentence
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
-from inference.authority.state import ModelRecord, State
+from inference.authority.state import ModelRecord, State, TakenStep
 from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 
 
@@ -122,6 +122,7 @@ def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -
         pid=worker.pid if worker else None,
         headroom_bytes=sum(estimate.headroom_bytes.values()) if estimate else 0,
         reduced=model.spec.changed(model.effective),
+        steps=_steps(state, model),
         fallback=is_fallback(state, model),
         load_seconds=_rounded(expectations.load_seconds(state, model, now)),
         queue_seconds=_rounded(expectations.queue_seconds(state, model)),
@@ -130,6 +131,12 @@ def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -
         template_problem=worker.ready.template_problem or None if worker and worker.ready else None,
         growth=tuple(sentence(*item) for item in worker.device_growth.items()) if worker else (),
     )
+
+
+def _steps(state: State, model: ModelRecord) -> tuple[dict[str, Any], ...]:
+    """What was done because of missing memory; a plan may have placed it on the CPU at once."""
+    on_cpu = (TakenStep("cpu"),) if is_fallback(state, model) else ()
+    return tuple(step.to_json() for step in (*(step for step in model.steps if step.step != "cpu"), *on_cpu))
 
 
 def _rounded(figure: float | None) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from inference.authority.handlers.running import (
     oom_recovery,
 )
 from inference.authority.handlers.running.decode_speed import DecodeSpeed
+from inference.authority.handlers.running.fit_costs import fit_costs
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal
@@ -81,6 +82,8 @@ class Planned:
     lost: str
     changes: Mapping[str, Any]
     """settings with which it would be loaded, because it does not fit as configured"""
+    steps: Sequence[Mapping[str, Any]]
+    """the cost of each change"""
     speed: DecodeSpeed | None
 
 
@@ -274,7 +277,12 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     speed = None
     if isinstance(outcome, Placement) and (first := known.get(outcome.devices[0])) is not None:
         speed = decode_speed.expected(state.read_rates, model.effective, first, outcome)
-    return Planned(outcome, estimate, lost, changes, speed)
+    steps: Sequence[Mapping[str, Any]] = ()
+    device = next((name for name in state.estimates_of(model.spec)), None)
+    if changes and device is not None:
+        configured = state.estimates_of(model.spec)[device]
+        steps = fit_costs(state.read_rates, model.spec, model.effective, configured, device)
+    return Planned(outcome, estimate, lost, changes, steps, speed)
 
 
 def _trim(draft: Draft, id: int, command: CollectCommand) -> None:

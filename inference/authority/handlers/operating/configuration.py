@@ -108,6 +108,6 @@ def _respecify(draft: Draft, name: str, spec: ModelSpec, changed: tuple[str, ...
             draft.set(estimates={**draft.state.estimates, model.effective: known})
         return
     estimates.forget(draft, name)
-    draft.set_model(name, reduced=None, files=None)
+    draft.set_model(name, reduced=None, steps=(), files=None)
     if model.worker is not None:
         departure.leave(draft, name, Reason.CHANGED)

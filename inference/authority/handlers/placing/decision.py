@@ -91,6 +91,8 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
         return NeedsReading()
     request = request_for(state, spec, options, divide=divisions < MOST_DIVISIONS)
     assert request is not None
+    if not oom_recovery.falls_back(model, now):
+        request = replace(request, options=tuple(option for option in request.options if not option.fallback))
     fit = fit_of(model.spec)
     found = _decided(state, model, replace(request, fit=fit), now)
     refusal = found.outcome if fit.steps and isinstance(found, Decision) else None

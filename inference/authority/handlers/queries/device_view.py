@@ -165,7 +165,7 @@ def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSet
     if settings.force_cpu_mode or spec.gpu_layers == 0 or not there:
         return cpu
     allowed = [item for index, item in enumerate(there) if item.state in USABLE and spec.gpu_index in (None, index)]
-    return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
+    return (*allowed, *(cpu if "cpu" in spec.oom_policy else ()))
 
 
 def devices_of(state: State, spec: ModelSpec, now: float) -> tuple[Reading, ...]:

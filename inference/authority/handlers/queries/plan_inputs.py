@@ -28,7 +28,10 @@ TOLERANCE_BYTES = 8 * 2**20
 
 def fit_of(spec: ModelSpec) -> Fit:
     """The changes with which the model may be loaded if it does not fit as configured."""
-    return Fit((FitStep.EXPERTS,) if spec.experts == "auto" else ())
+    steps = [step for step in FitStep if spec.fit in (step, "auto")]
+    if spec.experts == "auto" and FitStep.EXPERTS not in steps:
+        steps.append(FitStep.EXPERTS)
+    return Fit(tuple(steps), spec.min_context)
 
 
 def request_for(state: State, spec: ModelSpec, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:

@@ -89,7 +89,7 @@ def note_files(draft: Draft, id: str, files: Fingerprint) -> None:
     draft.set_model(id, files=files)
     if found:
         forget(draft, id)
-        draft.set_model(id, reduced=None, capabilities=())
+        draft.set_model(id, reduced=None, steps=(), capabilities=())
         draft.warning("the file of %s changed: %s; it is measured again", id, found)
 
 

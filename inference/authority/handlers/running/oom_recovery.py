@@ -1,12 +1,12 @@
 """What `oom_policy` does when a model runs out of memory, and what is learned from it.
 
-`fail_fast` does nothing. `reduce` takes the steps of `placement.smaller_settings` once. `cpu` loads the model on the
-CPU for a while.
+Its steps (`placement.smaller_settings`) are taken once, in order: other models clean up, the model gets smaller, it is
+loaded on the CPU for a while. Each is recorded. Before them, a model that the plan refuses is changed as `fit` allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from inference.authority.lifecycle import Action, Departure, Reason
 from inference.authority.placement.plan import EvictionState, Refusal
 from inference.authority.placement.smaller_settings import (
     REST_SECONDS,
+    Reduction,
     Step,
     next_step,
     smaller_context,
     smaller_ubatch,
+    steps_of,
 )
-from inference.authority.state import ModelRecord, State, WorkerRecord
+from inference.authority.state import ModelRecord, State, TakenStep, WorkerRecord
 from inference.devices.device import CPU, Reading
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
@@ -49,7 +51,7 @@ def options(model: ModelRecord, devices: tuple[Reading, ...], now: float) -> tup
 def is_fallback(state: State, model: ModelRecord) -> bool:
     """Whether the model is on the CPU because accelerators had no room (`oom_policy: cpu`)."""
     worker, spec = state.worker_of(model), model.spec
-    if worker is None or worker.by_hand or worker.placement.devices != (CPU,) or spec.oom_policy != "cpu":
+    if worker is None or worker.by_hand or worker.placement.devices != (CPU,) or "cpu" not in spec.oom_policy:
         return False
     has_accelerators = any(item.id != CPU for item in state.devices.measured)
     return spec.gpu_layers != 0 and not state.settings.force_cpu_mode and has_accelerators
@@ -59,10 +61,17 @@ def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
     """Whether smaller settings are tried when the plan refuses the model."""
     if fit_of(model.spec).allows(refusal.fix):
         return True
-    if not refusal.lacks or model.spec.oom_policy != "reduce":
-        return False
+    return bool(refusal.lacks) and _next(model, now)[1] not in (None, Step.CPU)
+
+
+def falls_back(model: ModelRecord, now: float) -> bool:
+    """Whether a plan may use the CPU if accelerators have no room, because it is the next step of the policy."""
+    return model.reduced is None and _next(model, now)[1] is Step.CPU
+
+
+def _next(model: ModelRecord, now: float, without: Collection[Step] = ()) -> tuple[Reduction, Step | None]:
     reduction = model.reduction if model.reduced is not None else model.reduction.rested(now)
-    return next_step(reduction, now)[1] is not None
+    return next_step(reduction, steps_of(model.spec.oom_policy), now, without)
 
 
 # --- refused by the plan ---------------------------------------------------------------------------------------------
@@ -74,13 +83,14 @@ def refused(draft: Draft, id: str, refusal: Refusal) -> bool:
     if fit_of(model.spec).allows(refusal.fix):
         _fit(draft, model, refusal.fix)
         return True
-    if not refusal.lacks or model.spec.oom_policy != "reduce":
+    if not refusal.lacks or not model.spec.oom_policy:
         restore_sizes(draft, id)
         return False
     if draft.state.is_estimating(model):
         return True
     on_host = any(lack.device == CPU for lack in refusal.lacks)
-    if not _step_down(draft, id, refusal.fix, on_host=on_host):
+    without = (Step.CPU,) if on_host or falls_back(model, draft.now) else ()
+    if not _step_down(draft, id, refusal.fix, without, on_host=on_host):
         return False
     draft.plan()
     return True
@@ -91,7 +101,8 @@ def _fit(draft: Draft, model: ModelRecord, fix: Mapping[str, Any]) -> None:
     changes = ", ".join(f"{key}: {value}" for key, value in fix.items())
     draft.warning("%s does not fit as configured and is loaded with %s", model.id, changes)
     reduction = replace(model.reduction, rests_until=draft.now + REST_SECONDS)
-    draft.set_model(model.id, reduced=replace(model.effective, **fix), reduction=reduction)
+    steps = (*model.steps, TakenStep("fit", fix))
+    draft.set_model(model.id, reduced=replace(model.effective, **fix), reduction=reduction, steps=steps)
     draft.plan()
 
 
@@ -118,8 +129,10 @@ def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
         devices = device_view.named(draft.state, names, draft.now)
         draft.emit(LearnGoodEnd(draft.model(worker.model).effective, tuple(devices)))
     draft.set_model(worker.model, shortages=())
-    if not draft.model(worker.model).reduction.rest(draft.now):
-        restore_sizes(draft, worker.model)
+    model = draft.model(worker.model)
+    is_moved = model.target is not None or not draft.is_current(worker)  # the next worker has the same sizes
+    if not is_moved and not model.reduction.rest(draft.now):
+        restore_sizes(draft, model.id)
 
 
 def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -> bool:
@@ -131,11 +144,11 @@ def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -
     if model.target is not None or model.removed:
         return False
     short = _short(worker, event.exit)
-    if model.spec.oom_policy == "cpu" and CPU not in short:
-        return _use_cpu(draft, model, worker)
-    if model.spec.oom_policy != "reduce":
+    if not model.spec.oom_policy:
         return False
-    has_step = _step_down(draft, model.id, {}, on_host=CPU in short, cleans=not computing)
+    without = [Step.CLEAN] if computing else []
+    without += [Step.CPU] if CPU in short else []
+    has_step = _step_down(draft, model.id, {}, without, on_host=CPU in short)
     return has_step and model.state is ModelState.LOADING
 
 
@@ -151,7 +164,9 @@ def _computing(exit: WorkerExit) -> bool:
 def tick(draft: Draft) -> None:
     """Restores configured sizes of models after their rest period, and lets learned head-room decay."""
     for model in draft.state.models.values():
-        if model.reduced is not None and model.worker is None and not model.reduction.rest(draft.now):
+        is_changed = model.reduced is not None or model.steps
+        is_away = model.worker is None and model.target is None
+        if is_changed and is_away and not model.reduction.rest(draft.now):
             restore_sizes(draft, model.id)
     if draft.now >= draft.state.headroom_check_at:
         draft.set(headroom_check_at=draft.now + HEADROOM_CHECK_SECONDS)
@@ -186,39 +201,40 @@ def headroom_changed(draft: Draft, event: HeadroomChanged) -> None:
 
 def restore_sizes(draft: Draft, id: str) -> None:
     """Restores the configured sizes for the next load."""
-    if draft.model(id).reduced is not None:
+    model = draft.model(id)
+    if model.steps:
+        draft.set_model(id, steps=())
+    if model.reduced is not None:
         draft.set_model(id, reduced=None)
         draft.plan()
 
 
 # --- what the policies do --------------------------------------------------------------------------------------------
-def _use_cpu(draft: Draft, model: ModelRecord, worker: WorkerRecord) -> bool:
-    draft.set_model(model.id, on_cpu_until=draft.now + REST_SECONDS)
-    draft.warning("%s is loaded on the CPU: no memory on %s", model.id, ", ".join(worker.placement.devices))
-    if model.state is not ModelState.LOADING:
-        return False
-    draft.count("alloc_retries")
-    return True
-
-
-def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], *, on_host: bool, cleans: bool = True) -> bool:
+def _step_down(draft: Draft, id: str, fix: Mapping[str, Any], without: Collection[Step], *, on_host: bool) -> bool:
     """Takes the next step with an effect; False if none is left, and then restores the configured sizes."""
     model = draft.model(id)
-    reduction = model.reduction if model.reduced is not None else model.reduction.rested(draft.now)
     while True:
-        reduction, step = next_step(reduction, draft.now, () if cleans else (Step.CLEAN,))
-        draft.set_model(id, reduction=reduction)
+        reduction, step = _next(model, draft.now, without)
+        model = draft.set_model(id, reduction=reduction)
         if step is None:
             restore_sizes(draft, id)
             return False
+        if step is Step.CPU:
+            draft.set_model(
+                id, reduced=None, on_cpu_until=draft.now + REST_SECONDS, steps=(*model.steps, TakenStep("cpu"))
+            )
+            draft.count("alloc_retries")
+            draft.warning("%s is loaded on the CPU: no memory on its accelerators", id)
+            return True
         if step is Step.CLEAN:
+            draft.set_model(id, steps=(*model.steps, TakenStep("cleanup")))
             draft.warning("out of memory for %s: dropping cached prefixes of all models", id)
             draft.set_model(id, cleaning=True, cleans_host=on_host)
             draft.emit(TrimWorkers(id, serving(draft.state)))
             return True
         if smaller := _smaller(model.effective, step, fix):
             reduced = replace(model.effective, **smaller)
-            draft.set_model(id, reduced=reduced)
+            draft.set_model(id, reduced=reduced, steps=(*model.steps, TakenStep("reduce", smaller)))
             draft.count("alloc_retries")
             draft.warning("%s is reduced to fit: %s", id, ", ".join(model.spec.changed(reduced)))
             return True
@@ -243,13 +259,13 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
 def _smaller(spec: ModelSpec, step: Step, fix: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `step` changes; empty if they are at their minimum.
 
-    The planner's nearest fix is used instead of half the pool or context, unless it is fewer layers on accelerators:
-    only `oom_policy: cpu` may move parts of a model to the CPU.
+    The planner's nearest fix is used instead of half the pool or context, unless it moves parts of the model to the
+    CPU, which needs `fit` or the step `cpu`.
     """
     if step is Step.UBATCH:
         ubatch = smaller_ubatch(spec.ubatch)
         return {} if ubatch is None else {"ubatch": ubatch}
-    if kept := {name: value for name, value in fix.items() if name != "gpu_layers"}:
+    if kept := {name: value for name, value in fix.items() if name not in ("gpu_layers", "experts")}:
         return kept
     if spec.kv_cells is not None and spec.kv_cells > spec.context_length:
         return {"kv_cells": max(spec.context_length, spec.kv_cells // 2)}
