@@ -61,7 +61,7 @@ def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledg
         eviction_state = draw(st.sampled_from([EvictionState.IDLE] * (30 if crowded else 3) + list(EvictionState)))
         if eviction_state is EvictionState.WARM:
             need = {"cpu": need["cpu"]}
-            ledger = ledger.shrink(id, need)
+            ledger = ledger.shrink(id, need).set_exempt(id)
         held.append(Held(id, id, eviction_state, need, draw(st.floats(0, 100)), draw(st.floats(0.1, 60))))
     return ledger, held
 

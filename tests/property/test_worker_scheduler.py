@@ -502,7 +502,7 @@ class Traffic(RuleBasedStateMachine):
             return
         token = (job + len(known.tokens)) % 3
         known.tokens.append(token)
-        known.decodes = True
+        known.decodes = not known.suspended
         self.scheduler.extend(job, token)
 
     def run_out(self) -> None:
@@ -572,14 +572,14 @@ class Traffic(RuleBasedStateMachine):
         """After any history everything ends within a limit, and a sequence finds all cells of its slot."""
         if not hasattr(self, "scheduler"):
             return
-        for job, known in self.live.items():
-            self.scheduler.resume(job)
-            known.suspended = False
         total = sum(len(known.tokens) + known.wanted for known in self.live.values())
         bound = total + 2 * len(self.live) + 10 + self.tiers * (4 * len(self.live) + 4)
         bound *= 4 if self.limits.cells else 1
         steps = 0
         while self.live:
+            for job, known in self.live.items():
+                self.scheduler.resume(job)
+                known.suspended = False
             self.advance(4)
             self.now += 0.5  # no job waits for long for a sequence from disk
             steps += 1
