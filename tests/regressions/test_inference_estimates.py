@@ -214,7 +214,7 @@ def _helper(directory: Path, monkeypatch: pytest.MonkeyPatch, *, changes: int) -
         found.append(path)
         if len(found) <= changes:
             replace_file(directory, b"GGUF" * len(found))
-        facts = {"context_trained": 1, "architecture": "", "quantization": ""}
+        facts = {"context_trained": 1, "architecture": "", "quantization": "", "experts": 0, "experts_used": 0}
         part = {"weights_bytes": len(found), "kv_bytes": 0, "compute_bytes": 0}
         sizes: dict[str, Any] = {"parts": {"cpu": part}, "source": "llama.cpp", "note": "", "output_bytes": 0}
         sizes |= {"checkpoint_bytes": 0, "host_bytes_per_second": 0.0}
