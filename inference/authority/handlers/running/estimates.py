@@ -5,8 +5,7 @@ from __future__ import annotations
 from inference.authority.draft import Draft
 from inference.authority.effects import Estimate
 from inference.authority.events import Estimated, FilesChecked
-from inference.authority.handlers.queries import device_view, helper_contexts
-from inference.authority.handlers.running import decode_speed
+from inference.authority.handlers.queries import decode_speed, device_view, helper_contexts
 from inference.authority.lifecycle import Backoff
 from inference.authority.quarantine import Quarantine
 from inference.authority.state import EstimateKey, ModelRecord, WorkerRecord

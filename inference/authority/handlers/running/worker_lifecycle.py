@@ -19,10 +19,9 @@ from inference.authority.events import (
     Spawned,
     SpawnFailed,
 )
-from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.queries import decode_speed, device_view
 from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
-    decode_speed,
     device_incidents,
     endings,
     estimates,

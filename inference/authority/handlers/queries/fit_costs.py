@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference.authority.handlers.running.decode_speed import DecodeSpeed
+from inference.authority.handlers.queries.decode_speed import DecodeSpeed
 from inference.authority.placement.smaller_settings import SETTINGS, FitStep, changed_layers
 from inference.devices.device import CPU
 from inference.estimate.layers import layers_of
