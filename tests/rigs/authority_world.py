@@ -673,7 +673,8 @@ class World:
             case effects.LimitWorker(worker, sequences):
                 self.alive[worker].limit = sequences
             case effects.LimitKv(worker, count):
-                process = self.alive[worker]
+                if (process := self.alive.get(worker)) is None:
+                    return  # it has ended, and the authority does not know it yet
                 process.kv_bytes = count
                 self.arenas[process.model] = min(self.arenas[process.model], count)
             case effects.DropKv(model):
