@@ -11,34 +11,18 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.workers.os_api import socket_directory
+from tests.rigs.demo_pair import demo_pair
 from tests.rigs.processes import wait_until
 from tests.rigs.stack import Stack, chat_body
 
-MODELS = """
-models:
-  demo: {path: bundled:demo, context_length: 1024, parallel: 1, min_residency: 0}
-  demo-mini: {path: bundled:demo-mini, context_length: 512, parallel: 1, min_residency: 0}
-"""
 MIB = 2**20
-TOTAL = 400 * MIB
 CHECKS_SECONDS = 1.0
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    started = Stack(
-        tmp_path,
-        models=MODELS,
-        inference_env={
-            "INFERENCE_DEVICES": "sim:400MiB",
-            "INFERENCE_WARM_CHECKPOINT": "off",
-            "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.2",
-            "INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS": "0.1",
-        },
-    )
-    started.inference.start(wait_for="/readyz")
-    yield started
-    started.kill()
+    with demo_pair(tmp_path) as started:
+        yield started
 
 
 def chat(stack: Stack, model: str, tokens: int) -> Any:

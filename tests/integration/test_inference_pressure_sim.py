@@ -13,32 +13,15 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.workers.os_api import socket_directory
+from tests.rigs.demo_pair import MODELS, TOTAL_BYTES, demo_pair
 from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import REPOSITORY, Stack, chat_body
-
-MODELS = """
-models:
-  demo: {path: bundled:demo, context_length: 1024, parallel: 1, min_residency: 0}
-  demo-mini: {path: bundled:demo-mini, context_length: 512, parallel: 1, min_residency: 0}
-"""
-TOTAL = 400 * 2**20
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    started = Stack(
-        tmp_path,
-        models=MODELS,
-        inference_env={
-            "INFERENCE_DEVICES": "sim:400MiB",
-            "INFERENCE_WARM_CHECKPOINT": "off",
-            "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.5",
-            "INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS": "0.1",
-        },
-    )
-    started.inference.start(wait_for="/readyz")
-    yield started
-    started.kill()
+    with demo_pair(tmp_path) as started:
+        yield started
 
 
 def chat(stack: Stack, model: str) -> Any:
@@ -50,7 +33,7 @@ def test_idle_models_make_room_for_other_programs_before_a_failure(stack: Stack)
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         used = rig.tell("status")["gpu-0"]["used_bytes"]
         assert used > 0
-        rig.tell("foreign", "gpu-0", bytes=int(TOTAL * 0.85) - used)
+        rig.tell("foreign", "gpu-0", bytes=int(TOTAL_BYTES * 0.85) - used)
         (record,) = wait_until("the model left", lambda: stack.ask("/memory/evictions", direct=True)["evictions"])
         assert (record["model_name"], record["reason"], record["action"]) == ("demo", "pressure", "offload")
         assert "gpu-0 is at high: 340.0 MiB of 400.0 MiB are in use" in record["explanation"][0]
@@ -68,7 +51,7 @@ def test_idle_models_make_room_for_other_programs_before_a_failure(stack: Stack)
 def test_service_that_starts_with_a_full_device_reports_it_and_serves_when_there_is_room(tmp_path: Path) -> None:
     """With 95 % in use at the start the service is ready, refuses with numbers, and leaves no process."""
     env = {"INFERENCE_DEVICES": "sim:400MiB", "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.5"}
-    env |= {"TAKEN_BYTES": str(int(TOTAL * 0.95)), "PYTHONPATH": str(REPOSITORY)}
+    env |= {"TAKEN_BYTES": str(int(TOTAL_BYTES * 0.95)), "PYTHONPATH": str(REPOSITORY)}
     stack = Stack(tmp_path, models=MODELS, inference_env=env)
     stack.inference.argv = [sys.executable, "-m", "tests.rigs.taken_gpu", *stack.inference.argv[3:]]
     try:
