@@ -39,6 +39,10 @@ PARENT_ENV = "HEADGATE_WORKER_PARENT"
 ARENA_FD_ENV = "HEADGATE_WORKER_ARENA_FD"
 """Descriptor of an anonymous memory file for saved sequences. The service holds it too, so that they survive."""
 
+EXPERT_TENSOR = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""A part of the names of tensors with one matrix per expert, as a regular expression (LLM_FFN_EXPS_REGEX of llama.cpp).
+Shared experts are not among them. The same tensors are estimated and loaded into host memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrant:

@@ -86,7 +86,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
 async def load_replicas(
     authority: Authority, name: str, seconds: float | None = None, priority: Priority = Priority.HIGH
 ) -> None:
-    """Loads a model, with the least number of its replicas, or one replica. Raises the error if none is loaded."""
+    """Loads the configured minimum of replicas of a model, or the named replica. Raises the error if none is loaded."""
     ids = authority.replicas(name)
     least = authority.model(ids[0]).spec.replicas[0]
     first, *others = await asyncio.gather(

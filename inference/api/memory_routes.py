@@ -165,7 +165,9 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
         ids = authority.replicas(model_id)
         held = [id for id in ids if authority.model(id).worker is not None] or ids[:1]
         records = await asyncio.gather(*(authority.command(Evict(id, action)) for id in held))
-        return {**records[0], "memory_freed_mb": round(sum(record["memory_freed_mb"] for record in records), 3)}
+        freed_mb = round(sum(record["memory_freed_mb"] for record in records), 3)
+        evicted = [record for record in records if record["evicted"]]
+        return {**(evicted or records)[0], "model_name": ids[0], "memory_freed_mb": freed_mb}
 
     @routes.post("/memory/gc")
     async def collect() -> Any:

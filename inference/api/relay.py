@@ -58,14 +58,14 @@ BODY_SECONDS = 60.0
 """Time limit for the arrival of a body."""
 CONNECT_SECONDS = 5.0
 CLIENT_LEFT = "client_left"
-"""The outcome of requests whose client disconnected; the gateway uses the same name."""
+"""The outcome of requests whose client disconnected, as in the metrics of the gateway."""
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 _FRAME_END = b"\n\n"
 _DATA = b"\ndata:"
 
 
 class _WorkerEndedError(Exception):
-    """The worker ended normally before it took the request, or another replica goes on. It is sent there once."""
+    """The worker ended before it answered, but not because of the request, which is sent once more."""
 
 
 class Relay:
@@ -116,7 +116,7 @@ class Relay:
             model = self._authority.resolve(request.model)
             if request.probe and await self._probe(model, out):
                 return
-            if request.only_tokenizes and not self._is_ready(model):
+            if request.only_tokenizes and not self._authority.is_ready(model):
                 await self._count(model, request, out)
                 return
             try:
@@ -144,9 +144,6 @@ class Relay:
         finally:
             if is_counted:
                 self._authority.metrics.requests.labels(model, outcome).inc()
-
-    def _is_ready(self, model: str) -> bool:
-        return self._authority.is_ready(model)
 
     async def _count(self, model: str, request: RelayedRequest, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
@@ -196,7 +193,7 @@ class Relay:
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""
-        if self._is_ready(model):
+        if self._authority.is_ready(model):
             return False
         if (error := self._authority.refusal(model)) is not None:
             raise error
@@ -292,7 +289,7 @@ class Relay:
         return CrashedError(crash, failure, relayed=relayed)
 
     def _goes_on(self, model: str, exit: WorkerExit) -> bool:
-        """Whether another replica can serve the requests of a worker that no request has ended."""
+        """Whether another replica takes the requests: the worker ended for a reason outside of them."""
         if exit.starved or exit.cause not in (ExitCause.KILLED, ExitCause.DEVICE_LOST):
             return False
         others = self._authority.siblings(model)

@@ -125,7 +125,7 @@ def _action(handle: Any) -> int | None:
 
 
 def _processes(handle: Any) -> list[tuple[int, int]]:
-    """The processes that compute on a device. Drivers of WSL and Windows tell no bytes, and older ones no processes."""
+    """The processes that compute on a device. WSL reports no bytes, older drivers no processes."""
     try:
         found = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
     except pynvml.NVMLError:

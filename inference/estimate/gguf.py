@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 
 from inference.estimate.header_formula import Facts
 from inference.file_stamp import parts_of
+from inference.worker_link import EXPERT_TENSOR
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
-_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
-"""Tensors with one matrix per expert (LLM_FFN_EXPS_REGEX of llama.cpp); shared experts are not among them."""
+_EXPERTS = re.compile(EXPERT_TENSOR)
 _MOST = 2**32 - 1
 """llama.cpp stores the dimensions of models in 32 bits."""
 _MOST_OF_A_TOKEN = 2**32

@@ -71,14 +71,14 @@ class EngineCounters:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start of the running step."""
-        return self.clock() - (self.step_started or 0.0)
+        """Seconds since the start of the running step; 0 if none runs."""
+        return 0.0 if self.step_started is None else self.clock() - self.step_started
 
     def end(self) -> float:
         """Records the end of the step; returns its duration in seconds."""
-        started, self.step_started = self.step_started, None
+        seconds, self.step_started = self.elapsed, None
         self.steps += 1
-        return self.clock() - (started if started is not None else self.clock())
+        return seconds
 
     @property
     def is_computing(self) -> bool:

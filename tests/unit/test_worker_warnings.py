@@ -12,7 +12,9 @@ from inference.workers.worker_warnings import LOGGER, MOST_LINES, PERIOD_SECONDS
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_warnings_are_selected_in_both_formats(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_selected_in_both_formats(
+    format: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As the worker's own formatter writes them."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
@@ -21,7 +23,7 @@ def test_warnings_are_selected_in_both_formats(format: str, monkeypatch: pytest.
     for logger in (own, other):
         monkeypatch.setattr(logger, "handlers", [handler])
         monkeypatch.setattr(logger, "propagate", False)
-        monkeypatch.setattr(logger, "level", logging.DEBUG)
+        caplog.set_level(logging.DEBUG, logger.name)  # also forgets the level that other tests have used
     own.info("found")
     own.warning("the disk is full\nreally")
     other.warning("a step failed")

@@ -57,7 +57,7 @@ def choose(replicas: Sequence[Replica], last: str | None = None) -> str:
     """The replica for a new request; `last` is the one that served its conversation before."""
     up = [replica for replica in replicas if replica.is_up]
     if not up:  # one is loaded for all requests
-        return min(replicas, key=lambda replica: (not replica.active, replica.load_seconds)).id
+        return min(replicas, key=lambda item: (item.is_failed, not item.active, item.load_seconds)).id
     best = min(up, key=lambda replica: (replica.wait_seconds, replica.active / replica.parallel))
     known = next((replica for replica in up if replica.id == last), best)
     most = max(AFFINITY_FACTOR * best.wait_seconds, best.wait_seconds + AFFINITY_SECONDS)

@@ -66,6 +66,7 @@ def together(found: Sequence[ModelStatus], up: Collection[str]) -> ModelStatus:
         aliases=found[0].aliases,
         parallel=sum(item.parallel for item in serving),
         devices=tuple(dict.fromkeys(name for item in found for name in item.devices)),
+        predicted_bytes=_sum(item.predicted_bytes for item in serving),
         actual_bytes=_sum(item.actual_bytes for item in found),
         in_flight=sum(item.in_flight for item in found),
         queued=sum(item.queued for item in found),

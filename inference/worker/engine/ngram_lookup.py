@@ -11,9 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 
-NGRAM_TOKENS = 2
-"""Number of last tokens that must occur earlier. One matches by chance; after a difference, three miss what follows."""
-
 MOST_REPLACED = 2
 """After up to this many wrong tokens the earlier text is followed further, as if they were replaced: a renamed
 variable, or another value of a JSON key. Only one token is proposed then."""
@@ -27,9 +24,10 @@ T = TypeVar("T", int, np.ndarray)
 
 
 class NgramLookup:
-    """The positions behind all n-grams of one sequence, for one answer.
+    """The positions behind all pairs of tokens of one sequence, for one answer.
 
-    A hash table keeps the last position of each n-gram, or of another n-gram with the same hash. It has at least one
+    The last two tokens must occur earlier: one matches by chance, and after a difference three miss what follows.
+    A hash table keeps the last position of each pair, or of another pair with the same hash. It has at least one
     entry per token and is built again when it becomes too small, so that a token costs constant time on average.
     """
 
@@ -52,7 +50,7 @@ class NgramLookup:
             self._rebuild(tokens)
         for end in range(self._indexed, count):
             self._follow(tokens, end)
-            if end >= NGRAM_TOKENS:
+            if end >= 2:
                 self._table[self._hash(tokens[end - 2], tokens[end - 1])] = end
         self._indexed = count
         if (self._wrong or not self._next) and (found := self._found(tokens)):
@@ -74,8 +72,8 @@ class NgramLookup:
                 self._next = self._wrong = 0
 
     def _found(self, tokens: array[int]) -> int:
-        """The position behind an earlier occurrence of the last n-gram, 0 for none."""
-        if len(tokens) < NGRAM_TOKENS:
+        """The position behind an earlier occurrence of the last two tokens, 0 for none."""
+        if len(tokens) < 2:
             return 0
         found = int(self._table[self._hash(tokens[-2], tokens[-1])])
         return found if tokens[max(0, found - 2) : found] == tokens[-2:] else 0
@@ -85,13 +83,13 @@ class NgramLookup:
         return hashed
 
     def _rebuild(self, tokens: array[int]) -> None:
-        """Makes a table for twice as many tokens, with all n-grams that end before the last token."""
+        """Makes a table for twice as many tokens, with all pairs that end before the last token."""
         size = _LEAST_ENTRIES
         while size < 2 * len(tokens):
             size *= 2
         self._table = np.zeros(size, np.int32)
         self._mask = size - 1
         known = np.frombuffer(tokens, np.int32).astype(np.int64)
-        ends = np.arange(NGRAM_TOKENS, len(known))
+        ends = np.arange(2, len(known))
         self._table[self._hash(known[ends - 2], known[ends - 1])] = ends
         self._indexed, self._next, self._wrong = len(known), 0, 0

@@ -149,9 +149,10 @@ class MemoryTier:
             return None
 
     def give_back(self, stored: Stored, region: Region) -> None:
-        """Returns what `allocate` gave."""
+        """Returns memory that its sequence does not use."""
         self.release(region)
-        self._in_transit.discard(stored)
+        if stored.region is None:
+            self._in_transit.discard(stored)
 
     def reserve(self, stored: Stored, *, may_pass: bool) -> bool:
         """Makes room for a sequence that is read from disk. Returns whether there is any."""

@@ -489,7 +489,7 @@ class TieredStore:
         self._counts.disk_read_bytes += head.sizes.all_bytes
         self._counts.disk_read_seconds += seconds
         if self._stored.get(stored.sequence) is not stored or stored.region is not None:
-            self._memory.release(region)  # removed, or saved again
+            self._memory.give_back(stored, region)  # removed, or saved again
             return
         self._memory.arena.commit(region)
         stored.sizes, stored.partial_at = head.sizes, head.partial_at

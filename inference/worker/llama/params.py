@@ -9,7 +9,7 @@ from typing import Any
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
-from inference.worker_link import Grant
+from inference.worker_link import EXPERT_TENSOR, Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 SCORING_OUTPUTS = 16
@@ -69,7 +69,7 @@ def _experts_on_host(layers: int) -> ctypes.Array[_BufferOverride]:
     One pattern for all layers: llama.cpp compiles each pattern for each tensor.
     """
     numbers = "|".join(map(str, range(layers)))
-    pattern = rf"^blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode()
+    pattern = rf"^blk\.({numbers}){EXPERT_TENSOR}".encode()
     host = ggml_library.library().ggml_backend_cpu_buffer_type()
     return (_BufferOverride * 2)(_BufferOverride(pattern, host), _BufferOverride(None, None))
 

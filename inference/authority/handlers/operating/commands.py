@@ -277,10 +277,10 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     if isinstance(outcome, Placement) and (first := known.get(outcome.devices[0])) is not None:
         speed = decode_speed.expected(state.read_rates, model.effective, first, outcome)
     steps: Sequence[Mapping[str, Any]] = ()
-    device = next((name for name in state.estimates_of(model.spec)), None)
-    if changes and device is not None:
-        configured = state.estimates_of(model.spec)[device]
-        steps = fit_costs(state.read_rates, model.spec, model.effective, configured, device)
+    undivided = ((name, found) for name, found in state.estimates_of(model.spec).items() if not found.counts)
+    if changes and (configured := next(undivided, None)) is not None:
+        device, of_device = configured
+        steps = fit_costs(state.read_rates, model.spec, model.effective, of_device, device)
     return Planned(outcome, estimate, lost, changes, steps, speed)
 
 

@@ -111,7 +111,8 @@ def _book(draft: Draft, reading: Reading, change: Change) -> None:
     """Books a change. Growth that does not fit is booked, and its model leaves, so that no other model pays."""
     worker = next(item for item in draft.state.workers.values() if item.holding == change.holding)
     before = worker.device_growth.get(reading.id)
-    grown = Grown((before.bytes if before else 0) + change.bytes, change.evidence)
+    evidence = before.evidence if before and change.bytes < 0 else change.evidence
+    grown = Grown((before.bytes if before else 0) + change.bytes, evidence)
     ledger = draft.state.ledger
     problem = ""
     if change.bytes < 0:
