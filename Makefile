@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
+.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -81,6 +81,9 @@ bench-turns: machine ## two models with memory for one, under load that never pa
 
 bench-replicas: machine ## one and two replicas of a model on two paced devices: ROUNDS=5 PACE=0.06; QUICK=1
 	@exec $(RUN) benchmarks.replicas
+
+bench-speculation: machine ## answers with and without proposed tokens: MODELS=135m STREAMS=1,8,32 THREADS=1
+	@exec $(RUN) benchmarks.speculation
 
 bench-kv: machine ## stored sequences: restores, alternating conversations, llama-server --cache-ram: MODELS=135m,1b PLACES=cpu,sim PARTS=paths,...; QUICK=1
 	@exec $(RUN) benchmarks.kv

@@ -1,6 +1,6 @@
 """Measures answers with and without `speculation: ngram`, on texts that repeat themselves and on texts that do not.
 
-    python -m benchmarks.speculation
+    python -m benchmarks.speculation         MODELS=15m,135m STREAMS=1,8,32
 
 Two engines of one model take turns with the same prompts. The model computes every step, and its sampler draws, but the
 drawn tokens are replaced by those of a given answer: no model at hand quotes well, and the speed depends only on which

@@ -220,6 +220,7 @@ class ReplicaStatus:
     idle_seconds: float | None = None
     pid: int | None = None
     reason: str | None = None
+    predicted_bytes: int | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReplicaStatus:

@@ -111,7 +111,8 @@ class _Counting:
             candidate = await self._filter.settled(waiting.popleft(), self._budget)
             if isinstance(candidate, Dropped):
                 self._outcomes.drop(candidate)
-                waiting, self._short = waiting or self._short, deque()
+                if not waiting:
+                    waiting, self._short = self._short, deque()
                 continue
             self._outcomes.start(candidate)
             count = await self._try(candidate, last=not waiting)

@@ -234,12 +234,11 @@ class Answer:
             if not self._budget.has_time(now()):
                 self._drop(entry, "the time was spent")
                 continue
-            self._tried.add(entry)
             candidate = await self._filter.settled(entry, self._budget)
             if isinstance(candidate, Dropped):
                 self._drop(entry, f"{candidate.drop}: {candidate.message}")
                 continue
-            self._tried.add(candidate)
+            self._tried |= {entry, candidate}
             continuation = _continuation(state, partial, candidate)
             if continuation is None:
                 self._drop(candidate, "it cannot continue a prompt of token ids")

@@ -29,7 +29,9 @@ class Option:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it needs; 0 while unknown."""
+        """The memory that it needs, or one of its replicas; 0 while unknown."""
+        if self.status.replicas:
+            return max(item.predicted_bytes or item.actual_bytes or 0 for item in self.status.replicas)
         return self.status.predicted_bytes or self.status.actual_bytes or 0
 
 

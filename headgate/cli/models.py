@@ -266,10 +266,14 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
     if changes := answer.get("changes"):
         lines.append(f"  does not fit as configured; would be loaded with {_settings(changes)}")
     for step in answer.get("steps", ()):
-        saved = ", ".join(
-            f"{format_bytes(count)} on {name}" for name, count in step["saved_bytes"].items() if count > 0
-        )
-        lines.append(f"  step {step['step']}: {_settings(step['settings'])}, which saves about {saved}")
+        parts = [
+            f"{'saves' if count > 0 else 'takes'} about {format_bytes(abs(count))} on {name}"
+            for name, count in step["saved_bytes"].items()
+            if count
+        ]
+        if (speed := step["tokens_per_second"]) is not None:
+            parts.append(f"then {speed:.3g} tokens/s")
+        lines.append(", ".join([f"  step {step['step']}: {_settings(step['settings'])}", *parts]))
     if expected := answer.get("expected"):
         lines.append(f"  expected: {_speed(expected)}")
     if evict := answer.get("evict"):

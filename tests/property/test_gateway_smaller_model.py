@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.smaller_model import Option, others, ranked, why_not_now
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 
 ABILITIES = ("chat", "completions", "tools", "vision", "embeddings")
 STATUSES = st.builds(
@@ -75,3 +75,11 @@ def test_models_that_were_never_measured_come_last(status: ModelStatus, known: b
 )
 def test_measured_model_that_may_have_to_wait_is_not_chosen(status: ModelStatus, why: str | None) -> None:
     assert why_not_now(status) == why
+
+
+def test_size_of_a_model_with_replicas_is_that_of_one() -> None:
+    """The figures of the model are sums over its replicas."""
+    replicas = tuple(ReplicaStatus(name, ModelState.READY, predicted_bytes=3) for name in ("a", "a@2"))
+    doubled = ModelStatus("a", ModelState.READY, capabilities=("chat",), predicted_bytes=6, replicas=replicas)
+    larger = ModelStatus("b", ModelState.READY, capabilities=("chat",), predicted_bytes=5)
+    assert [option.status.id for option in ranked([Option(doubled), Option(larger)])] == ["b", "a"]

@@ -586,19 +586,19 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
     speed = {"tokens_per_second": 21.5, "read_bytes": reads, "bytes_per_second": {"gpu-0": 9e11, "cpu": 1e10}}
     unknown = {**speed, "tokens_per_second": None, "bytes_per_second": {"cpu": 1e10}}
     answer = {**FITS, "evict": [], "estimate": None, "trace": [], "changes": {"experts": 7}}
-    answer["steps"] = [
-        {"step": "experts", "settings": {"experts": 7}, "saved_bytes": {"gpu-0": 2**20, "cpu": -(2**20)}}
-    ]
+    step = {"step": "experts", "settings": {"experts": 7}, "saved_bytes": {"gpu-0": 2**20, "cpu": -(2**20)}}
     options = "--kv-type q8_0 --gpu-layers -1 --experts auto --ubatch 256 --parallel 2 --kv-cells 999"
     options += " --fit auto --min-context 512"
     for expected, begin, at in ((speed, "21.5", "900 GB/s"), (unknown, "unknown", "an unknown rate")):
         text = f"{begin} tokens per second; each token reads 1.0 GiB on gpu-0 at {at}, 512.0 MiB on cpu at 10 GB/s"
+        answer["steps"] = [{**step, "tokens_per_second": expected["tokens_per_second"]}]
+        then = ", then 21.5 tokens/s" if expected is speed else ""
         service = serve({"POST /memory/plan": Canned({**answer, "expected": expected})})
         assert main(["plan", "demo", *options.split()]) == 0
         assert capsys.readouterr().out.splitlines() == [
             "demo fits after evictions: 100.0 MiB on cpu",
             "  does not fit as configured; would be loaded with experts: 7",
-            "  step experts: experts: 7, which saves about 1.0 MiB on gpu-0",
+            f"  step experts: experts: 7, saves about 1.0 MiB on gpu-0, takes about 1.0 MiB on cpu{then}",
             f"  expected: {text}",
         ]
         assert service.requests[0].body == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.apis.openai.conversation_key import MOST_LETTERS, conversation_key
+from gateway.apis.openai.conversation_key import MOST_CHARACTERS, conversation_key
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
 
@@ -33,7 +33,7 @@ def test_other_clients_and_beginnings_have_other_keys() -> None:
 
 
 def test_only_the_beginning_of_a_long_text_counts() -> None:
-    long = "x" * MOST_LETTERS
+    long = "x" * MOST_CHARACTERS
     assert key({**FIRST, "content": long + "a"}) == key({**FIRST, "content": long + "b"})
 
 

@@ -1,4 +1,7 @@
-"""A key of the conversation that a request continues: equal for its turns, and for nothing else of other clients.
+"""A key of the conversation that a request continues.
+
+It is the same for all turns of a chat and differs between tenants. Conversations with the same beginning share it. The
+key of a prompt without messages changes until the prompt has MOST_CHARACTERS.
 
 The inference service sends requests with the same key to the same replica of a model, which may still have the KV cache
 of the last turn.
@@ -11,8 +14,8 @@ from hashlib import blake2b
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
 from headgate.shared.bodies.openai_bodies import CompletionRequest, Message, TextPart
 
-MOST_LETTERS = 2048
-"""Letters of a text that count. Conversations that begin alike for longer share a replica, which does no harm."""
+MOST_CHARACTERS = 2048
+"""Characters of a text that count. Conversations that begin alike for longer share a replica, which does no harm."""
 _BYTES = 12
 
 
@@ -24,7 +27,7 @@ def conversation_key(tenant: str, body: AnyRequest) -> str | None:
     if isinstance(body, ChatRequest):
         texts = _beginning(body.messages)
     elif isinstance(body, CompletionRequest) and isinstance(body.prompt, str):
-        texts = [body.prompt[:MOST_LETTERS]]
+        texts = [body.prompt[:MOST_CHARACTERS]]
     else:
         return None
     return blake2b("\0".join((tenant, *texts)).encode(errors="surrogatepass"), digest_size=_BYTES).hexdigest()
@@ -35,7 +38,7 @@ def _beginning(messages: list[Message]) -> list[str]:
     for message in messages:
         content = message.content if isinstance(message.content, str) else ""
         parts = [part.text for part in message.parts if isinstance(part, TextPart)]
-        found.append(message.role + "".join((content, *parts))[:MOST_LETTERS])
+        found.append(message.role + "".join((content, *parts))[:MOST_CHARACTERS])
         if message.role == "user":
             break
     return found
