@@ -86,9 +86,11 @@ class Shutdown:
         log.info(
             "%s: shutting down; %d requests have %g s to finish", number.name, len(self._runtime.open_requests), drain
         )
-        await asyncio.sleep(min(self._notice, drain))
+        # After Ctrl-C no balancer has to notice the changed readiness.
+        notice = 0.0 if number is signal.SIGINT else min(self._notice, drain)
+        await asyncio.sleep(notice)
         self._server.should_exit = True
-        await asyncio.sleep(max(0.0, drain - self._notice))
+        await asyncio.sleep(drain - notice)
         if left := self._runtime.open_requests.interrupt_all():
             log.warning("%d requests did not finish within %g s and end with an error", left, drain)
 

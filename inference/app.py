@@ -193,15 +193,15 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
     loop = asyncio.get_running_loop()
     stopping = _Stopping()
 
-    async def stop() -> None:
-        await asyncio.sleep(LINGER_SECONDS)
+    async def stop(linger_seconds: float) -> None:
+        await asyncio.sleep(linger_seconds)
         running.authority.bus.close()
         server.should_exit = True
         await asyncio.sleep(running.authority.state.settings.drain_seconds)
         log.warning("drain time is over: ending open streams")
         running.authority.stop_workers()
 
-    def on_stop(name: str) -> None:
+    def on_stop(name: str, linger_seconds: float = LINGER_SECONDS) -> None:
         if running.draining:
             log.warning("%s again: ending open streams", name)
             running.authority.bus.close()
@@ -212,7 +212,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
             "%s: shutting down; open streams have %g s to finish", name, running.authority.state.settings.drain_seconds
         )
         running.draining = True
-        stopping.task = asyncio.ensure_future(stop())
+        stopping.task = asyncio.ensure_future(stop(linger_seconds))
 
     def on_restart(why: str) -> None:
         log.error("the service must be restarted: %s", why)
@@ -230,8 +230,8 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
 
     stopping.watch = asyncio.ensure_future(watch())
     running.build_check.broken = on_broken_build
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_stop, number.name)
+    loop.add_signal_handler(signal.SIGTERM, on_stop, signal.SIGTERM.name)
+    loop.add_signal_handler(signal.SIGINT, on_stop, signal.SIGINT.name, 0.0)  # Ctrl-C: no balancer has to notice
     loop.add_signal_handler(signal.SIGHUP, reload)
     return stopping
 

@@ -176,15 +176,15 @@ class Supervisor:
             else:
                 process.send_signal(number)
 
-    async def stop(self) -> None:
-        """Ends the children in reverse order, each within its drain time. Returns when all have ended."""
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ends the children in reverse order by a signal, each within its drain time. Returns when all have ended."""
         self.stopping = True
         for child in reversed(self.children):
             if child.idle.is_set():
                 continue
             self._note(f"stopping {child.name}")
             if not self._forced:
-                self._send(child, signal.SIGTERM, group=False)
+                self._send(child, number, group=False)
             try:
                 await asyncio.wait_for(child.idle.wait(), child.drain_seconds)
             except TimeoutError:

@@ -131,13 +131,16 @@ async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
 
     supervisor = Supervisor(_children(plan, directory), line, note)
     stop_requested = asyncio.Event()
+    stop_by = signal.SIGTERM
 
     def on_stop(number: signal.Signals) -> None:
+        nonlocal stop_by
         if stop_requested.is_set():
             note("stopping immediately")
             supervisor.force()
         else:
             note(f"{number.name}: finishing running requests; send it again to stop immediately")
+            stop_by = number
             stop_requested.set()
 
     loop = asyncio.get_running_loop()
@@ -157,7 +160,7 @@ async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
             finally:
                 for waiting in (announcing, *ends - {supervisor.over}):
                     waiting.cancel()
-                await supervisor.stop()
+                await supervisor.stop(stop_by)
         if supervisor.over.done():
             return supervisor.over.result()
         note("stopped")

@@ -33,6 +33,15 @@ async def test_reloaded_drain_time_applies_to_the_server(tmp_path: Path, drain: 
         await stopping.aclose()
 
 
+async def test_sigint_stops_accepting_without_a_notice_to_balancers(tmp_path: Path) -> None:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        server = uvicorn.Server(uvicorn.Config(lambda: None))
+        stopping = Shutdown(gateway.runtime, server, notice_seconds=60)
+        stopping.begin(signal.SIGINT)
+        await until("the server stops accepting", lambda: server.should_exit, seconds=2)
+        await stopping.aclose()
+
+
 BEFORE = """
 routes:
   demo: {chain: [local/demo]}
