@@ -393,7 +393,7 @@ TestAuthority.settings = settings(
     phases=[Phase.explicit, Phase.generate],  # to shrink an example takes minutes
     suppress_health_check=list(HealthCheck),
 )
-pytestmark = pytest.mark.timeout(0 if LONG else 600)
+pytestmark = [pytest.mark.unmeasured, pytest.mark.timeout(0 if LONG else 600)]
 
 
 def test_dry_runs_are_compared_with_decisions() -> None:

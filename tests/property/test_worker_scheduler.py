@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -595,7 +596,7 @@ class Traffic(RuleBasedStateMachine):
         assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
 
 
-TestTraffic = Traffic.TestCase
+TestTraffic = pytest.mark.unmeasured(Traffic.TestCase)
 TestTraffic.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
