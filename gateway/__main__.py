@@ -49,7 +49,9 @@ def _serve(args: argparse.Namespace, environ: dict[str, str]) -> None:
     try:
         runtime = Runtime(source, config, state)
         port = sock.getsockname()[1]
-        log.info("listening on http://%s:%d, configuration in %s", config.host, port, source.config_dir)
+        log.info(
+            "listening on http://%s:%d (dashboard at /ui/), configuration in %s", config.host, port, source.config_dir
+        )
         _show_key(runtime, state)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(serve(runtime, make_app(runtime), sock))

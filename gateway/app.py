@@ -30,6 +30,8 @@ from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.http_exchange import error_response, exchange_of
 from gateway.http.middleware import Edge
 from gateway.runtime import Runtime
+from gateway.ui import ui_routes
+from gateway.ui.dashboard import Dashboard
 from headgate.shared.asgi import App
 from inference.protocol import Code
 
@@ -39,13 +41,16 @@ STATELESS_APIS: tuple[PublicApi, ...] = tuple(OpenAIApi(endpoint) for endpoint i
 
 def make_app(runtime: Runtime) -> Edge:
     """The application of `runtime`; its lifespan starts and stops the runtime."""
+    dashboard = Dashboard(runtime)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await runtime.start()
+        dashboard.start()
         try:
+            await runtime.start()
             yield
         finally:
+            dashboard.stop()
             await runtime.stop()
 
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
@@ -58,6 +63,7 @@ def make_app(runtime: Runtime) -> Edge:
     messages = MessagesApi(omit_hosted_tools)
     apis = (*STATELESS_APIS, messages, responding)
     hot: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
+    hot[ui_routes.CHAT] = Generation(runtime, OpenAIApi(Endpoint.CHAT).parse, dashboard.admit)
     hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
     hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
         runtime, responding.parse, {"object": "response.input_tokens"}
@@ -69,6 +75,7 @@ def make_app(runtime: Runtime) -> Edge:
     app.include_router(operator_routes.admin_router(runtime))
     app.include_router(response_routes.router(runtime, store))
     app.include_router(operator_routes.openapi_router(runtime, app))
+    app.include_router(ui_routes.router(runtime, dashboard))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)

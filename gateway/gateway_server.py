@@ -75,6 +75,7 @@ class Shutdown:
             log.warning("%s again: stopping at once", number.name)
             self._server.force_exit = True
             self._server.should_exit = True
+            self._runtime.end_streams()
             self._runtime.open_requests.interrupt_all()
             return
         self._runtime.is_draining = True
@@ -89,6 +90,7 @@ class Shutdown:
         # After Ctrl-C no balancer has to notice the changed readiness.
         notice = 0.0 if number is signal.SIGINT else min(self._notice, drain)
         await asyncio.sleep(notice)
+        self._runtime.end_streams()
         self._server.should_exit = True
         await asyncio.sleep(drain - notice)
         if left := self._runtime.open_requests.interrupt_all():

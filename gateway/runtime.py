@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gateway import settings
 from gateway.access.admission import Admission
@@ -27,11 +27,13 @@ from gateway.http.image_fetch import Images
 from gateway.providers import registry
 from gateway.providers.local.inference_snapshot import Events, InferenceView
 from gateway.providers.local.local_provider import Counter as TokenCounter
+from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
+from gateway.telemetry.traffic_counters import TrafficCounters
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 
 log = logging.getLogger("gateway.runtime")
@@ -56,6 +58,26 @@ class Source:
         return settings.load(self.config_dir, self.environ(), self.overrides)
 
 
+class Observer(Protocol):
+    """Gets what happens, for the dashboard."""
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """An event of the inference service."""
+        ...
+
+    def on_reachable(self, is_reachable: bool) -> None:
+        """The inference service became reachable, or does not answer any more."""
+        ...
+
+    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
+        """A breaker has a new state; None when it was removed."""
+        ...
+
+    def on_stop(self) -> None:
+        """The gateway stops: streams that do not end by themselves must end."""
+        ...
+
+
 class Runtime:
     """The parts that all requests share. `start` runs before the first request, `stop` after the last."""
 
@@ -70,6 +92,8 @@ class Runtime:
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
         self.records = RecordStore()
+        self.traffic = TrafficCounters()
+        self.observer: Observer | None = None
         self.open_requests = OpenRequests()
         self.admission = Admission(config.admission, self.telemetry)
         self.limiter = Limiter(self.telemetry)
@@ -81,6 +105,7 @@ class Runtime:
         self.gateway_state: GatewayState
         self._registry: registry.Registry
         self._first_contact_until = math.inf
+        self._started_at = time.monotonic()
         self._number = 0
         self._users: Counter[int] = Counter()
         self._retired: list[tuple[int, Provider]] = []
@@ -99,8 +124,9 @@ class Runtime:
             on_return=self._on_return,
             on_missing=prober.suspect,
             on_ready=prober.probe_now,
+            on_reachable=self._on_reachable,
         )
-        self._events = Events(lambda: self._registry.local, self.view)
+        self._events = Events(lambda: self._registry.local, self)
         self.counter = TokenCounter(self._registry.local.post_json)
         self.gateway_state = self._make_state()
         self._spawn(self.view.run(), "inference-view")
@@ -139,6 +165,36 @@ class Runtime:
             *(_close(provider) for provider in self._registry.providers.values()),
             *(_close(provider) for _, provider in self._retired),
         )
+
+    @property
+    def uptime_seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_at
+
+    @property
+    def local(self) -> LocalProvider:
+        """The inference service that is configured now."""
+        return self._registry.local
+
+    def operator_headers(self) -> dict[str, str]:
+        """Headers of requests to the inference service that change something, if that needs a key of its own."""
+        key = self._source.environ().get("INFERENCE_ADMIN_KEY")
+        return {"authorization": f"Bearer {key}"} if key else {}
+
+    def end_streams(self) -> None:
+        """Ends the streams of open dashboards, which do not end by themselves."""
+        if self.observer is not None:
+            self.observer.on_stop()
+
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Applies an event of the inference service; raises KeyError, TypeError or ValueError for a malformed one."""
+        self.view.apply(kind, data)
+        if self.observer is not None:
+            self.observer.on_event(kind, data)
+
+    def poll_soon(self) -> None:
+        """Events of the inference service were lost."""
+        self.view.poll_soon()
 
     def join(self) -> int:
         """Keeps the current providers open, also after a reload, until `leave` is called with the returned number."""
@@ -186,6 +242,8 @@ class Runtime:
 
     def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
+        if self.observer is not None:
+            self.observer.on_breaker(provider, model, state)
         if provider == LOCAL:
             self.prober.on_state(model, state)
         if (provider, model, state) == (LOCAL, "", BreakerState.OPEN):
@@ -194,6 +252,10 @@ class Runtime:
     def _on_return(self) -> None:
         self.prober.probe_now()
         self._events.retry()
+
+    def _on_reachable(self, is_reachable: bool) -> None:
+        if self.observer is not None:
+            self.observer.on_reachable(is_reachable)
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:
         if provider == LOCAL and failure.scope is Scope.PROVIDER:

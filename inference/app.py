@@ -38,7 +38,7 @@ from inference.authority.shell import Authority
 from inference.authority.state import Timing
 from inference.authority.views import figures
 from inference.authority.views.dumps import Dumps
-from inference.authority.views.event_bus import Bus
+from inference.authority.views.event_bus import Bus, LogPublisher
 from inference.authority.views.inference_metrics import Metrics, gauges
 from inference.devices.accelerator_memory import AcceleratorRecord, Circumstances
 from inference.devices.build_check import BuildCheck
@@ -150,6 +150,8 @@ async def serve(
     )
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
+    lines = LogPublisher(running.authority.bus, asyncio.get_running_loop())
+    logging.getLogger().addHandler(lines)
     try:
         starting = asyncio.create_task(running.authority.start(partial(accelerator_record.check, cpu_asked=cpu_asked)))
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
@@ -165,6 +167,7 @@ async def serve(
             )  # fmt: skip
         await answering
     finally:
+        logging.getLogger().removeHandler(lines)
         server.should_exit = True
         stopping.cancel()
         running.authority.stop_accepting()  # after a failed start, requests and event streams may be open

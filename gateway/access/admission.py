@@ -49,6 +49,11 @@ class Admission:
         """Number of running requests."""
         return len(self._queue.running)
 
+    @property
+    def queued(self) -> int:
+        """Number of waiting requests."""
+        return len(self._queue.waiting)
+
     def apply(self, settings: AdmissionSettings) -> None:
         """Applies new bounds. Running and waiting requests stay."""
         self._settings = settings

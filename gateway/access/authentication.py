@@ -104,9 +104,15 @@ class Keys:
                 found = key
         if found is None or not presented:
             return None
-        if self._one_tenant:
-            return found, SHARED_TENANT
-        return found, self._tenants[found.digest]
+        return found, self._tenant(found)
+
+    def _tenant(self, key: Key) -> str:
+        return SHARED_TENANT if self._one_tenant else self._tenants[key.digest]
+
+    def by_digest(self, digest: bytes) -> tuple[Key, str] | None:
+        """The key with this SHA-256 and its tenant; None when it is no longer accepted."""
+        found = next((key for key in self._keys if key.digest == digest), None)
+        return None if found is None else (found, self._tenant(found))
 
     def admit(self, headers: Mapping[str, str], scope: Scope) -> tuple[Key, str]:
         """The key and tenant of a client with `scope`; raises RequestError (401, 403)."""

@@ -26,7 +26,7 @@ def router(runtime: Runtime) -> APIRouter:
         exchange = exchange_of(request.scope)
         runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        found = list(_models(runtime).values())
+        found = list(models_of(runtime).values())
         return json_response(anthropic_list(found) if exchange.is_messages else {"object": "list", "data": found})
 
     @routes.get("/v1/models/{name:path}")
@@ -34,7 +34,7 @@ def router(runtime: Runtime) -> APIRouter:
         exchange = exchange_of(request.scope)
         runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        models = _models(runtime)
+        models = models_of(runtime)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
         if found is None:
             known = ", ".join(sorted(models)[:20]) or "none"
@@ -46,7 +46,7 @@ def router(runtime: Runtime) -> APIRouter:
     return routes
 
 
-def _models(runtime: Runtime) -> dict[str, dict[str, Any]]:
+def models_of(runtime: Runtime) -> dict[str, dict[str, Any]]:
     """All models by id: named routes first, then models of the inference service."""
     local = runtime.view.models
     found: dict[str, dict[str, Any]] = {}

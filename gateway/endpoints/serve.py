@@ -41,6 +41,7 @@ from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
 from gateway.telemetry.quote_redaction import without_quotes
+from gateway.telemetry.traffic_counters import Finished
 from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
 from headgate.shared.kv_hint import parse_kv_hint
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
@@ -48,6 +49,8 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 log = logging.getLogger("gateway.requests")
 
 S = TypeVar("S", bound=str)
+Admit = Callable[[Exchange], tuple[Key, str]]
+"""The key of a request and its tenant; raises RequestError (401, 403)."""
 
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
@@ -86,14 +89,18 @@ class Job:
 
 
 class RequestApp(ABC):
-    """The ASGI application behind one path. `parse` decodes a body, with the digest of the key; raises RequestError."""
+    """The ASGI application behind one path. `parse` decodes a body, with the digest of the key; raises RequestError.
+
+    `admit` replaces the check of the API key in the headers.
+    """
 
     takes_tokens = True
     """Whether the request counts towards the key's limit of tokens."""
 
-    def __init__(self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest]) -> None:
+    def __init__(self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest], admit: Admit | None = None) -> None:
         self.runtime = runtime
         self._parse = parse
+        self._admit = admit or (lambda exchange: runtime.keys.admit(exchange.headers, "use"))
 
     @abstractmethod
     async def run(self, job: Job) -> bytes | None:
@@ -122,13 +129,13 @@ class RequestApp(ABC):
             raise
         finally:
             runtime.leave(generation)
-            record.total_seconds = time.monotonic() - exchange.began
+            record.note_end(time.monotonic() - exchange.began)
             self.finish(record)
 
     async def _with_key(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
         """Serves a request with a valid key: body, route, chain."""
         runtime, headers, max_body = self.runtime, exchange.headers, self.runtime.config.max_body
-        key, tenant = runtime.keys.admit(headers, "use")
+        key, tenant = self._admit(exchange)
         record.key = key.name
         meter = runtime.limiter.enter(key, exchange)
         with meter or _NO_METER, runtime.bodies.hold(headers, max_body):
@@ -161,6 +168,7 @@ class RequestApp(ABC):
         context, record, watch = job.context, job.record, job.watch
         try:
             place = await self.runtime.admission.enter(context.priority, context.silence_seconds)
+            record.note_attempt()
             try:
                 body = await self.run(job)
             finally:
@@ -213,6 +221,7 @@ class Generation(RequestApp):
             telemetry.disconnects.inc()
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         telemetry.requests(record.route or "none", tier, record.outcome).inc()
+        self.runtime.traffic.note(_finished(record, tier), time.time())
         log_end(record)
 
     async def _stream(self, runner: ChainRunner, job: Job) -> str:
@@ -260,6 +269,14 @@ class Generation(RequestApp):
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
         self.runtime.telemetry.overhead.observe(record.overhead_seconds)
+
+
+def _finished(record: Record, tier: str) -> Finished:
+    provider, _, model = (record.answered_by or "").partition("/")
+    return Finished(
+        record.key, model if provider == LOCAL else "", tier, record.outcome, record.reason,
+        record.first_token_seconds, (record.prompt_tokens or 0) + (record.completion_tokens or 0),
+    )  # fmt: skip
 
 
 def log_end(record: Record) -> None:

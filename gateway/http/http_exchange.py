@@ -70,8 +70,8 @@ class Exchange:
     waited_seconds: float = 0.0
     upstream_seconds: float = 0.0
     started: bool = False
-    cors: bytes = b""
-    """CORS header lines."""
+    policy_lines: bytes = b""
+    """Header lines of CORS, or those of the dashboard."""
     wire: wire.Wire | None = None
     """The connection, for writing without ASGI; None under a server that has none."""
 
@@ -98,7 +98,7 @@ class Exchange:
             lines += f"{H_DEVICE}: {_header_value(self.device)}\r\n"
         if self.is_messages:
             lines += f"{_MESSAGES_ID}: {self.request_id}\r\n"
-        return lines.encode("ascii") + self.cors
+        return lines.encode("ascii") + self.policy_lines
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of every response, as pairs of name and value."""

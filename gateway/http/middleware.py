@@ -22,6 +22,14 @@ log = logging.getLogger("gateway.http.middleware")
 
 ErrorBody = Callable[[GatewayError], dict[str, Any]]
 
+PAGE = "/ui"
+"""The path of the dashboard, which no other web page may call."""
+_PAGE_LINES = (
+    b"content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    b"connect-src 'self'; font-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'\r\n"
+    b"x-content-type-options: nosniff\r\nreferrer-policy: no-referrer\r\n"
+)
+
 _ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"content-length"})
 _VERSIONED = re.compile(r"/+(?:v1/+)+")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d*)?")
@@ -115,9 +123,12 @@ class Edge:
             return
         scope["path"] = canonical_path(scope["path"])
         exchange = new_exchange(scope)
-        origins = self._cors_origins()
-        if origins:
-            exchange.cors = cors.response_lines(origins, exchange.headers.get("origin"))
+        is_page = scope["path"] == PAGE or scope["path"].startswith(f"{PAGE}/")
+        origins = () if is_page else self._cors_origins()
+        if is_page:
+            exchange.policy_lines = _PAGE_LINES
+        elif origins:
+            exchange.policy_lines = cors.response_lines(origins, exchange.headers.get("origin"))
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 

@@ -62,8 +62,10 @@ class Attempt:
         meter = state.context.meter
         on_frame = None if meter is None else meter.note
         self.reader = StreamReader(
-            provider, self.call, budget, last=last, on_frame=on_frame, whole=not state.request.stream
-        )
+            provider, self.call, budget, last=last, on_frame=on_frame, on_progress=state.record.note_progress,
+            whole=not state.request.stream,
+        )  # fmt: skip
+        state.record.note_attempt()
         self.backlog: list[Frame] = []
         self._settled = False
         self._begun = False
@@ -120,6 +122,8 @@ class Attempt:
         self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
         state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
+        if self.reader.usage is not None:
+            state.record.note_usage(self.reader.usage)
         state.record.attempts.append(
             AttemptRecord(
                 candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6), self.call.restored

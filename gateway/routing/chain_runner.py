@@ -38,6 +38,9 @@ from inference.protocol import H_DEVICE
 
 T = TypeVar("T")
 
+USAGE_BYTES = 1024
+"""The end of an answer without a stream, where its usage is."""
+
 _SILENT = (Drop.SILENT, "several attempts wait for its first byte")
 _RECOVERING = (Drop.RECOVERING, "recovering from a failure, with few requests at a time")
 
@@ -127,6 +130,7 @@ class ChainRunner:
                     answer = await attempt.provider.unary(attempt.call)
             except TimeoutError:
                 raise ExpiredError(deadline, deadline.at - now) from None
+            state.record.note_usage(answer[-USAGE_BYTES:])
             attempt.succeed()
             if state.context.meter is not None:
                 state.context.meter.note_whole(answer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from gateway.routing.candidate_checks import Prediction
 from gateway.routing.chain import Candidate
 from gateway.telemetry.quote_redaction import WITHHELD, without_quotes
 from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
-from inference.protocol import Restored
+from inference.protocol import Code, Progress, Restored
 
 KEPT = 1000
 """Records that are kept of requests with a route; the oldest are dropped first."""
@@ -23,6 +24,9 @@ KEPT_REFUSED = 200
 """Records that are kept of requests that were refused before they had a route."""
 
 MAX_PARAM_CHARS = 256
+
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,15})')
 
 
 @dataclass(slots=True)
@@ -117,6 +121,36 @@ class Record:
     error: str | None = None
     param: str | None = None
     """The field of the request or the header that the error names."""
+    phase: str = "admission"
+    """`admission`, `queued`, `loading`, `prefill`, `decoding`, `done`."""
+    progress: tuple[int, int | None] | None = None
+    """Of the phase, as `Progress` has it: done and total."""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def note_attempt(self) -> None:
+        """An attempt begins."""
+        self.phase, self.progress = "prefill", None
+
+    def note_progress(self, progress: Progress) -> None:
+        """The inference service reported progress of the current attempt."""
+        if self.phase != "decoding":
+            self.phase, self.progress = progress.stage, (progress.done, progress.total)
+
+    def note_decoding(self) -> None:
+        """The current attempt has content."""
+        self.phase, self.progress = "decoding", None
+
+    def note_usage(self, usage: bytes) -> None:
+        """Fills in the tokens of an answer; `usage` is the end of its JSON, or its chunk with the usage."""
+        self.prompt_tokens = _last_count(_PROMPT_TOKENS, usage)
+        self.completion_tokens = _last_count(_COMPLETION_TOKENS, usage)
+
+    def note_end(self, seconds: float) -> None:
+        """The request has ended after `seconds`."""
+        self.phase, self.progress, self.total_seconds = "done", None, seconds
+        if self.outcome == "running":
+            self.outcome = str(Code.INTERNAL_ERROR)
 
     def note_error(self, error: GatewayError) -> None:
         """Fills in how the request failed. An existing error text is kept."""
@@ -145,6 +179,12 @@ class Record:
         return fields
 
 
+def _last_count(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
+    """The last number of a usage. Quotes inside a string are escaped, so the pattern finds no text."""
+    found = pattern.findall(usage)
+    return int(found[-1]) if found else None
+
+
 class RecordStore:
     """The records of the last requests by request id: KEPT with a route, and KEPT_REFUSED without."""
 
@@ -164,6 +204,11 @@ class RecordStore:
     def get(self, request_id: str) -> Record | None:
         """The record of a request; None when it is unknown or dropped."""
         return self._records.get(request_id) or self._refused.get(request_id)
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, those of refused requests first."""
+        yield from self._refused.values()
+        yield from self._records.values()
 
     def _put(self, record: Record, records: OrderedDict[str, Record], limit: int) -> None:
         self._records.pop(record.id, None)

@@ -183,6 +183,7 @@ class RequestState:
 
     def note_first_token(self) -> None:
         """Records the time to the first token of the request; tokens of later attempts do not count."""
+        self.record.note_decoding()
         if self.record.first_token_seconds is not None:
             return
         self.record.first_token_seconds = time.monotonic() - self.began

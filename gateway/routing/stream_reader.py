@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
-from gateway.apis.openai.frames import CONTENT, FINISH, OTHER, Comment, Data, Frame
+from gateway.apis.openai.frames import CONTENT, FINISH, OTHER, USAGE, Comment, Data, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Call, Provider
 from gateway.routing.budget import Budget, Deadline, Due, Phase, next_deadline
@@ -40,7 +40,9 @@ class ExpiredError(Exception):
 
 
 class StreamReader:
-    """One stream of `provider` under the deadlines of `budget`, for one task. `on_frame` gets every frame."""
+    """One stream of `provider` under the deadlines of `budget`, for one task. `on_frame` gets every frame, and
+    `on_progress` the progress that the inference service reports.
+    """
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class StreamReader:
         *,
         last: bool,
         on_frame: Callable[[Frame], None] | None = None,
+        on_progress: Callable[[Progress], None] = lambda _: None,
         whole: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,6 +71,9 @@ class StreamReader:
         """The longest wait in seconds that ended with a frame."""
         self._last = last
         self._on_frame = on_frame
+        self._on_progress = on_progress
+        self.usage: bytes | None = None
+        """The last chunk that may have a usage."""
         self._whole = whole
         self.is_replaceable: Callable[[], bool] | None = None
         """Returns whether another attempt could resume the answer; None before the commit."""
@@ -194,6 +200,12 @@ class StreamReader:
                 self._note(frame)
             else:
                 self._idle_since = None
+                if frame.kind is not CONTENT:
+                    self._note_usage(frame)
+
+    def _note_usage(self, frame: Data) -> None:
+        if frame.kind is USAGE or (frame.kind is FINISH and b'"usage"' in frame.payload):
+            self.usage = frame.payload
 
     def _note(self, frame: Frame) -> None:
         if self._on_frame is not None:
@@ -208,8 +220,10 @@ class StreamReader:
                 self._note_idle()
             else:
                 self._idle_since = None
+                self._on_progress(progress)
         elif isinstance(frame, Data) and frame.kind is not OTHER:
             self._idle_since = None
+            self._note_usage(frame)
             if not self.answered and frame.kind in ANSWERS:
                 self.answered = True
                 self._rearm()

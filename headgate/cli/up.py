@@ -188,6 +188,7 @@ async def _announce(session: Session, supervisor: Supervisor, plan: UpPlan, note
             {
                 "url": f"{plan.gateway_url}/v1",
                 "gateway": plan.gateway_url,
+                "dashboard": f"{plan.gateway_url}/ui/",
                 "inference": plan.inference_url,
                 "key_file": str(key.file) if key and key.file else None,
                 "model": plan.model,
@@ -226,6 +227,7 @@ def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[st
     lines = [
         "",
         f"Headgate is ready:  {session.terminal.paint(f'{plan.gateway_url}/v1', 'bold')}",
+        f"Dashboard:          {plan.gateway_url}/ui/",
         f"Key:                {source}",
     ]
     if session.terminal.out_tty and key is not None and key.file:

@@ -12,10 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 STDERR = 2
 MOST_BUFFERED_BYTES = 2**20
 """Lines that wait for a slow reader: about ten thousand."""
+MOST_LINE_CHARS = 500
+"""Length of a line in the dashboard."""
 FLUSH_SECONDS = 1.0
 """How long a process waits at its end for the last lines to be written."""
 
@@ -49,6 +52,12 @@ def on_one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def line_of(record: logging.LogRecord) -> dict[str, Any]:
+    """A line for the dashboard: its time in Unix seconds, level, logger, and the beginning of its text."""
+    text = on_one_line(record.getMessage())[:MOST_LINE_CHARS]
+    return {"at": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "text": text}
 
 
 def dropped_lines(count: int) -> str:

@@ -33,7 +33,7 @@ from inference.authority.runners.measuring_runner import MeasuringRunner
 from inference.authority.runners.worker_runner import WorkerRunner
 from inference.authority.state import ModelRecord, State, Timing
 from inference.authority.step import step
-from inference.authority.views import model_status
+from inference.authority.views import live_figures, model_status
 from inference.authority.views.event_bus import Bus, Notifier
 from inference.authority.views.inference_metrics import Metrics
 from inference.devices.build_check import BuildCheck
@@ -122,6 +122,7 @@ class Authority:
             **self._processes.performers,
         }
         bus.snapshot = self.snapshot
+        bus.figures = self.live_figures
 
     # --- state -------------------------------------------------------------------------------------------------------
     @property
@@ -179,6 +180,11 @@ class Authority:
     def snapshot(self) -> dict[str, Any]:
         """The whole state, for listeners that begin or fell behind."""
         return model_status.snapshot(self._state, self.now)
+
+    def live_figures(self) -> dict[str, Any]:
+        """The figures of devices and models from the newest readings."""
+        self.observe()
+        return live_figures.live_figures(self._state, self.now)
 
     def resolve(self, name: str) -> str:
         """The id of the model with this id or alias; raises ModelNotFound with a list of the models.
@@ -410,6 +416,8 @@ class Authority:
     def _record_crash(self, effect: effects.RecordCrash) -> None:
         shapes = [self._leases[id].shape() for id in effect.leases if id in self._leases]
         self.crashes.add(effect.model, effect.pid, effect.exit, shapes)
+        crash = {"id": effect.model, "cause": str(effect.exit.cause), "message": effect.exit.message}
+        self.bus.publish("crash", {"crash": crash})
 
     def _grant(self, effect: effects.Grant) -> None:
         record = effect.lease

@@ -102,6 +102,8 @@ class FakeInference:
         self.probes: list[str] = []
         self.listeners: list[asyncio.Queue[bytes]] = []
         self.devices: list[dict[str, Any]] = [{"id": "cpu", "state": "healthy"}]
+        self.figures: dict[str, Any] = {}
+        """The data of the event `figures`, for listeners that request it."""
         self._number = 0
         self.ready = True
         self.token = token
@@ -164,6 +166,8 @@ class FakeInference:
         models = [model.to_json() for model in self.models.values()]
         snapshot = {"models": models, "devices": self.devices, "ready": self.ready}
         await response.write(_event(self._number, "snapshot", snapshot))
+        if self.figures and request.query.get("figures") == "true":
+            await response.write(_event(self._number, "figures", self.figures))
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self.listeners.append(queue)
         try:

@@ -41,7 +41,7 @@ class Service:
         self.answers = True
 
     @contextlib.asynccontextmanager
-    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def events(self, silence_seconds: float, *, figures: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
         """The next stream."""
         self.opened.append(asyncio.get_running_loop().time())
         if not self.streams:

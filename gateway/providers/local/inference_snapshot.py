@@ -40,7 +40,7 @@ class InferenceView:
     """The models of the service by id, refreshed by polling `/v1/models`.
 
     `on_return` is called when the service becomes reachable; `on_missing` for each failed connection after the first
-    answer; `on_ready` with each model that becomes ready.
+    answer; `on_ready` with each model that becomes ready; `on_reachable` when `reachable` changes.
     """
 
     def __init__(
@@ -50,11 +50,15 @@ class InferenceView:
         on_return: Callable[[], None] = lambda: None,
         on_missing: Callable[[], None] = lambda: None,
         on_ready: Callable[[str], None] = lambda _: None,
+        on_reachable: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._fetch = fetch
         self._on_return = on_return
         self._on_missing = on_missing
         self._on_ready = on_ready
+        self._on_reachable = on_reachable
+        self.reachable_since = time.time()
+        """When `reachable` changed, in Unix seconds."""
         self._clock = clock
         self._models: dict[str, ModelStatus] = {}
         self._reported_at: dict[str, float] = {}
@@ -181,10 +185,17 @@ class InferenceView:
 
     def _note_answer(self) -> None:
         """Marks the service as reachable; logs a change."""
-        was_reachable, self._reachable = self._reachable, True
-        if not was_reachable:
+        if self._set_reachable(True):
             log.info("connected to the inference service: %d models", len(self._models))
             self._on_return()
+
+    def _set_reachable(self, is_reachable: bool) -> bool:
+        """Sets `reachable`; returns whether it has changed."""
+        if self._reachable is is_reachable:
+            return False
+        self._reachable, self.reachable_since = is_reachable, time.time()
+        self._on_reachable(is_reachable)
+        return True
 
     def _take(self, models: list[ModelStatus], now: float, sent_at: float, fresh: set[str] | None = None) -> None:
         """Replaces the models by an answer to a request that was sent at `sent_at`.
@@ -212,13 +223,12 @@ class InferenceView:
 
     def _note_missing(self, error: Exception) -> None:
         """Marks the service as not reachable; logs a change, with a traceback if the error is unexpected."""
-        if self._reachable is not False:
+        if self._set_reachable(False):
             is_expected = isinstance(error, UpstreamError | KeyError | TypeError | ValueError | AttributeError)
             reason = f"{type(error).__name__}: {error}"
             log.warning(
                 "models of the inference service cannot be read: %s", reason, exc_info=None if is_expected else error
             )
-        self._reachable = False
         if self.was_seen and isinstance(error, UpstreamError) and probe_schedule.is_down(error):
             self._on_missing()
 
@@ -231,23 +241,45 @@ MAX_FRAME_BYTES = 4 * 2**20
 """Limit of one event. The snapshot of a thousand models is much smaller."""
 
 
+_UNNUMBERED = ("beat", "figures")
+"""Events that repeat the number of the last one."""
+
+
 class Source(Protocol):
     """Where events come from."""
 
-    def events(self, silence_seconds: float) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """The bytes of the event stream; raises UpstreamError if it cannot be opened or is silent for that long."""
+    def events(
+        self, silence_seconds: float, *, figures: bool = False
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """The bytes of the event stream; raises UpstreamError if it cannot be opened or is silent for that long.
+
+        With `figures` the service also sends the event `figures`.
+        """
+        ...
+
+
+class Sink(Protocol):
+    """Where events go."""
+
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Applies one event; raises KeyError, TypeError or ValueError for a malformed one."""
+        ...
+
+    def poll_soon(self) -> None:
+        """Some events were lost, or the stream ended."""
         ...
 
 
 class Events:
-    """The subscription of one gateway. `source` is called for each stream, because a reload may change it.
+    """A subscription. `source` is called for each stream, because a reload may change it.
 
     A stream that ends, fails, is malformed or becomes silent is opened again after a pause.
     """
 
-    def __init__(self, source: Callable[[], Source], view: InferenceView) -> None:
+    def __init__(self, source: Callable[[], Source], sink: Sink, *, figures: bool = False) -> None:
         self._source = source
-        self._view = view
+        self._sink = sink
+        self._figures = figures
         self._retry = asyncio.Event()
         self._last_reason = ""
         self.is_open = False
@@ -266,7 +298,7 @@ class Events:
             pause = LEAST_PAUSE_SECONDS if self.is_open else pause
             if self.is_open:
                 self.is_open = False
-                self._view.poll_soon()
+                self._sink.poll_soon()
             self._log_reason(why)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -277,8 +309,8 @@ class Events:
         """Reads one stream to its end; returns the reason of its end."""
         source = self._source()
         try:
-            async with source.events(SILENCE_SECONDS) as pieces:
-                stream = _Stream(self._view)
+            async with source.events(SILENCE_SECONDS, figures=self._figures) as pieces:
+                stream = _Stream(self._sink)
                 async for piece in pieces:
                     if self._source() is not source:
                         return "the configured service has changed"
@@ -295,7 +327,7 @@ class Events:
 
     def _log_reason(self, why: str) -> None:
         """Logs once why there are no events."""
-        if why != self._last_reason:
+        if why != self._last_reason and not self._figures:
             log.info("no event stream from the inference service (%s); polling it every few seconds", why)
         self._last_reason = why
 
@@ -303,8 +335,8 @@ class Events:
 class _Stream:
     """One stream: a snapshot, then numbered changes. Raises ValueError for a malformed stream."""
 
-    def __init__(self, view: InferenceView) -> None:
-        self._view = view
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
         self._splitter = SseSplitter(MAX_FRAME_BYTES)
         self._number = 0
         self.has_begun = False
@@ -322,12 +354,12 @@ class _Stream:
         if not self.has_begun and kind != "snapshot":
             raise ValueError("the stream does not begin with a snapshot")
         number = data.get("number")
-        if kind not in ("snapshot", "beat") and number != self._number + 1:
-            self._view.poll_soon()  # some were lost
-        if kind != "beat" and isinstance(number, int):
+        if kind not in ("snapshot", *_UNNUMBERED) and number != self._number + 1:
+            self._sink.poll_soon()  # some were lost
+        if kind not in _UNNUMBERED and isinstance(number, int):
             self._number = number
         try:
-            self._view.apply(kind, data)
+            self._sink.apply(kind, data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the event {kind!r} lacks {error}") from error
         self.has_begun = True

@@ -105,11 +105,15 @@ class LocalProvider:
             raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: the response is not JSON") from error
 
     @contextlib.asynccontextmanager
-    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes of the service's event stream; raises UpstreamError, also after `silence_seconds` without bytes."""
+    async def events(self, silence_seconds: float, *, figures: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of the service's event stream, with or without the event `figures`.
+
+        Raises UpstreamError, also after `silence_seconds` without bytes.
+        """
+        url = f"{self._url}/events" + ("?figures=true" if figures else "")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
         try:
-            async with self._session.get(self._url + "/events", headers=self._headers, timeout=timeout) as response:
+            async with self._session.get(url, headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:
                     raise UpstreamError(
                         UpstreamKind.STATUS, f"GET /events: status {response.status}", status=response.status

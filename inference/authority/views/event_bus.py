@@ -6,25 +6,34 @@ A listener that reads too slowly loses its queue and gets a new snapshot instead
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from headgate.shared.log import line_of
 from inference.authority.clock import Alarm, Clock
 from inference.authority.state import State
 from inference.authority.views import model_status
 from inference.protocol import ModelStatus
 
 BEAT_SECONDS = 5.0
+FIGURES_SECONDS = 1.0
+"""Shortest time between two events `figures`, which only listeners that request them get."""
 _MOST_WAITING = 256
 _END = object()
 
 
 class Bus:
-    """The event bus. `snapshot` returns the whole state, for new listeners and for those that fell behind."""
+    """The event bus. `snapshot` returns the whole state, for new listeners and for those that fell behind; `figures`
+    the current figures of devices and models.
+    """
 
     def __init__(self) -> None:
         self.snapshot: Callable[[], dict[str, Any]] = dict
+        self.figures: Callable[[], dict[str, Any]] = dict
         self._number = 0
         self._listeners: set[asyncio.Queue[Any]] = set()
         self._closed = False
@@ -32,6 +41,8 @@ class Bus:
     def publish(self, kind: str, data: dict[str, Any]) -> None:
         """Sends an event to every listener; does not block."""
         self._number += 1
+        if not self._listeners:
+            return
         frame = _frame(self._number, kind, data)
         for queue in self._listeners:
             if queue.qsize() >= _MOST_WAITING:
@@ -41,20 +52,36 @@ class Bus:
             else:
                 queue.put_nowait(frame)
 
-    async def listen(self) -> AsyncIterator[bytes]:
-        """SSE frames: the snapshot first, then every event, and a beat after BEAT_SECONDS without one."""
+    async def listen(self, *, figures: bool = False) -> AsyncIterator[bytes]:
+        """SSE frames: the snapshot first, then every event, and a beat after BEAT_SECONDS without one.
+
+        With `figures` also the changed figures, at most every FIGURES_SECONDS. They are computed only for listeners
+        that request them.
+        """
+        clock = asyncio.get_running_loop().time
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._listeners.add(queue)
+        known: dict[str, Any] | None = None
         try:
             yield _frame(self._number, "snapshot", self.snapshot())
+            beat_at = clock() + BEAT_SECONDS
+            figures_at = clock() if figures else math.inf
             while not self._closed:
+                if clock() >= figures_at:
+                    figures_at = clock() + FIGURES_SECONDS
+                    if (found := self.figures()) != known:
+                        known, beat_at = found, clock() + BEAT_SECONDS
+                        yield _frame(self._number, "figures", found)
                 try:
-                    frame = await asyncio.wait_for(queue.get(), BEAT_SECONDS)
+                    async with asyncio.timeout_at(min(beat_at, figures_at)):
+                        frame = await queue.get()
                 except TimeoutError:
-                    yield _frame(self._number, "beat", {})
-                    continue
+                    if clock() < beat_at:
+                        continue
+                    frame = _frame(self._number, "beat", {})
                 if frame is _END:
                     return
+                beat_at = clock() + BEAT_SECONDS
                 yield _frame(self._number, "snapshot", self.snapshot()) if frame is None else frame
         finally:
             self._listeners.discard(queue)
@@ -69,6 +96,20 @@ class Bus:
 def _frame(number: int, kind: str, data: dict[str, Any]) -> bytes:
     body = json.dumps({"number": number, **data}, separators=(",", ":"))
     return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
+class LogPublisher(logging.Handler):
+    """Publishes warnings and errors of the process as events `log`, for the thread of `loop`."""
+
+    def __init__(self, bus: Bus, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(logging.WARNING)
+        self._bus = bus
+        self._loop = loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Publishes one line."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._bus.publish, "log", {"line": line_of(record)})
 
 
 class Notifier:

@@ -1,0 +1,308 @@
+"""Distributes the live state to open pages as server-sent events.
+
+While a page is open, one loop compares the state with what the pages have and publishes the differences. Without an
+open page nothing runs. A page that reads too slowly loses its queue and gets a new snapshot instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+import headgate
+from gateway.providers.local.inference_snapshot import Events
+from gateway.runtime import Runtime
+from gateway.ui.page_state import LiveFigures, ShownRequests, first_requests, is_news, model_json, request_json
+from headgate.shared.log import line_of
+
+log = logging.getLogger("gateway.ui.live_feed")
+
+TICK_SECONDS = 0.25
+SLOW_TICKS = 4
+"""Everything but requests and states of models is compared once in so many ticks: once a second."""
+BEAT_SECONDS = 5.0
+MOST_WAITING = 500
+"""Events that wait for one page."""
+MOST_PAGES = 50
+MOST_ENTRIES = 500
+MOST_LINES = 200
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """The rights of a page: an admin sees all requests and log lines, others the requests of their own key."""
+
+    key: str
+    is_admin: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Page:
+    viewer: Viewer
+    queue: deque[bytes | object] = field(default_factory=deque)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_behind: bool = False
+
+    def put(self, frame: bytes | object) -> None:
+        """Queues a frame; a full queue is dropped in favour of a new snapshot."""
+        if len(self.queue) >= MOST_WAITING:
+            self.queue.clear()
+            self.is_behind = True
+        self.queue.append(frame)
+        self.has_news.set()
+
+
+class LiveFeed:
+    """The pages of one gateway."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._pages: set[_Page] = set()
+        self._number = 0
+        self._closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._figures = LiveFigures()
+        self._requests = ShownRequests()
+        self._models: dict[str, dict[str, Any]] = {}
+        self._shown: dict[str, Any] = {}
+        """What the pages have of the single records, by kind of event."""
+        self._breakers: dict[str, dict[str, Any]] = {}
+        self._load = (0, 0)
+        """Running and queued requests."""
+        self._lines_shown = 0
+        self.entries: deque[dict[str, Any]] = deque(maxlen=MOST_ENTRIES)
+        self.lines = LogLines()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further page can be served."""
+        return len(self._pages) >= MOST_PAGES
+
+    def add_entry(self, entry: dict[str, Any]) -> None:
+        """Adds an entry to the timeline."""
+        self.entries.append(entry)
+        self._publish("timeline", {"entry": entry})
+
+    async def listen(self, viewer: Viewer, is_valid: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """The events of one page, until `is_valid` is false or the gateway stops."""
+        page = _Page(viewer)
+        self._join(page)
+        try:
+            yield self._frame("snapshot", self._snapshot(viewer))
+            while not self._closed and is_valid():
+                page.has_news.clear()
+                if not page.queue:
+                    try:
+                        async with asyncio.timeout(BEAT_SECONDS):
+                            await page.has_news.wait()
+                    except TimeoutError:
+                        yield self._frame("beat", {})
+                        continue
+                if page.is_behind:
+                    page.is_behind = False
+                    page.queue.clear()
+                    yield self._frame("snapshot", self._snapshot(viewer))
+                    continue
+                frame = page.queue.popleft()
+                if not isinstance(frame, bytes):
+                    return
+                yield frame
+        finally:
+            self._leave(page)
+
+    def model(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """The MODEL record of a model from its object in `/v1/models`."""
+        name, now = status["id"], time.time()
+        rate = self._figures.tokens_per_second(name, time.monotonic())
+        return model_json(status, self._figures.of(name), rate, self._runtime.traffic.times(name, now), now)
+
+    def close(self) -> None:
+        """Ends the streams of all pages."""
+        self._closed = True
+        for page in self._pages:
+            page.queue.clear()
+            page.put(_END)
+
+    def _join(self, page: _Page) -> None:
+        if not self._pages:
+            self._requests.changed(self._runtime.records)
+            self._update(slow=True)
+            figures = Events(lambda: self._runtime.local, self, figures=True)
+            loop = asyncio.get_running_loop()
+            self._tasks = [
+                loop.create_task(self._run(), name="live-feed"),
+                loop.create_task(figures.run(), name="live-figures"),
+            ]
+        self._pages.add(page)
+
+    def _leave(self, page: _Page) -> None:
+        self._pages.discard(page)
+        if not self._pages:
+            tasks, self._tasks = self._tasks, []
+            for task in tasks:
+                task.cancel()
+            self._figures.clear()
+
+    # --- figures of the inference service ----------------------------------------------------------------------------
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Takes an event of the second event stream; raises KeyError, TypeError or ValueError for a malformed one."""
+        if kind == "figures":
+            self._figures.take(data, time.monotonic())
+
+    def poll_soon(self) -> None:
+        """Nothing is lost with the stream: the next one begins with all figures."""
+
+    # --- differences -------------------------------------------------------------------------------------------------
+    async def _run(self) -> None:
+        tick = 0
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            tick += 1
+            try:
+                self._update(slow=tick % SLOW_TICKS == 0)
+            except Exception:
+                log.exception("the live state could not be updated")
+
+    def _update(self, *, slow: bool) -> None:
+        """Publishes what has changed since the last call."""
+        runtime = self._runtime
+        for record in self._requests.changed(runtime.records):
+            self._publish("request", {"request": request_json(record)}, key=record.key)
+        self._set("inference", self._inference())
+        self._update_models(slow=slow)
+        self._update_lines()
+        if slow:
+            load = (runtime.admission.in_flight, runtime.admission.queued)
+            if load != self._load:
+                self._load = load
+                self._publish("gateway", {"gateway": self._gateway()})
+            if self._figures.devices:
+                self._set("devices", {"devices": self._figures.devices})
+            self._set("minute", {"minute": runtime.traffic.minute(time.time())})
+            self._update_breakers()
+
+    def _set(self, kind: str, data: dict[str, Any]) -> None:
+        if self._shown.get(kind) != data:
+            self._shown[kind] = data
+            self._publish(kind, data)
+
+    def _update_models(self, *, slow: bool) -> None:
+        view = self._runtime.view
+        if not view.reachable or not view.is_fresh:
+            return  # the last known models stay as they were
+        found = view.models
+        for name in self._models.keys() - found.keys():
+            del self._models[name]
+            self._publish("removed", {"id": name})
+        for name, status in found.items():
+            shown = self._models.get(name)
+            if not slow and shown is not None and shown["headgate"]["state"] == str(status.state):
+                continue
+            model = self.model(status.to_json())
+            if is_news(model, shown):
+                self._models[name] = model
+                self._publish("model", {"model": model})
+
+    def _update_breakers(self) -> None:
+        found = {item["name"]: item for item in self._runtime.breakers.describe()}
+        for name in self._breakers.keys() - found.keys():
+            self._publish("breaker", {"breaker": {"name": name, "state": None}})
+        for name, item in found.items():
+            if _steady(item) != _steady(self._breakers.get(name)):
+                self._publish("breaker", {"breaker": item})
+            else:
+                found[name] = self._breakers[name]
+        self._breakers = found
+
+    def _update_lines(self) -> None:
+        for line in self.lines.since(self._lines_shown):
+            self._publish("log", {"line": line}, admin_only=True)
+        self._lines_shown = self.lines.total
+
+    # --- records -----------------------------------------------------------------------------------------------------
+    def _gateway(self) -> dict[str, Any]:
+        runtime = self._runtime
+        return {
+            "version": headgate.__version__,
+            "uptime_seconds": round(runtime.uptime_seconds, 1),
+            "in_flight": runtime.admission.in_flight,
+            "queued": runtime.admission.queued,
+        }
+
+    def _inference(self) -> dict[str, Any]:
+        view = self._runtime.view
+        return {"reachable": view.reachable, "since": round(view.reachable_since, 3)}
+
+    def _snapshot(self, viewer: Viewer) -> dict[str, Any]:
+        runtime = self._runtime
+        return {
+            "gateway": self._gateway(),
+            "inference": self._inference(),
+            "models": list(self._models.values()),
+            "devices": self._figures.devices,
+            "breakers": runtime.breakers.describe(),
+            "requests": first_requests(runtime.records, None if viewer.is_admin else viewer.key),
+            "minutes": runtime.traffic.minutes(time.time()),
+            "timeline": list(self.entries),
+            "log": list(self.lines) if viewer.is_admin else [],
+        }
+
+    # --- events ------------------------------------------------------------------------------------------------------
+    def _publish(self, kind: str, data: dict[str, Any], *, key: str | None = None, admin_only: bool = False) -> None:
+        """Queues an event for the pages; with `key` or `admin_only` not for those that must not see it."""
+        pages = [
+            page
+            for page in self._pages
+            if page.viewer.is_admin or not (admin_only or (key is not None and page.viewer.key != key))
+        ]
+        if not pages:
+            return
+        self._number += 1
+        frame = self._frame(kind, data)
+        for page in pages:
+            page.put(frame)
+
+    def _frame(self, kind: str, data: dict[str, Any]) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"number": self._number, **data}))
+
+
+def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A breaker without the values that follow the clock."""
+    return None if breaker is None else {**breaker, "retry_after": None, "opens_until": None, "ramp": None}
+
+
+class LogLines(logging.Handler):
+    """The last warnings and errors of this process and of the inference service."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[dict[str, Any]] = deque(maxlen=MOST_LINES)
+        self.total = 0
+        """Number of lines so far."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps one line; called by any thread."""
+        with contextlib.suppress(Exception):  # a line that cannot be formatted is in the log
+            self.add(line_of(record))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Keeps one line of the inference service."""
+        self._lines.append(line)
+        self.total += 1
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._lines))
+
+    def since(self, total: int) -> list[dict[str, Any]]:
+        """The lines after the first `total` ones, as far as they are kept."""
+        count = self.total - total
+        return list(self)[-count:] if count > 0 else []

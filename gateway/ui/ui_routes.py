@@ -1,0 +1,215 @@
+"""The routes below `/ui`: the page, its session, its live events, and its actions."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+import headgate
+from gateway.access.authentication import Key, Scope
+from gateway.endpoints.model_routes import VIEW_SECONDS, models_of
+from gateway.errors import RefusedError, RequestError
+from gateway.http.http_exchange import exchange_of, read_body
+from gateway.http.middleware import PAGE
+from gateway.runtime import Runtime
+from gateway.ui import operator_actions
+from gateway.ui.dashboard import COOKIE, Dashboard, SignedIn
+from gateway.ui.live_feed import Viewer
+from gateway.ui.static_files import INDEX, read_files
+from inference.protocol import Code
+
+CHAT = f"{PAGE}/v1/chat/completions"
+MAX_BODY_BYTES = 16384
+_NO_STORE = {"cache-control": "no-store"}
+_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class SignIn(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /ui/session`."""
+
+    key: str
+
+
+class PlanBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /ui/api/plan`."""
+
+    model: str
+    action: str
+    device: str | None = None
+
+
+class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of an action; only a move needs one."""
+
+    device: str | None = None
+
+
+def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
+    """The routes of the page. They are not part of the public API, so they are not in its OpenAPI document."""
+    routes = APIRouter(prefix=PAGE, include_in_schema=False)
+    files = read_files()
+
+    def signed_in(request: Request, scope: Scope = "use") -> SignedIn:
+        changes = request.method not in ("GET", "HEAD")
+        return dashboard.signed_in(exchange_of(request.scope), scope=scope, changes=changes)
+
+    # --- session -----------------------------------------------------------------------------------------------------
+    @routes.post("/session")
+    async def sign_in(request: Request) -> Response:
+        body = await _body(request, SignIn)
+        address = request.client.host if request.client is not None else ""
+        signed = dashboard.sign_in(exchange_of(request.scope), body.key, address)
+        response = _json(_session(signed))
+        response.set_cookie(
+            COOKIE, signed.token, path=PAGE, httponly=True, samesite="strict", secure=_is_https(request)
+        )
+        return response
+
+    @routes.get("/session")
+    async def session(request: Request) -> Response:
+        return _json(_session(signed_in(request)))
+
+    @routes.delete("/session")
+    async def sign_out(request: Request) -> Response:
+        dashboard.sign_out(signed_in(request))
+        response = _json({})
+        response.delete_cookie(COOKIE, path=PAGE, httponly=True, samesite="strict")
+        return response
+
+    # --- live state --------------------------------------------------------------------------------------------------
+    @routes.get("/api/events")
+    async def events(request: Request) -> Response:
+        signed = signed_in(request)
+        if runtime.is_draining:
+            raise RefusedError(Code.SHUTTING_DOWN, "the gateway is shutting down", retry_after=2.0)
+        if dashboard.feed.is_full:
+            raise RefusedError(Code.QUEUE_FULL, "too many pages are open; close one", retry_after=5.0)
+        viewer = Viewer(signed.key.name, signed.is_admin)
+        stream = dashboard.feed.listen(viewer, lambda: dashboard.is_valid(signed))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=_STREAM)
+
+    @routes.get("/api/requests/{request_id}")
+    async def explain(request: Request, request_id: str) -> Response:
+        signed = signed_in(request)
+        record = runtime.records.get(request_id)
+        if record is None or not (signed.is_admin or record.key == signed.key.name):
+            raise RequestError(
+                Code.NOT_FOUND, f"no record of request {request_id[:128]!r} for this key; only the last ones are kept"
+            )
+        return _json(record.to_json())
+
+    # --- actions -----------------------------------------------------------------------------------------------------
+    @routes.post("/api/plan")
+    async def plan(request: Request) -> Response:
+        signed_in(request, "admin")
+        body = await _body(request, PlanBody)
+        return _json(await operator_actions.plan(runtime, body.model, body.action, body.device))
+
+    @routes.post("/api/models/{model:path}/{action}")
+    async def act(request: Request, model: str, action: str) -> Response:
+        signed_in(request, "admin")
+        body = await _body(request, ActionBody)
+        return _json(dashboard.feed.model(await operator_actions.act(runtime, model, action, body.device)))
+
+    @routes.post("/api/devices/{device}/recover")
+    async def recover(request: Request, device: str) -> Response:
+        signed_in(request, "admin")
+        return _json(await operator_actions.recover(runtime, device))
+
+    @routes.post("/api/breakers/{name:path}/reset")
+    async def reset(request: Request, name: str) -> Response:
+        signed_in(request, "admin")
+        if not runtime.breakers.reset(name):
+            known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
+            raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
+        return _json({"name": name, "state": "closed"})
+
+    # --- keys and usage ----------------------------------------------------------------------------------------------
+    @routes.get("/api/keys")
+    async def keys(request: Request) -> Response:
+        signed_in(request, "admin")
+        return _json({"keys": [_key(runtime, key) for key in runtime.keys.all]})
+
+    @routes.get("/api/usage")
+    async def usage(request: Request) -> Response:
+        signed_in(request, "admin")
+        raise RequestError(Code.NOT_FOUND, "usage is not stored")
+
+    # --- playground: its chat is in `gateway.app`, as the other paths of generation --------------------------------
+    @routes.get("/v1/models")
+    async def models(request: Request) -> Response:
+        signed_in(request)
+        await runtime.view.ensure(VIEW_SECONDS)
+        return _json({"object": "list", "data": list(models_of(runtime).values())})
+
+    # --- files -------------------------------------------------------------------------------------------------------
+    @routes.get("")
+    async def index(request: Request) -> Response:
+        """The page; its address ends in a slash, so that its files have relative addresses."""
+        if not request.scope["raw_path"].endswith(b"/"):
+            return RedirectResponse(f"{PAGE.rpartition('/')[2]}/")
+        return _file(request, INDEX)
+
+    @routes.get("/{path:path}")
+    async def file(request: Request, path: str) -> Response:
+        return _file(request, path)
+
+    def _file(request: Request, path: str) -> Response:
+        if (found := files.get(path)) is None:
+            raise RequestError(Code.NOT_FOUND, f"unknown path {PAGE}/{path[:200]}; the page is at {PAGE}/")
+        headers = {"etag": found.etag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == found.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type=found.type)
+
+    return routes
+
+
+def _session(signed: SignedIn) -> dict[str, Any]:
+    return {
+        "name": signed.key.name,
+        "scopes": sorted(signed.key.scopes, reverse=True),
+        "csrf": signed.session.csrf,
+        "version": headgate.__version__,
+    }
+
+
+def _key(runtime: Runtime, key: Key) -> dict[str, Any]:
+    totals = runtime.traffic.keys.get(key.name)
+    return {
+        "name": key.name,
+        "scopes": sorted(key.scopes, reverse=True),
+        "requests": totals.requests if totals else 0,
+        "tokens": totals.tokens if totals else 0,
+        "limits": {
+            "requests_per_minute": key.limits.requests_per_minute,
+            "tokens_per_minute": key.limits.tokens_per_minute,
+            "concurrent": key.limits.concurrent,
+        },
+    }
+
+
+def _is_https(request: Request) -> bool:
+    """Whether the browser uses TLS, also to a proxy in front that sends X-Forwarded-Proto."""
+    return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
+
+
+async def _body(request: Request, kind: type[B]) -> B:
+    """The JSON body; an empty one counts as `{}`. Raises RequestError."""
+    raw = await read_body(request.receive, exchange_of(request.scope).headers, MAX_BODY_BYTES)
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(Code.INVALID_REQUEST, f"the body is not valid: {error}") from error
+    except msgspec.DecodeError as error:
+        raise RequestError(Code.INVALID_JSON, "the body is not valid JSON") from error
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), headers=_NO_STORE, media_type="application/json")
