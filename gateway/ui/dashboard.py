@@ -1,4 +1,4 @@
-"""The state of the dashboard of one gateway: sessions, timeline and live feed; and who may use it."""
+"""The state of the dashboard of one gateway: sessions, timeline and live feed, and the right to use it."""
 
 from __future__ import annotations
 

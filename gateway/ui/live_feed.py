@@ -27,7 +27,7 @@ log = logging.getLogger("gateway.ui.live_feed")
 
 TICK_SECONDS = 0.25
 SLOW_TICKS = 4
-"""Everything but requests and states of models is compared once in so many ticks: once a second."""
+"""Everything but requests and states of models is compared once in SLOW_TICKS ticks, which is once a second."""
 BEAT_SECONDS = 5.0
 MOST_WAITING = 500
 """Events that wait for one page."""
