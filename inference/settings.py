@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from inference.environment_settings import (
     Speculation,
 )
 from inference.file_stamp import Fingerprint, fingerprint
+from inference.models_dir import HUB, HubSource, ModelFile, model_name, models_below
 
 NO_MODELS = "models: {}"
 MOST_REPLICAS = 64
@@ -186,6 +188,8 @@ class InferenceConfig:
     models: Mapping[str, ModelSpec]
     names: Mapping[str, str]
     config_dir: Path
+    found: frozenset[str] = frozenset()
+    """The ids of files below INFERENCE_MODELS_DIR without an entry in models.yaml."""
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -203,13 +207,14 @@ class InferenceConfig:
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> InferenceConfig:
     """The configuration from `config_dir`/models.yaml, `environ` and `overrides` of the command line.
 
-    Raises ConfigError with all problems.
+    Files below INFERENCE_MODELS_DIR that no entry uses are models, too. Raises ConfigError with all problems.
     """
     problems: list[Problem] = []
     settings = environment_settings.read(environ, overrides, problems)
     path = config_dir / "models.yaml"
     models: dict[str, ModelSpec] = {}
     names: dict[str, str] = {}
+    listed: set[str] = set()
     try:
         data, lines = configfile.read_yaml(path, environ, nothing=NO_MODELS)
         if data.get("models") is None and set(data) <= {"models"}:
@@ -225,16 +230,51 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
             problems.extend(_at(path, lines, problem) for problem in found)
             if not found:
                 models |= {spec.id: spec for spec in specs_of(name, entry, settings)}
+        listed = set(models)
+        if not problems:
+            _add_files(settings, models, names, problems)
     if problems:
         raise ConfigError(problems)
-    return InferenceConfig(settings, models, names, config_dir)
+    return InferenceConfig(settings, models, names, config_dir, frozenset(models.keys() - listed))
+
+
+def _add_files(
+    settings: InferenceSettings, models: dict[str, ModelSpec], names: dict[str, str], problems: list[Problem]
+) -> None:
+    """Adds the files below INFERENCE_MODELS_DIR that no entry uses, with the default settings.
+
+    The id is the name of the file, or its path below the directory if another model has that name.
+    """
+    used = {os.path.realpath(file) for spec in models.values() for file in (str(spec.path), *spec.lora)}
+    found = [file for file in models_below(settings.models_dir) if os.path.realpath(file.path) not in used]
+    counts = Counter(model_name(file.path.name) for file in found)
+    for file in found:
+        path = file.path.relative_to(settings.models_dir.absolute()).as_posix()
+        name = model_name(file.path.name)
+        choices = [name] if counts[name] == 1 else []
+        id = next((each for each in (*choices, model_name(path), path) if each not in names and is_id(each)), None)
+        if id is None:
+            continue
+        aliases = () if path in names or path == id else (path,)
+        mmproj = None if file.mmproj is None else str(file.mmproj)
+        entry = ModelEntry.model_validate({"path": str(file.path), "mmproj": mmproj, "aliases": aliases})
+        if wrong := list(_check(id, entry, settings)):  # the defaults do not agree with each other
+            problems.append(Problem(wrong[0].message, key=f"INFERENCE_MODELS_DIR: {path}"))
+            return
+        names |= dict.fromkeys((id, *aliases), id)
+        models |= {spec.id: spec for spec in specs_of(id, entry, settings)}
+
+
+def is_id(name: str) -> bool:
+    """Whether `name` can be the id or the alias of a model."""
+    return bool(name) and name == name.strip() and not name.startswith("/") and not name.endswith("/")
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
     """Registers the id and aliases of a model. Yields a problem for each invalid or duplicate name."""
     for index, alias in enumerate((name, *entry.aliases)):
         key = f"models.{name}" if index == 0 else f"models.{name}.aliases"
-        if not alias.strip() or alias != alias.strip() or alias.startswith("/") or alias.endswith("/"):
+        if not is_id(alias):
             yield Problem(f"{alias!r} is not a valid model id; remove spaces and slashes at its ends", key=key)
         elif alias in names:
             owner = f"the model or replica {names[alias]!r}" if "@" in alias else f"the model {names[alias]!r}"
@@ -257,10 +297,10 @@ def replica_ids(name: str, most: int) -> list[str]:
 
 def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterator[Problem]:
     at = f"models.{name}"
-    path, problem = resolve_path(entry.path, settings.models_dir)
+    file, problem = resolve_path(entry.path, settings.models_dir)
     if problem is not None:
         yield Problem(problem, key=f"{at}.path")
-    elif path is not None and (fault := _fault(path)) is not None:
+    elif file is not None and (fault := _fault(file.path)) is not None:
         yield Problem(f"{fault}; relative paths are below INFERENCE_MODELS_DIR", key=f"{at}.path")
     for item in entry.lora:
         if (fault := _fault(_under(item, settings.models_dir))) is not None:
@@ -315,20 +355,30 @@ def pool_problem(kv_cells: int | None, context_length: int, parallel: int) -> st
     return None
 
 
-def resolve_path(source: str, models_dir: Path) -> tuple[Path | None, str | None]:
-    """The path of a model source such as `bundled:demo` or a GGUF file, or a message why it is invalid."""
+def resolve_path(source: str, models_dir: Path) -> tuple[ModelFile | None, str | None]:
+    """The files of a model source such as `bundled:demo` or a GGUF file, or a message why it is invalid."""
     kind, separator, rest = source.partition(":")
     if separator and kind == "bundled":
         if rest not in BUNDLED:
             near = difflib.get_close_matches(rest, BUNDLED, n=1)
             hint = f"did you mean bundled:{near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
             return None, f"unknown bundled model {rest!r}; {hint}"
-        return bundled_path(rest), None
-    if separator and kind == "hf":
-        return None, (f"downloading {source} is not supported yet; download the GGUF file and write its path here")
-    if not source.endswith(".gguf"):
-        return None, f"{source!r} is not a model source; write bundled:NAME, FILE.gguf or /absolute/path.gguf"
-    return _under(source, models_dir), None
+        return ModelFile(bundled_path(rest)), None
+    if source.startswith(HUB):
+        try:
+            return HubSource.parse(source).downloaded(models_dir), None
+        except ValueError as error:
+            return None, str(error)
+    if not source.endswith(".gguf") and not _OLLAMA_BLOB.search(source):
+        return None, (
+            f"{source!r} is not a model source; write bundled:NAME, hf:ORGANIZATION/REPOSITORY:QUANTIZATION, "
+            f"FILE.gguf or /absolute/path.gguf"
+        )
+    return ModelFile(_under(source, models_dir)), None
+
+
+_OLLAMA_BLOB = re.compile(r"/blobs/sha256-[0-9a-f]{64}$")
+"""The name of a GGUF file in Ollama's directory."""
 
 
 def _fault(path: Path) -> str | None:
@@ -359,13 +409,14 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
     for field, value in values.items():
         if value is None:
             values[field] = getattr(settings, _DEFAULTS.get(field, field), None)
-    path, _ = resolve_path(entry.path, settings.models_dir)
-    assert path is not None
+    file, _ = resolve_path(entry.path, settings.models_dir)
+    assert file is not None
+    mmproj = file.mmproj if entry.mmproj is None else _under(entry.mmproj, settings.models_dir)
     values |= {
-        "path": path,
+        "path": file.path,
         "kv_cells": _kv_cells(entry, settings),
         "lora": tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
-        "mmproj": None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
+        "mmproj": None if mmproj is None else str(mmproj),
     }
     return ModelSpec(id=name, **values)
 

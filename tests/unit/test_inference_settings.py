@@ -131,7 +131,7 @@ def test_path_that_is_not_utf8_is_refused(directory: Path) -> None:
 def test_command_line_overrides_the_environment(directory: Path) -> None:
     config = load(directory, "models: {}", {"INFERENCE_PORT": "1", "INFERENCE_HOST": "::1"}, port=2, host=None)
     assert (config.settings.port, config.settings.host) == (2, "::1")
-    assert config.models == {}
+    assert list(config.models) == ["tiny"]  # the file in the directory of models
 
 
 def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> None:
@@ -146,7 +146,7 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  a: {context_length: 1}", ["path: this key is required"]),
         ("models:\n  a: {path: tiny.gguf, idle_timeout: soon}", ["models.yaml:2", "not a duration"]),
         ("models:\n  a: {path: none.gguf}", ["models.yaml:2", "no file", "none.gguf", "INFERENCE_MODELS_DIR"]),
-        ("models:\n  a: {path: 'hf:org/repo:Q4_K_M'}", ["not supported yet", "download the GGUF"]),
+        ("models:\n  a: {path: 'hf:org/repo:Q4_K_M'}", ["models.yaml:2", "headgate pull hf:org/repo:Q4_K_M"]),
         ("models:\n  a: {path: 'bundled:demmo'}", ["did you mean bundled:demo"]),
         ("models:\n  a: {path: 'weights.bin'}", ["not a model source"]),
         (

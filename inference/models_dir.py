@@ -1,0 +1,174 @@
+"""Finds GGUF files below INFERENCE_MODELS_DIR: models without an entry in models.yaml, and files of `hf:` sources."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from inference.file_stamp import parts_of
+
+HUB = "hf:"
+DEFAULT_QUANTIZATION = "Q4_K_M"
+"""The quantization of an `hf:` source without one, if the repository has several."""
+MOST_DEPTH = 4
+"""Folders below the directory: ORGANIZATION/REPOSITORY/QUANTIZATION, and one more."""
+MOST_ENTRIES = 20_000
+"""Files and folders that are looked at, so that `/` as the directory does not delay the start."""
+MOST_FILES = 500
+"""Models without an entry."""
+
+_SOURCE = re.compile(
+    r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:(?P<file>(?:/[^/:]+)+\.gguf)|:(?P<quantization>[\w.-]+))?", re.ASCII
+)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A GGUF file (the first part of a split model) and the image projector beside it."""
+
+    path: Path
+    mmproj: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """`hf:ORGANIZATION/REPOSITORY`, with `:QUANTIZATION` or `/FILE.gguf`."""
+
+    repository: str
+    file: str | None
+    quantization: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> HubSource:
+        """Raises ValueError with the expected form."""
+        match = _SOURCE.fullmatch(text)
+        if match is None or any(part in (".", "..") for part in re.split("[/:]", text)):
+            raise ValueError(
+                f"{text!r} is not a source on the hub; write hf:ORGANIZATION/REPOSITORY:QUANTIZATION (for example "
+                f"hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M) or hf:ORGANIZATION/REPOSITORY/FILE.gguf"
+            )
+        file = match["file"]
+        return cls(match["repository"], file.removeprefix("/") if file else None, match["quantization"])
+
+    def __str__(self) -> str:
+        end = f"/{self.file}" if self.file else f":{self.quantization}" if self.quantization else ""
+        return f"{HUB}{self.repository}{end}"
+
+    def folder(self, models_dir: Path) -> Path:
+        """Where the files of the repository are downloaded to."""
+        return models_dir.joinpath(*self.repository.split("/")).absolute()
+
+    def downloaded(self, models_dir: Path) -> ModelFile:
+        """The complete download of this source. Raises ValueError without one."""
+        folder = self.folder(models_dir)
+        files = {path.relative_to(folder).as_posix(): path for path in _gguf_files(folder)}
+        try:
+            path = files[self.choose(list(files))]
+        except ValueError as error:
+            raise ValueError(f"{self} is not in {folder}; download it: headgate pull {self}") from error
+        if missing := next((part for part in parts_of(path) if not part.is_file()), None):
+            raise ValueError(f"{missing} is missing; continue the download: headgate pull {self}")
+        projectors = [path for name, path in files.items() if is_projector(name)]
+        return ModelFile(path, projectors[0] if len(projectors) == 1 else None)
+
+    def choose(self, names: Sequence[str]) -> str:
+        """The first file of this model among the files of its repository. Raises ValueError with the choices."""
+        models = [name for name in names if name.lower().endswith(".gguf") and not is_projector(name)]
+        models = sorted((name for name in models if _part(name) <= 1), key=lambda name: (len(name), name))
+        if self.file is not None:
+            if self.file in models:
+                return self.file
+            raise ValueError(f"{self.repository} has no file {self.file}; {_choices(models)}")
+        if self.quantization is None and len(models) == 1:
+            return models[0]
+        wanted = self.quantization or DEFAULT_QUANTIZATION
+        ending = re.compile(rf"(^|[^0-9a-z]){re.escape(wanted.lower())}$")
+        found = [name for name in models if ending.search(model_name(PurePosixPath(name).name).lower())]
+        if not found:
+            what = f"no quantization {wanted}" if self.quantization else "several quantizations; name one of them"
+            raise ValueError(f"{self.repository} has {what}; {_choices(models)}")
+        return found[0]
+
+
+def _choices(models: Sequence[str]) -> str:
+    shown = ", ".join(models[:20]) + (" ..." if len(models) > 20 else "")
+    return f"its models: {shown}" if models else "it has no GGUF model; many models have a second repository with them"
+
+
+def is_projector(name: str) -> bool:
+    """Whether a file is an image projector, by its name as llama.cpp's converter writes it."""
+    return "mmproj" in PurePosixPath(name).name.lower()
+
+
+def _part(name: str) -> int:
+    """The number of a part of a split file; 0 for a whole file."""
+    match = _PART.search(name[: -len(".gguf")])
+    return int(match[1]) if match else 0
+
+
+def model_name(file_name: str) -> str:
+    """The name of a model by its file: without `.gguf` and without the number of the part."""
+    return _PART.sub("", re.sub(r"\.gguf$", "", file_name, flags=re.IGNORECASE))
+
+
+def _gguf_files(directory: Path) -> Iterator[Path]:
+    """GGUF files below `directory`, sorted within their folders. Hidden and unreadable folders are left out."""
+    left = MOST_ENTRIES
+    folders = [(directory, 0)]
+    while folders:
+        folder, depth = folders.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        inner = []
+        for entry in entries:
+            left -= 1
+            if left < 0:
+                return
+            if entry.name.startswith(".") or not _is_text(entry.name):
+                continue
+            try:
+                if entry.name.endswith(".gguf") and entry.is_file() and os.access(entry.path, os.R_OK):
+                    yield folder / entry.name
+                elif depth < MOST_DEPTH and entry.is_dir():
+                    inner.append((folder / entry.name, depth + 1))
+            except OSError:
+                continue
+        folders += reversed(inner)
+
+
+def _is_text(name: str) -> bool:
+    """Whether the name of a file can be the name of a model."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return name.isprintable()
+
+
+def models_below(directory: Path) -> list[ModelFile]:
+    """The models below `directory`: no projectors and no later parts of split files.
+
+    A projector belongs to the models of its folder, and of the folders in it, if it is the only one there. In
+    `directory` itself it belongs to none.
+    """
+    projectors: dict[Path, list[Path]] = {}
+    models: list[Path] = []
+    for path in _gguf_files(directory.absolute()):
+        if is_projector(path.name):
+            projectors.setdefault(path.parent, []).append(path)
+        elif _part(path.name) <= 1 and len(models) < MOST_FILES:
+            models.append(path)
+    projectors.pop(directory.absolute(), None)
+
+    def projector(folder: Path) -> Path | None:
+        found = next((projectors[each] for each in (folder, folder.parent) if each in projectors), [])
+        return found[0] if len(found) == 1 else None
+
+    return [ModelFile(path, projector(path.parent)) for path in models]
