@@ -34,11 +34,16 @@ LOCK = "up.lock"
 
 @dataclass(frozen=True)
 class Record:
-    """The file in which `headgate up` publishes its addresses. It is valid while `up` holds the lock of the file."""
+    """The file in which `headgate up` publishes its addresses and directories.
+
+    It is valid while `up` holds the lock of the file.
+    """
 
     pid: int
     gateway_url: str
     inference_url: str
+    config_dir: str = ""
+    models_dir: str = ""
 
     @contextlib.contextmanager
     def published(self, state: StateDir) -> Iterator[None]:

@@ -38,6 +38,20 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("gateway", "services", "the gateway alone, in the foreground", "headgate gateway --host 0.0.0.0"),
         Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
     ),
+    "first steps": (
+        Verb(
+            "add",
+            "first_steps.add",
+            "write a model into models.yaml and reload a running service",
+            "headgate add ~/models/qwen2.5-7b-instruct-q4_k_m.gguf",
+        ),
+        Verb(
+            "pull",
+            "first_steps.pull",
+            "download a model from a Hugging Face hub",
+            "headgate pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+        ),
+    ),
     "models": (
         Verb("ps", "models", "loaded and warm models with their devices, memory and requests", "headgate ps"),
         Verb("list", "models", "all configured models", "headgate list --json"),
@@ -100,7 +114,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"pull", "doctor", "config import"})
+LATER = frozenset({"doctor", "config import"})
 """Verbs of a later version, for which spelling suggestions would be misleading."""
 
 PATHS = frozenset({"config_dir", "write"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -18,9 +19,10 @@ from typing import Any
 from headgate.cli import addresses
 from headgate.cli.command import Command, Session
 from headgate.cli.config import GATEWAY, MODELS
+from headgate.cli.first_steps import pull
 from headgate.cli.supervisor import Child, Supervisor, headgate_argv
 from headgate.shared import ports
-from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.errors import ConfigError, Exit, HeadgateError
 from headgate.shared.log import FLUSH_SECONDS, LineWriter
 
 DRAIN_MARGIN_SECONDS = 10.0
@@ -52,6 +54,8 @@ class UpPlan:
     inference_drain_seconds: float
     model: str | None
     has_keys: bool
+    config_dir: Path
+    models_dir: Path
 
     @property
     def gateway_url(self) -> str:
@@ -85,12 +89,16 @@ def make_plan(args: argparse.Namespace, directory: Path, environ: Mapping[str, s
         inference.settings.drain_seconds + DRAIN_MARGIN_SECONDS,
         next(iter(inference.models), None),
         bool(gateway.keys),
+        directory.absolute(),
+        inference.settings.models_dir.absolute(),
     )
 
 
 def run(session: Session) -> int:
-    """Checks configuration and ports, then supervises the services until it is stopped."""
+    """Downloads missing models, checks configuration and ports, then supervises the services until it is stopped."""
     directory = session.config_dir
+    with contextlib.suppress(ConfigError):  # `make_plan` reports all problems
+        pull.fetch_missing(session, directory, session.environ)
     plan = make_plan(session.args, directory, session.environ)
     ports.check_free(plan.inference_host, plan.inference_port)
     ports.check_free(plan.gateway_host, plan.gateway_port)
@@ -148,7 +156,10 @@ async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
         loop.add_signal_handler(number, on_stop, number)
     loop.add_signal_handler(signal.SIGHUP, supervisor.hang_up)
     try:
-        with addresses.Record(os.getpid(), plan.gateway_url, plan.inference_url).published(session.state):
+        record = addresses.Record(
+            os.getpid(), plan.gateway_url, plan.inference_url, str(plan.config_dir), str(plan.models_dir)
+        )
+        with record.published(session.state):
             announcing = asyncio.ensure_future(_announce(session, supervisor, plan, note))
             ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop_requested.wait()), supervisor.over}
             try:

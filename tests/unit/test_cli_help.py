@@ -79,7 +79,7 @@ def test_mistakes_are_exit_code_2_with_advice(words: list[str], advice: str, cap
 
 
 @pytest.mark.parametrize(
-    "words", [*map(str.split, sorted(LATER)), ["help", "pull"], ["pull", "--help"], ["doctor", "--json"]]
+    "words", [*map(str.split, sorted(LATER)), ["help", "doctor"], ["doctor", "--help"], ["doctor", "--json"]]
 )
 def test_planned_verbs_are_not_corrected_to_existing_ones(words: list[str], capsys: Any) -> None:
     """The verb `offload` was corrected to its opposite, `load`."""

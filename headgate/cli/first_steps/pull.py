@@ -1,0 +1,152 @@
+"""`headgate pull`: downloads models from a hub into INFERENCE_MODELS_DIR."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headgate.cli.command import Command, Session, UsageError
+from headgate.shared.errors import ConfigError, Exit, HeadgateError, Problem
+
+if TYPE_CHECKING:
+    from headgate.cli.first_steps.hub import Hub
+    from inference.models_dir import HubSource, ModelFile
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        metavar="SOURCE",
+        nargs="*",
+        help="hf:ORGANIZATION/REPOSITORY:QUANTIZATION or hf:ORGANIZATION/REPOSITORY/FILE.gguf; without it, what "
+        "models.yaml names and is missing",
+    )
+
+
+def pull(session: Session) -> int:
+    """Downloads, then lets a running service find the files."""
+    from headgate.cli.first_steps import running_service
+    from inference import settings
+
+    target = running_service.Target.of(session)
+    models_dir = models_directory(target.environ)
+    sources = parsed(session.args.sources) or missing_sources(target.config_dir, target.environ, models_dir)
+    found = download(session, sources, target.environ, models_dir) if sources else []
+    if not sources:
+        session.terminal.say("every `hf:` source of models.yaml is here")
+    try:
+        models = settings.load(target.config_dir, target.environ, {}).models
+    except ConfigError as error:
+        session.terminal.say(f"downloaded; the configuration has other mistakes, so nothing was reloaded:\n{error}")
+        models = {}
+    ids = {os.path.realpath(spec.path): spec.id for spec in reversed(list(models.values()))}
+    files = []
+    for source, file in zip(sources, found, strict=True):
+        model = ids.get(os.path.realpath(file.path))
+        plan = None
+        if model is not None and (api := running_service.reload(session, target, model)):
+            plan = running_service.first_plan(session, api, model)
+            session.terminal.say(f'ask it: headgate run {model} "Hello"')
+        elif model is not None:
+            session.terminal.say(f"{source} is the model {model!r}; start the services with: headgate up")
+        files.append({"source": str(source), "path": str(file.path), "model": model, "plan": plan})
+    session.prints_json(files)
+    return Exit.OK
+
+
+def parsed(texts: list[str]) -> list[HubSource]:
+    """The sources in arguments. Raises UsageError."""
+    from inference.models_dir import HubSource
+
+    try:
+        return [HubSource.parse(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def models_directory(environ: Mapping[str, str]) -> Path:
+    """INFERENCE_MODELS_DIR. Raises ConfigError."""
+    from inference import environment_settings
+
+    problems: list[Problem] = []
+    found = environment_settings.read(environ, {}, problems).models_dir
+    if problems:
+        raise ConfigError(problems)
+    return found.absolute()
+
+
+def missing_sources(directory: Path, environ: Mapping[str, str], models_dir: Path) -> list[HubSource]:
+    """The `hf:` sources of models.yaml without a complete download. Raises ConfigError for an unreadable file."""
+    from headgate.shared import configfile
+    from inference.models_dir import HUB, HubSource
+    from inference.settings import NO_MODELS, ModelsFile
+
+    path = directory / "models.yaml"
+    data, lines = configfile.read_yaml(path, environ, nothing=NO_MODELS)
+    if data.get("models") is None:
+        return []
+    missing = {}
+    for entry in configfile.validated(data, lines, path, ModelsFile).models.values():
+        if entry.path.startswith(HUB):
+            with contextlib.suppress(ValueError):  # reported by the check of the configuration
+                source = HubSource.parse(entry.path)
+                if not _is_here(source, models_dir):
+                    missing[entry.path] = source
+    return list(missing.values())
+
+
+def fetch_missing(session: Session, directory: Path, environ: Mapping[str, str]) -> None:
+    """Downloads the `hf:` sources of models.yaml that are missing. Raises HeadgateError."""
+    models_dir = models_directory(environ)
+    if sources := missing_sources(directory, environ, models_dir):
+        download(session, sources, environ, models_dir)
+
+
+def _is_here(source: HubSource, models_dir: Path) -> bool:
+    try:
+        source.downloaded(models_dir)
+    except ValueError:
+        return False
+    return True
+
+
+def download(
+    session: Session, sources: list[HubSource], environ: Mapping[str, str], models_dir: Path
+) -> list[ModelFile]:
+    """The files of each source. Raises HeadgateError."""
+    found = []
+    with _hub(session, environ) as hub:
+        for source in sources:
+            session.terminal.status(f"asking {hub.endpoint} for {source} ...")
+            plan = hub.plan(source, models_dir)
+            if not plan.missing():
+                session.terminal.say(f"{source}: complete in {plan.folder}")
+            try:
+                found.append(hub.fetch(plan))
+            except KeyboardInterrupt:
+                session.terminal.say("stopped; the same command continues the download")
+                raise
+    return found
+
+
+@contextlib.contextmanager
+def _hub(session: Session, environ: Mapping[str, str]) -> Iterator[Hub]:
+    import httpx2
+
+    from headgate.cli.first_steps.hub import Hub
+
+    try:
+        hub = Hub(environ, say=session.terminal.say, status=session.terminal.status)
+    except (ValueError, httpx2.InvalidURL) as error:
+        raise HeadgateError(f"HF_ENDPOINT, HF_TOKEN or a proxy variable is invalid: {error}") from error
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+COMMANDS = {"pull": Command(_arguments, pull)}
