@@ -79,8 +79,7 @@ def spreads(draw: st.DrawFn, gpus: int, count: tuple[int, int] = (1, 5), weights
     apart = draw(st.just(0) | st.integers(0, layers))
     parameters = Parameters(1024, parallel, pool, gpu_layers=-1, ubatch=1, host_expert_layers=apart)
     made = Layers(parameters, sizes, draw(st.integers(0, 100)), draw(st.integers(0, 30)), draw(st.integers(0, 40)), 5)
-    # Overheads are equal, because the planner compares the room of devices, not the sum that counts for the limit.
-    overhead = {**dict.fromkeys(GPUS[:gpus], draw(st.integers(0, 20))), "cpu": draw(st.integers(0, 20))}
+    overhead = {name: draw(st.integers(0, 60)) for name in (*GPUS[:gpus], "cpu")}
     return Spread(made, GPUS[:gpus], overhead)
 
 

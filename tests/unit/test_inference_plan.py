@@ -469,6 +469,28 @@ def test_layers_are_divided_over_many_devices() -> None:
     assert "nor divided over" in refusal.reason
 
 
+@pytest.mark.parametrize(
+    ("overhead", "rooms", "used"),
+    [
+        ({"gpu-0": 50}, (1000, 900, 900), {"gpu-1", "gpu-2"}),
+        ({"gpu-0": 50, "gpu-1": 50}, (1000, 900, 900), None),
+        ({"gpu-0": 50}, (1000, 600, 600), None),
+    ],
+    ids=["another pair", "no pair has so little overhead", "the pair with less overhead has no room"],
+)
+def test_devices_with_less_overhead_are_used_before_models_are_evicted_for_the_memory_limit(
+    overhead: dict[str, int], rooms: tuple[int, int, int], used: set[str] | None
+) -> None:
+    """1300 bytes of 1305; the devices with the largest rooms have an overhead of 50 bytes."""
+    spread = replace(layered(("gpu-0", "gpu-1", "gpu-2")), overhead=overhead)
+    ledger = machine(gpu_0=rooms[0], gpu_1=rooms[1], gpu_2=rooms[2], cpu=100)
+    ledger, idle = hold(replace(ledger, limit_bytes=1405), "idle", {"cpu": 100})
+    wanted = ask(*(gpu(1300 + overhead.get(name, 0), name) for name in spread.over), spread=spread)
+    decision = placed(wanted, ledger, [idle])
+    assert decision.evict == (() if used else ("idle",))
+    assert used is None or {*decision.devices} == used
+
+
 def test_prospect_is_computed_without_choosing_evictions() -> None:
     ledger, held = hold(machine(gpu_0=1000), "old", {"gpu-0": 900})
     scene = Scene.of(ledger, [held])

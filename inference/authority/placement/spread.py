@@ -2,8 +2,8 @@
 
 Consecutive layers are divided over the fewest possible devices, evenly filled. llama.cpp takes devices in a given order
 and assigns each a run of layers. For one order, filling each device before the next shows whether a division exists.
-More room never makes a division impossible, so for k devices only the k devices with the largest rooms are tried, in
-every order if k is small.
+More room never makes a division impossible, so for k devices the k devices with the largest rooms are tried, in every
+order if k is small. Other devices follow only if these exceed the memory limit, because of their larger overhead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, islice
 
 from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Stage
 from inference.authority.placement.victims import cheapest_where
@@ -18,6 +19,8 @@ from inference.estimate.layers import HOST, Layers
 
 EVERY_ORDER = 4
 """Up to this number of devices every order is tried; beyond it, only largest room first and largest room last."""
+MOST_CHOICES = 64
+"""The most sets of equally many devices that are tried while the memory limit is too small for their overhead."""
 _HALVINGS = 10
 
 
@@ -49,6 +52,11 @@ class Spread:
     def host_bytes(self) -> int:
         """The need of host memory beside the accelerator part."""
         return self.layers.host_bytes(self.layers.offloaded) + self.overhead.get(HOST, 0)
+
+    def budget(self, limit: int | None, *, host: bool = True) -> int | None:
+        """What a memory limit leaves for the fixed needs of several accelerators; bytes, None without a limit."""
+        rest = self.host_bytes + self.layers.copies_bytes if host else 0
+        return None if limit is None else limit - self.layers.sums[-1] - rest
 
     @property
     def divisible(self) -> bool:
@@ -82,7 +90,8 @@ def split_free(
         for device in spread.over
         if not stage.closed(device, policy, dedicated=dedicated)
     }
-    counts = divide(spread.layers.sums, rooms, least=2)
+    budget = spread.budget(stage.ledger.spare_altogether, host=host)
+    counts = divide(spread.layers.sums, rooms, {device: spread.fixed(device) for device in rooms}, budget)
     if counts is None:
         return None
     need = spread.need(counts)
@@ -106,7 +115,7 @@ def split_full(
     if chosen is None or sum(costs[at] for at in chosen) >= below:
         return None
     removals.set_removed(chosen)
-    counts = divide(spread.layers.sums, removals.rooms(), least=2)
+    counts = removals.divided()
     assert counts is not None
     return counts, tuple(idle[at] for at in chosen)
 
@@ -122,8 +131,8 @@ class _Removals:
         self._host_need = spread.host_bytes + spread.layers.copies_bytes
         self._spare = {device: ledger.spare(device) - spread.fixed(device) for device in spread.over}
         self._host_spare = ledger.spare(HOST) - self._host_need
-        limit = ledger.spare_altogether
-        self._altogether = None if limit is None else limit - spread.layers.sums[-1] - self._host_need
+        self._fixed = {device: spread.fixed(device) for device in spread.over}
+        self._budget = spread.budget(ledger.spare_altogether)
         self._places = None if policy.max_models is None else policy.max_models - stage.loaded - 1
         self._most_there = 1 if dedicated else policy.max_models_per_device
         self._there = {device: len(stage.there.get(device, ())) for device in spread.over}
@@ -147,8 +156,8 @@ class _Removals:
                 self._there[device] -= sign
                 self._owned[device] -= sign * held.dedicated
         self._host_spare += sign * held.bytes.get(HOST, 0)
-        if self._altogether is not None:
-            self._altogether += sign * held.loaded_bytes
+        if self._budget is not None:
+            self._budget += sign * held.loaded_bytes
         if self._places is not None and held.eviction_state is not EvictionState.WARM:
             self._places += sign
 
@@ -165,17 +174,21 @@ class _Removals:
         """Whether the model fits without the current set."""
         if self._host_spare < 0 or (self._places is not None and self._places < 0):
             return False
-        devices = fewest(self._spread.layers.sums, self.rooms(), least=2)
-        if devices is None:
-            return False
-        return self._altogether is None or sum(map(self._spread.fixed, devices)) <= self._altogether
+        return fewest(self._spread.layers.sums, self.rooms(), self._fixed, self._budget) is not None
+
+    def divided(self) -> dict[str, int] | None:
+        """The layers of each device without the current set."""
+        return divide(self._spread.layers.sums, self.rooms(), self._fixed, self._budget)
 
 
 # --- division of layers ----------------------------------------------------------------------------------------------
-def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> list[str] | None:
-    """The fewest devices, at least `least`, that have room for all layers, in a possible order; None if there are none.
+def fewest(
+    sums: Sequence[int], rooms: Mapping[str, int], fixed: Mapping[str, int], budget: int | None
+) -> list[str] | None:
+    """The fewest devices, at least two, that have room for all layers, in a possible order; None if there are none.
 
-    `sums` are the bytes of the first 0, 1, 2, ... layers; `rooms` are the bytes of each device without its fixed need.
+    `sums` are the bytes of the first 0, 1, 2, ... layers; `rooms` are the bytes of each device without its `fixed`
+    need. `budget` limits the sum of their fixed needs.
     """
     if sum(room for room in rooms.values() if room > 0) < sums[-1]:
         return None
@@ -183,17 +196,26 @@ def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> lis
     total = 0
     for count, name in enumerate(names[: len(sums) - 1], 1):
         total += rooms[name]
-        if count >= least and total >= sums[-1] and (order := _order(sums, names[:count], rooms)):
+        if count < 2 or total < sums[-1] or not (order := _order(sums, names[:count], rooms)):
+            continue
+        if budget is None or sum(map(fixed.__getitem__, order)) <= budget:
             return order
+        if sum(sorted(fixed[name] for name in names)[:count]) > budget:
+            return None
+        for chosen in islice(combinations(names, count), 1, MOST_CHOICES):
+            if sum(map(fixed.__getitem__, chosen)) <= budget and (order := _order(sums, [*chosen], rooms)):
+                return order
     return None
 
 
-def divide(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dict[str, int] | None:
+def divide(
+    sums: Sequence[int], rooms: Mapping[str, int], fixed: Mapping[str, int], budget: int | None
+) -> dict[str, int] | None:
     """The number of consecutive layers on each device, in order; None if all devices together have too little room.
 
-    Uses the fewest devices, at least `least`, evenly filled; `sums` and `rooms` as for `fewest`.
+    Uses the fewest devices, at least two, evenly filled; the arguments are those of `fewest`.
     """
-    order = fewest(sums, rooms, least)
+    order = fewest(sums, rooms, fixed, budget)
     return None if order is None else _even(sums, order, rooms)
 
 
