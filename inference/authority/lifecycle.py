@@ -66,6 +66,11 @@ TABLE: Mapping[tuple[ModelState, ModelEvent], ModelState] = {
     **{(state, _E.FAIL): _S.FAILED for state in _S if state is not _S.FAILED},
 }
 
+ACCEPTING = (_S.READY, _S.BUSY)
+"""The states in which a loaded model takes requests."""
+SERVING = (*ACCEPTING, _S.DRAINING)
+"""The states in which a model may compute requests."""
+
 
 class IllegalTransition(Exception):  # noqa: N818 - the usual name
     """The event does not belong to the state; nothing changed."""

@@ -1,7 +1,7 @@
 """The queue of requests that wait for one model, and how long they will wait.
 
 The order is requests that must run alone, then `high`, `normal` and `low`, in order of arrival within a priority. The
-length is limited per priority, and every request has a deadline. Times are monotonic seconds.
+length is limited per priority. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Waiter:
 
     id: int
     priority: Priority
-    deadline_at: float
     arrived_at: float = 0.0
     alone: bool = False
 

@@ -141,7 +141,7 @@ class World:
         wanted = [item for item in self.models.values() if item.waiting and item.state == "cold"]
         ahead: list[Claim] = []
         for model in sorted(
-            wanted, key=lambda item: (item.called, age_rank([Waiter(0, Priority.NORMAL, 0.0, item.waiting[0])]))
+            wanted, key=lambda item: (item.called, age_rank([Waiter(0, Priority.NORMAL, item.waiting[0])]))
         ):
             if claim := self.advance(model, ahead):
                 ahead.append(claim)
@@ -340,9 +340,9 @@ def test_turn_lasts_as_long_as_a_swap_with_an_upper_limit() -> None:
 
 def test_priorities_order_models_without_starvation() -> None:
     def rank(priority: Priority, arrived_at: float) -> float:
-        return age_rank([Waiter(1, priority, 0.0, arrived_at)])
+        return age_rank([Waiter(1, priority, arrived_at)])
 
     assert rank(Priority.HIGH, 9) < rank(Priority.NORMAL, 0) < rank(Priority.HIGH, 11)
     assert rank(Priority.NORMAL, 49) < rank(Priority.LOW, 0) < rank(Priority.NORMAL, 51)
-    both = [Waiter(1, Priority.LOW, 0.0, 0.0), Waiter(2, Priority.HIGH, 0.0, 30.0)]
+    both = [Waiter(1, Priority.LOW, 0.0), Waiter(2, Priority.HIGH, 30.0)]
     assert age_rank(both) == 30

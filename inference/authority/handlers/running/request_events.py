@@ -16,7 +16,7 @@ from inference.authority.handlers.running import (
     replicas,
     tickets,
 )
-from inference.authority.lifecycle import ModelEvent, Reason
+from inference.authority.lifecycle import ACCEPTING, ModelEvent, Reason
 from inference.authority.placement.plan import Result
 from inference.authority.quarantine import Suspicion
 from inference.authority.state import ModelRecord, Purpose, State, TicketRecord, TimerKind
@@ -25,7 +25,6 @@ from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, Mod
 from inference.protocol import FULL_FOR, ModelState, Priority
 
 _S = ModelState
-_READY = (ModelState.READY, ModelState.BUSY)
 MOST_REJECTIONS = 1000
 
 
@@ -36,7 +35,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
     if is_movable and model is not None and not model.removed:
         model = state.models[replicas.choose(state, model, event, draft.now)]
     wait_seconds = min(state.settings.acquire_timeout_seconds, math.inf if event.seconds is None else event.seconds)
-    waiter = Waiter(event.ticket, event.priority, draft.now + wait_seconds, draft.now, event.alone)
+    waiter = Waiter(event.ticket, event.priority, draft.now, event.alone)
     ticket = TicketRecord(
         event.ticket,
         event.model if model is None else model.id,
@@ -54,13 +53,14 @@ def wanted(draft: Draft, event: Wanted) -> None:
         tickets.refuse(draft, ticket, ModelNotFound(event.model, sorted(state.config.model_ids)))
         return
     worker = state.worker_of(model)
-    is_ready = model.state in _READY and worker is not None and not model.queue.waiters
+    is_ready = model.state in ACCEPTING and worker is not None and not model.queue.waiters
     if is_ready and worker is not None and not worker.ending and tickets.is_open(worker, alone=event.alone):
         draft.count("placements", Result.DEPLOYED.lower(), "ready")
         tickets.grant(draft, ticket)
         return
     try:
-        tickets.queue(draft, ticket, None if event.retries else state.settings.queue_limits)
+        limits = None if event.retries else state.settings.queue_limits
+        tickets.queue(draft, ticket, draft.now + wait_seconds, limits)
     except QueueFullError:
         tickets.refuse(draft, ticket, _queue_full(draft, model, event.priority))
 

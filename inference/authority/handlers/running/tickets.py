@@ -9,12 +9,10 @@ from dataclasses import replace
 from inference.authority.draft import SETTLE_SECONDS, Draft
 from inference.authority.effects import Fail, Grant
 from inference.authority.handlers.running import replicas
-from inference.authority.lifecycle import ModelEvent
+from inference.authority.lifecycle import ACCEPTING, ModelEvent
 from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState, Priority
-
-_READY = (ModelState.READY, ModelState.BUSY)
 
 
 def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
@@ -22,15 +20,15 @@ def is_open(worker: WorkerRecord, *, alone: bool) -> bool:
     return worker.alone is None and not (alone and worker.leases)
 
 
-def queue(draft: Draft, ticket: TicketRecord, limits: Mapping[Priority, int] | None = None) -> None:
+def queue(draft: Draft, ticket: TicketRecord, deadline_at: float, limits: Mapping[Priority, int] | None = None) -> None:
     """Adds a ticket to the queue of its model. Raises QueueFullError."""
     model, waiter = draft.model(ticket.model), ticket.waiter
     waiting = model.queue.push(waiter, limits)
     draft.set_model(model.id, queue=waiting, wanted_at=model.wanted_at if model.queue.waiters else draft.now)
     draft.set(tickets={**draft.state.tickets, ticket.id: ticket})
     draft.changed(SETTLE_SECONDS)
-    if math.isfinite(ticket.wait_seconds):
-        draft.timer(TimerKind.TICKET, ticket.id, waiter.deadline_at)
+    if math.isfinite(deadline_at):
+        draft.timer(TimerKind.TICKET, ticket.id, deadline_at)
     draft.plan()
 
 
@@ -118,31 +116,33 @@ def move_to_others(draft: Draft, model: str) -> None:
         is_movable = draft.state.tickets[waiter.id].movable and not waiter.alone
         place = replicas.refuge(draft.state, record, draft.now) if is_movable else None
         if place is not None:
-            _move(draft, unqueue(draft, waiter.id), place)
+            _move(draft, waiter.id, place)
 
 
 def _take_over(draft: Draft, model: str) -> None:
     """A ready replica takes the waiting requests of others that it would serve before them."""
     record = draft.model(model)
-    if record.state not in _READY or not replicas.has_replicas(record):
+    if record.state not in ACCEPTING or not replicas.has_replicas(record):
         return
     for other in replicas.replicas_of(draft.state, record):
-        for waiter in other.queue.waiters if other.state not in _READY else ():
+        for waiter in other.queue.waiters if other.state not in ACCEPTING else ():
             is_movable = draft.state.tickets[waiter.id].movable and not waiter.alone
             if is_movable and replicas.serves_before(draft.state, draft.model(model), other, draft.now):
-                _move(draft, unqueue(draft, waiter.id), model)
+                _move(draft, waiter.id, model)
 
 
-def _move(draft: Draft, ticket: TicketRecord, to: str) -> None:
-    """A ticket waits for another replica, or is granted there."""
+def _move(draft: Draft, id: int, to: str) -> None:
+    """A ticket waits for another replica until its deadline, or is granted there."""
+    deadline_at = draft.state.timers.get((TimerKind.TICKET, id), math.inf)
+    ticket = unqueue(draft, id)
     draft.debug("a request for %s goes to %s", ticket.model, to)
     ticket = replace(ticket, model=to)
     model, worker = draft.model(to), draft.worker_of(to)
-    is_free = model.state in _READY and worker is not None and not worker.ending and not model.queue.waiters
+    is_free = model.state in ACCEPTING and worker is not None and not worker.ending and not model.queue.waiters
     if is_free and worker is not None and is_open(worker, alone=ticket.waiter.alone):
         grant(draft, ticket)
     else:
-        queue(draft, ticket)
+        queue(draft, ticket, deadline_at)
 
 
 def forget_lease(draft: Draft, worker: WorkerRecord, lease: int) -> WorkerRecord:
@@ -174,5 +174,5 @@ def alone_is_over(draft: Draft, id: str) -> None:
         ticket = replace(draft.state.tickets[first], waiter=queue.waiters[0])
         draft.set(tickets={**draft.state.tickets, first: ticket})
         draft.set_model(model.id, queue=queue)
-    if model.state in (ModelState.READY, ModelState.BUSY):
+    if model.state in ACCEPTING:
         serve(draft, model.id)
