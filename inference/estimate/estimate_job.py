@@ -28,14 +28,15 @@ MOST_CELLS = 2**24
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact"}`.
+    """Takes `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact",
+    "host_bytes_per_second"}`.
 
     `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
     of each when there are several. Returns `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
     "note": ..., "output_bytes": ..., "checkpoint_bytes": ..., "projector_bytes": {device: ...},
     "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
     "host_bytes_per_second": ...}`, or `{"error": message}` for an unusable file. The rate of host memory is 0 unless
-    the model has experts.
+    the model has experts; it is measured unless the job has it.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -89,8 +90,12 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
         "facts": _facts(facts),
         "capabilities": list(capabilities),
-        "host_bytes_per_second": host_bytes_per_second(usable_cores()) if facts.experts else 0.0,
+        "host_bytes_per_second": _host_rate(job) if facts.experts else 0.0,
     }
+
+
+def _host_rate(job: Mapping[str, Any]) -> float:
+    return float(job.get("host_bytes_per_second") or host_bytes_per_second(usable_cores()))
 
 
 class _UnusableError(Exception):

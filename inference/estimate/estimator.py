@@ -85,6 +85,8 @@ class Estimator:
             load_state_file(self._path, _entries, "models are measured again") or {}
         )
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._host_bytes_per_second = 0.0
+        """measured once, because that takes host memory which is not booked"""
         self._library = importlib.metadata.version("llama-cpp-python")
         self.overheads = Overheads(state)
 
@@ -139,7 +141,12 @@ class Estimator:
     async def _measure(self, key: str, files: Fingerprint, subject: _Subject) -> dict[str, Any]:
         spec, grants = subject.spec, grants_of(subject.accelerators)
         accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants)]
-        job = {"path": str(spec.path), "accelerators": accelerators, **subject.settings()}
+        job = {
+            "path": str(spec.path),
+            "accelerators": accelerators,
+            "host_bytes_per_second": self._host_bytes_per_second,
+            **subject.settings(),
+        }
         environment = environment_of(subject.devices) if accelerators else HIDDEN
         try:
             answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
@@ -198,6 +205,8 @@ class Estimator:
         architecture = str(entry["facts"].get("architecture", ""))
         quantization = str(entry["facts"].get("quantization", ""))
         shape = shape_of(architecture, quantization, layers, spec.ubatch)
+        host_rate = float(entry["host_bytes_per_second"])
+        self._host_bytes_per_second = max(self._host_bytes_per_second, host_rate)
         overhead = {device.id: self.overheads.of(device, shape) for device in here} | {CPU: self.overheads.host}
         if spec.memory_overhead is not None:
             overhead = {device.id: spec.memory_overhead for device in devices}
@@ -219,7 +228,7 @@ class Estimator:
             architecture=architecture,
             quantization=quantization,
             expert_share=_share(entry["facts"]),
-            host_bytes_per_second=float(entry["host_bytes_per_second"]),
+            host_bytes_per_second=host_rate,
             shape=shape,
         )
 

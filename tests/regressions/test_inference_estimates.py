@@ -24,7 +24,7 @@ from inference.protocol import ModelState
 from inference.settings import ModelEntry, _spec, load
 from tests.fuzz.test_damaged_headers import CORPUS
 from tests.fuzz.test_damaged_models import Fuzzed
-from tests.rigs import tiny_gguf
+from tests.rigs import tiny_families, tiny_gguf
 from tests.rigs.authority_rig import Start, empty
 from tests.rigs.processes import wait_until
 
@@ -222,6 +222,24 @@ def _helper(directory: Path, monkeypatch: pytest.MonkeyPatch, *, changes: int) -
 
     monkeypatch.setattr(estimator, "run_helper", answer)
     return found, _spec("a", ModelEntry(path=str(path)), InferenceSettings())
+
+
+async def test_rate_of_host_memory_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes host memory that is not booked. A stored estimate has it, too."""
+    rates = iter([7.0])
+    monkeypatch.setattr(estimate_job, "host_bytes_per_second", lambda _cores: next(rates))
+
+    async def answer(_job: str, parameters: Any, **_more: Any) -> dict[str, Any]:
+        return estimate_job.run({**parameters, "exact": False})
+
+    monkeypatch.setattr(estimator, "run_helper", answer)
+    path = tiny_families.path(tiny_families.Form("moe", layers=2))
+    state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
+    for contexts in ((512, 1024), (512, 2048)):
+        own = Estimator(state, seconds=5)
+        for context in contexts:
+            spec = _spec("a", ModelEntry(path=str(path), context_length=context), InferenceSettings())
+            assert (await own.get(spec, *CpuProbe().readings())).host_bytes_per_second == 7.0
 
 
 def test_fingerprint_covers_all_parts_and_extra_files(tmp_path: Path) -> None:
