@@ -14,7 +14,7 @@ from inference.authority.handlers.operating.startup import TICK_SECONDS
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_incidents, replicas, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
-from inference.authority.lifecycle import Reason
+from inference.authority.lifecycle import ACCEPTING, SERVING, Reason
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
 from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
@@ -39,7 +39,6 @@ from inference.worker_link import Hold, Offloaded
 from tests.rigs.authority_world import CPU, World
 
 _S = ModelState
-SERVING = (_S.READY, _S.BUSY, _S.DRAINING)
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
 _OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.WARM_POOL, TimerKind.ROOM_TO_KEEP)
@@ -137,7 +136,9 @@ class CheckedWorld(World):
         for id in gone & before.returns.keys():
             awaited = before.returns[id]
             until, left = self.lingering.get(awaited.worker, (0.0, {}))
-            is_awaited = until > self.now and awaited.deadline > self.now and self.foreign_moved_at < self.now - 20
+            # memory that was given up may count as foreign until a later reading
+            is_known = all(awaited.foreign.get(device, 0) <= self.foreign.get(device, 0) for device in left)
+            is_awaited = until > self.now and awaited.deadline > self.now and is_known
             others = [item for item in before.ledger.holdings.values() if item.id != id and left.keys() & item.bytes]
             if is_awaited and not others and not any(self._is_empty(device) for device in left):
                 assert max(left.values(), default=0) <= SLACK_BYTES, "memory is given back when the device shows it"
@@ -349,7 +350,7 @@ class CheckedWorld(World):
             if is_unchanged or self.state.closing:
                 continue
             for model in (self.state.models[name] for name in names if name in self.state.models):
-                is_back = model.removed or model.id in reloading or model.state in (_S.READY, _S.BUSY)
+                is_back = model.removed or model.id in reloading or model.state in ACCEPTING
                 assert is_back, f"{model.id} is loaded again, because {device} is usable again"
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -371,7 +372,11 @@ class CheckedWorld(World):
             due = state.timers[TimerKind.TICKET, id]
             request = self.pending.get(id)
             pauses = self.pauses if request is None else self.pauses[request.pauses :]
-            begun = ticket.waiter.deadline_at if request is None else request.arrived_at + request.seconds
+            begun = (
+                ticket.waiter.arrived_at + ticket.wait_seconds
+                if request is None
+                else request.arrived_at + request.seconds
+            )
             least = 0.0 if request is None else sum(pauses) - len(pauses) * TICK_SECONDS
             assert begun + least - 1e-6 <= due <= begun + sum(pauses) + 1e-6, "each wait has its deadline"
         for command in state.commands.values():
@@ -428,7 +433,7 @@ class CheckedWorld(World):
             if departure is None or old is None or old.departure == departure:
                 continue
             was, now = before.models.get(worker.model), self.state.models.get(worker.model)
-            if was is None or now is None or was.worker != id or was.state not in (_S.READY, _S.BUSY):
+            if was is None or now is None or was.worker != id or was.state not in ACCEPTING:
                 continue
             if departure.reason in EASILY:
                 assert not was.spec.pinned, f"{was.id} is pinned"
@@ -504,11 +509,11 @@ class CheckedWorld(World):
         checked = state.pressure.watches is not before.pressure.watches and not began
         for model in state.models.values():
             worker, was = state.worker_of(model), before.models.get(model.id)
-            if worker is None or model.state not in (_S.READY, _S.BUSY) or worker.ending:
+            if worker is None or model.state not in ACCEPTING or worker.ending:
                 continue
             most = model.effective.parallel
             assert (self.alive[worker.id].limit or most) == (worker.limit or most), f"the limit of {worker.id}"
-            if checked and was is not None and was.state in (_S.READY, _S.BUSY) and was.worker == worker.id:
+            if checked and was is not None and was.state in ACCEPTING and was.worker == worker.id:
                 held = state.ledger.holdings[worker.holding].bytes
                 restriction = max(
                     (watch.restriction for name, watch in state.pressure.watches.items() if held.get(name)), default=0
@@ -624,7 +629,7 @@ class CheckedWorld(World):
                 other = self.state.models[name]
                 leaver = self.state.worker_of(other)
                 has_ended = leaver is not None and leaver.ending
-                assert has_ended or other.state not in (_S.READY, _S.BUSY), f"{name} leaves for {id}"
+                assert has_ended or other.state not in ACCEPTING, f"{name} leaves for {id}"
 
     # --- starts and commands -----------------------------------------------------------------------------------------
     def spawning(self, worker: str, order: LoadOrder | Hold) -> None:
@@ -690,7 +695,7 @@ class CheckedWorld(World):
             self._check_draining(model, worker)
             if worker.ending:
                 assert worker.id in coming
-            elif model.state in (_S.READY, _S.BUSY) and model.queue.waiters:
+            elif model.state in ACCEPTING and model.queue.waiters:
                 first = model.queue.waiters[0]
                 assert not tickets.is_open(worker, alone=first.alone), f"{first.id} could be served"
                 assert (TimerKind.ALONE, worker.id) in state.timers

@@ -656,7 +656,10 @@ class World:
             case effects.Checkpoint(operation, worker):
                 bytes, record = self.alive[worker].bytes, self.state.workers[worker]
                 if operation == "suspend":
+                    assert record.suspended is not None
                     bytes[CPU] = sum(bytes.values())  # the copy is complete before the device is free
+                    unbooked = bytes[CPU] - sum(record.suspended.need.values())
+                    self.alive[worker].grown_bytes = max(self.alive[worker].grown_bytes, unbooked)
                 else:
                     assert record.suspended is not None
                     for device, count in record.suspended.need.items():

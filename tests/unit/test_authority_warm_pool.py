@@ -250,6 +250,20 @@ def test_suspended_model_uses_only_host_memory_and_its_process_is_resumed() -> N
     assert (world.booked("gpu-0"), world.booked("cpu")) == (size, 0)
 
 
+def test_growth_before_a_suspension_is_foreign_on_the_host_and_booked_on_the_device_again() -> None:
+    """No reading has shown it before the model was suspended."""
+    world = suspending()
+    size = world.booked("gpu-0")
+    world.grow_pools(process(world), "gpu-0", 40 * MIB)
+    offload(world)
+    assert world.model("a").state is S.WARM
+    assert (world.booked("cpu"), world.state.ledger.balance("cpu").foreign_bytes) == (size, 40 * MIB)
+    world.leased("a")
+    world.live(60)
+    assert (world.booked("gpu-0"), world.booked("cpu")) == (size + 40, 0)
+    assert world.state.ledger.balance("cpu").foreign_bytes == 0
+
+
 @pytest.mark.parametrize("of_state", [True, False])
 @pytest.mark.parametrize("operation", ["suspend", "resume"])
 def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused_it(
