@@ -10,14 +10,13 @@ import aiohttp
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, InvalidRequestError, ModelFailed
-from inference.protocol import ModelState
 
 WORKER_SECONDS = 15.0
 """Time limit for a worker, which itself waits 10 s for its engine."""
 MOST_PIN_SECONDS = 30 * 86400.0
-_SERVING = (ModelState.READY, ModelState.BUSY)
 
 _Model = Annotated[str | None, Field(min_length=1)]
 _Tenant = Annotated[str | None, Field(max_length=200)]
@@ -114,7 +113,7 @@ async def _ask_workers(
             return error
 
     def is_loaded(model: str) -> bool:
-        return authority.model(model).state in _SERVING
+        return authority.model(model).state in ACCEPTING
 
     if name is not None:
         ids = authority.replicas(name)

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference.authority.events import Move, Offload, Unload
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.shell import Authority
 from inference.errors import InvalidRequestError
-from inference.protocol import ModelState, Priority
+from inference.protocol import Priority
 from inference.workers.crash_records import CrashStore
 
 
@@ -51,7 +52,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     @routes.post("/models/{model_id:path}/offload")
     async def offload(model_id: str) -> dict[str, Any]:
         ids = authority.replicas(model_id)
-        loaded = [id for id in ids if authority.model(id).state in (ModelState.READY, ModelState.BUSY)]
+        loaded = [id for id in ids if authority.model(id).state in ACCEPTING]
         await asyncio.gather(*(authority.command(Offload(id)) for id in loaded or ids[:1]))
         return authority.status(authority.resolve(model_id)).to_json()
 

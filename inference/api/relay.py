@@ -32,6 +32,7 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference.api.relayed_request import RelayedRequest, read_request
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.quarantine import SUSPICIOUS, Crash
 from inference.authority.shell import Authority
 from inference.authority.views.inference_metrics import OTHER_MODEL
@@ -43,7 +44,6 @@ from inference.protocol import (
     PROGRESS_INTERVAL_SECONDS,
     Code,
     ExitCause,
-    ModelState,
     Progress,
     device_frame,
 )
@@ -293,7 +293,7 @@ class Relay:
         if exit.starved or exit.cause not in (ExitCause.KILLED, ExitCause.DEVICE_LOST):
             return False
         others = self._authority.siblings(model)
-        return any(other.state in (ModelState.READY, ModelState.BUSY) for other in others)
+        return any(other.state in ACCEPTING for other in others)
 
 
 async def _send_progress(out: Response, progress: Progress) -> None:

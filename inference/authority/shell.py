@@ -27,6 +27,7 @@ from inference.authority.handlers.running.device_incidents import device_lost_er
 from inference.authority.handlers.running.worker_lifecycle import failed_error
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.leases import Lease, Ticket
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.placement.plan import Refusal
 from inference.authority.runners.background_tasks import BackgroundTasks
 from inference.authority.runners.measuring_runner import MeasuringRunner
@@ -369,7 +370,7 @@ class Authority:
 
     def is_ready(self, id: str) -> bool:
         """Whether a replica of the model takes requests now."""
-        return any(model.state in (ModelState.READY, ModelState.BUSY) for model in self.replicas_of(id))
+        return any(model.state in ACCEPTING for model in self.replicas_of(id))
 
     def _refusal(self, model: ModelRecord) -> InferenceError | None:
         found = Predictions(self._state, self.now).of(model)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from inference.authority import events
-from inference.authority.lifecycle import Action
+from inference.authority.lifecycle import ACCEPTING, SERVING, Action
 from inference.authority.quarantine import Crash
 from inference.devices.signs import Sign
 from inference.protocol import ExitCause, ModelState, Priority
@@ -125,7 +125,7 @@ class Authority(RuleBasedStateMachine):
         world = self.world
         failed_before, world.faults.spawn = world.faults.spawn, not spawns
         for model in list(world.state.models.values()):
-            if model.state in (ModelState.READY, ModelState.BUSY):
+            if model.state in ACCEPTING:
                 self._offload(model.id)
                 break
         world.faults.spawn = failed_before
@@ -293,7 +293,7 @@ class Authority(RuleBasedStateMachine):
         workers = [
             worker.id
             for model in self.world.state.models.values()
-            if model.state in (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+            if model.state in SERVING
             and (worker := self.world.state.worker_of(model)) is not None
             and worker.id in self.world.alive
         ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from inference.authority import events
-from inference.authority.lifecycle import Reason
+from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.replica_choice import SPARE_SECONDS
 from inference.authority.views import model_status
 from inference.errors import InvalidRequestError, ModelFailed, ModelNotFound
@@ -17,7 +18,6 @@ from tests.rigs.step_world import MIB, StepWorld, begin
 
 S = ModelState
 TWO = ("gpu-0", "gpu-1")
-SERVES = (S.READY, S.BUSY)
 
 
 def two(replicas: int | str = 2, gpus: tuple[str, ...] = TWO, **more: Any) -> StepWorld:
@@ -70,6 +70,17 @@ def test_further_replica_without_a_device_of_its_own_is_not_loaded_and_shows_why
     assert len(loads) == 1, "it rests before it is tried again"
 
 
+def test_further_replica_that_avoids_accelerators_shows_that_it_is_not_loaded_on_the_cpu() -> None:
+    world = two(oom_policy="cpu")
+    avoiding = replace(world.model("a@2"), on_cpu_until=world.now + 60)
+    world.state = replace(world.state, models={**world.state.models, "a@2": avoiding})
+    world.leased("a")
+    world.live(2)
+    assert world.model("a@2").state is S.COLD
+    reasons = {item.id: item.reason for item in status(world).replicas}
+    assert "a further replica of 'a' is not loaded on the CPU" in str(reasons["a@2"])
+
+
 def test_further_replica_evicts_no_model_in_use_but_an_idle_one() -> None:
     sizes = {"a": 600, "b": 600}
     world = begin({"a": {"replicas": 2}, "b": {"min_residency": 5}}, sizes, gpus=TWO)
@@ -107,6 +118,22 @@ def test_only_the_last_conversations_are_remembered(monkeypatch: pytest.MonkeyPa
     assert [*world.model("a").scaling.served] == ["x", "z"]
 
 
+def test_request_that_moves_to_another_replica_keeps_the_deadline_that_a_pause_extended() -> None:
+    world = two()
+    tickets = []
+    for _ in range(2):
+        tickets += [world.want("a", seconds=20.0) for _ in range(4)]
+        world.live(1.0, events.Loaded)
+    assert {world.state.tickets[id].model for id in tickets} == {"a", "a@2"}
+    world.stand_still(50.0)
+    world.end(world.model("a@2").worker or "", ExitCause.KILLED)
+    world.arrive(events.Loaded)
+    assert {world.state.tickets[id].model for id in tickets} == {"a"}
+    world.live(3.0)
+    assert not world.errors
+    assert world.grants.keys() == {*tickets}
+
+
 def test_request_for_one_replica_by_its_id_goes_there() -> None:
     world = both_loaded(parallel=4)
     assert {where(world, world.want("a@2")) for _ in range(3)} == {"a@2"}
@@ -121,7 +148,7 @@ def test_crash_of_one_replica_leaves_the_other_and_new_requests_go_there() -> No
     assert world.model("a@2").state is S.BUSY
     assert where(world, world.want("a")) == "a@2"
     world.live(4)
-    assert world.model("a").state in SERVES, "a model in use gets its replica back"
+    assert world.model("a").state in ACCEPTING, "a model in use gets its replica back"
 
 
 def test_suspected_request_does_not_run_beside_those_of_the_other_replica() -> None:
@@ -207,7 +234,7 @@ def test_least_number_stays_loaded_while_one_of_them_is_used() -> None:
         world.live(4)
     assert world.model("a").state is S.READY
     world.live(12)
-    assert not [name for name in ("a", "a@2") if world.model(name).state in SERVES]
+    assert not [name for name in ("a", "a@2") if world.model(name).state in ACCEPTING]
 
 
 def test_reload_with_fewer_replicas_drains_one_and_with_more_allows_another() -> None:
@@ -224,7 +251,7 @@ def test_reload_with_fewer_replicas_drains_one_and_with_more_allows_another() ->
     assert not status(world).replicas
     world.change(configuration({"a": {"parallel": 1, "min_residency": 0, "replicas": 3, "warm": False}}))
     world.live(3)
-    assert world.model("a@2").state in SERVES
+    assert world.model("a@2").state in ACCEPTING
 
 
 def test_replica_is_not_moved_to_the_device_of_another() -> None:
@@ -235,6 +262,21 @@ def test_replica_is_not_moved_to_the_device_of_another() -> None:
     assert "another replica of 'a'" in world.errors[id].message
 
 
+def test_moved_replica_is_not_loaded_on_a_device_that_another_one_has_taken_meanwhile() -> None:
+    world = two(gpus=("gpu-0",))
+    world.faults.spawn = True
+    world.want("a", any_replica=False)
+    world.arrive()
+    world.faults.spawn = False
+    assert world.model("a").state is S.FAILED
+    id = world.command(events.Move("a", "cpu"))
+    world.arrive()
+    world.command(events.Move("a@2", "cpu"))
+    world.live(5)
+    assert device(world, "a@2") == ("cpu",)
+    assert "cpu has another replica of 'a'" in world.errors[id].message
+
+
 def test_lost_device_takes_one_replica() -> None:
     from inference.devices.signs import Sign
 
@@ -242,7 +284,7 @@ def test_lost_device_takes_one_replica() -> None:
     lost = device(world, "a")[0]
     world.put_sign(lost, Sign.FAILED)
     world.live(3)
-    assert world.model("a").state not in SERVES
+    assert world.model("a").state not in ACCEPTING
     assert world.model("a@2").state is S.READY
     assert where(world, world.want("a")) == "a@2"
 

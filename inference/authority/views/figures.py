@@ -12,7 +12,7 @@ from headgate.shared.units import format_bytes, mib
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
-from inference.authority.lifecycle import Action
+from inference.authority.lifecycle import SERVING, Action
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.state import ModelRecord, State
@@ -113,7 +113,7 @@ def stats(state: State, now: float) -> dict[str, Any]:
         "cpu_budget_total_mb": host.get("total_mb", 0.0),
         "cpu_budget_usable_mb": host.get("budget_usable_mb", 0.0),
         "cpu_used_mb": host.get("allocated_mb", 0.0),
-        "models_loaded": sum(state in _LOADED for state in states),
+        "models_loaded": sum(state in SERVING for state in states),
         "models_offloaded": states.count(ModelState.WARM),
         "pressure_level": _worst(figures["pressure_level"] for figures in devices.values()),
         "total_evictions": gone.total(),
@@ -125,9 +125,6 @@ def stats(state: State, now: float) -> dict[str, Any]:
         "alerts": [alert.to_json() for alert in alerts],
         "recommendations": [change for alert in alerts for change in alert.recommendations()],
     }
-
-
-_LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
 def health(state: State, now: float) -> dict[str, Any]:

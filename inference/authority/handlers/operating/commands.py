@@ -35,7 +35,7 @@ from inference.authority.handlers.running import (
     oom_recovery,
 )
 from inference.authority.handlers.running.worker_memory import reclaim, serving
-from inference.authority.lifecycle import Action, Reason
+from inference.authority.lifecycle import ACCEPTING, Action, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal
 from inference.authority.placement.turns import Decision
 from inference.authority.state import (
@@ -131,7 +131,7 @@ def _offload(draft: Draft, id: int, model: ModelRecord) -> None:
     if model.state is _S.WARM:
         draft.answer(id)
         return
-    if model.state not in (_S.READY, _S.BUSY):
+    if model.state not in ACCEPTING:
         why = f"the model {model.id!r} is {model.state}; only a loaded one can be offloaded"
         draft.refuse(id, InvalidRequestError(why))
         return

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.helper_contexts import HELPERS
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
-from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import keeping, oom_recovery, replicas
+from inference.authority.handlers.running import keeping, load_devices, oom_recovery
+from inference.authority.handlers.running.helper_contexts import HELPERS
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Result, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
@@ -52,20 +50,12 @@ class NeedsCheck:
 Missing = NeedsEstimate | NeedsReading | NeedsCheck
 
 
-def devices_for(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:
-    """The devices for a load of the model, regardless of pressure; none that computes another replica of it."""
-    target = None if model.target is None else device_view.reading(state, model.target, now)
-    if target is not None:
-        return (target,) if target.state in USABLE else ()
-    found = oom_recovery.options(model, device_view.devices_of(state, model.effective, now), now)
-    return replicas.free_of_siblings(state, model, found)
-
-
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
     """The first device for the model on which it was not measured."""
     known, spec = state.estimates_of(model.effective), model.effective
     return next(
-        (EstimateKey(spec, (item.id,)) for item in devices_for(state, model, now) if item.id not in known), None
+        (EstimateKey(spec, (item.id,)) for item in load_devices.possible(state, model, now) if item.id not in known),
+        None,
     )
 
 
@@ -77,9 +67,7 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     model = state.models[id]
     spec = model.effective
     divisions = model.divisions if divisions is None else divisions
-    options = open_to(state, spec, devices_for(state, model, now), now)
-    if not options and device_view.devices_of(state, spec, now) and model.target is None:
-        options = replicas.no_device_left(model)
+    options = load_devices.allowed(state, model, now)
     if isinstance(options, Refusal):
         return Decision(options)
     known = state.estimates_of(spec)

@@ -23,7 +23,7 @@ from inference.authority.handlers.running import (
     request_events,
     tickets,
 )
-from inference.authority.lifecycle import Reason
+from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.state import (
@@ -42,7 +42,6 @@ from inference.settings import ModelSpec
 
 FALLBACK_CHECK_SECONDS = 5.0
 """Interval of checks for free memory on accelerators."""
-_SETTLED = (ModelState.READY, ModelState.BUSY)
 
 
 def begin(draft: Draft, id: int, request: Move, *, returns_from_cpu: bool = False, parent: int | None = None) -> None:
@@ -59,7 +58,7 @@ def begin(draft: Draft, id: int, request: Move, *, returns_from_cpu: bool = Fals
         _end(draft, id, command, error)
         return
     worker = draft.worker_of(model.id)
-    if worker is not None and model.state in _SETTLED and worker.placement.devices == (request.device,):
+    if worker is not None and model.state in ACCEPTING and worker.placement.devices == (request.device,):
         _end(draft, id, command, None)
         return
     draft.plan()
@@ -103,7 +102,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
         _end(draft, id, command, refusal)
         return
     worker = draft.worker_of(model.id)
-    old_device = worker.placement.devices[0] if worker is not None and model.state in _SETTLED else None
+    old_device = worker.placement.devices[0] if worker is not None and model.state in ACCEPTING else None
     draft.info("moving %s to %s (before: %s)", model.id, command.device, old_device or model.state)
     draft.set_model(model.id, target=command.device, old_device=old_device, move_error=None)
     if worker is not None:

@@ -20,6 +20,7 @@ from inference.authority.handlers.running import (
     device_incidents,
     estimates,
     keeping,
+    load_devices,
     oom_recovery,
     replicas,
     tickets,
@@ -27,7 +28,7 @@ from inference.authority.handlers.running import (
     worker_lifecycle,
 )
 from inference.authority.handlers.watching import advisor, governor
-from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
+from inference.authority.lifecycle import ACCEPTING, Action, Departure, ModelEvent, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
 from inference.authority.placement.stage import EVICTABLE
 from inference.authority.placement.turns import Decision, age_rank
@@ -90,7 +91,7 @@ def _advance(draft: Draft, id: str) -> bool:
             return False
         draft.advance(id, ModelEvent.RETRY)
         model = draft.model(id)
-    if model.state in (_S.READY, _S.BUSY):
+    if model.state in ACCEPTING:
         tickets.serve(draft, id)
         return True
     if model.state not in (_S.COLD, _S.WARM):
@@ -173,7 +174,7 @@ def _drops_stale(draft: Draft, id: str) -> bool:
     if model.state is not _S.WARM or worker is None:
         return False
     home = keeping.only_device_of(model)
-    devices = decision.devices_for(draft.state, model, draft.now)
+    devices = load_devices.possible(draft.state, model, draft.now)
     is_stranded = home is not None and all(item.id != home for item in devices)
     is_changed = worker.files != model.seen_files
     if not is_stranded and not is_changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.state import ModelRecord, State
 from inference.authority.wait_queue import (
     ORDER,
@@ -28,7 +29,7 @@ def seconds_to_service(state: State, model: ModelRecord, priority: Priority, now
 
 def load_seconds(state: State, model: ModelRecord, now: float) -> float | None:
     """Seconds until the model can take a request (0 if ready); None without measurements."""
-    if model.state in (_S.READY, _S.BUSY):
+    if model.state in ACCEPTING:
         return 0.0
     if not model.loads and (state.bytes_per_second is None or not state.estimates_of(model.effective)):
         return None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for, readings
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.placement.ledger import Phase
 from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Refusal, Request
 from inference.authority.placement.smaller_settings import Fit, FitStep
@@ -16,7 +17,6 @@ from inference.devices.device import CPU, Reading, grants_of
 from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError
 from inference.estimate.layers import layers_of
 from inference.estimate.model_estimate import Estimate, parameters_of
-from inference.protocol import ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant, KvTiers, Ready
 
@@ -116,7 +116,7 @@ def residents(state: State) -> dict[str, Resident]:
     found = {}
     for model in state.models.values():
         worker = state.worker_of(model)
-        if worker is not None and model.state in (ModelState.READY, ModelState.BUSY):
+        if worker is not None and model.state in ACCEPTING:
             found[model.id] = Resident(worker.ready_at, model.spec.min_residency, model.reload_seconds)
     return found
 

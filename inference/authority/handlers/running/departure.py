@@ -7,7 +7,7 @@ from dataclasses import replace
 from inference.authority.draft import Draft
 from inference.authority.effects import StopWorker
 from inference.authority.handlers.running import endings, tickets, warm_pool
-from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
+from inference.authority.lifecycle import ACCEPTING, Action, Departure, ModelEvent, Reason
 from inference.authority.state import State, TimerKind, WorkerRecord
 from inference.protocol import ModelState
 
@@ -31,7 +31,7 @@ def leave(
             return
         draft.info("draining %s continues for another reason (%s)", id, why)
         draft.set_worker(worker.id, departure=departure)
-    elif model.state not in (_S.READY, _S.BUSY):
+    elif model.state not in ACCEPTING:
         draft.info("unloading %s, which is %s (%s)", id, model.state, why)
         endings.end(draft, id, replace(departure, action=Action.UNLOAD))
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from inference.authority.draft import Draft
 from inference.authority.effects import Estimate
 from inference.authority.events import Estimated, FilesChecked
-from inference.authority.handlers.queries import decode_speed, device_view, helper_contexts
+from inference.authority.handlers.queries import device_view
+from inference.authority.handlers.running import helper_contexts, read_rates
 from inference.authority.lifecycle import Backoff
 from inference.authority.quarantine import Quarantine
 from inference.authority.state import EstimateKey, ModelRecord, WorkerRecord
@@ -44,7 +45,7 @@ def estimated(draft: Draft, event: Estimated) -> InferenceError | None:
         return event.result
     spec = event.key.spec
     before, found = draft.state.estimates_of(spec), event.result
-    decode_speed.learn_rate(draft, CPU, found.host_bytes_per_second)
+    read_rates.learn_rate(draft, CPU, found.host_bytes_per_second)
     known = dict(before) | {event.key.placement: found}
     ways = [name for name, item in known.items() if item.counts]
     for name in ways[:-MAX_DIVISION_ESTIMATES]:

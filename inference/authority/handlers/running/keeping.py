@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.lifecycle import Action
+from inference.authority.lifecycle import ACCEPTING, Action
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Request
 from inference.authority.retention import HOST, EvictedModel, Mechanism, Warm, kept_of
@@ -90,7 +90,7 @@ def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
         model = state.models[name]
         worker = state.worker_of(model)
         assert worker is not None
-        may = model.state in (_S.READY, _S.BUSY) and not obstacle(state, model)
+        may = model.state in ACCEPTING and not obstacle(state, model)
         evicted.append(EvictedModel(name, worker.holding, kept_as(state, model) if may else None))
     return kept_of(evicted, placement.need, state.ledger, now)
 

@@ -14,7 +14,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import DropKv, LimitKv
 from inference.authority.handlers.queries import pressure_view
 from inference.authority.handlers.running import endings
-from inference.authority.lifecycle import Action, Departure, Reason
+from inference.authority.lifecycle import SERVING, Action, Departure, Reason
 from inference.authority.placement import kv_budgets
 from inference.authority.placement.kv_budgets import ArenaUse
 from inference.authority.placement.ledger import Holding
@@ -26,7 +26,6 @@ from inference.worker_link import KvTiers
 _S = ModelState
 _FILLS = (_S.LOADING, _S.READY, _S.BUSY, _S.DRAINING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
 """A worker that is stopped stores its sequences before it ends."""
-_SERVES = (_S.READY, _S.BUSY, _S.DRAINING)
 
 
 def is_enabled(state: State) -> bool:
@@ -130,7 +129,7 @@ def _book(draft: Draft, arena: ArenaUse, cache: Holding | None, budget_bytes: in
     worker = draft.worker_of(id)
     if worker is None or worker.kv_bytes in (None, budget_bytes) or worker.ending:
         return
-    if draft.model(id).state in _SERVES:
+    if draft.model(id).state in SERVING:
         draft.set_worker(worker.id, kv_bytes=budget_bytes)
         draft.emit(LimitKv(worker.id, budget_bytes))
 

@@ -31,7 +31,7 @@ from inference.authority.placement.smaller_settings import (
     steps_of,
 )
 from inference.authority.state import ModelRecord, State, TakenStep, WorkerRecord
-from inference.devices.device import CPU, Reading
+from inference.devices.device import CPU
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.workers.exit_cause import WorkerExit
@@ -42,12 +42,6 @@ _OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
 
 
 # --- what plans are made with ----------------------------------------------------------------------------------------
-def options(model: ModelRecord, devices: tuple[Reading, ...], now: float) -> tuple[Reading, ...]:
-    """`devices`, or only the CPU while the model avoids accelerators."""
-    host = tuple(device for device in devices if device.id == CPU)
-    return host if host and now < model.on_cpu_until else devices
-
-
 def is_fallback(state: State, model: ModelRecord) -> bool:
     """Whether the model is on the CPU because accelerators had no room (`oom_policy: cpu`)."""
     worker, spec = state.worker_of(model), model.spec

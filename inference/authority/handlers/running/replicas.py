@@ -7,8 +7,8 @@ from dataclasses import replace
 from inference.authority.draft import Draft
 from inference.authority.events import Wanted
 from inference.authority.handlers.queries import expectations
+from inference.authority.lifecycle import ACCEPTING
 from inference.authority.placement import replica_choice
-from inference.authority.placement.plan import Refusal
 from inference.authority.placement.replica_choice import Replica
 from inference.authority.state import ModelRecord, Purpose, State
 from inference.devices.device import CPU, Reading
@@ -16,7 +16,7 @@ from inference.protocol import ModelState
 from inference.settings import replica_ids
 
 _S = ModelState
-UP = (_S.LOADING, _S.RESTORING, _S.READY, _S.BUSY)
+UP = (_S.LOADING, _S.RESTORING, *ACCEPTING)
 """States in which a replica takes requests, or will soon."""
 _LOADABLE = (_S.COLD, _S.WARM)
 ALONE_SECONDS = 10.0
@@ -122,12 +122,6 @@ def free_of_siblings(state: State, model: ModelRecord, devices: tuple[Reading, .
     """
     taken = taken_devices(state, model)
     return tuple(item for item in devices if item.id not in taken and item.id != CPU) if taken else devices
-
-
-def no_device_left(model: ModelRecord) -> Refusal:
-    """The refusal of a replica without a device of its own."""
-    reason = f"every possible device has a replica of {model.spec.configured_id!r} already"
-    return Refusal((), reason, trace=(reason,))
 
 
 def last_used_at(state: State, model: ModelRecord) -> float:

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 
 from inference.authority.draft import Draft
 from inference.authority.effects import SetThreads
+from inference.authority.lifecycle import SERVING
 from inference.authority.state import ModelRecord, State, TimerKind
 from inference.devices.device import CPU
-from inference.protocol import ModelState
 
 QUIET_SECONDS = 1.0
-_SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
 def changed(draft: Draft) -> None:
@@ -42,7 +41,7 @@ def _distribute(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
     busy = {
         model.id: model.effective.threads
         for model in state.models.values()
-        if model.state in _SERVING and state.in_flight(model) and _on_cpu(state, model)
+        if model.state in SERVING and state.in_flight(model) and _on_cpu(state, model)
     }
     for name, count in shares(state.cores, busy).items():
         worker = draft.worker_of(name)

@@ -19,7 +19,7 @@ from inference.authority.events import (
     Spawned,
     SpawnFailed,
 )
-from inference.authority.handlers.queries import decode_speed, device_view
+from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_incidents,
@@ -28,6 +28,7 @@ from inference.authority.handlers.running import (
     kv_arenas,
     kv_counters,
     oom_recovery,
+    read_rates,
     replicas,
     tickets,
     warm_pool,
@@ -139,7 +140,7 @@ def progressed(draft: Draft, event: Progressed) -> None:
         kv_counters.note(draft, worker, event.beat.kv)
         rate = event.beat.decode_tokens_per_second
         if rate is not None and (worker.beat is None or rate != worker.beat.decode_tokens_per_second):
-            decode_speed.learn(draft, worker, rate)
+            read_rates.learn(draft, worker, rate)
     worker = draft.set_worker(worker.id, progress=event.progress, beat=event.beat, counted=counted)
     worker_memory.learn_after_full_batch(draft, worker)
 

@@ -14,16 +14,15 @@ from inference.authority.draft import Draft
 from inference.authority.effects import CheckFiles, LearnOverhead, MeasureWorkers
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import departure
-from inference.authority.lifecycle import Reason
+from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
 from inference.authority.state import SIMULATED, Growth, State, WorkerRecord
 from inference.devices.device import CPU, Reading
-from inference.protocol import DeviceState, ModelState
+from inference.protocol import DeviceState
 
 GROWTH_SLACK_BYTES = 64 * 2**20
 COMPARABLE_SECONDS = 120.0
 """Readings from before and after a load are compared for this time; later, other programs may have changed too."""
-_SERVING = (ModelState.READY, ModelState.BUSY)
 
 
 def serving(state: State) -> tuple[str, ...]:
@@ -32,7 +31,7 @@ def serving(state: State) -> tuple[str, ...]:
     return tuple(
         worker.id
         for model, worker in found
-        if worker is not None and worker.ready is not None and not worker.ending and model.state in _SERVING
+        if worker is not None and worker.ready is not None and not worker.ending and model.state in ACCEPTING
     )
 
 

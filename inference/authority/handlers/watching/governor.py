@@ -17,7 +17,7 @@ from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.queries.pressure_view import bounds_of, levels, rules_of, uses
 from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
-from inference.authority.lifecycle import Action, Reason
+from inference.authority.lifecycle import ACCEPTING, Action, Reason
 from inference.authority.pressure.levels import Level, Use, admit, grew, settle
 from inference.authority.pressure.relief import (
     RESTRICTION_TEXTS,
@@ -181,7 +181,7 @@ def _carry_out(draft: Draft, action: Relief) -> None:
 # --- history ---------------------------------------------------------------------------------------------------------
 def _sample(draft: Draft) -> None:
     state = draft.state
-    ready = [model for model in state.models.values() if model.state in (_S.READY, _S.BUSY)]
+    ready = [model for model in state.models.values() if model.state in ACCEPTING]
     slots = sum(model.effective.parallel for model in ready)
     workers = [worker for model in ready if (worker := state.worker_of(model)) is not None]
     active = sum(worker.beat.active for worker in workers if worker.beat is not None)

@@ -12,7 +12,7 @@ from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import departure, worker_memory
-from inference.authority.lifecycle import Reason
+from inference.authority.lifecycle import SERVING, Reason
 from inference.authority.placement.device_growth import (
     Change,
     Grown,
@@ -26,9 +26,6 @@ from inference.authority.placement.ledger import Holding, LedgerError, Phase
 from inference.authority.state import State, WorkerRecord
 from inference.devices.device import CPU, Reading
 from inference.devices.signs import Sign
-from inference.protocol import ModelState
-
-_SERVING = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 
 def observed(draft: Draft, before: tuple[Reading, ...], *, is_read: bool) -> None:
@@ -38,11 +35,17 @@ def observed(draft: Draft, before: tuple[Reading, ...], *, is_read: bool) -> Non
     fresh = {item.id for item in measured if item.id != CPU and (is_read or known.get(item.id) != item)}
     if not fresh:
         return
+    ledger, foreign = draft.state.ledger, _foreign_bytes(draft.state)
     for reading in device_view.readings(draft.state, draft.now):
         if reading.id in fresh and _has_figures(draft.state, reading):
             for change in _decide(draft, reading):
                 _book(draft, reading, change)
-    draft.state = device_view.entered(draft.state, draft.now)
+    if draft.state.ledger is not ledger or _foreign_bytes(draft.state) != foreign:
+        draft.state = device_view.entered(draft.state, draft.now)
+
+
+def _foreign_bytes(state: State) -> dict[str, int]:
+    return {device: mark.foreign_bytes for device, mark in state.devices.growth.items()}
 
 
 def _has_figures(state: State, reading: Reading) -> bool:
@@ -91,7 +94,7 @@ def _bookings(holdings: Mapping[str, Holding], device: str) -> dict[str, tuple[P
 
 def _is_serving(state: State, worker: WorkerRecord) -> bool:
     model = state.models.get(worker.model)
-    is_current = model is not None and model.worker == worker.id and model.state in _SERVING
+    is_current = model is not None and model.worker == worker.id and model.state in SERVING
     return is_current and worker.ready is not None and not worker.ending
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for
-from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import replicas
+from inference.authority.handlers.running import load_devices
 from inference.authority.handlers.running.oom_recovery import can_reduce
 from inference.authority.placement.plan import Refusal, Scene, refusal_now
 from inference.authority.state import ModelRecord, State
@@ -32,12 +31,7 @@ class Predictions:
         state, now = self._state, self._now
         if self._scene is None:
             self._scene = Scene.of(state.ledger, held_models(state, now))
-        devices = device_view.devices_of(state, model.effective, now)
-        own = replicas.free_of_siblings(state, model, devices)
-        if devices and not own:
-            return replicas.no_device_left(model)
-        devices = own
-        allowed = open_to(state, model.effective, devices, now)
+        allowed = load_devices.allowed(state, model, now)
         if isinstance(allowed, Refusal):
             return allowed
         request = request_for(state, model.effective, allowed)
