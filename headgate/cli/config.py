@@ -94,13 +94,13 @@ def check(session: Session) -> int:
     for problem in problems:
         terminal.data(str(problem))
     if not problems:
-        for warning in _unknown_models(*loaded):
+        for warning in unknown_models(*loaded):
             terminal.say(f"{directory / 'gateway.yaml'}: {warning}")
         terminal.say(f"{directory}: no problems")
     return Exit.USAGE if problems else Exit.OK
 
 
-def _unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
+def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
     """Warnings about local models in chains that models.yaml lacks. The inference service may have another file."""
     from gateway.routing.chain import SMALLER
 

@@ -51,6 +51,12 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "download a model from a Hugging Face hub",
             "headgate pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
         ),
+        Verb(
+            "doctor",
+            "doctor.doctor",
+            "check build, devices, limits, configuration, ports and proxies, with advice",
+            "headgate doctor --url https://llm.example.org/v1",
+        ),
     ),
     "models": (
         Verb("ps", "models", "loaded and warm models with their devices, memory and requests", "headgate ps"),
@@ -114,7 +120,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"doctor", "config import"})
+LATER = frozenset({"config import"})
 """Verbs of a later version, for which spelling suggestions would be misleading."""
 
 PATHS = frozenset({"config_dir", "write"})
