@@ -100,8 +100,10 @@ class Dashboard:
             self._limit.failed(address, now)
             raise
         self._limit.succeeded(address)
+        self._sessions.end(cookie_value(exchange.headers.get("cookie", ""), COOKIE))
         token = secrets.token_urlsafe(TOKEN_BYTES)
         session = self._sessions.begin(token, secrets.token_urlsafe(TOKEN_BYTES), found.digest, now)
+        log.info("the key %s signed in from %s", found.name, address)
         return SignedIn(found, tenant, session, token)
 
     def sign_out(self, signed: SignedIn) -> None:

@@ -134,6 +134,7 @@ class LiveFeed:
 
     def _join(self, page: _Page) -> None:
         if not self._pages:
+            self._shown.clear()
             self._requests.changed(self._runtime.records)
             self._update(slow=True)
             figures = Events(lambda: self._runtime.local, self, figures=True)
@@ -157,6 +158,7 @@ class LiveFeed:
         """Takes an event of the second event stream; raises KeyError, TypeError or ValueError for a malformed one."""
         if kind == "figures":
             self._figures.take(data, time.monotonic())
+            self._set("devices", {"devices": self._figures.devices})
 
     def poll_soon(self) -> None:
         """Nothing is lost with the stream: the next one begins with all figures."""
@@ -185,8 +187,6 @@ class LiveFeed:
             if load != self._load:
                 self._load = load
                 self._publish("gateway", {"gateway": self._gateway()})
-            if self._figures.devices:
-                self._set("devices", {"devices": self._figures.devices})
             self._set("minute", {"minute": runtime.traffic.minute(time.time())})
             self._update_breakers()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from gateway.routing.explain_record import Record
@@ -13,6 +14,8 @@ RATE_SECONDS = 5.0
 """Period over which the tokens per second of a model are measured."""
 MOST_FINISHED = 200
 """Finished requests that a page gets at first."""
+MOST_NEW = 100
+"""Requests that began and ended between two updates of the pages; those before them are not sent."""
 
 
 _LOADING = (ModelState.LOADING, ModelState.RESTORING)
@@ -163,27 +166,44 @@ class ShownRequests:
         self._marks: dict[str, tuple[Record, Mark]] = {}
 
     def changed(self, records: Iterable[Record]) -> list[Record]:
-        """The records that are new or have changed since the last call, oldest first, MOST_FINISHED at most."""
+        """The records that are new or have changed since the last call, oldest first.
+
+        Of those that began and ended since then the last MOST_NEW. A running request is followed to its end even when
+        it is no longer among `records`.
+        """
         before, self._marks = self._marks, {}
-        found = []
-        for record in records:
-            known = before.get(record.id)
-            mark = _mark(record)
-            if known is None or known[0] is not record or known[1] != mark:
-                found.append(record)
-            self._marks[record.id] = (record, mark)
-        return sorted(found, key=lambda record: record.started)[-MOST_FINISHED:]
+        running = [record for record, mark in before.values() if mark is not _DONE]
+        changed: list[Record] = []
+        new: list[Record] = []
+        for record in chain(records, running):
+            if record.id in self._marks:
+                continue
+            shown, before_mark = before.get(record.id, (None, None))
+            self._marks[record.id] = (record, mark := _mark(record))
+            if shown is not record and mark is _DONE:
+                new.append(record)
+            elif shown is not record or mark != before_mark:
+                changed.append(record)
+        new = sorted(new, key=_started)[-MOST_NEW:]
+        return sorted(changed + new, key=_started)
+
+
+_DONE: Mark = ("done",)
+
+
+def _started(record: Record) -> float:
+    return record.started
 
 
 def _mark(record: Record) -> Mark:
     if record.phase == "done":
-        return ("done",)
+        return _DONE
     return (record.phase, record.progress, len(record.attempts), record.answered_by, record.stream, record.model)
 
 
 def first_requests(records: Iterable[Record], key: str | None) -> list[dict[str, Any]]:
     """All running and the last finished requests, oldest first; only those of `key` unless it is None."""
-    found = sorted((record for record in records if key in (None, record.key)), key=lambda record: record.started)
+    found = sorted((record for record in records if key in (None, record.key)), key=_started)
     finished = [record for record in found if record.phase == "done"][-MOST_FINISHED:]
     oldest = finished[0].started if len(finished) == MOST_FINISHED else float("-inf")
     kept = (record for record in found if record.phase != "done" or record.started >= oldest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ from gateway.ui.dashboard import COOKIE, Dashboard, SignedIn
 from gateway.ui.live_feed import Viewer
 from gateway.ui.static_files import INDEX, read_files
 from inference.protocol import Code
+
+log = logging.getLogger("gateway.ui.ui_routes")
 
 CHAT = f"{PAGE}/v1/chat/completions"
 MAX_BODY_BYTES = 16384
@@ -113,18 +116,21 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
 
     @routes.post("/api/models/{model:path}/{action}")
     async def act(request: Request, model: str, action: str) -> Response:
-        signed_in(request, "admin")
+        signed = signed_in(request, "admin")
         body = await _body(request, ActionBody)
+        log.info("%s of %s is requested with the key %s", action[:40], model[:100], signed.key.name)
         return _json(dashboard.feed.model(await operator_actions.act(runtime, model, action, body.device)))
 
     @routes.post("/api/devices/{device}/recover")
     async def recover(request: Request, device: str) -> Response:
-        signed_in(request, "admin")
+        signed = signed_in(request, "admin")
+        log.info("recovery of %s is requested with the key %s", device[:100], signed.key.name)
         return _json(await operator_actions.recover(runtime, device))
 
     @routes.post("/api/breakers/{name:path}/reset")
     async def reset(request: Request, name: str) -> Response:
-        signed_in(request, "admin")
+        signed = signed_in(request, "admin")
+        log.info("reset of the breaker %s is requested with the key %s", name[:100], signed.key.name)
         if not runtime.breakers.reset(name):
             known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
             raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")

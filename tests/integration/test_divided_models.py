@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.workers.os_api import socket_directory
+from tests.rigs.gateway_rig import ADMIN, Gateway
+from tests.rigs.page_rig import Page
 from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
 from tests.rigs.tiny_families import WINDOW_TOKENS, Form, path
@@ -117,3 +122,46 @@ def test_divided_model_with_sliding_windows_is_kept_warm_and_restored_with_its_c
     stack.ask("/models/window/unload", {}, direct=True)
     assert ask() == hot
     stack.ask("/models/window/unload", {}, direct=True)
+
+
+async def test_operator_loads_and_unloads_in_the_dashboard(stack: Stack, tmp_path: Path) -> None:
+    """The forecast names what happens then, and the page sees the devices change."""
+    await asyncio.to_thread(stack.ask, "/models/tall/unload", {}, direct=True)
+    token = stack.state.read_secret(INFERENCE_TOKEN)
+    assert token is not None
+    async with (
+        Gateway(tmp_path, stack.inference.url, environ={"INFERENCE_TOKEN": token}) as gateway,
+        Page.signed_in(gateway.url, ADMIN) as page,
+        page.listening(),
+    ):
+        await gateway.look()
+        forecast = (await page.post("/ui/api/plan", {"model": "tall", "action": "load"})).json()
+        assert forecast["allowed"], forecast
+        assert forecast["plan"]["devices"] == ["gpu-0", "gpu-1"]
+        assert [text for text in forecast["sentences"] if text.startswith("Loads tall on gpu-1: ")]
+        loaded = await page.post("/ui/api/models/tall/load")
+        assert loaded.json()["headgate"]["state"] in ("ready", "busy"), loaded.text
+        shown = await page.next("devices", lambda data: _resident(data, "gpu-1", "tall"))
+        row = _resident(shown, "gpu-0", "tall")
+        assert sum(row[kind] for kind in ("weights", "kv", "compute", "other")) == row["resident"] > 0
+        await page.next("timeline", lambda data: "tall is ready on gpu-0 and gpu-1" in data["entry"]["text"])
+        moving = (await page.post("/ui/api/plan", {"model": "tall", "action": "move", "device": "gpu-0"})).json()
+        assert moving["sentences"][0].startswith("Moves tall from gpu-0 and gpu-1 to gpu-0")
+        unknown = await page.post("/ui/api/models/tall/move", {"device": "gpu-7"})
+        assert unknown.status_code == 400
+        assert "gpu-7" in unknown.json()["error"]["message"]
+        assert (await page.post("/ui/api/models/tall/move")).json()["error"]["param"] == "device"
+        refused = (await page.post("/ui/api/plan", {"model": "taller", "action": "load"})).json()
+        assert not refused["allowed"]
+        assert refused["sentences"][0].startswith("taller cannot be loaded now: ")
+        unloaded = await page.post("/ui/api/models/tall/unload")
+        assert unloaded.json()["headgate"]["state"] == "cold"
+        await page.next("timeline", lambda data: data["entry"]["kind"] == "eviction")
+        assert (await page.post("/ui/api/devices/gpu-7/recover")).json()["error"]["param"] == "device"
+        assert (await page.post("/ui/api/devices/gpu-0/recover")).json()["device"]["state"] == "healthy"
+
+
+def _resident(devices: dict[str, Any], device: str, model: str) -> dict[str, int]:
+    """What a model has on a device once it is loaded."""
+    row = next(item["by_model"].get(model, {}) for item in devices["devices"] if item["id"] == device)
+    return dict(row) if row.get("resident") else {}

@@ -17,6 +17,7 @@ import pytest
 
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, MESSAGES
+from tests.rigs.page_rig import Page
 from tests.rigs.processes import Service, gateway_service, http_status, private_env
 from tests.rigs.stack import until
 
@@ -41,11 +42,13 @@ async def service(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Service]
     await asyncio.to_thread(service.kill)
 
 
+def _key(service: Service) -> str:
+    return (service.root / "state" / "gateway.key").read_text().strip()
+
+
 def _client(service: Service) -> httpx2.AsyncClient:
-    key = (service.root / "state" / "gateway.key").read_text().strip()
-    return httpx2.AsyncClient(
-        base_url=service.url, timeout=20, headers={"authorization": f"Bearer {key}"}, trust_env=False
-    )
+    headers = {"authorization": f"Bearer {_key(service)}"}
+    return httpx2.AsyncClient(base_url=service.url, timeout=20, headers=headers, trust_env=False)
 
 
 @asynccontextmanager
@@ -72,13 +75,19 @@ async def _streaming(
 
 
 async def test_sigterm_ends_readiness_and_lets_streams_finish(service: Service, fake: FakeInference) -> None:
-    async with _streaming(service, fake, Answer(words=("word ",) * 12, pause=0.2)) as (client, stream):
+    """The endless stream of an open dashboard does not delay the end."""
+    async with (
+        Page.signed_in(service.url, _key(service)) as page,
+        page.listening(),
+        _streaming(service, fake, Answer(words=("word ",) * 12, pause=0.2)) as (client, stream),
+    ):
         service.signal(signal.SIGTERM)
         await until("readiness is off", lambda: asyncio.to_thread(lambda: http_status(service.url + "/readyz") == 503))
         fake.answers["demo-mini"] = Answer()
         late = await client.post("/v1/chat/completions", json={"model": "demo-mini", "messages": MESSAGES})
         assert late.status_code == 200, "the port still answers"
         text = await stream
+        await page.ended()
     assert text.endswith("data: [DONE]\n\n")
     assert text.count("word ") == 12
     assert await asyncio.to_thread(service.wait, 10) == 0

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from inference.authority.views import event_bus
+from inference.authority.views.event_bus import Bus, LogPublisher
 from inference.protocol import DeviceState
+from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import FakeAccelerator, Start
 
 
@@ -60,3 +66,66 @@ async def test_events_follow_devices_that_fail_or_disappear(start: Start) -> Non
     gpu.change(state=DeviceState.HEALTHY)
     event = await next_event(listener, "device")
     assert (event["device"]["id"], event["device"]["state"]) == ("gpu-0", "probing"), "a returned device has an event"
+
+
+async def test_figures_of_devices_add_up_while_a_model_is_loaded_and_used(start: Start) -> None:
+    """Only listeners that request them get figures, and only changed ones."""
+    service = await start(
+        {"a": {"idle_timeout": 60}, "b": {}}, {"a": {"load_seconds": 0.3}}, accelerator=FakeAccelerator()
+    )
+    authority = service.authority
+    listener = authority.bus.listen(figures=True)
+    await next_event(listener, "snapshot")
+    empty = await next_event(listener, "figures")
+    assert [device["id"] for device in empty["devices"]] == ["gpu-0", "cpu"]
+    assert empty["models"] == {}
+    loading = asyncio.create_task(authority.load("a"))
+    while not (figures := await next_event(listener, "figures"))["models"].get("a", {}).get("blocks"):
+        adds_up(figures)
+    await loading
+    adds_up(figures)
+    row = figures["devices"][0]["by_model"]["a"]
+    assert row["resident"] > 0
+    found = figures["models"]["a"]
+    assert (found["progress"], found["in_flight"], found["queued"]) == (None, 0, 0)
+    assert found["idle_deadline"] is not None
+    lease = await authority.ask("a").wait(10)
+    assert lease is not None
+    used = (await next_event(listener, "figures"))["models"]["a"]
+    assert (used["in_flight"], used["idle_deadline"]) == (1, None)
+
+
+def adds_up(figures: dict[str, Any]) -> None:
+    """What models have on a device is what its account has."""
+    for device in figures["devices"]:
+        rows = device["by_model"].values()
+        assert all(sum(row[kind] for kind in ("weights", "kv", "compute", "other")) == row["resident"] for row in rows)
+        for phase in ("resident", "reserved"):
+            assert sum(row[phase] for row in rows) == device["accounts"][phase]
+
+
+async def test_crashes_and_warnings_are_events(start: Start) -> None:
+    service = await start({"broken": {}}, {"broken": {"abort": "GGML_ASSERT"}})
+    bus = service.authority.bus
+    lines = LogPublisher(bus, asyncio.get_running_loop())
+    logging.getLogger().addHandler(lines)
+    try:
+        listener = bus.listen()
+        await next_event(listener, "snapshot")
+        await ask(service.app, "POST", "/models/broken/load")
+        crash = (await next_event(listener, "crash"))["crash"]
+        assert (crash["id"], crash["cause"]) == ("broken", "assert")
+        line = (await next_event(listener, "log"))["line"]
+        assert line["level"] in ("warning", "error")
+        assert line["logger"].startswith("inference")
+    finally:
+        logging.getLogger().removeHandler(lines)
+
+
+async def test_silent_stream_has_beats_between_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_bus, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(event_bus, "FIGURES_SECONDS", 0.02)
+    bus = Bus()
+    listener = bus.listen(figures=True)
+    kinds = [(await anext(listener)).split(b"\n")[0] for _ in range(4)]
+    assert kinds == [b"event: snapshot", b"event: figures", b"event: beat", b"event: beat"]

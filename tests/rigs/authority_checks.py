@@ -31,6 +31,7 @@ from inference.authority.state import (
     WorkerRecord,
 )
 from inference.authority.step import step
+from inference.authority.views.live_figures import live_figures
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ShuttingDown
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
@@ -802,6 +803,10 @@ class CheckedWorld(World):
                 hard = {*model.spec.changed(worker.spec)} - ModelSpec.SOFT
                 assert not hard or model.state is _S.WARM, f"{model.id} runs with other settings: {hard}"
         assert all(item.phase in (Phase.RESIDENT, Phase.CACHED) for item in state.ledger.holdings.values())
+        for shown in live_figures(state, self.now)["devices"]:
+            if state.ledger.account_of(shown["id"]) not in state.ledger.shared.values():
+                parts = sum(row["resident"] for row in shown["by_model"].values()) + sum(shown["warm"].values())
+                assert parts == shown["accounts"]["resident"], f"the figures of {shown['id']} add up"
         for device, account in state.ledger.accounts.items():
             balance = state.ledger.balance(device)
             grown = sum(

@@ -11,6 +11,7 @@ from gateway.telemetry import traffic_counters
 from gateway.telemetry.traffic_counters import Finished, TrafficCounters, percentile
 from gateway.ui.page_state import (
     MOST_FINISHED,
+    MOST_NEW,
     LiveFigures,
     ShownRequests,
     first_requests,
@@ -146,8 +147,19 @@ def test_each_change_of_a_request_is_sent_once() -> None:
     repeated = Record("old", 3.0, "")
     repeated.note_end(1.0)
     assert shown.changed([new, repeated]) == [repeated], "a client used the id again"
-    many = [Record(str(number), float(number), "") for number in range(MOST_FINISHED + 5)]
-    assert shown.changed(many) == many[5:]
+
+
+def test_all_ends_of_running_requests_and_the_last_new_ones_are_sent() -> None:
+    shown = ShownRequests()
+    running = [Record(str(number), float(number), "") for number in range(MOST_NEW + 5)]
+    assert shown.changed(running) == running
+    for record in running:
+        record.note_end(1.0)
+    new = [Record(f"new {number}", 1000.0 + number, "") for number in range(MOST_NEW + 5)]
+    for record in new:
+        record.note_end(1.0)
+    assert shown.changed(new) == [*running, *new[5:]], "the running ones are no longer in the store"
+    assert shown.changed(new) == []
 
 
 def test_page_begins_with_all_running_and_the_last_finished_requests() -> None:

@@ -53,7 +53,7 @@ def _device(
     warm: dict[str, int] = {}
     for holding in state.ledger.holdings.values():
         count = holding.bytes.get(reading.id, 0)
-        if not count or holding.cache:
+        if not count or holding.phase not in (Phase.RESERVED, Phase.RESIDENT):
             continue
         model = state.models.get(holding.owner)
         if model is not None and model.state is ModelState.WARM:
@@ -93,13 +93,13 @@ def _book(by_model: dict[str, dict[str, int]], holding: Holding, count: int, blo
     row = by_model.setdefault(holding.owner, {"resident": 0, "reserved": 0, **dict.fromkeys(_BLOCKS, 0)})
     if holding.phase is Phase.RESERVED:
         row["reserved"] += count
-    elif holding.phase is Phase.RESIDENT:
-        row["resident"] += count
-        left = row["resident"]
-        for kind in _BLOCKS[:-1]:
-            row[kind] = min(left, blocks.get(kind, 0))
-            left -= row[kind]
-        row["other"] = left
+        return
+    row["resident"] += count
+    left = row["resident"]
+    for kind in _BLOCKS[:-1]:
+        row[kind] = min(left, blocks.get(kind, 0))
+        left -= row[kind]
+    row["other"] = left
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
