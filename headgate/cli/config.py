@@ -1,6 +1,6 @@
 """`headgate config` reads the configuration in the same way as the services; `headgate key` shows or generates keys.
 
-Both write no file but schemas. A key goes to stdout, everything else about it to stderr.
+Both write no file but schemas and imported configurations. A key goes to stdout, everything else about it to stderr.
 """
 
 from __future__ import annotations
@@ -60,18 +60,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "check": "list all mistakes with file and line",
         "show": "print the effective settings, secrets masked",
         "schema": "print or write JSON schemas",
+        "import": "translate the configuration of LiteLLM, llama-swap, llama-server or Ollama",
     }.items():
         actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     schema = actions.choices["schema"]
     names = [file.name for file in FILES]
     schema.add_argument("file", metavar="FILE", nargs="?", choices=names, help="models or gateway (default: both)")
     schema.add_argument("--write", metavar="DIR", help="write DIR/models.schema.json and DIR/gateway.schema.json")
+    foreign = actions.choices["import"]
+    foreign.add_argument(
+        "file",
+        metavar="FILE",
+        help="LiteLLM's or llama-swap's config.yaml, presets of llama-server (.ini), the output of `ollama list` or of "
+        "Ollama's /api/tags; `-` reads stdin",
+    )
+    foreign.add_argument(
+        "--write", metavar="DIR", help="write DIR/models.yaml and DIR/gateway.yaml, instead of printing them"
+    )
 
 
 def run(session: Session) -> int:
     """Runs the chosen action."""
-    action = {"check": check, "show": show, "schema": schema}[session.args.action]
+    action = {"check": check, "show": show, "schema": schema, "import": import_foreign}[session.args.action]
     return action(session)
+
+
+def import_foreign(session: Session) -> int:
+    """Translates the configuration of another program."""
+    return int(importlib.import_module("headgate.cli.config_import.importing").run(session))
 
 
 def check(session: Session) -> int:

@@ -112,7 +112,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "headgate quarantine clear all",
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
-        Verb("config", "config", "check or show the configuration, or its schema", "headgate config check"),
+        Verb("config", "config", "check, show or import the configuration, or its schema", "headgate config check"),
         Verb("key", "config", "show the gateway's API key, or generate one", "headgate key show"),
         Verb(
             "bench", "bench", "a small load on the running gateway, and its figures", "headgate bench demo --streams 8"
@@ -120,10 +120,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"config import"})
-"""Verbs of a later version, for which spelling suggestions would be misleading."""
-
-PATHS = frozenset({"config_dir", "write"})
+PATHS = frozenset({"config_dir", "write", "file"})
 """Arguments that may be any bytes: directories."""
 
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in (*(v for group in GROUPS.values() for v in group), *HIDDEN)}
@@ -230,9 +227,6 @@ def _dispatch(words: list[str], terminal: Terminal) -> int:
 
         terminal.data(f"{PROGRAM} {__version__}")
         return 0
-    if later := LATER & {words[0], " ".join(words[:2])}:
-        terminal.say(f"{PROGRAM}: `{PROGRAM} {next(iter(later))}` is planned for a later version")
-        return 2
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         advice = f"did you mean `{PROGRAM} {near[0]}`?" if near else f"`{PROGRAM} --help` lists the verbs"

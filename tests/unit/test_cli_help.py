@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headgate import bootstrap
-from headgate.cli.main import LATER, VERBS, main
+from headgate.cli.main import VERBS, main
 from headgate.cli.reference import DOCUMENT, rewritten
 
 HEAVY = ["fastapi", "uvicorn", "openai", "anthropic", "aiohttp", "httpx2", "llama_cpp"]
@@ -76,19 +76,6 @@ def test_mistakes_are_exit_code_2_with_advice(words: list[str], advice: str, cap
     output = capsys.readouterr().err
     assert advice in output
     assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("words", [*map(str.split, sorted(LATER)), ["config", "import", "--help"]])
-def test_planned_verbs_are_not_corrected_to_existing_ones(words: list[str], capsys: Any) -> None:
-    """The verb `offload` was corrected to its opposite, `load`."""
-    assert main(words) == 2
-    output = capsys.readouterr().err
-    assert "is planned for a later version" in output
-    assert len(output.splitlines()) == 1
-
-
-def test_planned_verbs_do_not_exist_yet() -> None:
-    assert not LATER & set(VERBS)
 
 
 def test_empty_command_line_prints_the_help_as_a_usage_error(capsys: Any) -> None:

@@ -1,0 +1,74 @@
+"""The result of an import: content of models.yaml and gateway.yaml, and what could not be carried over."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A setting that has no counterpart, or none that is safe: its place in the file, and what to do."""
+
+    where: str
+    advice: str
+
+
+@dataclass
+class Imported:
+    """What an importer collects."""
+
+    source: str
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gateway: dict[str, Any] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+
+    def leave(self, where: str, advice: str) -> None:
+        """Reports a setting that is not carried over."""
+        if (entry := Left(where, advice)) not in self.left:
+            self.left.append(entry)
+
+    def leave_unknown(self, where: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Reports every key of `values` that is not `known`."""
+        for name in values.keys() - set(known):
+            self.leave(f"{where}{name}", "has no counterpart")
+
+    def provider(self, name: str, settings: Mapping[str, Any]) -> str:
+        """The name of a provider with these settings, which is `name`, or `name` with a number."""
+        providers = self.gateway.setdefault("providers", {})
+        base = re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+        base = "local-server" if base in ("", "local") else base
+        number, chosen = 1, base
+        while chosen in providers and providers[chosen] != settings:
+            number += 1
+            chosen = f"{base}-{number}"
+        providers[chosen] = dict(settings)
+        return chosen
+
+    def route(self, name: str, entry: str) -> None:
+        """Adds `entry` to the chain of a route."""
+        chain = self.gateway.setdefault("routes", {}).setdefault(name, {"chain": []})["chain"]
+        if entry in chain:
+            self.leave(f"a second {entry} of {name}", "a chain has each entry once; requests are not spread over keys")
+        else:
+            chain.append(entry)
+
+    def key(self, name: str, secret: str, scopes: Iterable[str] = ("use",)) -> None:
+        """Adds a key of clients, as its hash."""
+        digest = f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
+        keys = self.gateway.setdefault("keys", [])
+        if all(known["hash"] != digest for known in keys):
+            keys.append({"name": name, "hash": digest, "scopes": list(scopes)})
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """`value` if it is a mapping, else an empty one; keys as text."""
+    return {str(key): inner for key, inner in value.items()} if isinstance(value, Mapping) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """`value` as a list; a single value as a list of it."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

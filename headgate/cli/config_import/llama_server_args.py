@@ -1,0 +1,213 @@
+"""Options of llama.cpp's llama-server as settings of a model (see `tools/server/README.md` of llama.cpp)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from headgate.cli.config_import.imported import Imported
+
+SHORT: Mapping[str, str] = {
+    "m": "model", "hf": "hf-repo", "hfr": "hf-repo", "hff": "hf-file", "c": "ctx-size", "ngl": "n-gpu-layers",
+    "gpu-layers": "n-gpu-layers", "np": "parallel", "b": "batch-size", "ub": "ubatch-size", "t": "threads",
+    "fa": "flash-attn", "ctk": "cache-type-k", "ctv": "cache-type-v", "mm": "mmproj", "a": "alias", "kvu": "kv-unified",
+    "cmoe": "cpu-moe", "ncmoe": "n-cpu-moe", "mg": "main-gpu", "ts": "tensor-split", "sm": "split-mode",
+    "embeddings": "embedding", "rerank": "reranking", "cram": "cache-ram", "dev": "device", "tb": "threads-batch",
+    "temperature": "temp", "md": "model-draft", "ctxcp": "ctx-checkpoints", "s": "seed", "n": "n-predict",
+    "predict": "n-predict", "v": "verbose", "cb": "cont-batching", "to": "timeout", "e": "escape",
+}  # fmt: skip
+"""Short and second names of options."""
+
+FLAGS = frozenset(
+    {
+        "kv-unified", "no-kv-unified", "cpu-moe", "swa-full", "embedding", "reranking", "jinja", "no-jinja",
+        "metrics", "props", "slots", "no-slots", "webui", "no-webui", "mlock", "mmap", "no-mmap", "cont-batching",
+        "no-cont-batching", "verbose", "no-warmup", "warmup", "offline", "log-timestamps", "log-prefix",
+        "log-colors", "no-context-shift", "context-shift", "no-perf", "escape", "no-escape", "no-kv-offload",
+        "kv-offload", "no-op-offload", "no-repack",
+    }
+)  # fmt: skip
+"""Options without a value."""
+
+NEEDLESS = frozenset(
+    {
+        "host", "port", "jinja", "metrics", "props", "slots", "no-slots", "webui", "no-webui", "mlock", "mmap",
+        "no-mmap", "cont-batching", "verbose", "no-warmup", "warmup", "offline", "log-timestamps", "log-prefix",
+        "log-colors", "log-file", "log-verbosity", "log-disable", "no-perf", "escape", "no-context-shift",
+        "version", "threads-http", "kv-offload", "no-kv-unified", "cache-prompt", "threads-batch",
+    }
+)  # fmt: skip
+"""Options that Headgate does not need: it always does this, or decides it by itself."""
+
+SAMPLING = frozenset(
+    {
+        "temp", "top-k", "top-p", "min-p", "seed", "repeat-penalty", "repeat-last-n", "presence-penalty",
+        "frequency-penalty", "samplers", "n-predict", "dry-multiplier", "dry-base", "xtc-probability",
+        "xtc-threshold", "mirostat", "typical", "top-nsigma",
+    }
+)  # fmt: skip
+
+ADVICE: Mapping[str, str] = {
+    "tensor-split": "layers are divided by measured sizes",
+    "split-mode": "layers are divided by measured sizes; tensor parallelism does not exist",
+    "device": "use gpu_index, or CUDA_VISIBLE_DEVICES for the service",
+    "model-draft": "draft models are not set up by an import; see `speculation` in models.yaml",
+    "cache-ram": "INFERENCE_KV_RAM_GB bounds stored sequences of all models",
+    "slot-save-path": "INFERENCE_KV_DISK_GB and INFERENCE_KV_DIR store sequences on disk",
+    "ctx-checkpoints": "kv_checkpoints is the memory for them",
+    "api-key": "headgate key new NAME, or GATEWAY_API_KEY",
+    "api-key-file": "headgate key new NAME, or GATEWAY_API_KEY",
+    "chat-template": "the template in the file is used",
+    "chat-template-file": "the template in the file is used",
+    "reasoning-format": "reasoning is always separated",
+    "pooling": "it is read from the file",
+    "lora-scaled": "use lora, with the scale 1",
+    "load-on-startup": "`headgate preload MODEL`, or INFERENCE_ENABLE_LAZY_MODEL_LOADING=false",
+    "timeout": "deadlines in gateway.yaml",
+    "model-url": "download it with `headgate pull`",
+    "docker-repo": "download it with `headgate pull`",
+    "models-max": "INFERENCE_MAX_MODELS",
+    "models-dir": "INFERENCE_MODELS_DIR",
+}
+
+KV_TYPES = ("f16", "q8_0", "q4_0")
+_SIZES: Mapping[str, str] = {
+    "batch-size": "batch",
+    "ubatch-size": "ubatch",
+    "threads": "threads",
+    "parallel": "parallel",
+}
+ALL_LAYERS = 99
+"""From here on `--n-gpu-layers` means all layers by custom."""
+
+
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(long name, value) of each option; the value is `true` for a flag."""
+    at = 0
+    while at < len(words):
+        word, at = words[at], at + 1
+        if not re.match(r"--?[A-Za-z]", word):
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        name = long_name(name)
+        if not equals:
+            value = "true"
+            if name not in FLAGS and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
+                value, at = words[at], at + 1
+        yield name, value
+
+
+def long_name(name: str) -> str:
+    """The long name of an option, from a short one, `LLAMA_ARG_NAME` of a preset, or itself."""
+    if name.startswith("LLAMA_ARG_"):
+        name = name.removeprefix("LLAMA_ARG_").lower().replace("_", "-")
+    return SHORT.get(name, name)
+
+
+def entry_of(
+    options: Mapping[str, Sequence[str]], where: str, found: Imported, path_of: Callable[[str], str] = str
+) -> dict[str, Any] | None:
+    """The entry of models.yaml for these options; None, with a report, without a model. `path_of` translates paths."""
+
+    def last(name: str) -> str | None:
+        values = options.get(name)
+        return values[-1] if values else None
+
+    def leave(name: str, advice: str) -> None:
+        found.leave(f"{where}: {name} {' '.join(options[name])}".rstrip(), advice)
+
+    if (source := _source(last("model"), last("hf-repo"), last("hf-file"), path_of)) is None:
+        found.leave(where, "it names no model file (--model, -hf); add it by hand")
+        return None
+    entry: dict[str, Any] = {"path": source}
+    for name, field in _SIZES.items():
+        if (value := last(name)) is not None:
+            if number := _positive(value):
+                entry[field] = number
+            elif value != "-1":
+                leave(name, "not a number above 0")
+    entry |= _context(last("ctx-size"), entry, "kv-unified" in options, leave)
+    entry |= _layers(last("n-gpu-layers"), leave)
+    entry |= _cache(last("cache-type-k"), last("cache-type-v"), leave)
+    if aliases := [part.strip() for value in options.get("alias", ()) for part in value.split(",") if part.strip()]:
+        entry["aliases"] = aliases
+    if mmproj := last("mmproj"):
+        entry["mmproj"] = path_of(mmproj)
+    if lora := [path_of(part) for value in options.get("lora", ()) for part in value.split(",")]:
+        entry["lora"] = lora
+    if last("flash-attn") in ("off", "0", "false"):
+        entry["flash_attention"] = False
+    if "swa-full" in options:
+        entry["swa_full"] = True
+    if "cpu-moe" in options:
+        entry["experts"] = "host"
+    elif moe := _positive(last("n-cpu-moe")):
+        entry["experts"] = moe
+    if (gpu := last("main-gpu")) is not None and gpu.isdecimal():
+        entry["gpu_index"] = int(gpu)
+    if last("fit") in ("on", "true", "1"):
+        entry["fit"] = "auto"
+    if seconds := _positive(last("sleep-idle-seconds")):
+        entry["idle_timeout"] = f"{seconds}s"
+    for name, capability in (("embedding", "embeddings"), ("reranking", "rerank")):
+        if name in options:
+            entry["capabilities"] = [capability]
+    for name in options.keys() - USED - NEEDLESS:
+        sampled = "clients send sampling parameters with each request" if name in SAMPLING else "has no counterpart"
+        leave(name, ADVICE.get(name, sampled))
+    return entry
+
+
+USED = frozenset(
+    {"model", "hf-repo", "hf-file", "ctx-size", "kv-unified", "n-gpu-layers", "cache-type-k", "cache-type-v", "alias"}
+    | {"mmproj", "lora", "flash-attn", "swa-full", "cpu-moe", "n-cpu-moe", "main-gpu", "fit", "sleep-idle-seconds"}
+    | {"embedding", "reranking", *_SIZES}
+)
+"""Options with a counterpart."""
+
+Leave = Callable[[str, str], None]
+
+
+def _source(model: str | None, repository: str | None, file: str | None, path_of: Callable[[str], str]) -> str | None:
+    if model:
+        return path_of(model)
+    if repository and file:
+        return f"hf:{repository.partition(':')[0]}/{file}"
+    return f"hf:{repository}" if repository else None
+
+
+def _context(size: str | None, entry: Mapping[str, Any], unified: bool, leave: Leave) -> dict[str, Any]:
+    """llama-server divides `--ctx-size` by its slots, unless the slots share it."""
+    number = _positive(size)
+    if number is None:
+        if size is not None:
+            leave("ctx-size", "0 means the context that the model was trained with; write context_length")
+        return {}
+    parallel = int(entry.get("parallel", 0))
+    if unified or not parallel:
+        return {"context_length": number, **({"kv_cells": number} if parallel != 1 else {})}
+    return {"context_length": max(16, number // parallel)}
+
+
+def _layers(layers: str | None, leave: Leave) -> dict[str, Any]:
+    if layers is None or layers in ("auto", "all", "-1"):
+        return {}
+    if not layers.isdecimal():
+        leave("n-gpu-layers", "not a number of layers")
+        return {}
+    return {} if int(layers) >= ALL_LAYERS else {"gpu_layers": int(layers)}
+
+
+def _cache(keys: str | None, values: str | None, leave: Leave) -> dict[str, Any]:
+    if keys is None and values is None:
+        return {}
+    if keys == values and keys in KV_TYPES:
+        return {} if keys == "f16" else {"kv_type": keys}
+    name = "cache-type-k" if keys is not None else "cache-type-v"
+    leave(name, f"kv_type is one of {', '.join(KV_TYPES)}, for keys and values alike")
+    return {}
+
+
+def _positive(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
