@@ -31,9 +31,10 @@ from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
-from gateway.settings import BreakerSettings, GatewayConfig
+from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
+from gateway.usage.usage_service import UsageService
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 
 log = logging.getLogger("gateway.runtime")
@@ -85,7 +86,9 @@ class Runtime:
         self._source = source
         self._state = state
         self.config = config
-        self.keys = _keys(config, source, state)
+        self._stored_keys: tuple[KeySettings, ...] = ()
+        self.keys = self._keys(config)
+        self.usage = UsageService(state.root, config, self._use_stored_keys)
         self.telemetry = Telemetry()
         self._breaker_file = BreakerFile(state, lambda: (LOCAL, *self.config.providers))
         self.breakers = Breakers(
@@ -129,6 +132,7 @@ class Runtime:
         self._events = Events(lambda: self._registry.local, self)
         self.counter = TokenCounter(self._registry.local.post_json)
         self.gateway_state = self._make_state()
+        await self.usage.start()
         self._spawn(self.view.run(), "inference-view")
         await self._breaker_file.load()
         self.breakers.restore()
@@ -161,6 +165,7 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.images.aclose()
         await self._breaker_file.close()
+        await self.usage.aclose()
         await asyncio.gather(
             *(_close(provider) for provider in self._registry.providers.values()),
             *(_close(provider) for _, provider in self._retired),
@@ -216,7 +221,7 @@ class Runtime:
         """
         async with self._reloading:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
-            keys = _keys(config, self._source, self._state)
+            keys = self._keys(config)
             built = await registry.build(config, self._token(), self._registry)
             changed = settings.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
@@ -232,6 +237,7 @@ class Runtime:
             self.admission.apply(config.admission)
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
+            self.usage.apply(config)
             self.gateway_state = self._make_state()
             self._retired += [(self._number, provider) for provider in gone]
             self._number += 1
@@ -266,6 +272,25 @@ class Runtime:
             self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
             self.breakers.generation,
         )  # fmt: skip
+
+    def _keys(self, config: GatewayConfig) -> Keys:
+        one_tenant = config.share_prefixes == "all"
+        return Keys.load(
+            config.keys, self._source.environ(), self._state, one_tenant=one_tenant, limits=config.limits,
+            stored=self._stored_keys,
+        )  # fmt: skip
+
+    def _use_stored_keys(self, stored: tuple[KeySettings, ...]) -> None:
+        """Accepts the keys that were created at run time, and no others of that kind."""
+        if stored == self._stored_keys:
+            return
+        before, after = ({key.name: key.hash for key in keys} for keys in (self._stored_keys, stored))
+        self._stored_keys = stored
+        self.keys = self._keys(self.config)
+        self.limiter.apply(self.keys.all)
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                log.info("key %s: %s", name, "revoked" if name not in after else "accepted")
 
     def _token(self) -> str:
         return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)
@@ -303,11 +328,6 @@ def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     """Providers that were removed or have a new address or key: their breakers are reset."""
     changed = [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
     return changed if new.inference == old.inference else [*changed, LOCAL]
-
-
-def _keys(config: GatewayConfig, source: Source, state: StateDir) -> Keys:
-    one_tenant = config.share_prefixes == "all"
-    return Keys.load(config.keys, source.environ(), state, one_tenant=one_tenant, limits=config.limits)
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

@@ -70,6 +70,7 @@ def _short(value: float) -> float:
 Url = Annotated[str, AfterValidator(_http_url)]
 SomeTime = Annotated[Duration, AfterValidator(_some_time)]
 Positive = Annotated[int, Field(ge=1)]
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class InferenceSettings(_Model):
@@ -211,14 +212,50 @@ class LimitSettings(_Model):
     concurrent: Positive | None = None
 
 
+class BudgetSettings(_Model):
+    """What a key may use in a calendar month (UTC); None is no limit."""
+
+    dollars_per_month: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tokens_per_month: Positive | None = None
+
+
+class PriceSettings(_Model):
+    """US dollars per million tokens. Without `cached_input`, cached prompt tokens cost as much as others."""
+
+    input: Dollars
+    output: Dollars
+    cached_input: Dollars | None = None
+
+
+class UsageSettings(_Model):
+    """Whether usage is stored, for how long, and in how many bytes."""
+
+    store: bool = True
+    keep: Annotated[Duration, AfterValidator(_some_time)] = 90 * 86400.0
+    max_bytes: Annotated[Bytes, Field(ge=2**20)] = 256 * 2**20
+
+
 class KeySettings(_Model):
-    """One key, as its hash. `priority` is the highest priority of its requests; `limits` replace the common ones."""
+    """One key, as its hash. `priority` is the highest priority of its requests; `limits` replace the common ones.
+
+    `models`: the names that it may use, NAME or PREFIX*; empty: all. `budget`: see `BudgetSettings`.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     hash: str
     scopes: Annotated[tuple[Literal["use", "admin"], ...], Field(min_length=1)] = ("use",)
     priority: Priority = Priority.HIGH
     limits: LimitSettings | None = None
+    models: tuple[str, ...] = ()
+    budget: BudgetSettings = BudgetSettings()
+
+    @field_validator("models")
+    @classmethod
+    def _are_names_or_prefixes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not name or "*" in name[:-1]:
+                raise ValueError(f"{name!r} is neither a model name nor PREFIX*, for example gpt-*")
+        return value
 
     @field_validator("hash")
     @classmethod
@@ -234,7 +271,7 @@ class GatewayConfig(_Model):
     `drain_seconds`: time for open answers at shutdown. `share_prefixes`: which requests may reuse computed prefixes,
     those of the same key (`tenant`) or `all`. `limits`: for keys without their own. `stream_interval`: shortest time in
     seconds between two pieces of a local answer. `hosted_tools`: whether tools that run at another provider are refused
-    or left out of requests to `/v1/responses` and `/v1/messages`.
+    or left out of requests to `/v1/responses` and `/v1/messages`. `prices`: by PROVIDER/MODEL.
     """
 
     host: str = "127.0.0.1"
@@ -255,6 +292,8 @@ class GatewayConfig(_Model):
     limits: LimitSettings = LimitSettings()
     hosted_tools: Literal["refuse", "leave_out"] = "refuse"
     keys: tuple[KeySettings, ...] = ()
+    usage: UsageSettings = UsageSettings()
+    prices: dict[str, PriceSettings] = {}
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
@@ -398,6 +437,9 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
         if key.hash in hashes[:index]:
             first = names[hashes.index(key.hash)]
             yield ("keys", index, "hash"), f"the key {first!r} has the same hash; give each its own key"
+    for name in config.prices:
+        if not all(name.partition("/")):
+            yield ("prices", name), "a price is for PROVIDER/MODEL; write for example openai/gpt-4o-mini"
     deadlines = config.deadlines
     if deadlines.connect > deadlines.total:
         yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"

@@ -62,6 +62,7 @@ class Code(StrEnum):
     MEMORY_LIMIT_EXCEEDED = "memory_limit_exceeded"
     QUEUE_FULL = "queue_full"
     RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    BUDGET_EXCEEDED = "budget_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     MODEL_LOADING = "model_loading"
     DEVICE_LOST = "device_lost"
@@ -98,6 +99,7 @@ CODES: Mapping[Code, CodeSpec] = {
     Code.MEMORY_LIMIT_EXCEEDED: CodeSpec(503, "service_unavailable_error", True),
     Code.QUEUE_FULL: CodeSpec(429, "rate_limit_error", True),
     Code.RATE_LIMIT_EXCEEDED: CodeSpec(429, "rate_limit_error", True),
+    Code.BUDGET_EXCEEDED: CodeSpec(429, "insufficient_quota", False),
     Code.DEADLINE_EXCEEDED: CodeSpec(504, "timeout_error", True),
     Code.MODEL_LOADING: CodeSpec(503, "service_unavailable_error", True),
     Code.DEVICE_LOST: CodeSpec(503, "service_unavailable_error", True),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.access.budgets import NO_BUDGET, Budget
 from gateway.access.rate_limits import NO_LIMITS, Limits
 from gateway.errors import RequestError
 from gateway.settings import KeySettings, LimitSettings
@@ -31,6 +32,15 @@ class Key:
     scopes: frozenset[Scope]
     max_priority: Priority = Priority.HIGH
     limits: Limits = NO_LIMITS
+    models: tuple[str, ...] = ()
+    """Names that it may use, NAME or PREFIX*; empty: all."""
+    budget: Budget = NO_BUDGET
+
+    def may_use(self, model: str) -> bool:
+        """Whether a request with this key may name `model`."""
+        return not self.models or any(
+            model.startswith(entry[:-1]) if entry.endswith("*") else model == entry for entry in self.models
+        )
 
     def cap(self, priority: Priority) -> Priority:
         """`priority`, or the `max_priority` of the key if that is lower."""
@@ -56,10 +66,12 @@ class Keys:
         *,
         one_tenant: bool = False,
         limits: LimitSettings | None = None,
+        stored: Sequence[KeySettings] = (),
     ) -> Keys:
         """Keys of the environment and the file; without any, a generated key in the state directory.
 
-        With `one_tenant` all keys have the same tenant; `limits` apply to keys without their own.
+        With `one_tenant` all keys have the same tenant; `limits` apply to keys without their own. `stored`: keys that
+        were created at run time, besides the others; a name that is configured too has the configured key.
 
         Raises HeadgateError when the state directory cannot be used.
         """
@@ -69,25 +81,18 @@ class Keys:
             found.append(Key("GATEWAY_API_KEY", _digest(use), frozenset({"use"}), limits=common))
         if admin := environ.get("GATEWAY_ADMIN_KEY"):
             found.append(Key("GATEWAY_ADMIN_KEY", _digest(admin), frozenset({"use", "admin"}), limits=common))
-        found += [
-            Key(
-                key.name,
-                bytes.fromhex(key.hash.removeprefix("sha256:")),
-                frozenset(key.scopes),
-                key.priority,
-                common if key.limits is None else _limits(key.limits),
-            )
-            for key in configured
-        ]
+        found += [_key(settings, common) for settings in configured]
         if not found:
             generated = state.secret(GATEWAY_KEY, "hg-")
             found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"}), limits=common))
+        names = {key.name for key in found}
+        found += [_key(settings, common) for settings in stored if settings.name not in names]
         return cls(found, state.secret("tenant.secret").encode(), one_tenant=one_tenant)
 
     @property
     def is_generated(self) -> bool:
-        """Whether the only key is the generated one."""
-        return [key.name for key in self._keys] == [GENERATED]
+        """Whether the generated key is accepted."""
+        return any(key.name == GENERATED for key in self._keys)
 
     @property
     def all(self) -> tuple[Key, ...]:
@@ -132,6 +137,18 @@ class Keys:
                 advice = "use another key"
             raise RequestError(Code.PERMISSION_DENIED, f"this key lacks the scope `{scope}`; {advice}")
         return found
+
+
+def _key(settings: KeySettings, common: Limits) -> Key:
+    return Key(
+        settings.name,
+        bytes.fromhex(settings.hash.removeprefix("sha256:")),
+        frozenset(settings.scopes),
+        settings.priority,
+        common if settings.limits is None else _limits(settings.limits),
+        settings.models,
+        Budget(settings.budget.dollars_per_month, settings.budget.tokens_per_month),
+    )
 
 
 def _limits(settings: LimitSettings | None) -> Limits:

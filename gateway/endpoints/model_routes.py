@@ -24,17 +24,17 @@ def router(runtime: Runtime) -> APIRouter:
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.headers, "use")
+        key, _ = runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        found = list(models_of(runtime).values())
+        found = [entry for name, entry in models_of(runtime).items() if key.may_use(name)]
         return json_response(anthropic_list(found) if exchange.is_messages else {"object": "list", "data": found})
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.headers, "use")
+        key, _ = runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        models = models_of(runtime)
+        models = {name: entry for name, entry in models_of(runtime).items() if key.may_use(name)}
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
         if found is None:
             known = ", ".join(sorted(models)[:20]) or "none"

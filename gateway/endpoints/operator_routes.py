@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from gateway.telemetry.gateway_metrics import CONTENT_TYPE
+from gateway.usage.prices import LIST_PRICES_DATE
+from gateway.usage.usage_query import usage_query
 from headgate.shared import openapi
 from headgate.shared.bodies.body_decoder import json_schema
 from headgate.shared.errors import ConfigError, HeadgateError
@@ -110,6 +113,12 @@ def admin_router(runtime: Runtime) -> APIRouter:
             )
         return json_response(record.to_json())
 
+    @routes.get("/usage")
+    async def usage(request: Request, by: str = "model", since: str = "", until: str = "") -> Response:
+        """What requests used, grouped `by` key, model, day, route, tier or outcome."""
+        admit(request)
+        return json_response(await sums(runtime, by, since, until))
+
     @routes.post("/reload")
     async def reload(request: Request) -> Response:
         admit(request)
@@ -126,6 +135,15 @@ def admin_router(runtime: Runtime) -> APIRouter:
             raise RequestError(Code.INVALID_REQUEST, f"the old configuration stays in force: {error}") from error
 
     return routes
+
+
+async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, Any]:
+    """Usage in groups; raises RequestError for a query that is not understood."""
+    try:
+        query = usage_query(by, since, until, time.time())
+    except ValueError as error:
+        raise RequestError(Code.INVALID_REQUEST, str(error)) from error
+    return {"by": query.by, "prices_of": LIST_PRICES_DATE, "rows": await runtime.usage.sums(*query)}
 
 
 OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")

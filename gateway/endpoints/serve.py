@@ -137,6 +137,7 @@ class RequestApp(ABC):
         runtime, headers, max_body = self.runtime, exchange.headers, self.runtime.config.max_body
         key, tenant = self._admit(exchange)
         record.key = key.name
+        runtime.usage.admit(key)
         meter = runtime.limiter.enter(key, exchange)
         with meter or _NO_METER, runtime.bodies.hold(headers, max_body):
             context = request_context(exchange, key, tenant, meter)
@@ -154,6 +155,7 @@ class RequestApp(ABC):
             if meter is not None and self.takes_tokens:
                 meter.reserve(request)
             record.model, record.stream = request.model, request.stream
+            check_allowed(key, request.model)
             match = await find_route(runtime, request.model, exchange)
             state, record.route = runtime.gateway_state, match.route
             runtime.records.add(record)
@@ -222,6 +224,7 @@ class Generation(RequestApp):
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         telemetry.requests(record.route or "none", tier, record.outcome).inc()
         self.runtime.traffic.note(_finished(record, tier), time.time())
+        self.runtime.usage.note(record, tier)
         log_end(record)
 
     async def _stream(self, runner: ChainRunner, job: Job) -> str:
@@ -348,6 +351,16 @@ def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | No
         exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
         _kv_hint(headers), gap_seconds, meter,
     )  # fmt: skip
+
+
+def check_allowed(key: Key, model: str) -> None:
+    """Raises RequestError (403) unless `key` may use `model`."""
+    if not key.may_use(model):
+        raise RequestError(
+            Code.PERMISSION_DENIED,
+            f"the key {key.name!r} may not use the model {model[:100]!r}; it may use: {', '.join(key.models)}",
+            param="model",
+        )
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:

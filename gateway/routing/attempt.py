@@ -122,7 +122,9 @@ class Attempt:
         self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
         state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
-        if self.reader.usage is not None:
+        if self.reader.usage is None:
+            state.record.pieces += self.reader.pieces
+        else:
             state.record.note_usage(self.reader.usage)
         state.record.attempts.append(
             AttemptRecord(

@@ -27,6 +27,7 @@ MAX_PARAM_CHARS = 256
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,15})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
 
 
 @dataclass(slots=True)
@@ -127,6 +128,10 @@ class Record:
     """Of the phase, as `Progress` has it: done and total."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Those prompt tokens that the provider had computed before."""
+    pieces: int = 0
+    """Pieces of attempts that ended without a usage."""
 
     def note_attempt(self) -> None:
         """An attempt begins."""
@@ -145,6 +150,7 @@ class Record:
         """Fills in the tokens of an answer; `usage` is the end of its JSON, or its chunk with the usage."""
         self.prompt_tokens = _last_count(_PROMPT_TOKENS, usage)
         self.completion_tokens = _last_count(_COMPLETION_TOKENS, usage)
+        self.cached_tokens = _last_count(_CACHED_TOKENS, usage)
 
     def note_end(self, seconds: float) -> None:
         """The request has ended after `seconds`."""

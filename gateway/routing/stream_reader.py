@@ -74,6 +74,8 @@ class StreamReader:
         self._on_progress = on_progress
         self.usage: bytes | None = None
         """The last chunk that may have a usage."""
+        self.pieces = 0
+        """Chunks with content so far."""
         self._whole = whole
         self.is_replaceable: Callable[[], bool] | None = None
         """Returns whether another attempt could resume the answer; None before the commit."""
@@ -200,7 +202,9 @@ class StreamReader:
                 self._note(frame)
             else:
                 self._idle_since = None
-                if frame.kind is not CONTENT:
+                if frame.kind is CONTENT:
+                    self.pieces += 1
+                else:
                     self._note_usage(frame)
 
     def _note_usage(self, frame: Data) -> None:
@@ -223,6 +227,7 @@ class StreamReader:
                 self._on_progress(progress)
         elif isinstance(frame, Data) and frame.kind is not OTHER:
             self._idle_since = None
+            self.pieces += frame.kind is CONTENT
             self._note_usage(frame)
             if not self.answered and frame.kind in ANSWERS:
                 self.answered = True

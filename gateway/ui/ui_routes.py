@@ -13,6 +13,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 import headgate
 from gateway.access.authentication import Key, Scope
 from gateway.endpoints.model_routes import VIEW_SECONDS, models_of
+from gateway.endpoints.operator_routes import sums
 from gateway.errors import RefusedError, RequestError
 from gateway.http.http_exchange import exchange_of, read_body
 from gateway.http.middleware import PAGE
@@ -143,9 +144,9 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         return _json({"keys": [_key(runtime, key) for key in runtime.keys.all]})
 
     @routes.get("/api/usage")
-    async def usage(request: Request) -> Response:
+    async def usage(request: Request, by: str = "model", since: str = "", until: str = "") -> Response:
         signed_in(request, "admin")
-        raise RequestError(Code.NOT_FOUND, "usage is not stored")
+        return _json(await sums(runtime, by, since, until))
 
     # --- playground: its chat is in `gateway.app`, as the other paths of generation --------------------------------
     @routes.get("/v1/models")

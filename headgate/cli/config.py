@@ -1,25 +1,22 @@
-"""`headgate config` reads the configuration in the same way as the services; `headgate key` shows or generates keys.
+"""`headgate config` reads the configuration in the same way as the services.
 
-Both write no file but schemas and imported configurations. A key goes to stdout, everything else about it to stderr.
+It writes no file but schemas and imported configurations.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import hashlib
 import importlib
 import json
 import math
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from headgate.cli.addresses import gateway_key, has_keys
 from headgate.cli.command import Command, Session
-from headgate.shared.errors import ConfigError, Exit, HeadgateError, NotRunningError, Problem
+from headgate.shared.errors import ConfigError, Exit, Problem
 from headgate.shared.state_directory import SECRET_NAMES
 from headgate.shared.state_files import write_atomic
 
@@ -200,55 +197,4 @@ def render(file: File) -> str:
     return json.dumps(file.schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
-def _key_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions of the verb."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("show", help="print the key", description="Print the key.")
-    new = actions.add_parser(
-        "new",
-        help="generate a key",
-        description="Generate a key and print it once. Its entry for gateway.yaml (a hash) goes to stderr.",
-    )
-    new.add_argument("name", metavar="NAME", help="the name of the key in the log")
-    new.add_argument("--admin", action="store_true", help="allow the endpoints below /admin, too")
-
-
-def key(session: Session) -> int:
-    """Prints the gateway's key, or a new one."""
-    return _new_key(session) if session.args.action == "new" else _show_key(session)
-
-
-def _new_key(session: Session) -> int:
-    fresh = f"hg-{secrets.token_urlsafe(32)}"
-    digest = f"sha256:{hashlib.sha256(fresh.encode()).hexdigest()}"
-    scopes = ["use", "admin"] if session.args.admin else ["use"]
-    if session.prints_json({"key": fresh, "entry": {"name": session.args.name, "hash": digest, "scopes": scopes}}):
-        return Exit.OK
-    name = json.dumps(session.args.name, ensure_ascii=False)
-    entry = f'{{name: {name}, hash: "{digest}", scopes: [{", ".join(scopes)}]}}'
-    session.terminal.data(fresh)
-    session.terminal.say(f"add this under `keys:` in gateway.yaml, then reload:\n  - {entry}")
-    return Exit.OK
-
-
-def _show_key(session: Session) -> int:
-    found = gateway_key(session.environ, session.state)
-    if (found is None or found.file) and has_keys(session):
-        raise HeadgateError(
-            f"{session.config_dir / 'gateway.yaml'} configures the keys (keys:) as hashes, which cannot be shown"
-        )
-    if found is None:
-        raise NotRunningError(
-            f"there is no generated key in {session.state.root}; the gateway generates one at its first start "
-            f"(`headgate up`) unless its configuration has keys"
-        )
-    source = f"the variable {found.variable}" if found.variable else str(found.file)
-    if session.prints_json({"key": found.value, "source": source}):
-        return Exit.OK
-    session.terminal.data(found.value)
-    session.terminal.say(f"from {source}")
-    return Exit.OK
-
-
-COMMANDS = {"config": Command(arguments, run), "key": Command(_key_arguments, key)}
+COMMANDS = {"config": Command(arguments, run)}

@@ -113,7 +113,13 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
         Verb("config", "config", "check, show or import the configuration, or its schema", "headgate config check"),
-        Verb("key", "config", "show the gateway's API key, or generate one", "headgate key show"),
+        Verb(
+            "key",
+            "accounts.key_verb",
+            "show, create, list and revoke API keys",
+            "headgate key create team-a --dollars 20",
+        ),
+        Verb("usage", "accounts.usage_verb", "requests, tokens and cost", "headgate usage --by key,model --since 7d"),
         Verb(
             "bench", "bench", "a small load on the running gateway, and its figures", "headgate bench demo --streams 8"
         ),

@@ -1,0 +1,134 @@
+"""Usage of the running gateway: rows of ended requests, budgets, and keys that were created at run time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gateway.access.authentication import Key
+from gateway.access.budgets import Budgets, month_of
+from gateway.errors import RefusedError, RequestError
+from gateway.routing.explain_record import Record
+from gateway.settings import GatewayConfig, KeySettings
+from gateway.usage.prices import Price
+from gateway.usage.usage_file import StoredKey, UsageFile
+from gateway.usage.usage_row import usage_row
+from gateway.usage.usage_writer import Retention, UsageWriter
+from headgate.shared.errors import HeadgateError
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.usage")
+
+READ_SECONDS = 10.0
+
+
+class UsageService:
+    """What is stored, and what decides about requests from it.
+
+    `on_keys` gets the accepted keys of the file at the start and after each change, on the event loop.
+    """
+
+    def __init__(
+        self, directory: Path, config: GatewayConfig, on_keys: Callable[[tuple[KeySettings, ...]], None]
+    ) -> None:
+        self._directory = directory
+        self._on_keys = on_keys
+        self._budgets = Budgets()
+        self._writer: UsageWriter | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.apply(config)
+
+    def apply(self, config: GatewayConfig) -> None:
+        """Applies a configuration; `usage.store` takes effect at the next start."""
+        self._settings = config.usage
+        self._prices = {
+            name: Price(price.input, price.output, price.cached_input) for name, price in config.prices.items()
+        }
+
+    async def start(self) -> None:
+        """Reads budgets and keys, and starts to store. Nothing is stored until the file can be used."""
+        self._loop = asyncio.get_running_loop()
+        if not self._settings.store:
+            return
+        try:
+            self._budgets, keys = await asyncio.to_thread(self._read)
+            self._on_keys(accepted(keys))
+        except (sqlite3.Error, OSError, HeadgateError) as error:
+            log.warning("the usage file cannot be read, so budgets begin at zero: %s", error)
+        self._writer = UsageWriter(self._directory, self._retention, self._note_keys)
+        self._writer.start()
+
+    async def aclose(self) -> None:
+        """Stores what is queued."""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.close)
+
+    def admit(self, key: Key) -> None:
+        """Raises RefusedError (429) if the budget of `key` is used up."""
+        if not key.budget.is_any:
+            return
+        exceeded = self._budgets.check(key.name, key.budget, time.time())
+        if exceeded is not None:
+            raise RefusedError(Code.BUDGET_EXCEEDED, exceeded.message, retry_after=exceeded.seconds)
+
+    def note(self, record: Record, tier: str) -> None:
+        """Stores an ended request; does not block."""
+        if self._writer is None or not record.key:
+            return
+        row = usage_row(record, tier, self._prices)
+        self._budgets.note(row.key, row.dollars or 0.0, row.prompt_tokens + row.completion_tokens, row.at)
+        self._writer.put(row)
+
+    async def sums(self, by: Sequence[str], since: float, until: float) -> list[dict[str, Any]]:
+        """See `UsageFile.sums`; raises RequestError while nothing is stored."""
+        if self._writer is None:
+            raise RequestError(Code.NOT_FOUND, "usage is not stored; set `usage: {store: true}` in gateway.yaml")
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                return await asyncio.to_thread(self._sums, by, since, until)
+        except (sqlite3.Error, OSError, HeadgateError) as error:
+            raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {error}") from error
+
+    def _sums(self, by: Sequence[str], since: float, until: float) -> list[dict[str, Any]]:
+        file = UsageFile(self._directory)
+        try:
+            return file.sums(by, since, until)
+        finally:
+            file.close()
+
+    def _read(self) -> tuple[Budgets, list[StoredKey]]:
+        file = UsageFile(self._directory)
+        try:
+            month = month_of(time.time())
+            return Budgets(month, file.spent(month)), file.stored_keys()
+        finally:
+            file.close()
+
+    def _retention(self) -> Retention:
+        return Retention(self._settings.keep, self._settings.max_bytes)
+
+    def _note_keys(self, keys: Sequence[StoredKey]) -> None:
+        """Called in the thread of the writer."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_keys, accepted(keys))
+
+
+def accepted(keys: Sequence[StoredKey]) -> tuple[KeySettings, ...]:
+    """The keys that are not revoked; an entry that this version cannot read is left out, with a log line."""
+    found = []
+    for key in keys:
+        if key.revoked is not None:
+            continue
+        try:
+            found.append(KeySettings.model_validate(key.settings))
+        except ValidationError as error:
+            log.warning("the stored key %r is not accepted: %s", key.name, error)
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""Stores usage in a thread of its own: requests never wait for the disk, and never fail because of it."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gateway.usage.usage_file import StoredKey, UsageFile, UsageRow
+from headgate.shared.errors import HeadgateError
+
+log = logging.getLogger("gateway.usage")
+
+WRITE_SECONDS = 1.0
+"""Time between two batches; a new or revoked key takes effect within this time."""
+MOST_WAITING = 20_000
+"""Rows that wait for a disk that is full or slow; the oldest are lost beyond it."""
+CLEAN_SECONDS = 600.0
+CLOSE_SECONDS = 5.0
+
+
+class Retention(NamedTuple):
+    """How long rows are kept, in seconds, and in how many bytes."""
+
+    seconds: float
+    max_bytes: int
+
+
+class UsageWriter:
+    """The thread and its queue. `on_keys` is called in the thread with all stored keys when they may have changed."""
+
+    def __init__(
+        self,
+        directory: Path,
+        retention: Callable[[], Retention],
+        on_keys: Callable[[Sequence[StoredKey]], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._retention = retention
+        self._on_keys = on_keys
+        self._now = now
+        self._rows: deque[UsageRow] = deque()
+        self._lost = 0
+        self._is_failing = False
+        self._file: UsageFile | None = None
+        self._revision: int | None = None
+        self._clean_at = 0.0
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def put(self, row: UsageRow) -> None:
+        """Queues a row; does not block."""
+        if len(self._rows) >= MOST_WAITING:
+            self._rows.popleft()
+            self._lost += 1
+        self._rows.append(row)
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread; waits CLOSE_SECONDS at most."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def flush(self) -> None:
+        """One batch: writes, applies changed keys, removes old rows. Errors are logged once, until it works again."""
+        batch: list[UsageRow] = []
+        try:
+            if self._file is None:
+                self._file = UsageFile(self._directory)
+            while self._rows:
+                batch.append(self._rows.popleft())
+            if batch:
+                self._file.add(batch)
+                batch = []
+            self._note_keys(self._file)
+            self._clean(self._file)
+        except (sqlite3.Error, OSError, HeadgateError) as error:
+            self._rows.extendleft(reversed(batch))
+            if not self._is_failing:
+                log.warning(
+                    "usage cannot be stored in %s: %s; up to %d requests are kept in memory until it can",
+                    self._directory, error, MOST_WAITING,
+                )  # fmt: skip
+            self._is_failing = True
+            if isinstance(error, sqlite3.DatabaseError) and self._file is not None:
+                self._file.close()
+                self._file = self._revision = None
+        else:
+            if self._is_failing:
+                log.warning("usage is stored again; %d requests were lost", self._lost)
+            self._is_failing, self._lost = False, 0
+
+    def _note_keys(self, file: UsageFile) -> None:
+        if (revision := file.revision()) != self._revision:
+            self._on_keys(file.stored_keys())
+            self._revision = revision
+
+    def _clean(self, file: UsageFile) -> None:
+        if (now := self._now()) < self._clean_at:
+            return
+        self._clean_at = now + CLEAN_SECONDS
+        retention = self._retention()
+        removed = file.drop_before(now - retention.seconds) + file.shrink_to(retention.max_bytes)
+        if removed:
+            log.info("removed the usage of %d old requests", removed)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(WRITE_SECONDS)
+            self._try_flush()
+        self._try_flush()  # what came while the last batch was written
+        if self._file is not None:
+            self._file.close()
+
+    def _try_flush(self) -> None:
+        try:
+            self.flush()
+        except Exception:
+            log.exception("usage could not be stored: defect in the gateway")

@@ -1,0 +1,85 @@
+"""`headgate usage`: what requests used, read from the usage file of the gateway on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from gateway.usage.usage_file import NAME, UsageFile
+from gateway.usage.usage_query import GROUPS, csv_text, usage_query
+from headgate.cli.command import Command, Session, UsageError
+from headgate.shared.errors import Exit, HeadgateError, NotRunningError
+from headgate.shared.state_directory import StateDir
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Grouping and time."""
+    parser.add_argument(
+        "--by", metavar="GROUPS", default="model", help=f"separated by commas, of {', '.join(GROUPS)} (model)"
+    )
+    parser.add_argument("--since", metavar="TIME", default="30d", help="7d (ago), 2026-11-01 (UTC), Unix time (30d)")
+    parser.add_argument("--until", metavar="TIME", default="", help="the end, exclusive (now)")
+    parser.add_argument("--csv", action="store_true", help="print comma-separated values")
+
+
+@contextmanager
+def usage_file(state: StateDir) -> Iterator[UsageFile]:
+    """The usage file, also while the gateway runs. Raises HeadgateError."""
+    try:
+        file = UsageFile(state.root)
+        try:
+            yield file
+        finally:
+            file.close()
+    except (sqlite3.Error, OSError) as error:
+        raise HeadgateError(f"{state.root / NAME} cannot be used: {error}") from error
+
+
+def run(session: Session) -> int:
+    """Prints sums of the stored requests."""
+    args = session.args
+    try:
+        query = usage_query(args.by, args.since, args.until, time.time())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not (session.state.root / NAME).exists():
+        raise NotRunningError(
+            f"no usage is stored in {session.state.root}; the gateway stores it from its first request on, unless "
+            "gateway.yaml has `usage: {store: false}`"
+        )
+    with usage_file(session.state) as file:
+        rows = file.sums(*query)
+    if session.prints_json({"by": query.by, "rows": rows}):
+        return Exit.OK
+    if args.csv:
+        session.terminal.data(csv_text(query.by, rows), end="")
+        return Exit.OK
+    headers = [*(name.upper() for name in query.by), "REQUESTS", "ERRORS", "PROMPT", "CACHED", "ANSWER", "TTFT", "COST"]
+    session.terminal.table(
+        headers,
+        [_cells(query.by, row) for row in rows],
+        right=headers[len(query.by) :],
+        none="no requests in this time",
+    )
+    if unpriced := sum(row["unpriced"] for row in rows):
+        session.terminal.say(
+            f"{unpriced} answers have no known price and are not in COST; set `prices` in gateway.yaml"
+        )
+    return Exit.OK
+
+
+def _cells(by: tuple[str, ...], row: Mapping[str, Any]) -> list[str]:
+    ttft = row["ttft_seconds"]
+    return [
+        *(str(row[name]) or "-" for name in by),
+        *(str(row[name]) for name in ("requests", "errors", "prompt_tokens", "cached_tokens", "completion_tokens")),
+        "-" if ttft is None else f"{ttft:.2f} s",
+        f"${row['dollars']:.4f}",
+    ]
+
+
+COMMANDS = {"usage": Command(arguments, run)}

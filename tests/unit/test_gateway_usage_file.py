@@ -1,0 +1,163 @@
+"""The usage file and its writer."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.access.budgets import Spent
+from gateway.usage import usage_writer
+from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow
+from gateway.usage.usage_writer import Retention, UsageWriter
+from headgate.shared.errors import HeadgateError
+from tests.rigs.processes import wait_until
+
+AT = 1_795_000_000.0  # 2026-11-18
+
+
+def row(at: float = AT, key: str = "ann", model: str = "openai/gpt-4o", **more: Any) -> UsageRow:
+    fields: dict[str, Any] = {
+        "id": "r", "endpoint": "/v1/chat/completions", "route": "demo", "tier": "cloud", "requested": "demo",
+        "prompt_tokens": 100, "cached_tokens": 40, "completion_tokens": 10, "ttft_seconds": 0.5, "seconds": 2.0,
+        "outcome": "success", "reason": "none", "dollars": 0.25,
+    }  # fmt: skip
+    return UsageRow(at=at, key=key, model=model, **(fields | more))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    opened = UsageFile(tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_sums_are_grouped_and_limited_to_a_time(file: UsageFile) -> None:
+    file.add([row(), row(AT + 86400, outcome="broken", dollars=None, ttft_seconds=None), row(key="bob", dollars=1.0)])
+    by_key = file.sums(["key"], 0, 2e9)
+    assert [(found["key"], found["requests"], found["dollars"]) for found in by_key] == [
+        ("bob", 1, 1.0),
+        ("ann", 2, 0.25),
+    ]
+    assert by_key[1] | {"key": ""} == {
+        "key": "", "requests": 2, "errors": 1, "prompt_tokens": 200, "cached_tokens": 80, "completion_tokens": 20,
+        "ttft_seconds": 0.5, "seconds": 2.0, "dollars": 0.25, "unpriced": 1,
+    }  # fmt: skip
+    assert [found["day"] for found in file.sums(["day", "model"], 0, 2e9)] == ["2026-11-18", "2026-11-19"]
+    assert [found["requests"] for found in file.sums([], AT, AT + 1)] == [2]
+    assert file.sums([], AT + 1e6, 2e9) == []
+
+
+def test_sums_of_a_month_survive_the_removal_of_its_requests(file: UsageFile) -> None:
+    file.add([row(), row(AT + 10, key="bob")])
+    assert file.drop_before(AT + 5) == 1
+    assert [found["key"] for found in file.sums(["key"], 0, 2e9)] == ["bob"]
+    assert file.spent("2026-11") == {"ann": Spent(0.25, 110), "bob": Spent(0.25, 110)}
+    assert file.spent("2026-12") == {}
+
+
+def test_file_shrinks_to_its_bound_by_removing_the_oldest(file: UsageFile, tmp_path: Path) -> None:
+    file.add([row(AT + number, id="x" * 200) for number in range(5000)])
+    assert file.data_bytes() > 2**20
+    removed = file.shrink_to(2**20)
+    assert 0 < removed < 5000
+    assert file.data_bytes() <= 2**20
+    assert min(found[0] for found in file._db.execute("SELECT at FROM requests")) == AT + removed
+    assert file.shrink_to(0) == 5000 - removed, "an impossible bound ends"
+
+
+def test_a_batch_is_stored_whole_or_not_at_all(file: UsageFile) -> None:
+    with pytest.raises(sqlite3.IntegrityError):
+        file.add([row(), row()._replace(key=None)])  # type: ignore[arg-type]
+    assert file.sums([], 0, 2e9) == []
+    file.add([row()])
+    assert file.spent("2026-11")["ann"].tokens == 110
+
+
+def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(HeadgateError, match=r"newer version of Headgate \(format 99"):
+        UsageFile(tmp_path)
+
+
+def test_file_is_private(tmp_path: Path, file: UsageFile) -> None:
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_keys_are_replaced_and_revoked_by_name(file: UsageFile, tmp_path: Path) -> None:
+    other = UsageFile(tmp_path)
+    before = file.revision()
+    other.put_key("ann", {"hash": "1"}, 1.0)
+    other.put_key("ann", {"hash": "2"}, 2.0)
+    assert file.revision() != before
+    assert file.stored_keys() == [StoredKey("ann", {"hash": "2"}, 2.0, None)]
+    assert other.revoke_key("ann", 3.0)
+    assert not other.revoke_key("ann", 4.0)
+    assert not other.revoke_key("bob", 4.0)
+    assert file.stored_keys()[0].revoked == 3.0
+    other.close()
+
+
+class _Writer:
+    """A writer that is flushed by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.keys: list[Sequence[StoredKey]] = []
+        self.retention = Retention(1e9, 2**30)
+        self.writer = UsageWriter(directory, lambda: self.retention, self.keys.append, lambda: AT + 100)
+
+
+def _requests(directory: Path) -> int:
+    file = UsageFile(directory)
+    try:
+        return sum(found["requests"] for found in file.sums([], 0, 2e9))
+    finally:
+        file.close()
+
+
+def test_rows_are_kept_until_the_file_can_be_used_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_writer, "MOST_WAITING", 3)
+    (tmp_path / NAME).write_bytes(b"not a database" * 100)
+    rig = _Writer(tmp_path)
+    caplog.set_level(logging.INFO, "gateway.usage")
+    for number in range(5):
+        rig.writer.put(row(AT + number))
+        rig.writer.flush()
+    (tmp_path / NAME).unlink()
+    rig.writer.flush()
+    assert _requests(tmp_path) == 3
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"usage cannot be stored in {tmp_path}", "usage is stored again; 2 requests were lost",
+    ]  # fmt: skip
+
+
+def test_changed_keys_are_reported_and_old_rows_removed(tmp_path: Path) -> None:
+    rig = _Writer(tmp_path)
+    rig.retention = Retention(50, 2**30)
+    rig.writer.put(row(AT))
+    rig.writer.put(row(AT + 60))
+    rig.writer.flush()
+    assert _requests(tmp_path) == 1
+    assert rig.keys == [[]]
+    file = UsageFile(tmp_path)
+    file.put_key("ann", {}, 1.0)
+    file.close()
+    rig.writer.flush()
+    rig.writer.flush()
+    assert [len(keys) for keys in rig.keys] == [0, 1]
+
+
+def test_closing_stores_what_is_queued(tmp_path: Path) -> None:
+    rig = _Writer(tmp_path)
+    rig.writer.start()
+    wait_until("the file exists", lambda: rig.keys, seconds=5)
+    rig.writer.put(row())
+    rig.writer.close()
+    assert _requests(tmp_path) == 1
