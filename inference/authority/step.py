@@ -12,6 +12,7 @@ from typing import Any
 from inference.authority import events
 from inference.authority.draft import Draft
 from inference.authority.effects import Effect, Observe, StopWorker, WakeAt
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.operating import commands, configuration, startup
 from inference.authority.handlers.placing import moving, reconcile
 from inference.authority.handlers.queries import device_view
@@ -19,7 +20,6 @@ from inference.authority.handlers.running import (
     departure,
     device_incidents,
     endings,
-    estimates,
     kv_arenas,
     oom_recovery,
     request_events,

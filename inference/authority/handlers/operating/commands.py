@@ -22,18 +22,13 @@ from inference.authority.events import (
     Trimmed,
     Unload,
 )
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision, defragmentation, moving
 from inference.authority.handlers.queries import decode_speed, device_view
 from inference.authority.handlers.queries.decode_speed import DecodeSpeed
 from inference.authority.handlers.queries.fit_costs import fit_costs
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models
-from inference.authority.handlers.running import (
-    departure,
-    device_incidents,
-    estimates,
-    keeping,
-    oom_recovery,
-)
+from inference.authority.handlers.running import departure, device_incidents, keeping, oom_recovery
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import ACCEPTING, Action, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from inference.authority.draft import Draft
 from inference.authority.events import SettingsChanged
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
-from inference.authority.handlers.running import departure, estimates, keeping, tickets
+from inference.authority.handlers.running import departure, keeping, tickets
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.placement.stage import EvictionState
 from inference.authority.pressure.lowered_limits import Limits, surplus

@@ -9,9 +9,10 @@ from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound, SuspensionTested, Wanted
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import device_incidents, estimates, request_events
+from inference.authority.handlers.running import device_incidents, request_events
 from inference.authority.handlers.watching import governor, growth_on_devices
 from inference.authority.state import SIMULATED, Purpose, TicketRecord, TimerKind
 from inference.errors import InferenceError

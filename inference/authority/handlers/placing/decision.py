@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inference.authority.handlers.measuring.helper_contexts import HELPERS
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
 from inference.authority.handlers.running import keeping, load_devices, oom_recovery
-from inference.authority.handlers.running.helper_contexts import HELPERS
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Result, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, decide

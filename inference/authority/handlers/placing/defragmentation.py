@@ -10,9 +10,9 @@ from headgate.shared.units import mib
 from inference.authority.draft import Draft
 from inference.authority.effects import TrimWorkers
 from inference.authority.events import Move, Trimmed
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import moving
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import estimates
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.placement.repack import Piece, repack
 from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, State

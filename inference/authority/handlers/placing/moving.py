@@ -12,17 +12,11 @@ from inference.authority.device_health import USABLE
 from inference.authority.draft import Draft
 from inference.authority.effects import Answer, Refuse
 from inference.authority.events import Move, Wanted
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.pressure_view import open_to
-from inference.authority.handlers.running import (
-    departure,
-    estimates,
-    oom_recovery,
-    replicas,
-    request_events,
-    tickets,
-)
+from inference.authority.handlers.running import departure, oom_recovery, replicas, request_events, tickets
 from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS

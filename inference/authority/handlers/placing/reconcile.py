@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from inference.authority.draft import Draft
+from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.placing.decision import NeedsCheck, NeedsEstimate, NeedsReading
 from inference.authority.handlers.queries import device_view
@@ -18,7 +19,6 @@ from inference.authority.handlers.queries.plan_inputs import fit_of, refusal_err
 from inference.authority.handlers.running import (
     departure,
     device_incidents,
-    estimates,
     keeping,
     load_devices,
     oom_recovery,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from inference.authority.device_health import DeviceHealth, Effect, Read, Seen, Suspected, Tick, TrialResult, step
 from inference.authority.draft import Draft
 from inference.authority.effects import LoseWorker, Publish, TryDevice
+from inference.authority.handlers.measuring import helper_contexts
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import tenants
-from inference.authority.handlers.running import departure, endings, helper_contexts, warm_pool
+from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.retention import Mechanism
 from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord

@@ -14,10 +14,10 @@ from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
 from inference.authority.effects import CheckHeadrooms, LearnGoodEnd, LearnShortage, Short, TrimWorkers
 from inference.authority.events import HeadroomChanged, ShortageLearned, Trimmed
+from inference.authority.handlers.measuring.estimates import forget_estimates
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of
 from inference.authority.handlers.running import endings
-from inference.authority.handlers.running.estimates import forget_estimates
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import Action, Departure, Reason
 from inference.authority.placement.plan import EvictionState, Refusal

@@ -19,16 +19,15 @@ from inference.authority.events import (
     Spawned,
     SpawnFailed,
 )
+from inference.authority.handlers.measuring import estimates, read_rates
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import excess, grant_for
 from inference.authority.handlers.running import (
     device_incidents,
     endings,
-    estimates,
     kv_arenas,
     kv_counters,
     oom_recovery,
-    read_rates,
     replicas,
     tickets,
     warm_pool,

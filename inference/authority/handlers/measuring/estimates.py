@@ -5,8 +5,8 @@ from __future__ import annotations
 from inference.authority.draft import Draft
 from inference.authority.effects import Estimate
 from inference.authority.events import Estimated, FilesChecked
+from inference.authority.handlers.measuring import helper_contexts, read_rates
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.running import helper_contexts, read_rates
 from inference.authority.lifecycle import Backoff
 from inference.authority.quarantine import Quarantine
 from inference.authority.state import EstimateKey, ModelRecord, WorkerRecord
