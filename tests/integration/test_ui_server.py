@@ -163,8 +163,12 @@ async def test_key_without_admin_reads_its_own_and_changes_nothing(gateway: Gate
         listed = {key["name"]: key for key in (await admin.get("/ui/api/keys")).json()["keys"]}
         assert listed["GATEWAY_API_KEY"]["requests"] == 1
         assert listed["GATEWAY_API_KEY"]["tokens"] > 0
-        usage = await admin.get("/ui/api/usage?by=key")
-        assert (usage.status_code, usage.json()["error"]["code"]) == (404, "not_found")
+
+        async def stored() -> bool:
+            rows = (await admin.get("/ui/api/usage?by=key")).json()["rows"]
+            return {row["key"]: row["requests"] for row in rows}.get("GATEWAY_API_KEY") == 1
+
+        await until("usage is stored", stored)
 
 
 # --- live events -----------------------------------------------------------------------------------------------------
