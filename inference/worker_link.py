@@ -133,10 +133,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`count_bytes` of a file are in memory. The worker has no device and waits."""
+    """`count_bytes` of a file are in memory, `locked_bytes` of them locked there. The worker has no device and waits."""
 
     tag: ClassVar[str] = "held"
     count_bytes: int
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

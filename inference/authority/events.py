@@ -199,10 +199,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class FileHeld:
-    """A worker has read a model's file into memory."""
+    """A worker has read a model's file into memory; `locked_bytes` cannot be written to swap."""
 
     worker: str
     count_bytes: int
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

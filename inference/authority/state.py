@@ -232,6 +232,7 @@ class WorkerRecord:
     left_device: str | None = None
     """the device that its model has left"""
     held_bytes: int | None = None
+    locked_bytes: int = 0
     saved: Offloaded | None = None
     kv_bytes: int | None = None
     """the last budget for stored sequences that was sent to it; None without an arena"""
@@ -272,6 +273,8 @@ class Kept:
     count_bytes: int
     sequences: int
     tokens: int
+    locked_bytes: int = 0
+    """the part of its weights that cannot be written to swap"""
 
 
 @dataclass(frozen=True, slots=True)

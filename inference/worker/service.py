@@ -148,7 +148,7 @@ class Worker:
         from inference.worker.kv.standby import hold
 
         held = self._loading(partial(hold, order.path, self._on_progress))
-        self._channel.send(Held(held.count_bytes))
+        self._channel.send(Held(held.count_bytes, held.locked_bytes))
         waiting = threading.Event()
         beating = threading.Thread(target=self._beat, args=(waiting,), name="waiting", daemon=True)
         beating.start()

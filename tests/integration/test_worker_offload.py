@@ -89,7 +89,9 @@ def test_another_process_restores_the_saved_sequences(tmp_path: Path, keep: int,
     assert saved.sequences == 2
     with WorkerRig(tmp_path, keep=keep) as rig:
         rig.send(worker_link.Hold(grant.path))
-        assert rig.expect(worker_link.Held).count_bytes == sum(file.stat().st_size for file in files)
+        held = rig.expect(worker_link.Held)
+        assert held.count_bytes == sum(file.stat().st_size for file in files)
+        assert (held.locked_bytes == held.count_bytes) is ("not locked in RAM" not in rig.log)
         assert rig.fresh_beat().active == 0
         rig.send(grant)
         assert rig.ready().stored_tokens == saved.tokens

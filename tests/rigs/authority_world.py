@@ -705,7 +705,8 @@ class World:
         self.alive[worker].pid = 2**22 + next(self.numbers)
         self.now_due.append(events.Spawned(worker, self.alive[worker].pid))
         if isinstance(order, Hold):
-            self.later.append(events.FileHeld(worker, self._files(worker)[0][1][0]))
+            size = self._files(worker)[0][1][0]
+            self.later.append(events.FileHeld(worker, size, size))
         else:
             self.alive[worker].bytes = {device: count // 2 for device, count in order.reserved_bytes.items()}
             self._lose_memory(self.alive[worker])

@@ -9,6 +9,7 @@ import pytest
 from inference.authority import events
 from inference.authority.effects import CheckSuspension
 from inference.authority.events import DevicesFound
+from inference.authority.handlers.running.keeping import CPU_OVERHEAD_BYTES
 from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import State
 from inference.authority.step import step
@@ -71,6 +72,7 @@ def test_model_of_an_accelerator_is_offloaded_and_kept_by_another_process() -> N
     (found,) = kept(world)
     assert (found["mechanism"], found["original_device"]) == ("resident", "gpu-0")
     assert found["bytes"] == world.state.ledger.balance("cpu").ours_bytes
+    assert found["locked_bytes"] == found["bytes"] - CPU_OVERHEAD_BYTES
     world.used("a")
     assert process(world) == keeper
     assert (world.booked("gpu-0"), world.booked("cpu")) == (before, 0)

@@ -113,7 +113,8 @@ class WorkerRunner:
 
     def _on_held(self, id: str, held: asyncio.Future[Any]) -> None:
         if not _failed(held):
-            self._dispatch(events.FileHeld(id, held.result().count_bytes))
+            done = held.result()
+            self._dispatch(events.FileHeld(id, done.count_bytes, done.locked_bytes))
 
     def _ready(self, id: str, ready: asyncio.Future[Any]) -> None:
         if not _failed(ready) and (worker := self.workers.get(id)) is not None:

@@ -212,6 +212,7 @@ def offloaded(state: State, now: float) -> list[dict[str, Any]]:
             "offload_time": model.kept.since,
             "seconds_offloaded": round(max(0.0, unix - model.kept.since), 3),
             "bytes": model.kept.count_bytes,
+            "locked_bytes": model.kept.locked_bytes,
             "mechanism": str(model.kept.mechanism),
             "sequences": model.kept.sequences,
             "tokens": model.kept.tokens,

@@ -1,7 +1,8 @@
 """Keeps a model file in host memory, so that a later load onto an accelerator does not read it from the disk.
 
 The file is copied to anonymous memory and sealed, and the modules for a load are imported. The memory has no name in a
-file system, so the kernel frees it when the last process that holds it ends.
+file system, so the kernel frees it when the last process that holds it ends. It is locked in RAM if the limit for locked
+memory allows that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from inference.file_stamp import Fingerprint, Stamp, fingerprint, parts_of
 from inference.protocol import ExitCause
+from inference.worker.kv import memory_lock
 from inference.worker.worker_errors import LoadError
 
 CHUNK_BYTES = 32 * 2**20
@@ -30,10 +33,14 @@ _LIBRARIES = ("headgate.shared.wire", "encodings.idna", "encodings.unicode_escap
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A copy of a model file in memory, with all its parts: the stamp of each file, and the handle of its copy."""
+    """A copy of a model file in memory, with all its parts: the stamp of each file, and the handle of its copy.
+
+    `locks` are mappings that keep the pages in RAM.
+    """
 
     files: Fingerprint
     handles: tuple[int, ...]
+    locks: tuple[mmap.mmap, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -45,8 +52,15 @@ class HeldFile:
         """The size of all copies."""
         return sum(size for _path, (size, *_rest) in self.files)
 
+    @property
+    def locked_bytes(self) -> int:
+        """The bytes that are locked in RAM: all or none."""
+        return sum(map(len, self.locks))
+
     def close(self) -> None:
         """Frees the memory."""
+        for memory in self.locks:
+            memory.close()
         for handle in self.handles:
             os.close(handle)
 
@@ -75,7 +89,7 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
         for handle in handles:
             os.close(handle)
         raise
-    return HeldFile(tuple(files), tuple(handles))
+    return HeldFile(tuple(files), tuple(handles), memory_lock.lock(handles))
 
 
 def _copy(path: str, on_bytes: Callable[[int], object]) -> tuple[int, Stamp]:

@@ -180,7 +180,7 @@ def file_held(draft: Draft, event: FileHeld) -> None:
     """A new worker has the file of its model in memory."""
     if event.worker in draft.state.workers:
         draft.cancel(TimerKind.WARM_POOL, event.worker)
-        draft.set_worker(event.worker, held_bytes=event.count_bytes)
+        draft.set_worker(event.worker, held_bytes=event.count_bytes, locked_bytes=event.locked_bytes)
         check_holder(draft, event.worker)
 
 
@@ -209,7 +209,8 @@ def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, 
     size = sum(ledger.holdings[worker.holding].bytes.values())
     draft.set_worker(worker.id, has_waited=False, room_awaited=(), predecessor=None, left_device=None)
     draft.advance(worker.model, ModelEvent.OFFLOADED)
-    kept = Kept(how, device, draft.unix, size, saved.sequences, saved.tokens)
+    locked = worker.locked_bytes if how is Mechanism.RESIDENT else 0
+    kept = Kept(how, device, draft.unix, size, saved.sequences, saved.tokens, locked)
     draft.set_model(worker.model, kept=kept)
     draft.info(
         "%s is warm (%s, pid %s): %s in host memory, %d tokens of %d sequences",
