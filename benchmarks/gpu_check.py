@@ -1,319 +1,133 @@
-"""Compares predicted bytes and restores with the figures of an NVIDIA driver. Prints a notice without a GPU.
+"""Every figure that is simulated without an NVIDIA GPU, in ten minutes on one. Prints a notice without a GPU.
 
-    python -m benchmarks.gpu_check     GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own; QUICK=1 leaves out the 1 B model
+    python -m benchmarks.gpu_check      PARTS=bytes,growth,experts,warm,kv  QUICK=1  GPU_CHECK_SHAPE=1b
+                                        GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own to `bytes`
 
-A real worker loads a model and answers once, so that pools and graphs are allocated. The first model shows the memory
-of a process without its buffers; the error of every other model is observed - predicted - that. Then the model is
-restored as by the warm pool: a process that already holds the file loads it. The restore rate is bytes of weights per
-second until the model can answer. `benchmarks.link_rate` measures the rate of the link by copies of the driver.
-INFERENCE_DEVICES=sim:2x600MiB runs the same on simulated devices, which have no such overhead and no link.
+bytes: predicted bytes against the driver's, restores and checkpoints against the link. growth: bytes that a plan does
+not contain are booked to their model. experts: bytes and speed with experts in host memory, predicted and measured.
+warm: the first token of cold and warm models. kv: restored sequences against their prefill and against copies.
+
+Each part runs in a process of its own with a time limit, and what it measured until then stays. The table is printed
+and written to benchmarks/results/gpu_check.md. INFERENCE_DEVICES=sim:1x4GiB runs the same on simulated devices.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from benchmarks.figures import Bar
-from benchmarks.link_rate import COUNT_BYTES
-from benchmarks.models import SHAPES, path_of
-from headgate.shared.state_directory import StateDir
-from headgate.shared.units import MIB, format_bytes
-from inference import settings, worker_link
-from inference.demo import bundled_path
-from inference.devices.device import HIDDEN, Reading, grants_of
+from benchmarks import gpu_bytes, gpu_services, gpu_table
+from benchmarks.gpu_table import Row
+from benchmarks.gpu_target import Target
+from headgate.shared.units import format_bytes
+from inference.devices.device import Reading
 from inference.devices.inventory import Inventory
-from inference.estimate.estimator import Estimator
-from inference.settings import InferenceConfig, ModelSpec
-from inference.workers.helper_client import HelperError, run_helper
-from tests.rigs.worker_rig import WorkerRig
 
-MEASURED = ("cuda", "sim")
-"""Kinds of devices that report the use of all processes to the byte."""
-SHARE, LEAST_BYTES = 0.01, 16 * MIB
-"""A prediction may be wrong by the larger of both."""
-SETTLE_SECONDS = 10.0
-LOAD_SECONDS = 300.0
-CHECKPOINT_SECONDS = 60.0
-LINK_SECONDS = 60.0
-KIND = "cuda"
-RAW = Path("benchmarks/results/gpu.json")
-_SAME = ("gpu_layers", "context_length", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention")
+TABLE = Path("benchmarks/results/gpu_check.md")
+END_SECONDS = 15.0
+"""Time in which a part that took too long may end its processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One model and its settings; lengths in tokens."""
-
-    name: str
-    path: Path
-    context_length: int
-    parallel: int
-    kv_type: str = "f16"
-
-
-@dataclass(frozen=True, slots=True)
-class Unmeasured:
-    """The reason why there are no figures."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint of the worker by the driver: seconds, and bytes that the device still showed."""
-
-    suspend_seconds: float
-    resume_seconds: float
-    rest_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Bytes per second of the driver's own copies to the device, and back into pinned memory."""
-
-    pinned: float
-    pageable: float
-    back: float
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """A restored model: seconds from its grant until it could answer, and bytes of weights on the device."""
+class Part:
+    """Its time limit and its rows."""
 
     seconds: float
-    weights_bytes: int
+    rows: Callable[[Target], Iterable[Row]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Bytes that one load used on the device, and the predicted ones.
-
-    `grown_bytes` of them came with the first answer. `process_bytes`: the driver's figure for the process, if any.
-    """
-
-    name: str
-    predicted_bytes: int
-    observed_bytes: int
-    checkpoint: Checkpoint | Unmeasured | None = None
-    restore: Restore | None = None
-    grown_bytes: int = 0
-    process_bytes: int | None = None
-
-    def error_bytes(self, context_bytes: int) -> int:
-        """Error of the prediction in bytes, without the overhead of a process."""
-        return self.observed_bytes - self.predicted_bytes - context_bytes
-
-    def error(self, context_bytes: int) -> float:
-        """The error relative to the allowed one."""
-        allowed = max((self.predicted_bytes + context_bytes) * SHARE, LEAST_BYTES)
-        return abs(self.error_bytes(context_bytes)) / allowed
+PARTS: Mapping[str, Part] = {
+    "bytes": Part(140, gpu_bytes.rows),
+    "growth": Part(60, gpu_services.growth),
+    "experts": Part(120, gpu_services.experts),
+    "warm": Part(120, gpu_services.warm),
+    "kv": Part(120, gpu_services.kv_tiers),
+}
 
 
-def cases(environ: Mapping[str, str]) -> list[Case]:
-    """The cases. The first model is small: it shows the overhead of a process."""
-    found = [Case("demo-mini", bundled_path("demo-mini"), 512, 1), Case("demo", bundled_path("demo"), 4096, 4)]
-    names = ["135m"] if environ.get("QUICK") else ["135m", "1b"]
-    for name in names:
-        path = path_of(SHAPES[name])
-        found += [Case(name, path, 4096, 4), Case(f"{name} q8_0", path, 8192, 2, "q8_0")]
-    own = (Path(text.strip()) for text in environ.get("GPU_CHECK_MODELS", "").split(",") if text.strip())
-    return found + [Case(path.stem, path, 4096, 1) for path in own]
-
-
-async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case]) -> list[Sample]:
-    """One sample per case, in order; the device must be idle."""
-    with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
-        root = Path(directory)
-        estimator = Estimator(StateDir(root / "state"), seconds=LOAD_SECONDS)
-        samples: list[Sample] = []
-        for number, case in enumerate(wanted):
-            folder = root / str(number)
-            folder.mkdir()
-            spec = _spec(folder, case)
-            before = await _settled(inventory, device.id)
-            estimate = await estimator.get(spec, device)
-            with WorkerRig(folder, _grant(spec, device), dict(device.environment)) as rig:
-                rig.expect(worker_link.Ready, LOAD_SECONDS)
-                loaded = await _settled(inventory, device.id)
-                rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
-                used = await _settled(inventory, device.id)
-                reading = next(item for item in inventory.measured() if item.id == device.id)
-                figure = reading.process_bytes.get(rig.process.pid)
-                done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
-            predicted = estimate.parts[device.id].total_bytes
-            back = _restored(folder, _grant(spec, device), device) if samples else None
-            samples.append(Sample(case.name, predicted, used - before, done, back, used - loaded, figure))
-        await estimator.close()
-    return samples
-
-
-def _restored(folder: Path, grant: worker_link.Grant, device: Reading) -> Restore:
-    """Restores as the warm pool does: a process without a device holds the file, then loads it."""
-    with WorkerRig(folder, env=dict(HIDDEN)) as rig:
-        rig.send(worker_link.Hold(grant.path))
-        rig.expect(worker_link.Held, LOAD_SECONDS)
-        began = time.monotonic()
-        rig.send(replace(grant, environment=dict(device.environment)))
-        ready = rig.expect(worker_link.Ready, LOAD_SECONDS)
-        seconds = time.monotonic() - began
-        weights = sum(item.bytes for item in ready.buffers if item.kind == "weights" and item.device == device.id)
-    return Restore(seconds, weights)
-
-
-def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) -> Link | Unmeasured:
-    """The rate of copies by the driver on the first device that `environment` makes visible."""
+def run_part(name: str, argv: Sequence[str], seconds: float, path: Path) -> list[Row]:
+    """Runs the process of a part; the rows that it wrote to `path`, and one for its failure."""
+    process = subprocess.Popen(argv, start_new_session=True)
+    failure = ""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.link_rate", str(count_bytes)],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            timeout=LINK_SECONDS,
-            check=False,
-        )
-        found = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError) as error:
-        return Unmeasured(f"the process that copies gave no answer ({type(error).__name__})")
-    return Unmeasured(found["error"]) if "error" in found else Link(**found)
-
-
-async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint | Unmeasured:
-    """Suspends and resumes the worker, and checks that it answers afterwards."""
-    seconds: dict[str, float] = {}
-    rest = 0
-    for operation in ("suspend", "resume"):
-        job = {"operation": operation, "pid": rig.process.pid, "seconds": CHECKPOINT_SECONDS}
+        if status := process.wait(seconds):
+            failure = f"ended with status {status}"
+    except subprocess.TimeoutExpired:
+        failure = f"did not end within {seconds:g} s"
+        process.terminate()
         try:
-            answer = await run_helper("checkpoint", job, seconds=3 * CHECKPOINT_SECONDS)
-        except HelperError as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            rig.process.kill()
-            return Unmeasured(f"{operation}: {answer['error']}")
-        seconds[operation] = answer["seconds"]
-        if operation == "suspend":
-            rest = await _settled(inventory, device.id) - before
-    rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
-    return Checkpoint(seconds["suspend"], seconds["resume"], rest)
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    rows = list(gpu_table.read(path))
+    return [*rows, Row(name, "not complete", failure, "", reached=False)] if failure else rows
 
 
-def _spec(folder: Path, case: Case) -> ModelSpec:
-    (folder / "models.yaml").write_text(json.dumps({"models": {"check": {"path": str(case.path)}}}))
-    spec = settings.load(folder, {}, {}).models["check"]
-    return replace(spec, context_length=case.context_length, parallel=case.parallel, kv_type=case.kv_type)
+def part_process(name: str, path: Path, target: Target) -> int:
+    """The process of a part: writes each row when it is known. A failure becomes a row."""
+    try:
+        for row in PARTS[name].rows(target):
+            gpu_table.append(path, row)
+    except (Exception, SystemExit) as error:
+        gpu_table.append(path, Row(name, "not complete", str(error) or type(error).__name__, "", reached=False))
+    return 0
 
 
-def _grant(spec: ModelSpec, device: Reading) -> worker_link.Grant:
-    same = {name: getattr(spec, name) for name in _SAME}
-    return worker_link.Grant(model_id=spec.id, path=str(spec.path), devices=grants_of([device]), **same)
+def _leave(_signal: int, _frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit("its time was over")
 
 
-async def _settled(inventory: Inventory, device: str) -> int:
-    """Bytes in use once two readings are equal, because a driver updates its figures late."""
-    last = -1
-    deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
-    while True:
-        await inventory.refresh()
-        reading = next((item for item in inventory.measured() if item.id == device), None)
-        assert reading is not None
-        if reading.used_bytes == last or asyncio.get_running_loop().time() > deadline:
-            return reading.used_bytes
-        last = reading.used_bytes
-        await asyncio.sleep(0.3)
-
-
-def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> Bar:
-    """Prints every load. The bar is the worst of them."""
-    first, *others = samples
-    if isinstance(rate, Unmeasured):
-        print(f"the link's own rate is not known: {rate.why}")
-        rate = None
-    if rate is not None:
-        print(
-            f"the driver copies {rate.pinned / 1e9:.2f} GB/s to the device from pinned memory, "
-            f"{rate.pageable / 1e9:.2f} from pageable, and {rate.back / 1e9:.2f} back"
-        )
-    context = first.observed_bytes - first.predicted_bytes
-    print(f"a process costs the device {format_bytes(context)} beside its buffers ({first.name})")
-    for sample in samples:
-        print(f"{sample.name:>16}: {_told_growth(sample)}")
-    for sample in others:
-        print(
-            f"{sample.name:>16}: predicted {format_bytes(sample.predicted_bytes)}, "
-            f"observed {format_bytes(sample.observed_bytes)}, error {sample.error_bytes(context) / MIB:+.2f} MiB"
-        )
-        if sample.restore is not None:
-            print(f"{'':>16}  {_told_restore(sample.restore, rate)}")
-        if sample.checkpoint is not None:
-            print(f"{'':>16}  {_told(sample.checkpoint, sample.observed_bytes)}")
-    worst = max((sample.error(context) for sample in others), default=float("nan"))
-    return Bar("gpu_predicted_bytes_error", worst, "of_1%_or_16MiB", "<=", 1)
-
-
-def _told_growth(sample: Sample) -> str:
-    figure = "no figure" if sample.process_bytes is None else format_bytes(sample.process_bytes)
-    grown = format_bytes(sample.grown_bytes)
-    return f"{grown} came with the first answer; the driver reports {figure} for the process"
-
-
-def _told_restore(done: Restore, rate: Link | None) -> str:
-    reached = done.weights_bytes / done.seconds
-    share = f", {reached / rate.pinned:.2f} of the link's own rate" if rate is not None else ""
-    text = f"{format_bytes(done.weights_bytes)} of weights in {done.seconds:.2f} s, {reached / 1e9:.2f} GB/s"
-    return f"warm restore: {text}{share}"
-
-
-def _told(done: Checkpoint | Unmeasured, count_bytes: int) -> str:
-    if isinstance(done, Unmeasured):
-        return f"driver's checkpoint: {done.why}"
-    away, back = (count_bytes / seconds / 1e9 for seconds in (done.suspend_seconds, done.resume_seconds))
-    return (
-        f"driver's checkpoint: suspended at {away:.2f} GB/s, resumed at {back:.2f} GB/s, "
-        f"{done.rest_bytes / MIB:.2f} MiB stayed on the device"
-    )
-
-
-async def check(
-    config: InferenceConfig, wanted: Callable[[], Sequence[Case]]
-) -> tuple[list[Sample], Link | Unmeasured | None] | None:
-    """The samples of the first measurable device and of its link; None without such a device."""
-    inventory = Inventory.of(config.settings)
+async def first_device(target: Target) -> Reading | None:
+    """The first accelerator that reports the use of all processes to the byte, or None."""
+    inventory = Inventory.of(target.config().settings)
     await inventory.start()
     try:
-        device = next((reading for reading in inventory.accelerators() if reading.kind in MEASURED), None)
-        if device is None:
-            return None
-        print(f"{device.id}: {device.name}, {format_bytes(device.total_bytes)}, driver {device.driver or 'none'}")
-        rate = link_rate(device.environment) if device.kind == KIND else None
-        return await measure(inventory, device, wanted()), rate
+        return next((one for one in inventory.accelerators() if one.kind in gpu_bytes.MEASURED), None)
     finally:
         await inventory.close()
 
 
-def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Runs the check, prints it and writes the raw figures. Status 0 also without a GPU."""
-    with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
-        (Path(directory) / "models.yaml").write_text("models: {}\n")
-        config = settings.load(Path(directory), environ, {})
-    found = asyncio.run(check(config, lambda: cases(environ)))
-    if found is None:
+def main(argv: Sequence[str] = sys.argv[1:], environ: Mapping[str, str] = os.environ) -> int:
+    """Runs the parts and prints the table. Status 0 also without a GPU and with figures that fall short."""
+    try:
+        target = Target.of(environ)
+        names = gpu_table.selected(PARTS, environ.get("PARTS", ""))
+    except ValueError as error:
+        print(f"gpu-check: {error}")
+        return 2
+    if argv:
+        signal.signal(signal.SIGTERM, _leave)
+        return part_process(argv[0], Path(argv[1]), target)
+    device = asyncio.run(first_device(target))
+    if device is None:
         print("gpu-check: skipped, because llama.cpp sees no NVIDIA GPU here (is it built with -DGGML_CUDA=ON?)")
         return 0
-    samples, rate = found
-    bar = report(samples, rate)
-    RAW.parent.mkdir(parents=True, exist_ok=True)
-    raw = {"link": None if rate is None else asdict(rate), "samples": [asdict(sample) for sample in samples]}
-    RAW.write_text(json.dumps(raw))
-    print()
-    print(bar.line())
+    title = f"{device.name}, {format_bytes(device.total_bytes)}, driver {device.driver or 'none'}"
+    print(f"{device.id}: {title}", flush=True)
+    began = time.monotonic()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
+        for name in names:
+            print(f"part {name}, at most {PARTS[name].seconds:g} s", flush=True)
+            path = Path(directory) / name
+            command = [sys.executable, "-m", "benchmarks.gpu_check", name, str(path)]
+            rows += run_part(name, command, PARTS[name].seconds, path)
+    head = f"`make gpu-check`, {time.strftime('%Y-%m-%d')}, {title}, {time.monotonic() - began:.0f} s:"
+    text = f"{head}\n\n{gpu_table.markdown(rows)}\n"
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text(text, encoding="utf-8")
+    print(f"\n{text}")
     return 0
 
 

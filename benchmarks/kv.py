@@ -54,7 +54,7 @@ from tests.rigs.stack import Stack
 
 TOKENS = 4096
 ANSWER_TOKENS = 16
-DEVICES = {"cpu": "cpu", "sim": "sim:2x4GiB"}
+DEVICES = {"cpu": "cpu", "sim": "sim:2x4GiB", "gpu": "auto"}
 KV_TYPES = {"f16": 2.0, "q8_0": 34 / 32}
 """Bytes of a value."""
 PATHS = {"ram": 0.15, "unloaded": 0.15, "killed": 0.3, "moved": 0.15, "disk": 0.3, "restarted": 0.3}
@@ -138,9 +138,7 @@ class Bench:
     @property
     def system(self) -> System:
         """The service as the load generators see it."""
-        token = self._stack.state.read_secret(INFERENCE_TOKEN)
-        service = self._stack.inference
-        return System("headgate", ("tcp", "127.0.0.1", service.port), service.pid, {"Authorization": f"Bearer {token}"})
+        return system_of(self._stack)
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
         """JSON of the inference service. Raises SystemExit with its error."""
@@ -214,6 +212,13 @@ class Bench:
     def transferred(self, direction: str) -> np.ndarray:
         """Bytes and seconds of transfers so far."""
         return np.array([self.counter(f"transfer_{unit}", direction) for unit in ("bytes", "seconds")])
+
+
+def system_of(stack: Stack) -> System:
+    """An inference service as the load generators see it."""
+    token = stack.state.read_secret(INFERENCE_TOKEN)
+    service = stack.inference
+    return System("headgate", ("tcp", "127.0.0.1", service.port), service.pid, {"Authorization": f"Bearer {token}"})
 
 
 class Words:

@@ -7,6 +7,7 @@ tokens are zero, so that no greedy answer ends early.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -32,11 +33,12 @@ SPREAD = 40.0
 """Standard deviation of the int8 weights."""
 
 SEED = 20
+EXPERTS_USED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model with the llama architecture."""
+    """Sizes of a model with the llama architecture. With `experts`, `feed` is the width of each, and four are used."""
 
     name: str
     layers: int
@@ -47,6 +49,7 @@ class Shape:
     vocabulary: int
     context: int = 8192
     rope_base: float = 10_000.0
+    experts: int = 0
 
     @property
     def keyed(self) -> int:
@@ -69,9 +72,12 @@ class Shape:
             yield block + "attn_v.weight", (self.keyed, self.width), across
             yield block + "attn_output.weight", (self.width, self.width), across
             yield block + "ffn_norm.weight", (self.width,), 0.0
-            yield block + "ffn_gate.weight", (self.feed, self.width), across
-            yield block + "ffn_up.weight", (self.feed, self.width), across
-            yield block + "ffn_down.weight", (self.width, self.feed), along
+            among, ending = ((self.experts,), "_exps") if self.experts else ((), "")
+            if self.experts:
+                yield block + "ffn_gate_inp.weight", (self.experts, self.width), across
+            yield block + f"ffn_gate{ending}.weight", (*among, self.feed, self.width), across
+            yield block + f"ffn_up{ending}.weight", (*among, self.feed, self.width), across
+            yield block + f"ffn_down{ending}.weight", (*among, self.width, self.feed), along
         yield "output_norm.weight", (self.width,), 0.0
 
     @property
@@ -86,9 +92,11 @@ SHAPES = {
         Shape("15m", layers=6, width=288, heads=6, heads_kv=6, feed=768, vocabulary=32_000),
         Shape("135m", layers=30, width=576, heads=9, heads_kv=3, feed=1536, vocabulary=49_152),
         Shape("1b", layers=16, width=2048, heads=32, heads_kv=8, feed=8192, vocabulary=128_256, rope_base=500_000.0),
+        Shape("moe", layers=16, width=1024, heads=16, heads_kv=4, feed=1024, vocabulary=32_000, experts=32),
+        Shape("moe-small", layers=6, width=288, heads=6, heads_kv=6, feed=288, vocabulary=32_000, experts=16),
     )
 }
-"""15m as the TinyStories model of llama2.c, 135m as SmolLM2-135M, 1b as Llama-3.2-1B."""
+"""15m as the TinyStories model of llama2.c, 135m as SmolLM2-135M, 1b as Llama-3.2-1B; `moe` as no known model."""
 
 
 def path_of(shape: Shape) -> Path:
@@ -130,6 +138,9 @@ def write(shape: Shape, path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(shape.width // shape.heads)
     writer.add_rope_freq_base(shape.rope_base)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(EXPERTS_USED)
     writer.add_vocab_size(shape.vocabulary)
     control = _add_vocabulary(writer, shape.vocabulary)
     tensors = list(shape.tensors())
@@ -137,9 +148,9 @@ def write(shape: Shape, path: Path) -> None:
         if len(size) == 1:
             writer.add_tensor_info(name, size, np.dtype(np.float32), size[0] * 4)
         else:
-            stored = (size[0], _row_bytes(size[1]))
+            stored = (*size[:-1], _row_bytes(size[-1]))
             writer.add_tensor_info(
-                name, stored, np.dtype(np.uint8), stored[0] * stored[1], raw_dtype=gguf.GGMLQuantizationType.Q8_0
+                name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=gguf.GGMLQuantizationType.Q8_0
             )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -167,14 +178,14 @@ class Blocks:
         self._next = 0
 
     def take(self, size: tuple[int, ...], deviation: float) -> np.ndarray:
-        """A tensor (rows, columns) as bytes (rows, row bytes), its weights about `deviation` from zero."""
-        rows, columns = size
-        count = rows * columns // BLOCK_WEIGHTS
+        """A tensor (.., rows, columns) as bytes (.., rows, row bytes), its weights about `deviation` from zero."""
+        *rows, columns = size
+        count = math.prod(size) // BLOCK_WEIGHTS
         chosen = (np.arange(count, dtype=np.int64) + self._next) % len(self._pool)
         self._next = int((self._next + count) % len(self._pool))
         blocks = self._pool[chosen]
         blocks[:, :2] = np.full(1, deviation / SPREAD, "<f2").view(np.uint8)
-        return blocks.reshape(rows, _row_bytes(columns))
+        return blocks.reshape(*rows, _row_bytes(columns))
 
 
 def _row_bytes(columns: int) -> int:

@@ -3,9 +3,9 @@ conversation.
 
     python -m benchmarks.switching      MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1: 135m, three rounds
 
-Places: the CPU; a simulated device with warm models as checkpoints of their process (the default there); and one with
-warm models as files in memory (the default on real GPUs). All times are from a request to its first token, measured by
-one client of the inference service.
+Places: the CPU; a simulated device with warm models as checkpoints of their process (the default there); one with warm
+models as files in memory (the default on real GPUs); and a real GPU with both (gpu, gpu-checkpoint). All times are from
+a request to its first token, measured by one client of the inference service.
 
 Cold: the model is not loaded and its file is not in the page cache (posix_fadvise, checked with mincore). Its earlier
 process has ended and the device shows no use. Cached: the same with the file in the page cache. Warm: the model was
@@ -46,9 +46,21 @@ MODEL_ID = "bench"
 CONVERSATION_TOKENS = 2000
 CONTEXT = 2560
 SIM = "sim:1x4GiB"
-PLACES = {"cpu": ("cpu", "off"), "sim": (SIM, "simulated"), "sim-resident": (SIM, "off")}
+PLACES = {
+    "cpu": ("cpu", "off"),
+    "sim": (SIM, "simulated"),
+    "sim-resident": (SIM, "off"),
+    "gpu": ("auto", "off"),
+    "gpu-checkpoint": ("auto", "auto"),
+}
 """Values of INFERENCE_DEVICES and INFERENCE_WARM_CHECKPOINT."""
-MECHANISMS = {"cpu": "standby", "sim": "checkpoint", "sim-resident": "resident"}
+MECHANISMS = {
+    "cpu": "standby",
+    "sim": "checkpoint",
+    "sim-resident": "resident",
+    "gpu": "resident",
+    "gpu-checkpoint": "checkpoint",
+}
 WAIT_SECONDS = 600.0
 GONE_SECONDS = 10.0
 RAW = Path("benchmarks/results/switching.json")
@@ -57,7 +69,10 @@ WARM_RATIO, KEPT_RATIO = 0.35, 0.25
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds to the first token, one of each per round. `device_bytes`: use of the device by the warm model."""
+    """Seconds to the first token, one of each per round. `device_bytes`: use of the device by the warm model.
+
+    `locked_bytes` of its copy cannot be written to swap.
+    """
 
     model: str
     place: str
@@ -69,6 +84,7 @@ class Samples:
     server_cold: list[float] = field(default_factory=list)
     server_cached: list[float] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
+    locked_bytes: int = 0
 
 
 class Bench:
@@ -82,11 +98,15 @@ class Bench:
         environment = {"INFERENCE_DEVICES": devices, "INFERENCE_WARM_CHECKPOINT": checkpoint}
         self._stack = Stack(root, models=json.dumps({"models": models}), inference_env=environment)
         self._place = place
+        self._before_bytes = 0
+        self.locked_bytes = 0
         self._words = one_token_words(model)
         self._chance = random.Random(7)
 
     def __enter__(self) -> Bench:
         self._stack.inference.start(wait_for="/readyz")
+        if self._place.startswith("gpu"):
+            self._before_bytes = self._observed_bytes()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -126,12 +146,18 @@ class Bench:
         return self._stack.worker_pid(MODEL_ID)
 
     def device_bytes(self) -> tuple[int, int]:
-        """Used and suspended bytes of the simulated device."""
+        """Used and suspended bytes of the device; of a real one, the driver's figure beyond that at the start."""
         if self._place == "cpu":
             return 0, 0
+        if self._place.startswith("gpu"):
+            return max(0, self._observed_bytes() - self._before_bytes), 0
         with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
             status = rig.tell("status")["gpu-0"]
             return int(status["used_bytes"]), int(status["suspended_bytes"])
+
+    def _observed_bytes(self) -> int:
+        devices = self._stack.ask("/memory/fragmentation", direct=True)["devices"]
+        return int(sum(one["observed_mb"] for id, one in devices.items() if id != "cpu") * 2**20)
 
     def offload(self) -> int:
         """Offloads the model. Returns the bytes that its device still holds."""
@@ -141,6 +167,7 @@ class Bench:
         (kept,) = self._stack.ask("/memory/offloaded", direct=True)["offloaded"]
         if kept["mechanism"] != MECHANISMS[self._place]:
             raise SystemExit(f"the model is kept by {kept['mechanism']}, not {MECHANISMS[self._place]}")
+        self.locked_bytes = kept["locked_bytes"]
         return self.device_bytes()[0]
 
     def _post(self, path: str, body: Any) -> dict[str, Any]:
@@ -200,6 +227,7 @@ def measure(found: Samples, model: Path, rounds: int) -> None:
             found.prefill.append(bench.ask(conversation))
             found.device_bytes.append(bench.offload())
             found.kept.append(bench.ask(conversation + bench.prompt(8)))
+            found.locked_bytes = bench.locked_bytes
 
 
 def measure_server(found: Samples, model: Path, rounds: int) -> None:
@@ -262,7 +290,7 @@ def tables(results: Sequence[Samples]) -> Iterator[str]:
         ):
             if values:
                 yield f"  {name:<34}{Middle.of(values).text(3):>28}"
-        yield f"  device bytes while warm: {max(found.device_bytes)}"
+        yield f"  while warm: {max(found.device_bytes)} bytes of the device, {found.locked_bytes} bytes locked in RAM"
 
 
 def bars(results: Sequence[Samples]) -> list[Bar]:
@@ -292,7 +320,7 @@ def main() -> int:
     """Runs the benchmark, prints tables and bars, and writes the samples."""
     quick = bool(os.environ.get("QUICK"))
     names = os.environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
-    places = os.environ.get("PLACES", ",".join(PLACES)).split(",")
+    places = os.environ.get("PLACES", "cpu,sim,sim-resident").split(",")
     rounds = int(os.environ.get("ROUNDS", "3" if quick else "5"))
     results = []
     for name in names:

@@ -190,6 +190,8 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
         "15m": pytest.approx(15.2, abs=0.1),
         "135m": pytest.approx(134.5, abs=0.1),
         "1b": pytest.approx(1235.8, abs=0.1),
+        "moe": pytest.approx(1685.9, abs=0.1),
+        "moe-small": pytest.approx(35.1, abs=0.1),
     }
 
 

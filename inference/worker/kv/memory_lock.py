@@ -39,8 +39,8 @@ def lock(handles: Sequence[int], mlock: Callable[[int, int], None] | None = None
         wanted = sum(os.fstat(handle).st_size for handle in handles)
         log.log(
             logging.WARNING if _field("/proc/meminfo", "SwapTotal") else logging.INFO,
-            "the copy of the weights is not locked in RAM (%s): %s wanted, %s locked, limit %s; the kernel may write it "
-            "to swap. Raise the limit: LimitMEMLOCK=infinity in the systemd unit, or ulimits: {memlock: -1} of the "
+            "the copy of the weights is not locked in RAM (%s): %s wanted, %s locked, limit %s; the kernel may write "
+            "it to swap. Raise the limit: LimitMEMLOCK=infinity in the systemd unit, or ulimits: {memlock: -1} of the "
             "container",
             error.strerror if isinstance(error, OSError) else error,
             format_bytes(wanted), format_bytes(_field("/proc/self/status", "VmLck")), limit,

@@ -1,8 +1,7 @@
 """Keeps a model file in host memory, so that a later load onto an accelerator does not read it from the disk.
 
 The file is copied to anonymous memory and sealed, and the modules for a load are imported. The memory has no name in a
-file system, so the kernel frees it when the last process that holds it ends. It is locked in RAM if the limit for locked
-memory allows that.
+file system, so the kernel frees it when the last process that holds it ends. It is locked in RAM if the limit allows.
 """
 
 from __future__ import annotations
