@@ -85,9 +85,9 @@ def growth(target: Target) -> Iterator[Row]:
             with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
                 rig.tell("contexts", "gpu-0", bytes=CONTEXT_BYTES)
                 rig.tell("tell", "gpu-0")
+        plan = post(stack, "/memory/plan", {"model": "grows"})
+        device, planned = plan["device"], plan["need_bytes"][plan["device"]]
         post(stack, "/models/grows/load")
-        (device,) = stack.model("grows")["devices"]
-        planned = stack.model("grows")["predicted_bytes"]
         answer(stack, "grows", kv.Words(shape).prompt(PROMPT_TOKENS))
         found: Mapping[str, Any] = {}
         deadline = time.monotonic() + GROWTH_SECONDS
@@ -109,7 +109,7 @@ def growth_rows(
     booked = int(model["devices_mb"][device] * MIB)
     found = model["growth"].get(device, {})
     slack = format_bytes(SLACK_BYTES)
-    yield Row("growth", "planned", format_bytes(planned))
+    yield Row("growth", "planned on the device", format_bytes(planned))
     yield Row(
         "growth",
         "booked after an answer",
@@ -188,7 +188,7 @@ def experts_rows(
 ) -> Iterator[Row]:
     """`used`: observed and planned bytes on the device by place. Differences to the first are free of the context."""
     observed, planned = used[name]
-    part, title = "experts", f"experts: {name}"
+    part, title = "experts", f"experts {name}"
     first = next(iter(used))
     if name == first:
         yield Row(part, f"{title}, on the device", format_bytes(observed), f"{format_bytes(planned)} and its context")

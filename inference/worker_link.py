@@ -133,7 +133,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`count_bytes` of a file are in memory, `locked_bytes` of them locked there. The worker has no device and waits."""
+    """`count_bytes` of a file are in memory, `locked_bytes` of them locked. The worker has no device and waits."""
 
     tag: ClassVar[str] = "held"
     count_bytes: int
