@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,12 +130,11 @@ def cases(environ: Mapping[str, str]) -> list[Case]:
     return found + [Case(path.stem, path, 4096, 1) for path in own]
 
 
-async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case]) -> list[Sample]:
+async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case]) -> AsyncIterator[Sample]:
     """One sample per case, in order; the device must be idle."""
     with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
         root = Path(directory)
         estimator = Estimator(StateDir(root / "state"), seconds=LOAD_SECONDS)
-        samples: list[Sample] = []
         for number, case in enumerate(wanted):
             folder = root / str(number)
             folder.mkdir()
@@ -151,10 +150,9 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
                 figure = reading.process_bytes.get(rig.process.pid)
                 done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
             predicted = estimate.parts[device.id].total_bytes
-            back = _restored(folder, _grant(spec, device), device) if samples else None
-            samples.append(Sample(case.name, predicted, used - before, done, back, used - loaded, figure))
+            back = _restored(folder, _grant(spec, device), device) if number else None
+            yield Sample(case.name, predicted, used - before, done, back, used - loaded, figure)
         await estimator.close()
-    return samples
 
 
 def _restored(folder: Path, grant: worker_link.Grant, device: Reading) -> Restore:
@@ -231,24 +229,25 @@ async def _settled(inventory: Inventory, device: str) -> int:
         await asyncio.sleep(0.3)
 
 
-def table(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> Iterator[Row]:
-    """The rows of all loads. Predictions are compared without the memory of a process that the first load shows."""
+def link_rows(rate: Link | Unmeasured | None) -> Iterator[Row]:
+    """The rates of copies by the driver; nothing for a simulated device."""
     if isinstance(rate, Unmeasured):
         yield Row("bytes", "copies by the driver", rate.why, "", reached=False)
-        rate = None
-    if rate is not None:
+    elif rate is not None:
         pageable, back = f"{rate.pageable / 1e9:.2f}", f"{rate.back / 1e9:.2f}"
         yield Row(
             "bytes",
             "copies by the driver to the device: page-locked, pageable; back",
             f"{rate.pinned / 1e9:.2f}, {pageable}; {back} GB/s",
         )
-    first, *others = samples
+
+
+def sample_rows(sample: Sample, first: Sample, rate: Link | Unmeasured | None) -> Iterator[Row]:
+    """The rows of a load. It is compared without the memory of a process, which the first load shows."""
     context = first.observed_bytes - first.predicted_bytes
-    yield Row("bytes", f"a process beside its buffers ({first.name})", format_bytes(context))
-    for sample in samples:
-        yield from _of_process(sample)
-    for sample in others:
+    if sample is first:
+        yield Row("bytes", f"a process beside its buffers ({first.name})", format_bytes(context))
+    else:
         yield Row(
             "bytes",
             f"{sample.name}: on the device",
@@ -256,16 +255,15 @@ def table(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> I
             f"{format_bytes(sample.predicted_bytes + context)} within 1 % or 16 MiB",
             reached=sample.error(context) <= 1,
         )
-        if sample.restore is not None:
-            yield _of_restore(sample.name, sample.restore, rate)
-        if sample.checkpoint is not None:
-            yield _of_checkpoint(sample, sample.checkpoint)
-
-
-def _of_process(sample: Sample) -> Iterator[Row]:
     figure = "no figure" if sample.process_bytes is None else format_bytes(sample.process_bytes)
-    yield Row("bytes", f"{sample.name}: more with the first answer", format_bytes(sample.grown_bytes))
-    yield Row("bytes", f"{sample.name}: the driver's figure for its process", figure)
+    grown = format_bytes(sample.grown_bytes)
+    yield Row(
+        "bytes", f"{sample.name}: the driver's figure for its process; more with the first answer", f"{figure}; {grown}"
+    )
+    if sample.restore is not None:
+        yield _of_restore(sample.name, sample.restore, rate if isinstance(rate, Link) else None)
+    if sample.checkpoint is not None:
+        yield _of_checkpoint(sample, sample.checkpoint)
 
 
 def _of_restore(name: str, done: Restore, rate: Link | None) -> Row:
@@ -285,21 +283,32 @@ def _of_checkpoint(sample: Sample, done: Checkpoint | Unmeasured) -> Row:
     return Row("bytes", name, f"suspended at {away:.2f} GB/s, resumed at {back:.2f} GB/s, {rest}")
 
 
-async def check(
+def check(
     config: InferenceConfig, wanted: Callable[[], Sequence[Case]]
-) -> tuple[list[Sample], Link | Unmeasured | None]:
-    """The samples of the first measurable device, and the rate of its link (None if it is simulated)."""
+) -> Iterator[tuple[Sample, Link | Unmeasured | None]]:
+    """Each sample of the first measurable device when it is known, with the rate of its link (None if simulated)."""
     inventory = Inventory.of(config.settings)
-    await inventory.start()
-    try:
-        device = next(reading for reading in inventory.accelerators() if reading.kind in MEASURED)
-        rate = link_rate(device.environment) if device.kind == KIND else None
-        return await measure(inventory, device, wanted()), rate
-    finally:
-        await inventory.close()
+    with asyncio.Runner() as runner:
+        runner.run(inventory.start())
+        try:
+            device = next(reading for reading in inventory.accelerators() if reading.kind in MEASURED)
+            rate = link_rate(device.environment) if device.kind == KIND else None
+            samples = measure(inventory, device, wanted())
+            while (sample := runner.run(_next(samples))) is not None:
+                yield sample, rate
+        finally:
+            runner.run(inventory.close())
+
+
+async def _next(samples: AsyncIterator[Sample]) -> Sample | None:
+    return await anext(samples, None)
 
 
 def rows(target: Target) -> Iterator[Row]:
     """The part `bytes` of `gpu-check`."""
-    samples, rate = asyncio.run(check(target.config(), lambda: cases(target.environ)))
-    yield from table(samples, rate)
+    first: Sample | None = None
+    for sample, rate in check(target.config(), lambda: cases(target.environ)):
+        if first is None:
+            first = sample
+            yield from link_rows(rate)
+        yield from sample_rows(sample, first, rate)

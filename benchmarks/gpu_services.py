@@ -176,11 +176,17 @@ def experts(target: Target) -> Iterator[Row]:
                 times = answer(stack, name, words.prompt(16)).times
                 speeds.append((len(times) - 1) / (times[-1] - times[0]))
                 time.sleep(RATE_SECONDS)
-            used[name] = observed_bytes(stack, device) - before, plan["need_bytes"][device]
+            used[name] = observed_bytes(stack, device) - before, _buffer_bytes(plan, device)
             (host,) = stack.ask("/memory/fragmentation", direct=True)["models"]
             post(stack, f"/models/{name}/unload")
             yield from experts_rows(name, plan, Middle.of(speeds), host["process_mb"], used)
             _wait_for_free(stack, device, before)
+
+
+def _buffer_bytes(plan: Mapping[str, Any], device: str) -> int:
+    """The planned bytes without those of the context, which the service learns from the first load."""
+    parts = plan["estimate"]["devices"][device]
+    return int(parts["weights_bytes"] + parts["kv_bytes"] + parts["compute_bytes"])
 
 
 def experts_rows(
