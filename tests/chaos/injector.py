@@ -17,13 +17,13 @@ import httpx2
 
 from headgate.cli.chaos import FAULTS, signal_worker
 from headgate.shared.errors import HeadgateError
+from inference.authority.lifecycle import ACCEPTING
 from inference.devices.simgpu.control import SimulatorError
-from inference.protocol import ModelState
 from tests.chaos.judge import End, Outcome, Violation, Window
 from tests.chaos.load import ENDLESS_TOKENS, TURNS, Ask, Load
 from tests.chaos.machine import TROUBLES
 from tests.chaos.plan import Event, Kind
-from tests.chaos.system import DEVICES, KV_RAM_GB, MODELS, OPEN_SECONDS, System
+from tests.chaos.system import ALONE, DEVICES, KV_RAM_GB, MODELS, OPEN_SECONDS, REPLICATED, System
 from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
@@ -33,6 +33,8 @@ DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past"
 GROWTH_BYTES = 8 * 2**20
 SAVED_SECONDS = 0.3
 """A worker saves a sequence within this time after its answer, if it has nothing else to do."""
+ASKED_SECONDS = 0.2
+"""The most time between requests and the end of a replica that may have them."""
 END_BYTES = 128
 """At the end of a stored sequence, with sizes and padding."""
 AFTERMATH_SECONDS = 4.0
@@ -102,7 +104,7 @@ class Injector:
     async def _worker(self, wanted: str) -> tuple[str, int]:
         """A model with a ready worker, and its process; raises LookupError or HTTPError without one."""
         models = await self.system.models()
-        able = [name for name, one in models.items() if one.pid and one.state in (ModelState.READY, ModelState.BUSY)]
+        able = [name for name, one in models.items() if one.pid and one.state in ACCEPTING]
         if not able:
             await self.system.inference(f"/models/{wanted}/load?seconds=20", "POST", seconds=25.0)
             models, able = await self.system.models(), [wanted]
@@ -144,6 +146,31 @@ class Injector:
 
     async def _oom_compute(self, event: Event) -> str:
         return await self._strike(event, "oom-compute")
+
+    async def _replica_kill(self, event: Event) -> str:
+        """kill -9 of one of two ready replicas, under requests and before one: none has a second tier."""
+        async with contextlib.AsyncExitStack() as held:
+            for name in sorted(DEVICES):  # both have to stay as they are
+                await held.enter_async_context(self._held[name])
+            for name, one in (await self.system.simulator("status")).items():
+                if one["lost"]:
+                    await self.system.simulator("return", name)
+            await self.system.inference(f"/models/{REPLICATED}/load?seconds=15", "POST", seconds=20.0)
+            replicas = (await self.system.models())[REPLICATED].replicas
+            ready = [one.pid for one in replicas if one.pid is not None and one.state in ACCEPTING]
+            if len(ready) < len(replicas):
+                raise LookupError(f"{len(ready)} replicas of {REPLICATED} are ready")
+            pid = ready[event.number % len(ready)]
+            async with self._touching(event.kind, REPLICATED):
+                asked = [self.load.start(Ask(ALONE, "Tell me a story.", True, 40)) for _ in range(4)]
+                await asyncio.sleep(event.draw * ASKED_SECONDS)
+                signal_worker(pid, FAULTS["worker-kill"])
+                await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
+                asked.append(self.load.start(Ask(ALONE, "Hello!", True, 4)))
+                for outcome, _task in asked:
+                    outcome.survives = REPLICATED
+                await asyncio.gather(*(task for _outcome, task in asked))
+        return f"{REPLICATED} {pid}"
 
     async def _worker_stop(self, event: Event) -> str:
         """It continues after a while, or (one in five) never: then it must be detected as hung and killed."""
@@ -467,7 +494,7 @@ class Injector:
             self.system.configure(more=f", aliases: [{alias}]", drain=5 + event.number % 2)
             os.kill(self.system.up.pid, signal.SIGHUP)
             began = self.clock()
-            while alias not in (await self.system.models())["tiny-deep"].aliases:
+            while alias not in (await self.system.models())["tiny-experts"].aliases:
                 if self.clock() - began > 5.0:
                     raise LookupError("the alias is not known")
                 await asyncio.sleep(0.05)

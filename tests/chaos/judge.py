@@ -15,6 +15,7 @@ SLACK_SECONDS = 0.3
 
 SAME_ANSWER = "a prompt has the same answer from whichever tier it is continued"
 OWN_TOKENS = "no tenant continues the tokens of another"
+OTHER_REPLICA = "while one replica of a model is ready, no request fails before its first token"
 SURE = 0.5
 """Difference of log probabilities; ten times what the batch changes in the demo models."""
 SHARED_TOKENS = 32
@@ -75,6 +76,8 @@ class Outcome:
     """Equal for all requests with the same prompt; empty for those that are not repeated."""
     spies: bool = False
     """Its prompt is that of another tenant, and its tenant has never sent it before."""
+    survives: str = ""
+    """The model of which one replica was ready when the other one ended."""
     cached: int | None = None
     """Prompt tokens that were not computed."""
     steps: tuple[tuple[str, float], ...] = ()
@@ -129,6 +132,13 @@ class Facts:
         provider, _, model = outcome.answered_by.partition("/")
         return provider == "local" and any(
             window.touches(model, outcome.began, outcome.ended) for window in self.windows
+        )
+
+    def is_spared(self, outcome: Outcome) -> bool:
+        """Whether nothing but the end of one replica may have broken it."""
+        return not self.was_out(outcome) and not any(
+            window.kind != "replica_kill" and window.touches(outcome.survives, outcome.began, outcome.ended)
+            for window in self.windows
         )
 
     def looks_like_poison(self, outcome: Outcome) -> bool:
@@ -221,6 +231,9 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
             yield "no request waits for ever"
         case End.STRANGE:
             yield "an answer keeps to the protocol"
+    fails_early = outcome.end is not End.COMPLETE and outcome.first_token is None
+    if outcome.survives and fails_early and facts.is_spared(outcome):
+        yield OTHER_REPLICA
     if outcome.done and outcome.end is not End.COMPLETE and outcome.end is not End.LEFT:
         yield "no stream without a finish reason ends in [DONE]"
 

@@ -19,6 +19,7 @@ class Kind(StrEnum):
     WORKER_KILL = "worker_kill"
     WORKER_STOP = "worker_stop"
     WORKER_ABORT = "worker_abort"
+    REPLICA_KILL = "replica_kill"
     OOM_LOAD = "oom_load"
     OOM_CONTEXT = "oom_context"
     OOM_COMPUTE = "oom_compute"

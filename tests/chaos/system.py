@@ -1,4 +1,7 @@
-"""A whole Headgate for chaos runs: `headgate up` on two simulated GPUs, four models, a fake cloud."""
+"""A whole Headgate for chaos runs: `headgate up` on two simulated GPUs, four models, a fake cloud.
+
+One model has two replicas, and one has a part of its experts in host memory.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,29 @@ from headgate.shared import child_process
 from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
-from tests.rigs import tiny_gguf
+from tests.rigs import tiny_families, tiny_gguf
 from tests.rigs.fulldisk import FullDisk
 from tests.rigs.processes import Service, children_of, free_port, is_alive, private_env
 from tests.rigs.stack import REPOSITORY, Clients, fake_cloud
 
 DEVICES = ("gpu-0", "gpu-1")
 DEVICE_MIB = 160
-MODELS = ("demo", "demo-mini", "tiny", "tiny-deep")
+MODELS = ("demo", "demo-mini", "tiny", "tiny-experts")
+REPLICATED = "tiny"
+"""The model with two replicas."""
+EXPERTS = tiny_families.Form("moe", layers=4, width=64, heads=4, heads_kv=4, feed=128)
 BACKED = (*MODELS, "shaky")
 """Routes that end in a cloud that never fails."""
 ALONE = "alone"
-"""A route without a second tier."""
+"""A route to the model with replicas, without a second tier."""
 OPEN_SECONDS = 2.0
 
 MODELS_YAML = """
 models:
   demo:      {{path: "bundled:demo", context_length: 512, {common}}}
   demo-mini: {{path: "bundled:demo-mini", context_length: 512, {common}}}
-  tiny:      {{path: {tiny}, context_length: 1024, {common}}}
-  tiny-deep: {{path: {deep}, context_length: 1024, {common}{more}}}
+  tiny:      {{path: {tiny}, context_length: 1024, replicas: 2, {common}}}
+  tiny-experts: {{path: {experts}, context_length: 1024, experts: 2, {common}{more}}}
 """
 COMMON = "parallel: 4, memory_overhead: 16MiB, min_residency: 500ms"
 GATEWAY_YAML = """
@@ -46,7 +52,7 @@ routes:
   demo:      {{chain: [local/demo, local/demo-mini, cloud/gpt-test], load_wait: 8s}}
   demo-mini: {{chain: [local/demo-mini, cloud/gpt-test], load_wait: 8s}}
   tiny:      {{chain: [local/tiny, cloud/gpt-test], load_wait: 8s}}
-  tiny-deep: {{chain: [local/tiny-deep, local/tiny, cloud/gpt-test], load_wait: 8s}}
+  tiny-experts: {{chain: [local/tiny-experts, local/tiny, cloud/gpt-test], load_wait: 8s}}
   shaky:     {{chain: [shaky/gemini-test, cloud/gpt-test]}}
   alone:     {{chain: [local/tiny], load_wait: 8s}}
 stream_interval: 2ms
@@ -105,8 +111,8 @@ class System(Clients):
 
     def configure(self, *, more: str = "", drain: int = 5) -> None:
         """Writes both configuration files; `more` is for one of the models."""
-        tiny, deep = tiny_gguf.generative(), tiny_gguf.generative(seed=2, layers=4)
-        models = MODELS_YAML.format(common=COMMON, tiny=tiny, deep=deep, more=more)
+        tiny, experts = tiny_gguf.generative(), tiny_families.path(EXPERTS)
+        models = MODELS_YAML.format(common=COMMON, tiny=tiny, experts=experts, more=more)
         first, second = (f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in KEYS)
         gateway = GATEWAY_YAML.format(cloud=self.cloud.url, open=OPEN_SECONDS, drain=drain, first=first, second=second)
         settings = f"INFERENCE_KV_RAM_GB={self.kv_ram_gb}\n"

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 from tests.chaos.injector import KINDS
 from tests.chaos.judge import (
+    OTHER_REPLICA,
     OWN_TOKENS,
     SAME_ANSWER,
     End,
@@ -52,7 +53,7 @@ def test_same_seed_gives_the_same_run(seed: int, count: int) -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32), st.integers(50, 150))
+@given(st.integers(0, 2**32), st.integers(2 * len(Kind), 150))
 def test_kinds_are_equally_frequent_and_cut_devices_return(seed: int, count: int) -> None:
     found = _plan(seed, count)
     assert min(shares(found).values()) >= LEAST_SHARE
@@ -120,6 +121,7 @@ def test_outcomes_of_clients_are_judged(outcome: Outcome, facts: Facts, words: s
         assert any(words in promise for promise in found), found
 
 
+READY = ReplicaStatus("c", ModelState.READY)
 TURN = replace(GOOD, prompt="1000/2", cached=0, steps=(("a", 3.0), ("b", 0.9), ("c", 2.0)))
 
 
@@ -142,6 +144,31 @@ TURN = replace(GOOD, prompt="1000/2", cached=0, steps=(("a", 3.0), ("b", 0.9), (
 def test_answers_of_repeated_prompts_are_judged(other: Outcome, promises: list[str]) -> None:
     found = kv_violations([replace(other, ended=11.0), TURN])
     assert [one.promise for one in found] == promises
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "outages", "is_broken"),
+    [
+        ({}, [], [], True),
+        ({"end": End.ERROR_FRAME}, [], [], True),
+        ({"end": End.ERROR_FRAME, "first_token": 10.1}, [], [], False),
+        ({"end": End.COMPLETE, "finishes": 1, "done": True}, [], [], False),
+        ({"survives": ""}, [], [], False),
+        ({}, [Window("worker_stop", frozenset({"demo"}), 9.0, 10.2)], [], False),
+        ({}, [Window("worker_stop", frozenset({"other"}), 9.0, 10.2)], [], True),
+        ({}, [], [(9.0, 10.2)], False),
+    ],
+)
+def test_failure_while_another_replica_is_ready_is_found(
+    changes: dict[str, Any], windows: list[Window], outages: list[tuple[float, float]], is_broken: bool
+) -> None:
+    """Other faults of the same model and outages of the gateway excuse it."""
+    refused = replace(
+        GOOD, route="alone", end=End.REFUSED, code="x", done=False, finishes=0, first_token=None, survives="demo"
+    )
+    facts = Facts([Window("replica_kill", frozenset({"demo"}), 9.9, 10.4), *windows], outages)
+    found = [one.promise for one in violations([replace(refused, **changes)], facts)]
+    assert (OTHER_REPLICA in found) == is_broken
 
 
 def test_conversations_are_counted() -> None:
@@ -210,6 +237,6 @@ def test_models_in_transition_and_queues_are_watched() -> None:
     models = {
         "a": ModelStatus("a", ModelState.LOADING, pid=7),
         "b": ModelStatus("b", ModelState.COLD, queued=2),
-        "c": ModelStatus("c", ModelState.READY),
+        "c": ModelStatus("c", ModelState.READY, replicas=(READY, replace(READY, id="c@2", state=ModelState.DRAINING))),
     }
-    assert list(waiting(models).values()) == ["a is loading", "2 wait for b, which is cold"]
+    assert list(waiting(models).values()) == ["a is loading", "2 wait for b, which is cold", "c@2 is draining"]

@@ -116,8 +116,9 @@ def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
     without computing.
     """
     return [
-        f"{name} is on {', '.join(one.devices)}"
-        for name, one in models.items()
+        f"{one.id} is on {', '.join(one.devices)}"
+        for model in models.values()
+        for one in model.replicas or (model,)
         if "cpu" in one.devices and one.state not in KEPT
     ]
 
@@ -125,9 +126,11 @@ def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
 def waiting(models: Mapping[str, ModelStatus]) -> dict[str, str]:
     """Models in transition, and queues with waiting requests."""
     found = {}
-    for name, one in models.items():
-        if one.state in PASSING:
-            found[f"{name} {one.state} {one.pid}"] = f"{name} is {one.state}"
-        if one.queued:
-            found[f"{name} queue {one.pid} {one.loads}"] = f"{one.queued} wait for {name}, which is {one.state}"
+    for model in models.values():
+        for one in model.replicas or (model,):
+            what = f"{one.id}, which is {one.state}"
+            if one.state in PASSING:
+                found[f"{one.id} {one.state} {one.pid}"] = f"{one.id} is {one.state}"
+            if one.queued:
+                found[f"{one.id} queue {one.pid} {model.loads}"] = f"{one.queued} wait for {what}"
     return found
