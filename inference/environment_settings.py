@@ -112,6 +112,8 @@ FitPolicy = Annotated[
     Literal["off", "context", "experts", "layers", "auto"],
     BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as false
 ]
+SplitMode = Literal["layer", "row", "tensor"]
+"""How a model on several accelerators is divided: by layers, or each matrix by its rows or by attention heads."""
 OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
@@ -140,6 +142,9 @@ class InferenceSettings(BaseSettings):
     gpu_layers: int = Field(-1, ge=-1)
     experts: Experts = Field(
         "device", description="experts on the device, in host memory, of the first N layers in host memory, or auto"
+    )
+    split_mode: SplitMode = Field(
+        "layer", description="how a model on several accelerators is divided: by layer, row or tensor"
     )
     gpu_index: OptionalInt = Field(None, ge=0)
     context_length: int = Field(4096, ge=16)

@@ -130,6 +130,7 @@ class MemoryLimitExceededError(RefusedError):
         *,
         reason: str = "",
         fix: Mapping[str, Any] | None = None,
+        undivided: str = "",
         lost: str = "",
         retry_after: float | None = None,
     ) -> None:
@@ -141,6 +142,8 @@ class MemoryLimitExceededError(RefusedError):
         message = f"the model {model!r} does not fit: {numbers or reason}"
         if fix:
             message += "; it would fit with " + " and ".join(f"{key}: {value}" for key, value in fix.items())
+        if undivided:
+            message += f"; several devices cannot share it: {undivided}"
         if lost:
             message += f"; {lost}"
         super().__init__(

@@ -29,6 +29,7 @@ from inference.environment_settings import (
     KvType,
     OomPolicy,
     Speculation,
+    SplitMode,
 )
 from inference.file_stamp import Fingerprint, fingerprint
 from inference.models_dir import HUB, HubSource, ModelFile, model_name, models_below
@@ -69,6 +70,7 @@ class ModelEntry(BaseModel):
     context_length: int | None = Field(None, ge=16)
     gpu_layers: int | None = Field(None, ge=-1)
     experts: Experts | None = None
+    split_mode: SplitMode | None = None
     gpu_index: int | None = Field(None, ge=0)
     parallel: int | None = Field(None, ge=1, le=256)
     kv_cells: int | None = Field(None, ge=16)
@@ -118,6 +120,7 @@ class ModelSpec:
     context_length: int
     gpu_layers: int
     experts: str | int
+    split_mode: str
     gpu_index: int | None
     parallel: int
     kv_cells: int | None
@@ -314,6 +317,9 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     flash = settings.flash_attention if entry.flash_attention is None else entry.flash_attention
     if kv_type != "f16" and not flash:
         yield Problem(f"kv_type {kv_type} needs flash_attention: true", key=f"{at}.kv_type")
+    if (entry.split_mode or settings.split_mode) == "tensor" and not flash:
+        message = "split_mode tensor needs flash_attention: true; or set split_mode: layer"
+        yield Problem(message, key=f"{at}.split_mode")
     context, parallel = entry.context_length or settings.context_length, entry.parallel or settings.parallel
     if entry.replicas[1] > 1 and entry.gpu_index is not None:
         message = "replicas of one model run on different devices; remove gpu_index, or make replicas 1"

@@ -98,6 +98,8 @@ class Grant:
     devices: tuple[DeviceGrant, ...]
     gpu_layers: int = -1
     tensor_split: tuple[float, ...] = ()
+    split_mode: str = "layer"
+    """How several devices share the model: `layer`, `row` or `tensor`."""
     host_expert_layers: int = 0
     """Layers, from the first one on, whose experts are in host memory."""
     context_length: int = 4096

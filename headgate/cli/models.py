@@ -23,6 +23,7 @@ LOAD_SECONDS = 600.0
 CRASH_LINES = 5
 """Lines of the last crash's output that `show` prints; `--json` has all of them."""
 
+SPLIT_MODES = ("layer", "row", "tensor")
 KV_TYPES = ("f16", "q8_0", "q4_0")
 
 _STYLES = {
@@ -51,6 +52,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-type", metavar="TYPE", choices=KV_TYPES, help="KV type: f16, q8_0 or q4_0")
     parser.add_argument("--gpu-layers", metavar="N", type=_layers, help="layers on the accelerator; -1: all")
     parser.add_argument("--experts", metavar="WHERE", help="device, host, auto, or N: those of N layers in host memory")
+    parser.add_argument("--split-mode", choices=SPLIT_MODES, help="how several devices share it")
     parser.add_argument(
         "--fit", metavar="WHAT", help="what may change if it does not fit: context, experts, layers, auto"
     )
@@ -229,9 +231,10 @@ def _run_change(action: str, activity: str, session: Session) -> int:
     return Exit.OK
 
 
-_PLANNED = {"ctx": "context_length"} | {
-    name: name for name in ("parallel", "kv_cells", "kv_type", "gpu_layers", "experts", "ubatch", "fit", "min_context")
-}
+_SAME = (
+    "parallel", "kv_cells", "kv_type", "gpu_layers", "experts", "split_mode", "ubatch", "fit", "min_context",
+)  # fmt: skip
+_PLANNED = {"ctx": "context_length"} | dict(zip(_SAME, _SAME, strict=True))
 """Options of `plan` and the settings that they replace."""
 
 

@@ -22,7 +22,7 @@ from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
-from inference.environment_settings import Experts, FitPolicy
+from inference.environment_settings import Experts, FitPolicy, SplitMode
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -56,6 +56,7 @@ class PlanRequest(BaseModel):
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
     gpu_layers: int | None = Field(None, ge=-1)
     experts: Experts | None = None
+    split_mode: SplitMode | None = None
     ubatch: int | None = Field(None, ge=1, le=2**20)
     fit: FitPolicy | None = None
     min_context: int | None = Field(None, ge=16, le=2**27)

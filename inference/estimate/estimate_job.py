@@ -9,17 +9,21 @@ agree with the header are replaced by the formula.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
 from inference.estimate.host_rate import host_bytes_per_second
 from inference.estimate.layers import Sizes
 from inference.worker.cpu_cores import usable_cores
+
+if TYPE_CHECKING:
+    from inference.worker_link import Grant
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
@@ -28,14 +32,16 @@ MOST_CELLS = 2**24
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact",
+    """Takes `{"path", "parameters", "accelerators", "counts", "split_mode", "capabilities", "mmproj", "exact",
     "host_bytes_per_second"}`.
 
     `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
-    of each when there are several. Returns `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
+    of each when there are several, which share the model in `split_mode`. Returns
+    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
     "note": ..., "output_bytes": ..., "checkpoint_bytes": ..., "projector_bytes": {device: ...},
     "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
-    "host_bytes_per_second": ...}`, or `{"error": message}` for an unusable file. The rate of host memory is 0 unless
+    "host_bytes_per_second": ..., "split_problem": ...}`, or `{"error": message}` for an unusable file. `split_problem`:
+    why the accelerators cannot share the model in `split_mode`; empty if they can. The rate of host memory is 0 unless
     the model has experts; it is measured unless the job has it.
     """
     path = Path(job["path"])
@@ -54,6 +60,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     found, source, note = rough, "header", ""
     capabilities: tuple[str, ...] = ()
     output_bytes = checkpoint_bytes = 0
+    mode: str = job.get("split_mode") or "layer"
+    split_problem = ""
     mmproj: str | None = job.get("mmproj")
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
@@ -61,8 +69,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
     if is_exact:
         try:
-            exact, output_bytes, checkpoint_bytes, capabilities = _exact(
-                path, parameters, accelerators, counts, job.get("capabilities"), mmproj, trace
+            exact, output_bytes, checkpoint_bytes, capabilities, split_problem = _exact(
+                path, facts, parameters, accelerators, counts, mode, job.get("capabilities"), mmproj, trace
             )
         except _UnusableError as error:
             return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
@@ -91,6 +99,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "facts": _facts(facts),
         "capabilities": list(capabilities),
         "host_bytes_per_second": _host_rate(job) if facts.experts else 0.0,
+        "split_problem": split_problem,
     }
 
 
@@ -108,21 +117,23 @@ class _NoBreakdownError(Exception):
 
 def _exact(
     path: Path,
+    facts: Facts,
     parameters: Parameters,
     accelerators: Sequence[Mapping[str, Any]],
     counts: Sequence[int],
+    mode: str,
     wanted: Sequence[str] | None,
     mmproj: str | None,
     trace: LayerTrace,
-) -> tuple[dict[str, Parts], int, int, tuple[str, ...]]:
+) -> tuple[dict[str, Parts], int, int, tuple[str, ...], str]:
     """Opens model and context as a worker does, without allocating memory.
 
     Returns the parts, the host memory for outputs (allocated with the first large batch) and for the checkpoints of all
-    sequences, and the capabilities.
+    sequences, the capabilities, and why the accelerators cannot share the model in this mode.
     """
     from inference.worker import llama, loading
     from inference.worker.kv.checkpoints import most_checkpoints
-    from inference.worker.llama import ggml_library
+    from inference.worker.llama import ggml_library, split_modes
     from inference.worker.llama.llama_process import LogTail
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant, Grant
@@ -149,6 +160,7 @@ def _exact(
         devices=devices or (DeviceGrant("cpu", "cpu"),),
         gpu_layers=parameters.gpu_layers if devices else 0,
         tensor_split=tuple(map(float, counts)),
+        split_mode=mode,
         context_length=parameters.context_length,
         parallel=parameters.parallel,
         kv_cells=parameters.kv_cells,
@@ -163,6 +175,13 @@ def _exact(
     )
     try:
         params = llama.model_params(grant, no_alloc=True)
+        problem = split_modes.obstacle(mode, params.handles)
+        if mode == "tensor" and params.handles and not problem:
+            problem = _tensor_problem(grant, errors)
+        problem = problem and f"{problem}; set split_mode: layer"
+        errors.clear()
+        if problem and counts:
+            raise _UnusableError(problem)
         model, context, pooling = loading.open_context(grant, params)
         capabilities = loading.capabilities_of(grant, pooling, loading.template_of(model)[0])
     except LoadError as error:
@@ -172,16 +191,41 @@ def _exact(
         ggml_library.buffer_name(handle): device.id for handle, device in zip(params.handles, devices, strict=False)
     }
     sums: dict[str, list[int]] = {}
-    for where, weights, kv, compute in _breakdown(context.handle):
+    for where, *amounts in _breakdown(context.handle):
+        if counts and where.startswith(split_modes.META):
+            division = split_modes.division(model.handle, len(devices))
+            caches = [size.kv_bytes for size in trace.layers(facts, amounts[1])]
+            each = zip(division.weights, division.cache_bytes(amounts[1], caches), strict=True)
+            sums |= {device.id: [*mine, amounts[2]] for device, mine in zip(devices, each, strict=True)}
+            continue
+        if counts and where.endswith(split_modes.ROWS):
+            for device, count in zip(devices, counts, strict=True):
+                sums.setdefault(device.id, [0, 0, 0])[0] += math.ceil(amounts[0] * count / sum(counts))
+            continue
         owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")
         here = sums.setdefault(owner, [0, 0, 0])
-        for index, count in enumerate((weights, kv, compute)):
+        for index, count in enumerate(amounts):
             here[index] += count
     sharing = parameters.parallel if context.cells else 1
-    each = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
-    checkpoint_bytes = parameters.parallel * each * most_checkpoints(each, parameters.kv_checkpoints)
+    at_once = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
+    checkpoint_bytes = parameters.parallel * at_once * most_checkpoints(at_once, parameters.kv_checkpoints)
     parts = {device: Parts(*counts) for device, counts in sums.items()}
-    return parts, context.output_bytes, checkpoint_bytes, capabilities
+    return parts, context.output_bytes, checkpoint_bytes, capabilities, problem
+
+
+def _tensor_problem(grant: Grant, errors: list[str]) -> str:
+    """Why llama.cpp does not load this model in mode `tensor`; it checks the architecture before the vocabulary."""
+    from inference.worker import llama
+    from inference.worker.llama import split_modes
+    from inference.worker.worker_errors import LoadError
+
+    params = llama.model_params(grant, vocab_only=True, split_mode=split_modes.mode_of("tensor"))
+    try:
+        llama.Model(grant.path, params).close()
+    except LoadError:
+        found = next((line for line in errors if "error loading model: " in line), "llama.cpp cannot use it")
+        return f"split_mode tensor: {found.partition('error loading model: ')[2].strip() or found}"
+    return ""
 
 
 def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:

@@ -32,7 +32,7 @@ from inference.workers.helper_client import HelperError, run_helper
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 12
+_VERSION = 13
 _KEPT = (
     "parts",
     "source",
@@ -44,6 +44,7 @@ _KEPT = (
     "facts",
     "capabilities",
     "host_bytes_per_second",
+    "split_problem",
 )
 """The cached fields of a helper's answer."""
 _MOST_ENTRIES = 2000
@@ -71,6 +72,7 @@ class _Subject:
             "capabilities": self.spec.capabilities,
             "mmproj": self.spec.mmproj,
             "counts": self.counts,
+            "split_mode": self.spec.split_mode if self.accelerators else "layer",
         }
 
 
@@ -230,6 +232,7 @@ class Estimator:
             expert_share=_share(entry["facts"]),
             host_bytes_per_second=host_rate,
             shape=shape,
+            split_problem=entry["split_problem"],
         )
 
 

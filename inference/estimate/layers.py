@@ -50,6 +50,8 @@ class Layers:
     input_bytes: int
     compute_bytes: int
     host_compute_bytes: int
+    by_tensor: bool = False
+    """Several devices share every place, instead of having whole ones (`split_mode: tensor`)."""
 
     @property
     def places(self) -> int:
@@ -64,10 +66,13 @@ class Layers:
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
-        """Bytes of the first 0, 1, 2, ... places on accelerators, in order, without experts in host memory."""
+        """Bytes of the first 0, 1, 2, ... places on accelerators, in order, without experts in host memory; of as many
+        equal shares with `by_tensor`.
+        """
         first = self.places - self.offloaded
         here = (whole - apart for whole, apart in zip(self._every[first:], self._apart[first:], strict=True))
-        return tuple(accumulate(here, initial=0))
+        sums = tuple(accumulate(here, initial=0))
+        return tuple(sums[-1] * at // self.offloaded for at in range(len(sums))) if self.by_tensor else sums
 
     @cached_property
     def _every(self) -> list[int]:
@@ -118,9 +123,10 @@ class Layers:
     def copies_bytes(self) -> int:
         """Additional bytes on each device and the host when several accelerators share the model.
 
-        llama.cpp makes no copies if experts are in host memory.
+        llama.cpp makes no copies if experts are in host memory, or if the devices are one for it.
         """
-        has_copies = self.offloaded == self.places and not self.parameters.host_expert_layers
+        is_whole = self.offloaded == self.places and not self.parameters.host_expert_layers
+        has_copies = is_whole and not self.by_tensor
         return (COPIES - 1) * self.mask_bytes if has_copies else 0
 
     def active_bytes(self, counts: Mapping[str, int], share: float) -> dict[str, int]:

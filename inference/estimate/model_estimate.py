@@ -37,6 +37,8 @@ class Estimate:
     """The share of its experts that compute a token."""
     host_bytes_per_second: float = 0.0
     """The measured rate of host memory; 0 if the model has no experts."""
+    split_problem: str = ""
+    """Why its device cannot share it with others in its split mode."""
     shape: str = ""
     """What its learned overhead belongs to (`inference.estimate.overheads`)."""
 

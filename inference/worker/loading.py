@@ -17,6 +17,7 @@ from inference.worker import llama, malloc_trim, sampling
 from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
 from inference.worker.llama.llama_process import LogTail
+from inference.worker.llama.split_modes import log_parts
 from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import LoadError
 from inference.worker.worker_requests import Facts
@@ -83,7 +84,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], part
     }
     ready = Ready(
         load_seconds=time.monotonic() - started,
-        buffers=tail.buffers(names),
+        buffers=tail.buffers(names, log_parts(grant.split_mode, grant.tensor_split, model.handle)),
         context_length=context_length,
         capabilities=capabilities,
         template_problem=problem,

@@ -22,6 +22,7 @@ from tests.rigs.tiny_families import WINDOW_TOKENS, Form, path
 
 MIB = 2**20
 ALLOWED_BYTES = 16 * MIB
+GREEDY = {"prompt": "The mill turns and the water runs. " * 30, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two devices of 160 MiB (144 usable); `tall` needs about 170, `taller` some 430."""
     file = path(Form("dense"))
     window = path(Form("window", layers=9, width=512, feed=2560))
+    of_tall = {"path": str(file), "context_length": 24576, "parallel": 1, "ubatch": 128, "min_residency": 0}
     models = {
         "window": {"path": str(window), "context_length": 4096, "parallel": 2, "ubatch": 128, "min_residency": 0},
-        "tall": {"path": str(file), "context_length": 24576, "parallel": 1, "ubatch": 128, "min_residency": 0},
+        "tall": of_tall,
+        "tall-by-row": {**of_tall, "split_mode": "row"},
+        "tall-by-tensor": {**of_tall, "split_mode": "tensor"},
         "taller": {"path": str(file), "context_length": 65536, "parallel": 1, "ubatch": 128, "min_residency": 0},
     }
     stack = Stack(
@@ -51,25 +55,57 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
         return rig.tell("status")
 
 
-def test_model_too_large_for_one_device_runs_on_two(stack: Stack) -> None:
-    """The plan has the layers of each device, and the devices count the planned bytes."""
-    planned = stack.ask("/memory/plan", {"model": "tall"}, direct=True)
+@pytest.mark.parametrize("split_mode", ["layer", "tensor"])
+def test_model_too_large_for_one_device_runs_on_two(split_mode: str, stack: Stack) -> None:
+    """The plan has the parts of each device, the devices count the planned bytes, and its sequences are restored."""
+    tall = "tall" if split_mode == "layer" else "tall-by-tensor"
+    planned = stack.ask("/memory/plan", {"model": tall}, direct=True)
     assert planned["result"] == "FREE", planned
     assert planned["allocation"] == "SPLIT"
     assert planned["devices"] == ["gpu-0", "gpu-1"]
     assert sum(planned["tensor_split"]) == 7
-    answer = stack.ask("/v1/chat/completions", chat_body("hello", "tall", max_tokens=4), direct=True)
-    assert answer["choices"]
-    assert stack.model("tall")["devices"] == ["gpu-0", "gpu-1"]
+    assert any(f"divided by {split_mode}" in line for line in planned["trace"]), planned["trace"]
+
+    def text_and_cached_tokens() -> tuple[str, int]:
+        answer = stack.ask("/v1/completions", {"model": tall, **GREEDY}, direct=True)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    text, _ = text_and_cached_tokens()
+    assert stack.model(tall)["devices"] == ["gpu-0", "gpu-1"]
     counted = devices(stack)
     for name in planned["devices"]:
         assert counted[name]["used_bytes"] > 0
         assert abs(counted[name]["used_bytes"] - planned["need_bytes"][name]) <= ALLOWED_BYTES
 
+    if split_mode == "tensor":
+        stack.ask(f"/models/{tall}/offload", {}, direct=True)
+        again, cached_tokens = text_and_cached_tokens()
+        assert again == text
+        assert cached_tokens > 0
+    stack.ask(f"/models/{tall}/unload", {}, direct=True)
+
+
+def test_split_mode_without_support_is_refused_with_the_backend_and_what_to_do(stack: Stack) -> None:
+    """Where one device suffices, the mode makes no difference."""
+    why = (
+        "several devices cannot share it: split_mode row needs split buffers, and the backend RPC of this llama.cpp "
+        "has none; set split_mode: layer"
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        stack.ask("/v1/chat/completions", chat_body("hello", "tall-by-row"), direct=True)
+    error = json.loads(refused.value.read())["error"]
+    assert (refused.value.code, error["code"]) == (503, "memory_limit_exceeded")
+    assert why in error["message"]
+    planned = stack.ask("/memory/plan", {"model": "tall-by-row"}, direct=True)
+    assert planned["result"] == "CANT_ACCOMMODATE"
+    assert "set split_mode: layer" in planned["reason"]
+    alone = stack.ask("/memory/plan", {"model": "tall-by-row", "context_length": 4096}, direct=True)
+    assert (alone["result"], alone["allocation"]) == ("FREE", "FRACTIONAL")
+    assert stack.ask("/memory/plan", {"model": "tall-by-row", "split_mode": "layer"}, direct=True)["result"] == "FREE"
+
 
 def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -> None:
     """No device counts an allocation and no process remains; with the suggested setting it loads."""
-    stack.ask("/models/tall/unload", {}, direct=True)
     before = devices(stack)
     with pytest.raises(urllib.error.HTTPError) as refused:
         stack.ask("/v1/chat/completions", chat_body("hello", "taller"), direct=True)

@@ -71,6 +71,22 @@ async def test_experts_in_host_memory_are_booked_there(
         assert parts.kv_bytes == together.parts[name].kv_bytes
 
 
+async def test_devices_that_share_each_tensor_have_the_estimated_bytes(tmp_path: Path) -> None:
+    """Weights and caches are divided by attention heads: sliding windows, layers and experts on the host.
+    The estimate on one device has the reason why llama.cpp does not divide an architecture.
+    """
+    cases = [
+        Case(Form("window", heads_kv=8), 4096, 2, "q8_0", -1, (5, 2), split_mode="tensor"),
+        Case(Form("moe", heads_kv=8), 4096, 2, "f16", 4, (2, 2), experts=5, split_mode="tensor"),
+    ]
+    async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
+        for case in cases:
+            await check(rig, case)
+        alone = Case(Form("recurrent"), 4096, 2, "f16", -1, (), split_mode="tensor")
+        found = await rig.estimate(alone)
+    assert found.split_problem.endswith("not implemented for architecture 'mamba'; set split_mode: layer")
+
+
 async def check(rig: EstimateRig, case: Case) -> None:
     """The estimate of llama.cpp for the case is right."""
     outcome = await rig.load(case)

@@ -199,7 +199,7 @@ async def _body_limit(bench: Bench) -> None:
 # --- what models do not say themselves -------------------------------------------------------------------------------
 @shows(
     "GPU_LAYERS", "CONTEXT_LENGTH", "PARALLEL", "KV_TYPE", "BATCH", "UBATCH", "THREADS", "FLASH_ATTENTION", "SWA_FULL",
-    "KV_CHECKPOINTS", "KV_CELLS", "EXPERTS", "SPECULATION",
+    "KV_CHECKPOINTS", "KV_CELLS", "EXPERTS", "SPECULATION", "SPLIT_MODE",
 )  # fmt: skip
 async def _grant_of_the_worker(bench: Bench) -> None:
     other = {
@@ -216,6 +216,7 @@ async def _grant_of_the_worker(bench: Bench) -> None:
     )
     assert (granted["batch"], granted["ubatch"], granted["threads"], granted["flash_attention"]) == (128, 64, 1, True)
     assert [(await bench.grant(**it))["speculation"] for it in ({}, {"SPECULATION": "ngram"})] == ["off", "ngram"]
+    assert [(await bench.grant(**it))["split_mode"] for it in ({}, {"SPLIT_MODE": "row"})] == ["layer", "row"]
     assert (await bench.grant(FLASH_ATTENTION="false"))["flash_attention"] is False
     assert [(await bench.grant(EXPERTS=value))["host_expert_layers"] for value in ("auto", "7")] == [0, 7]
     assert [(await bench.grant(**pool))["kv_cells"] for pool in ({}, {"KV_CELLS": "5000"})] == [None, 5000]

@@ -37,12 +37,14 @@ class Case:
     ubatch: int = 512
     kv_cells: int | None = None
     experts: str | int = "device"
+    split_mode: str = "layer"
 
     @property
     def name(self) -> str:
         """Short and stable."""
         where = "x".join(map(str, self.counts)) or f"gpu{self.gpu_layers}"
         apart = "" if self.experts == "device" else f"-experts-{self.experts}"
+        where += "" if self.split_mode == "layer" else f"-{self.split_mode}"
         return f"{self.form.family}-{self.context_length}x{self.parallel}-{self.kv_type}-{where}{apart}"
 
     def spec(self) -> ModelSpec:
@@ -56,6 +58,7 @@ class Case:
             gpu_layers=self.gpu_layers,
             ubatch=self.ubatch,
             experts=self.experts,  # type: ignore[arg-type]
+            split_mode=self.split_mode,  # type: ignore[arg-type]
         )
         return _spec(self.form.family, entry, InferenceSettings())
 
@@ -127,6 +130,7 @@ class EstimateRig:
             devices=grants_of(devices),
             gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
             tensor_split=tuple(map(float, case.counts)),
+            split_mode=spec.split_mode,
             host_expert_layers=spec.host_expert_layers,
             context_length=spec.context_length,
             parallel=spec.parallel,

@@ -588,7 +588,7 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
     answer = {**FITS, "evict": [], "estimate": None, "trace": [], "changes": {"experts": 7}}
     step = {"step": "experts", "settings": {"experts": 7}, "saved_bytes": {"gpu-0": 2**20, "cpu": -(2**20)}}
     options = "--kv-type q8_0 --gpu-layers -1 --experts auto --ubatch 256 --parallel 2 --kv-cells 999"
-    options += " --fit auto --min-context 512"
+    options += " --split-mode tensor --fit auto --min-context 512"
     for expected, begin, at in ((speed, "21.5", "900 GB/s"), (unknown, "unknown", "an unknown rate")):
         text = f"{begin} tokens per second; each token reads 1.0 GiB on gpu-0 at {at}, 512.0 MiB on cpu at 10 GB/s"
         answer["steps"] = [{**step, "tokens_per_second": expected["tokens_per_second"]}]
@@ -603,7 +603,7 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
         ]
         assert service.requests[0].body == {
             "model": "demo", "kv_type": "q8_0", "gpu_layers": -1, "experts": "auto", "ubatch": 256, "parallel": 2,
-            "kv_cells": 999, "fit": "auto", "min_context": 512,
+            "kv_cells": 999, "split_mode": "tensor", "fit": "auto", "min_context": 512,
         }  # fmt: skip
     assert main(["plan", "demo", "--gpu-layers", "-2"]) == 2
     assert "-2 is too small" in capsys.readouterr().err

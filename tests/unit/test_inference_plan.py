@@ -469,6 +469,29 @@ def test_layers_are_divided_over_many_devices() -> None:
     assert "nor divided over" in refusal.reason
 
 
+def test_devices_that_cannot_share_a_model_are_named_with_the_reason() -> None:
+    """The mode makes no difference where one device suffices."""
+    spread = replace(layered(("gpu-0", "gpu-1")), obstacle="no split buffers; set split_mode: layer")
+    refusal = rejected(ask(gpu(1300), spread=spread), machine(gpu_0=700, gpu_1=700, cpu=9000))
+    assert refusal.undivided == spread.obstacle
+    assert refusal.reason.endswith("; it is not divided over gpu-0, gpu-1: no split buffers; set split_mode: layer")
+    assert placed(ask(gpu(1300), spread=spread), machine(gpu_0=1300, gpu_1=700, cpu=9000)).devices == ("gpu-0",)
+
+
+def test_devices_that_share_each_layer_have_proportional_parts() -> None:
+    """A device may have room for less than one layer; there are no copies of inputs."""
+    spread = layered(("gpu-0", "gpu-1"), count=1, weights=900, kv=1000, ubatch=1)
+    assert spread.layers.sums == (0, 1900, 2000)
+    shared = replace(spread, layers=replace(spread.layers, by_tensor=True))
+    assert shared.layers.sums == (0, 1000, 2000)
+    assert shared.layers.copies_bytes == 0
+    ledger = machine(gpu_0=1100, gpu_1=1100, cpu=10)
+    rejected(ask(gpu(2000), spread=spread), ledger)
+    decision = placed(replace(ask(gpu(2000), spread=shared), split_mode="tensor"), ledger)
+    assert (decision.tensor_split, decision.need["gpu-0"]) == ((1.0, 1.0), 1000)
+    assert decision.trace[-1].endswith("fits, divided by tensor")
+
+
 @pytest.mark.parametrize(
     ("overhead", "rooms", "used"),
     [

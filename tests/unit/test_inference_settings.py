@@ -297,6 +297,14 @@ def test_experts_are_a_place_or_a_number_of_layers(value: str, layers: int, dire
     assert models["a"].host_expert_layers == models["b"].host_expert_layers == layers
 
 
+def test_split_by_tensor_needs_flash_attention(directory: Path) -> None:
+    text = "models:\n  a: {path: tiny.gguf, split_mode: %s, flash_attention: %s}"
+    assert "a.split_mode: split_mode tensor needs flash_attention" in problems(directory, text % ("tensor", "false"))
+    assert load(directory, text % ("tensor", "true"), {}).models["a"].split_mode == "tensor"
+    models = load(directory, text % ("layer", "false"), {"INFERENCE_SPLIT_MODE": "row"}).models
+    assert models["a"].split_mode == "layer"
+
+
 @pytest.mark.parametrize("value", ["gpu", "-1", "513", "1.5", "true", "[1]", "''"])
 def test_other_values_of_experts_are_one_problem(value: str, directory: Path) -> None:
     found = problems(directory, f"models:\n  a: {{path: tiny.gguf, experts: {value}}}")

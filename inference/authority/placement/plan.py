@@ -1,8 +1,8 @@
 """The planner: where a model is placed and which models must be evicted for it (`plan`).
 
 Pure and deterministic; the same trace explains a dry run, a decision and a refusal. It tries in this order: one device
-with free memory (the tightest fit), several devices by layer with free memory, one device after evictions (or several
-if that costs over a tenth less), a fallback device. The cost of an evicted model is bytes x seconds to load it again x
+with free memory (the tightest fit), several devices with free memory, one device after evictions (or several if that
+costs over a tenth less), a fallback device. The cost of an evicted model is bytes x seconds to load it again x
 recency of use. Pinned, dedicated, busy, loading and recently used models are not evicted.
 """
 
@@ -62,7 +62,7 @@ class Allocation(StrEnum):
     WHOLE = "WHOLE"
     """is alone on its devices"""
     SPLIT = "SPLIT"
-    """spans several devices by layer"""
+    """spans several devices"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,15 @@ class Request:
     dedicated: bool = False
     spread: Spread | None = None
     fit: Fit = field(default_factory=Fit)
+    split_mode: str = "layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the model goes. `evict` names the models that must be evicted first.
 
-    `tensor_split` is the number of layers on each of `devices`, empty on one device. A placement that is not `measured`
-    is computed from the need on one device, and must be measured before anything is booked.
+    `tensor_split` is the number of layers on each of `devices` (or of shares of each layer), empty on one device. A
+    placement that is not `measured` is computed from the need on one device, and must be measured before it is booked.
     """
 
     result: Result
@@ -134,6 +135,8 @@ class Refusal:
     waits_for: tuple[str, ...] = ()
     fix: Mapping[str, Any] = field(default_factory=dict)
     trace: tuple[str, ...] = ()
+    undivided: str = ""
+    """Why several devices cannot share it (`split_mode`)."""
 
     @property
     def result(self) -> Result:
@@ -202,12 +205,13 @@ class _Decision:
                 continue
             rooms = (stage.ledger.room(device)[0] - option.need.get(device, 0) for device in option.devices)
             left = min(rooms)
-            self.trace.append(f"{', '.join(option.devices)}: fits, {format_bytes(left)} would be left")
+            how = f", divided by {self.request.split_mode}" if len(option.devices) > 1 else ""
+            self.trace.append(f"{', '.join(option.devices)}: fits{how}, {format_bytes(left)} would be left")
             fitting.append((len(option.devices), left, option))
         if fitting:
             return self._placement(Result.FREE, min(fitting, key=lambda item: item[:2])[-1], ())
         if split := self._split(stage):
-            self.trace.append(f"{_shares(split.layers)}: fits, divided by layer")
+            self.trace.append(f"{_shares(split.layers)}: fits, divided by {self.request.split_mode}")
             return self._placement(Result.FREE, split, ())
         return None
 
@@ -291,10 +295,13 @@ class _Decision:
         option = min(self.request.options, key=self._unfitness)
         lacks = emptied.ledger.lacks(option.need)
         reason = self._obstacle(option, emptied) or "it does not fit"
+        obstacle = ""
         if self.request.spread is not None and len(self.request.spread.over) > 1:
-            reason += ", nor divided over " + ", ".join(self.request.spread.over)
+            obstacle = self.request.spread.obstacle
+            over = ", ".join(self.request.spread.over)
+            reason += f"; it is not divided over {over}: {obstacle}" if obstacle else f", nor divided over {over}"
         self.trace.append(f"{', '.join(option.devices)}: {reason}, even without all models that may be evicted")
-        return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
+        return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace), obstacle)
 
     def _unfitness(self, option: Option) -> tuple[bool, int]:
         """Sort key for the option that a refusal describes: missing memory before rules, because memory can be

@@ -1,9 +1,10 @@
-"""Whether and how a model fits on several devices by layer, and which models must be evicted for it.
+"""Whether and how a model fits on several devices, and which models must be evicted for it.
 
 Consecutive layers are divided over the fewest possible devices, evenly filled. llama.cpp takes devices in a given order
 and assigns each a run of layers. For one order, filling each device before the next shows whether a division exists.
 More room never makes a division impossible, so for k devices the k devices with the largest rooms are tried, in every
 order if k is small. Other devices follow only if these exceed the memory limit, because of their larger overhead.
+Devices that share each layer (`Layers.by_tensor`) have equal shares in place of layers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Spread:
     overhead: Mapping[str, int]
     divide: bool = True
     """Whether divisions are possible that were not measured."""
+    obstacle: str = ""
+    """Why the devices cannot share it; empty if they can."""
 
     def need(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Bytes per device for these numbers of layers."""
@@ -61,7 +64,7 @@ class Spread:
     @property
     def divisible(self) -> bool:
         """Whether more than one device may share it."""
-        return self.divide and len(self.over) > 1 and self.layers.offloaded > 1
+        return self.divide and not self.obstacle and len(self.over) > 1 and self.layers.offloaded > 1
 
 
 def fits(spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host: bool = True) -> bool:

@@ -56,7 +56,8 @@ def contents_sum(path: str) -> str:
 def sequence_key(grant: Grant, files: FileKeys) -> dict[str, Any]:
     """The properties that must be equal for a state to be valid, as JSON returns them.
 
-    The number of sequences and the devices are left out, because a state does not depend on them.
+    The number of sequences, the devices and how these share the model (`split_mode`) are left out, because a state does
+    not depend on them: llama.cpp writes whole rows of the caches.
     """
     return {
         "files": files,

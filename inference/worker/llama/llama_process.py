@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from headgate.shared.units import MIB
 from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
+from inference.worker.llama.split_modes import META, ROWS
 from inference.worker_link import Buffer
 
 KEPT_LINES = 50
@@ -86,8 +89,12 @@ class LogTail:
         ]
         return "; ".join(line.strip() for line in telling[-3:])
 
-    def buffers(self, names: dict[str, str]) -> tuple[Buffer, ...]:
+    def buffers(
+        self, names: dict[str, str], shared: Mapping[str, Sequence[float]] = MappingProxyType({})
+    ) -> tuple[Buffer, ...]:
         """The allocated buffers. `names` maps device names of ggml to device ids; other buffers are host memory.
+
+        `shared`: per kind, the part of each device, in the order of `names`, of a buffer that all of them share.
 
         A buffer type such as `CUDA_Host` or `CPU_REPACK` belongs to the host; `CUDA0_Split` or `RPC0[host:port]`
         belongs to its device.
@@ -95,7 +102,11 @@ class LogTail:
         found: dict[tuple[str, str], int] = {}
         for (where, kind), size in self._buffers.items():
             owner = next((ours for ggml, ours in names.items() if _belongs(where, ggml)), "cpu")
-            found[owner, kind] = found.get((owner, kind), 0) + size
+            parts = {owner: 1.0}
+            if owner == "cpu" and kind in shared and (where.startswith(META) or where.endswith(ROWS)):
+                parts = dict(zip(names.values(), shared[kind], strict=True))
+            for device, part in parts.items():
+                found[device, kind] = found.get((device, kind), 0) + math.ceil(size * part)
         return tuple(Buffer(device, kind, size) for (device, kind), size in sorted(found.items()))
 
 

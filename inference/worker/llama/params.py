@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inference.worker.cpu_cores import usable_cores
-from inference.worker.llama import ggml_library
+from inference.worker.llama import ggml_library, split_modes
 from inference.worker.llama.binding import lib
 from inference.worker_link import EXPERT_TENSOR, Grant
 
@@ -34,7 +34,7 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
     devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
     params.devices = ctypes.cast(devices, ctypes.c_void_p)
     params.n_gpu_layers = grant.gpu_layers if handles else 0
-    params.split_mode = lib.LLAMA_SPLIT_MODE_LAYER if len(handles) > 1 else lib.LLAMA_SPLIT_MODE_NONE
+    params.split_mode = split_modes.mode_of(grant.split_mode if len(handles) > 1 else "none")
     params.main_gpu = 0
     params.load_mode = lib.LLAMA_LOAD_MODE_NONE
     keep: list[object] = [devices]

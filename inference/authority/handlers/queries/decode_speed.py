@@ -46,7 +46,11 @@ class DecodeSpeed:
 def expected(
     rates: Mapping[str, float], spec: ModelSpec, estimate: Estimate, placement: Placement
 ) -> DecodeSpeed | None:
-    """The speed of a model with this placement, from its estimate on the first device; None without sizes by layer."""
+    """The speed of a model with this placement, from its estimate on the first device; None without sizes by layer, and
+    where devices share each layer, because their transfers decide then.
+    """
+    if placement.tensor_split and spec.split_mode != "layer":
+        return None
     first = placement.devices[0]
     layers = layers_of(parameters_of(spec, first), estimate.parts, None if first == CPU else first, estimate.sizes)
     if layers is None:

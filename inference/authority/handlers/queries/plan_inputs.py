@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from headgate.shared.units import format_bytes
 from inference.authority.handlers.queries.device_view import candidates, closed_to, lost_for, readings
@@ -51,7 +52,7 @@ def request_for(state: State, spec: ModelSpec, devices: Sequence[Reading], *, di
     options += [Option(next(iter(item.counts)), item.need, layers=item.counts) for item in splits]
     there = [device for device in devices if device.id != CPU]
     spread = _spread(spec, known, there, splits, divide=divide) if devices else None
-    return Request(spec.id, tuple(options), spec.dedicated, spread)
+    return Request(spec.id, tuple(options), spec.dedicated, spread, split_mode=spec.split_mode)
 
 
 def _spread(
@@ -70,6 +71,7 @@ def _spread(
     layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
     if layers is None:
         return None
+    layers = replace(layers, by_tensor=spec.split_mode == "tensor")
     overhead = dict(measured.overhead_bytes)
     for name in over:
         overhead[name] = estimates[name].overhead_bytes.get(name, 0)
@@ -78,7 +80,10 @@ def _spread(
         modelled = layers.need(item.counts, known)
         for name, count in item.need.items():
             overhead[name] = max(overhead.get(name, 0), known.get(name, 0) + count - modelled[name])
-    return Spread(layers, over, overhead, divide)
+    obstacle = next((why for name in over if (why := estimates[name].split_problem)), "")
+    if spec.split_mode == "tensor" and spec.lora:
+        obstacle = obstacle or "llama.cpp does not divide LoRA adapters by tensor; set split_mode: layer"
+    return Spread(layers, over, overhead, divide, obstacle)
 
 
 # --- what is held now ------------------------------------------------------------------------------------------------
@@ -136,6 +141,7 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
         devices=grants_of(devices),
         gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
         tensor_split=placement.tensor_split,
+        split_mode=spec.split_mode,
         host_expert_layers=0 if devices[0].id == CPU else spec.host_expert_layers,
         context_length=spec.context_length,
         parallel=spec.parallel,
@@ -190,5 +196,11 @@ def refusal_error(state: State, spec: ModelSpec, refusal: Refusal, now: float) -
             f"the model {spec.id!r} cannot be loaded: {lost}", retry_after=seconds, details={"devices": devices}
         )
     return MemoryLimitExceededError(
-        spec.id, refusal.lacks, reason=refusal.reason, fix=refusal.fix, lost=lost, retry_after=seconds
+        spec.id,
+        refusal.lacks,
+        reason=refusal.reason,
+        fix=refusal.fix,
+        undivided=refusal.undivided if refusal.lacks else "",
+        lost=lost,
+        retry_after=seconds,
     )
