@@ -62,10 +62,13 @@ class Dashboard:
     # --- what happens (see `gateway.runtime.Observer`) ---------------------------------------------------------------
     def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
         """See `Observer`."""
-        if kind == "log":
-            self.feed.lines.add(dict(data["line"]))
-        elif (entry := self._timeline.note_event(kind, data, time.time())) is not None:
-            self.feed.add_entry(entry)
+        try:
+            if kind == "log":
+                self.feed.lines.add(dict(data["line"]))
+            elif (entry := self._timeline.note_event(kind, data, time.time())) is not None:
+                self.feed.add_entry(entry)
+        except (KeyError, TypeError, ValueError) as error:  # it must not end the stream, which requests depend on
+            log.warning("an event %s of the inference service is not shown: %r", kind, error)
 
     def on_reachable(self, is_reachable: bool) -> None:
         """See `Observer`."""

@@ -29,6 +29,8 @@ TICK_SECONDS = 0.25
 SLOW_TICKS = 4
 """Everything but requests and states of models is compared once in SLOW_TICKS ticks, which is once a second."""
 BEAT_SECONDS = 5.0
+RETRY_MILLISECONDS = 1000
+"""Pause of a browser before it opens a stream again that has ended."""
 MOST_WAITING = 500
 """Events that wait for one page."""
 MOST_PAGES = 50
@@ -233,6 +235,7 @@ class LiveFeed:
         runtime = self._runtime
         return {
             "version": headgate.__version__,
+            "now": round(time.time(), 3),
             "uptime_seconds": round(runtime.uptime_seconds, 1),
             "in_flight": runtime.admission.in_flight,
             "queued": runtime.admission.queued,
@@ -272,7 +275,9 @@ class LiveFeed:
             page.put(frame)
 
     def _frame(self, kind: str, data: dict[str, Any]) -> bytes:
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"number": self._number, **data}))
+        body = orjson.dumps({"number": self._number, **data})
+        retry = b"retry: %d\n" % RETRY_MILLISECONDS if kind == "snapshot" else b""
+        return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), retry, body)
 
 
 def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:

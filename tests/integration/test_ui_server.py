@@ -223,6 +223,11 @@ async def test_events_of_the_service_are_entries_of_the_timeline(gateway: Gatewa
         await page.next("model", lambda data: data["model"]["headgate"]["state"] == "failed")
         fake.tell("log", {"line": {"at": 1.0, "level": "warning", "logger": "inference", "text": "low memory"}})
         assert (await page.next("log"))["line"]["text"] == "low memory"
+        fake.tell("eviction", {"eviction": {}})
+        assert (
+            "eviction"
+            in (await page.next("log", lambda data: data["line"]["logger"].startswith("gateway")))["line"]["text"]
+        )
         del fake.models["demo-mini"]
         fake.tell("removed", {"id": "demo-mini"})
         assert (await page.next("removed"))["id"] == "demo-mini"
@@ -312,3 +317,23 @@ async def test_actions_check_their_arguments(gateway: Gateway, fake: FakeInferen
         refused = await page.post("/ui/api/devices/gpu-0/recover")
         assert refused.status_code == 404, "this service has no such path"
         assert refused.json()["error"]["code"] == Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("admin_key", ["", "of-the-service"])
+async def test_actions_reach_the_service_with_its_admin_key(
+    tmp_path: Path, fake: FakeInference, admin_key: str
+) -> None:
+    """Also for models with a slash in their name, by an alias."""
+    fake.models["org/demo"] = replace(fake.models["demo"], id="org/demo", aliases=("d",))
+    async with (
+        Gateway(tmp_path, fake.url, environ={"INFERENCE_ADMIN_KEY": admin_key}) as gateway,
+        Page.signed_in(gateway.url, ADMIN) as page,
+    ):
+        await gateway.look()
+        for name in ("org/demo", "org%2Fdemo", "d"):
+            answer = await page.post(f"/ui/api/models/{name}/move", {"device": "gpu-1"})
+            assert answer.json()["id"] == "org/demo", answer.text
+            assert answer.json()["figures"]["tokens_per_second"] is None
+            assert fake.operated == (
+                "/models/org%2Fdemo/move", f"Bearer {admin_key or 'token'}", '{"device":"gpu-1"}'
+            )  # fmt: skip

@@ -104,6 +104,8 @@ class FakeInference:
         self.devices: list[dict[str, Any]] = [{"id": "cpu", "state": "healthy"}]
         self.figures: dict[str, Any] = {}
         """The data of the event `figures`, for listeners that request it."""
+        self.operated = ("", "", "")
+        """Path, authorization and body of the last operation on a model."""
         self._number = 0
         self.ready = True
         self.token = token
@@ -138,6 +140,7 @@ class FakeInference:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/events", self._events)
         app.router.add_post("/memory/plan", self._plan)
+        app.router.add_post("/models/{path:.*}", self._operate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port or self.port)
@@ -184,6 +187,12 @@ class FakeInference:
         self.probes.append(request.path)
         fits = self.models[(await request.json())["model"]].fits
         return web.json_response({"result": "CANT_ACCOMMODATE" if fits is False else "FREE"})
+
+    async def _operate(self, request: web.Request) -> web.Response:
+        """An operation of an operator on a model; the last one is in `operated`."""
+        self.operated = (request.raw_path, request.headers.get("authorization", ""), await request.text())
+        model = request.match_info["path"].rpartition("/")[0]
+        return web.json_response(self.models[model].to_json())
 
     def _probe(self, request: web.Request, model: str) -> web.Response:
         self.probes.append(request.path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from inference.authority.handlers.queries import device_view, pressure_view
@@ -23,11 +24,12 @@ _LOADING = (ModelState.LOADING, ModelState.RESTORING)
 def live_figures(state: State, now: float) -> dict[str, Any]:
     """The figures of all devices, and of the models that have memory, requests or stored sequences."""
     blocks = {model.id: _blocks(state, model) for model in state.models.values()}
-    levels = pressure_view.levels(state, now)
-    shown = [reading for reading in device_view.readings(state, now) if reading.id in levels]
+    uses = pressure_view.levels(state, now)
+    shown = [reading for reading in device_view.readings(state, now) if reading.id in uses]
+    levels = asdict(pressure_view.bounds_of(state))
     models = (model for model in state.models.values() if replicas.first_of(state, model) is model)
     return {
-        "devices": [_device(state, reading, *levels[reading.id], blocks) for reading in shown],
+        "devices": [_device(state, reading, *uses[reading.id], levels, blocks) for reading in shown],
         "models": {model.id: found for model in models if (found := _model(state, model, blocks)) is not None},
     }
 
@@ -46,7 +48,12 @@ def _blocks(state: State, model: ModelRecord) -> dict[str, dict[str, int]]:
 
 # --- devices ---------------------------------------------------------------------------------------------------------
 def _device(
-    state: State, reading: Reading, use: Use, level: Level, blocks: Mapping[str, Mapping[str, Mapping[str, int]]]
+    state: State,
+    reading: Reading,
+    use: Use,
+    level: Level,
+    levels: Mapping[str, float],
+    blocks: Mapping[str, Mapping[str, Mapping[str, int]]],
 ) -> dict[str, Any]:
     balance, account = state.ledger.balance(reading.id), state.ledger.accounts[state.ledger.account_of(reading.id)]
     by_model: dict[str, dict[str, int]] = {}
@@ -83,6 +90,7 @@ def _device(
         "warm": warm,
         "pressure": str(level),
         "pressure_ratio": round(use.share, 4),
+        "pressure_levels": levels,
     }
 
 
