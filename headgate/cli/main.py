@@ -57,9 +57,15 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "check build, devices, limits, configuration, ports and proxies, with advice",
             "headgate doctor --url https://llm.example.org/v1",
         ),
+        Verb(
+            "completion",
+            "first_steps.completion",
+            "print the script that completes words in bash, zsh or fish",
+            'eval "$(headgate completion bash)"',
+        ),
     ),
     "models": (
-        Verb("ps", "models", "loaded and warm models with their devices, memory and requests", "headgate ps"),
+        Verb("ps", "models", "loaded and warm models with their devices, memory and requests", "headgate ps --watch"),
         Verb("list", "models", "all configured models", "headgate list --json"),
         Verb("show", "models", "details of one model", "headgate show demo"),
         Verb("load", "models", "load a model now", "headgate load demo"),

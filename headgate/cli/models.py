@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headgate.cli import addresses
-from headgate.cli.client import segment
-from headgate.cli.command import Command, Session, at_least_one, no_arguments
+from headgate.cli.client import ApiError, segment
+from headgate.cli.command import Command, Session, at_least_one, no_arguments, zero_or_more
 from headgate.cli.terminal import bytes_cell, facts, seconds_cell
-from headgate.shared.errors import Exit
+from headgate.shared.errors import Exit, NotRunningError
 from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
 
@@ -23,8 +24,12 @@ LOAD_SECONDS = 600.0
 CRASH_LINES = 5
 """Lines of the last crash's output that `show` prints; `--json` has all of them."""
 
-SPLIT_MODES = ("layer", "row", "tensor")
+WATCH_SECONDS = 2.0
+CLEAR = "\x1b[H\x1b[2J"
+"""Moves the cursor home and clears the screen."""
+
 KV_TYPES = ("f16", "q8_0", "q4_0")
+SPLIT_MODES = ("layer", "row", "tensor")
 
 _STYLES = {
     ModelState.READY: "green",
@@ -74,10 +79,57 @@ def _statuses(session: Session) -> list[ModelStatus]:
     return [ModelStatus.from_json(entry) for entry in answer["data"]]
 
 
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        type=_interval,
+        const=WATCH_SECONDS,
+        help="show it again every SECONDS (2) until Ctrl-C; with --json one line each time",
+    )
+
+
+def _interval(text: str) -> float:
+    seconds = zero_or_more(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; use 0.1 to 3600 seconds")
+    return seconds
+
+
 def ps(session: Session) -> int:
     """Lists models that are not cold, and each replica of a model that has several."""
-    found = [status for status in _statuses(session) if status.state is not ModelState.COLD]
-    return _table(session, found, running=True)
+    if session.args.watch is None:
+        return _running(session, _statuses(session))
+    try:
+        _watch(session, session.args.watch)
+    except KeyboardInterrupt:
+        session.terminal.say("")
+    return Exit.OK
+
+
+def _running(session: Session, statuses: list[ModelStatus]) -> int:
+    return _table(session, [status for status in statuses if status.state is not ModelState.COLD], running=True)
+
+
+def _watch(session: Session, seconds: float) -> None:
+    """Repeats the table. A service that stops answering later is shown and waited for."""
+    terminal, statuses = session.terminal, _statuses(session)
+    while True:
+        if session.json:
+            shown = [status.to_json() for status in statuses if status.state is not ModelState.COLD]
+            terminal.data(json.dumps(shown, ensure_ascii=False))
+        else:
+            terminal.data(f"{CLEAR if terminal.out_tty else ''}every {format_duration(seconds)}, {time.strftime('%X')}")
+            _running(session, statuses)
+        time.sleep(seconds)
+        while True:
+            try:
+                statuses = _statuses(session)
+                break
+            except (NotRunningError, ApiError) as error:
+                terminal.say(str(error))
+                time.sleep(seconds)
 
 
 def _rows(status: ModelStatus) -> list[ModelStatus]:
@@ -313,7 +365,7 @@ def _devices(status: ModelStatus) -> str:
 
 
 COMMANDS = {
-    "ps": Command(no_arguments, ps),
+    "ps": Command(_watch_arguments, ps),
     "list": Command(no_arguments, list_models),
     "show": Command(_one_model, show),
     "load": Command(_one_model, _change("load", "loading")),

@@ -117,6 +117,34 @@ def test_ps_shows_loaded_models_and_list_shows_all(serve: Any, capsys: Any) -> N
     assert service.requests[0].headers["authorization"] == "Bearer token-of-a-test"
 
 
+def test_ps_watch_repeats_until_ctrl_c_and_waits_for_a_service_that_restarts(
+    serve: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve({"GET /v1/models": Canned({"object": "list", "data": [READY.to_json()]})})
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        answer = service.answers["GET /v1/models"]
+        answer.status = 500 if len(pauses) == 1 else 200
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("headgate.cli.models.time.sleep", sleep)
+    assert main(["ps", "--watch", "0.5"]) == 0
+    output = capsys.readouterr()
+    assert pauses == [0.5, 0.5, 0.5]
+    assert output.out.count("MODEL") == 2
+    assert "every 500ms" in output.out
+    assert "answered 500" in output.err
+    pauses.clear()
+    assert main(["ps", "--watch", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)[0]["id"] for line in lines] == ["demo", "demo"]
+    assert pauses[0] == 2.0
+    assert main(["ps", "--watch", "0"]) == 2
+
+
 def test_ps_and_show_list_the_replicas_of_a_model(serve: Any, capsys: Any) -> None:
     first = ReplicaStatus("demo", ModelState.BUSY, ("gpu-0",), 2**20, 3, 0, 4, None, 11)
     second = ReplicaStatus("demo@2", ModelState.LOADING, ("gpu-1",), parallel=4, pid=12)
