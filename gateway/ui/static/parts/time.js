@@ -1,0 +1,28 @@
+/** Times relative to now, with the absolute time as title. The clock changes their text, not a render. */
+
+import { forget, keep, now } from "../core/clock.js";
+import { absolute, ago, clock, until } from "../core/format.js";
+import { html, useLayoutEffect, useRef } from "../vendor/preact-htm.js";
+
+function Living({ at, text }) {
+  const ref = useRef(null);
+  useLayoutEffect(() => {
+    const element = ref.current;
+    keep(element, (time) => text(at, time));
+    return () => forget(element);
+  }, [at, text]);
+  return html`<time ref=${ref} dateTime=${new Date(at * 1000).toISOString()} title=${absolute(at)} />`;
+}
+
+/** @param {{at: number}} props  "12 s ago" */
+export const Ago = ({ at }) => html`<${Living} at=${at} text=${ago} />`;
+
+/** @param {{at: number}} props  "in 12 s" */
+export const Until = ({ at }) => html`<${Living} at=${at} text=${until} />`;
+
+const since = (at, time) => clock(time - at);
+
+/** @param {{at: number}} props  "12 s" */
+export const Elapsed = ({ at }) => html`<${Living} at=${at} text=${since} />`;
+
+export { now };

@@ -1,0 +1,87 @@
+/** Every model with its figures, and the actions on it. */
+
+import { bytes, count, duration, missing, percent, rate } from "../core/format.js";
+import { ACTIONS, READ_ONLY } from "../core/words.js";
+import { ActionDialog } from "../parts/action_dialog.js";
+import { Status } from "../parts/status.js";
+import { Table } from "../parts/table.js";
+import { Until } from "../parts/time.js";
+import { html, useMemo, useState } from "../vendor/preact-htm.js";
+
+const figure = (model, name) => (model.figures || {})[name];
+const status = (model) => model.headgate || {};
+
+function kvHits({ kv } = {}) {
+  if (!kv) return "–";
+  return html`<span title="hits in slots / host memory / disk">${["hot", "ram", "disk"].map((tier) => count(kv[tier] || 0)).join(" / ")}</span>`;
+}
+
+function where(model) {
+  const { devices = [], reason } = status(model);
+  if (devices.length) return html`<span class="sub">${devices.join(", ")}</span>`;
+  return reason ? html`<span class="sub" title=${reason}>${reason}</span>` : null;
+}
+
+function stateOf(model) {
+  const { state } = status(model);
+  return state === "loading" && !missing(model.progress) ? `loading ${Math.round(100 * model.progress)} %` : state;
+}
+
+const LOADED = new Set(["ready", "busy", "loading", "restoring", "draining"]);
+const likely = (model) => (LOADED.has(status(model).state) ? "unload" : "load");
+
+function Buttons({ model, context }) {
+  if (!context.admin) return html`<button type="button" onClick=${() => context.open(model.id, null)}>Details<span class="unseen"> of ${model.id}</span></button>`;
+  const action = likely(model);
+  return html`<span class="pair">
+    <button type="button" onClick=${() => context.open(model.id, action)}>${ACTIONS[action].label} …<span class="unseen"> ${model.id}</span></button>
+    <button type="button" onClick=${() => context.open(model.id, null)}>More …<span class="unseen"> about ${model.id}</span></button>
+  </span>`;
+}
+
+const number = (key, label, cell, sort, hint) => ({ key, label, numeric: true, cell, sort, hint });
+
+/** @type {import("../parts/table.js").Column[]} */
+const COLUMNS = [
+  { key: "id", label: "Model", style: "id", cell: (model) => model.id, sort: (model) => model.id },
+  {
+    key: "state", label: "State", sort: (model) => status(model).state,
+    cell: (model) => html`<${Status} value=${status(model).state} label=${stateOf(model)} />${where(model)}`,
+  },
+  number("predicted", "Predicted", (model) => bytes(status(model).predicted_bytes), (model) => status(model).predicted_bytes, "bytes estimated before the load"),
+  number("real", "Real", (model) => bytes(status(model).actual_bytes), (model) => status(model).actual_bytes, "bytes booked since the load was measured"),
+  number("in_flight", "In flight", (model) => count(status(model).in_flight || 0), (model) => status(model).in_flight || 0),
+  number("queue", "Queue", (model) => count(status(model).queued || 0), (model) => status(model).queued || 0),
+  number("rate", "Tokens/s", (model) => rate(figure(model, "tokens_per_second")), (model) => figure(model, "tokens_per_second")),
+  number("p50", "TTFT p50", (model) => duration(figure(model, "ttft_p50")), (model) => figure(model, "ttft_p50"), "time to first token, median of the last five minutes"),
+  number("p99", "TTFT p99", (model) => duration(figure(model, "ttft_p99")), (model) => figure(model, "ttft_p99"), "time to first token, 99th percentile of the last five minutes"),
+  number("prefix", "Prefix hits", (model) => percent(figure(model, "prefix_hit_ratio")), (model) => figure(model, "prefix_hit_ratio"), "share of prompt tokens that were not computed again"),
+  number("kv", "KV hits", (model) => kvHits(model.figures), null, "prompts continued from slots / host memory / disk"),
+  number("idle", "Leaves", (model) => (missing(model.idle_until) ? "–" : html`<${Until} at=${model.idle_until} />`), (model) => model.idle_until, "when it is unloaded or offloaded if it stays idle"),
+  { key: "actions", label: "Actions", style: "actions", cell: (model, context) => html`<${Buttons} model=${model} context=${context} />` },
+];
+
+const NO_MODELS = html`No models yet. Add one to <code>config/models.yaml</code>, then apply the file with <code>kill -HUP PID</code>
+  (the pid that <code>make serve</code> printed). <code>headgate config check</code> reports mistakes.`;
+
+const matches = (model, words) => words.every((word) =>
+  `${model.id} ${status(model).state} ${(status(model).aliases || []).join(" ")} ${(status(model).devices || []).join(" ")}`.toLowerCase().includes(word));
+
+export function ModelsView({ state, admin }) {
+  const [filter, setFilter] = useState("");
+  const [chosen, setChosen] = useState(null);
+  const context = useMemo(() => ({ admin, open: (id, action) => setChosen({ id, action }) }), [admin]);
+  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const models = [...state.models.values()];
+  const shown = words.length ? models.filter((model) => matches(model, words)) : models;
+  const model = chosen && state.models.get(chosen.id);
+  return html`
+    ${!admin && html`<p class="lead">${READ_ONLY}</p>`}
+    <p class="field inline"><label for="model-filter">Filter</label>
+      <input id="model-filter" type="search" value=${filter} placeholder="name, state or device" onInput=${(event) => setFilter(event.target.value)} />
+      <span class="dim">${count(shown.length)} of ${count(models.length)}</span></p>
+    <${Table} name="models" caption="Models" hideCaption=${true} columns=${COLUMNS} rows=${shown} id=${(one) => one.id} context=${context}
+      empty=${models.length ? "No model matches the filter." : NO_MODELS} />
+    ${model && html`<${ActionDialog} key=${chosen.id} model=${model} devices=${state.devices} first=${chosen.action} admin=${admin}
+      onClose=${() => setChosen(null)} />`}`;
+}

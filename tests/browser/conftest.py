@@ -1,0 +1,51 @@
+"""A headless Chromium and a fake gateway for the tests of the dashboard.
+
+The tests are skipped where the package `playwright` or the program `chromium` is missing. Every page of a test is
+watched: a request to another host, an error in the console, or an exception in a script fails the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rigs.dashboard_pages import ARGUMENTS, CHROMIUM, Watched, sign_in
+from tests.rigs.fake_dashboard import FakeDashboard
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The browser of this process; each test has a context of its own."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine (Debian and Ubuntu: apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="the package playwright is missing (make ready)")
+    with api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[FakeDashboard]:
+    """A gateway with a page, a stream and actions."""
+    fake = FakeDashboard().start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Watched]:
+    """Makes pages; checks their requests and errors at the end."""
+    pages = Watched(browser)
+    yield pages
+    pages.close()
+    assert pages.errors == []
+    assert pages.hosts() <= {"127.0.0.1"}
+
+
+@pytest.fixture
+def page(watched: Watched, gateway: FakeDashboard) -> Any:
+    """A page that is signed in as administrator."""
+    return sign_in(watched.page(), gateway.url)
