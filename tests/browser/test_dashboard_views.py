@@ -13,8 +13,14 @@ from tests.rigs.fake_dashboard import FakeDashboard
 
 VIEWS = ("overview", "memory", "models", "breakers", "requests", "timeline", "playground", "keys")
 EMPTY = {
-    "models": [], "devices": [], "breakers": [], "requests": [], "minutes": [], "timeline": [], "log": [],
-}  # fmt: skip
+    "models": [],
+    "devices": [],
+    "breakers": [],
+    "requests": [],
+    "minutes": [],
+    "timeline": [],
+    "log": [],
+}
 
 
 def show(page: Any, view: str) -> str:
@@ -41,7 +47,10 @@ def test_memory_map_is_to_scale_and_has_a_table(page: Any) -> None:
     assert "models up to 540 MiB" in bar.inner_text() and "moderate pressure" in bar.inner_text()
     gpu = page.get_by_role("region", name="gpu-0 NVIDIA L4")
     gpu.get_by_text("As a table").click()
-    assert "60 MiB" in page.get_by_role("table", name="Memory of gpu-0").get_by_role("row", name="other programs").inner_text()
+    assert (
+        "60 MiB"
+        in page.get_by_role("table", name="Memory of gpu-0").get_by_role("row", name="other programs").inner_text()
+    )
     assert page.get_by_role("img", name="cpu,").locator(".part.warm").count() == 1
     assert page.get_by_role("img", name="gpu-1,").locator(".part.reserved").count() == 1
 
@@ -94,7 +103,7 @@ def test_a_record_that_is_gone_is_explained(page: Any, gateway: FakeDashboard) -
 def test_timeline_and_log_are_filtered(page: Any, gateway: FakeDashboard) -> None:
     assert "SIGSEGV" in show(page, "timeline")
     gateway.push("timeline", {"entry": page_records.entry(time.time(), "device", "gpu-1", "lost: Xid 79", "error")})
-    gateway.push("log", {"line": page_records.line(time.time(), "device gpu-1 is lost", "ERROR")})
+    gateway.push("log", {"line": page_records.line(time.time(), "device gpu-1 is lost", "error")})
     page.get_by_role("table", name="Log lines").get_by_text("device gpu-1 is lost").wait_for()
     table = page.get_by_role("table", name="Timeline")
     assert "lost: Xid 79" in table.get_by_role("row").nth(1).inner_text()
@@ -133,7 +142,9 @@ def test_a_use_key_sees_the_page_read_only(watched: Watched, gateway: FakeDashbo
     assert "read-only" in dialog.inner_text() and dialog.get_by_role("radio").count() == 0
 
 
-def test_wrong_key_is_refused_with_what_to_do_and_sign_out_ends_the_session(watched: Watched, gateway: FakeDashboard) -> None:
+def test_wrong_key_is_refused_with_what_to_do_and_sign_out_ends_the_session(
+    watched: Watched, gateway: FakeDashboard
+) -> None:
     page = watched.page()
     page.goto(gateway.url)
     page.get_by_label("API key").fill("wrong")

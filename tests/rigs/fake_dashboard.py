@@ -31,7 +31,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "error", "param": None, "code": code}}, status=status)
+    return web.json_response(
+        {"error": {"message": message, "type": "error", "param": None, "code": code}}, status=status
+    )
 
 
 class FakeDashboard:
@@ -248,7 +250,10 @@ class FakeDashboard:
 
     async def _keys(self, request: web.Request) -> web.Response:
         limits = {"requests_per_minute": 60, "tokens_per_minute": None, "concurrent": 4}
-        rows = [{"name": name, "scopes": scopes, "requests": 12, "tokens": 3456, "limits": limits} for name, scopes in KEYS.values()]
+        rows = [
+            {"name": name, "scopes": scopes, "requests": 12, "tokens": 3456, "limits": limits}
+            for name, scopes in KEYS.values()
+        ]
         return web.json_response({"keys": rows})
 
     async def _usage(self, request: web.Request) -> web.Response:
@@ -257,15 +262,25 @@ class FakeDashboard:
         return web.json_response(self.usage)
 
     async def _routes(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "demo", "object": "model"}, {"id": "qwen-7b", "object": "model"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": "demo", "object": "model"}, {"id": "qwen-7b", "object": "model"}]}
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.chats.append(body)
-        headers = {"x-headgate-tier": "local", "x-headgate-model": "local/demo", "x-headgate-attempts": "1", "x-request-id": "req-play-1"}
+        headers = {
+            "x-headgate-tier": "local",
+            "x-headgate-model": "local/demo",
+            "x-headgate-attempts": "1",
+            "x-request-id": "req-play-1",
+        }
         if not body.get("stream"):
             message = {"role": "assistant", "content": "A whole answer."}
-            whole = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}
+            whole = {
+                "choices": [{"message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 5, "completion_tokens": 4},
+            }
             return web.json_response(whole, headers=headers)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", **headers})
         await answer.prepare(request)
@@ -292,4 +307,9 @@ def chunk(delta: Json, finish: str | None = None, usage: Json | None = None) -> 
 def text_frames(parts: list[str]) -> list[str]:
     """A streamed answer of these parts."""
     usage = {"prompt_tokens": 9, "completion_tokens": len(parts)}
-    return [": headgate queued 2\n\n", *(chunk({"content": part}) for part in parts), chunk({}, "stop", usage), "data: [DONE]\n\n"]
+    return [
+        ": headgate queued 2\n\n",
+        *(chunk({"content": part}) for part in parts),
+        chunk({}, "stop", usage),
+        "data: [DONE]\n\n",
+    ]

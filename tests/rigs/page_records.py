@@ -44,7 +44,14 @@ def model(id: str, state: str = "cold", **changes: Any) -> Json:
     figures |= changes.pop("figures", {})
     progress = changes.pop("progress", None)
     headgate = status | changes
-    return {"id": id, "object": "model", "headgate": headgate, "figures": figures, "blocks": blocks, "progress": progress}
+    return {
+        "id": id,
+        "object": "model",
+        "headgate": headgate,
+        "figures": figures,
+        "blocks": blocks,
+        "progress": progress,
+    }
 
 
 def _parts(total: int) -> Json:
@@ -54,7 +61,14 @@ def _parts(total: int) -> Json:
 
 def device(id: str, total: int, models: dict[str, int], **changes: Any) -> Json:
     """A DEVICE record on which `models` hold bytes."""
-    accounts = {"foreign": 0, "reserved": 0, "resident": sum(models.values()), "releasing": 0, "cached": 0, "shortfall": 0}
+    accounts = {
+        "foreign": 0,
+        "reserved": 0,
+        "resident": sum(models.values()),
+        "releasing": 0,
+        "cached": 0,
+        "shortfall": 0,
+    }
     accounts |= changes.pop("accounts", {})
     used = sum(accounts.values()) - accounts["cached"] - accounts["shortfall"]
     by_model = {name: {"resident": size, "reserved": 0, **_parts(size)} for name, size in models.items()}
@@ -148,7 +162,7 @@ def entry(at: float, kind: str, subject: str, text: str, severity: str = "info")
     return {"at": at, "kind": kind, "subject": subject, "text": text, "severity": severity}
 
 
-def line(at: float, text: str, level: str = "WARNING", logger: str = "inference.authority") -> Json:
+def line(at: float, text: str, level: str = "warning", logger: str = "inference.authority") -> Json:
     """A log LINE."""
     return {"at": at, "level": level, "logger": logger, "text": text}
 
@@ -177,8 +191,13 @@ def explain(id: str, started: float) -> Json:
         },
         "dropped": {"local/qwen-7b": "cannot_fit"},
         "attempts": [
-            {"name": "local/demo", "outcome": "success", "message": "", "seconds": 1.9,
-             "restored": [{"tier": "ram", "tokens": 64, "milliseconds": 3.1, "choice": 0}]},
+            {
+                "name": "local/demo",
+                "outcome": "success",
+                "message": "",
+                "seconds": 1.9,
+                "restored": [{"tier": "ram", "tokens": 64, "milliseconds": 3.1, "choice": 0}],
+            },
         ],
         "answered_by": "local/demo",
         "tier": "local-fallback",
@@ -192,7 +211,7 @@ def explain(id: str, started: float) -> Json:
         "total_seconds": 1.93,
         "error": None,
         "param": None,
-    }  # fmt: skip
+    }
 
 
 def snapshot(now: float, **parts: Any) -> Json:
@@ -226,22 +245,50 @@ def snapshot(now: float, **parts: Any) -> Json:
             model("demo", "busy"),
             model("demo-mini", "loading", progress=0.4, devices=["gpu-1"]),
             model("embed", "warm", predicted_bytes=900 * MIB, capabilities=["embeddings"]),
-            model("qwen-7b", "cold", predicted_bytes=5 * GIB, fits=False, reason="needs 5.1 GiB, 2.3 GiB are free on gpu-0"),
+            model(
+                "qwen-7b",
+                "cold",
+                predicted_bytes=5 * GIB,
+                fits=False,
+                reason="needs 5.1 GiB, 2.3 GiB are free on gpu-0",
+            ),
             model("broken", "failed", reason="the model file is damaged: /models/broken.gguf"),
         ],
         "devices": [gpu0, gpu1, host],
         "breakers": [breaker("local"), breaker("openai", "open", opens_until=now + 25, retry_after=25.0)],
         "requests": [
             request("req-done-1", now - 60),
-            request("req-done-2", now - 30, tier="cloud", answered_by="openai/gpt-5-mini", reason="cannot_fit", attempts=2, model="qwen-7b", route="qwen-7b"),
-            request("req-done-3", now - 20, tier="none", answered_by=None, outcome="queue_full", status=429, completion_tokens=None),
+            request(
+                "req-done-2",
+                now - 30,
+                tier="cloud",
+                answered_by="openai/gpt-5-mini",
+                reason="cannot_fit",
+                attempts=2,
+                model="qwen-7b",
+                route="qwen-7b",
+            ),
+            request(
+                "req-done-3",
+                now - 20,
+                tier="none",
+                answered_by=None,
+                outcome="queue_full",
+                status=429,
+                completion_tokens=None,
+            ),
             request("req-live-1", now - 2, "prefill", done=512, total=2048),
             request("req-live-2", now - 1, "queued", done=3),
         ],
         "minutes": [
-            minute(now - 60 * back, by_tier={"local": 9 + back, "local-fallback": 2, "cloud": 1, "none": int(back == 1)},
-                   errors={"queue_full": 1} if back == 1 else {}, fallbacks={"cannot_fit": 2, "breaker_open": 1},
-                   ttft_p50=0.2, tokens=1200)
+            minute(
+                now - 60 * back,
+                by_tier={"local": 9 + back, "local-fallback": 2, "cloud": 1, "none": int(back == 1)},
+                errors={"queue_full": 1} if back == 1 else {},
+                fallbacks={"cannot_fit": 2, "breaker_open": 1},
+                ttft_p50=0.2,
+                tokens=1200,
+            )
             for back in range(4, -1, -1)
         ],
         "timeline": [
@@ -250,6 +297,9 @@ def snapshot(now: float, **parts: Any) -> Json:
             entry(now - 120, "crash", "broken", "the worker ended with SIGSEGV while loading", "error"),
             entry(now - 45, "breaker", "openai", "open for 30 s after 5 failures: connection refused", "warning"),
         ],
-        "log": [line(now - 120, "worker of broken ended: SIGSEGV", "ERROR"), line(now - 45, "breaker openai: open", logger="gateway.breaker")],
-    }  # fmt: skip
+        "log": [
+            line(now - 120, "worker of broken ended: SIGSEGV", "error"),
+            line(now - 45, "breaker openai: open", logger="gateway.breaker"),
+        ],
+    }
     return base | parts

@@ -85,7 +85,7 @@ export const DeviceMemory = memo(({ device, admin, onRecover }) => {
       <h2 id=${`device-${device.id}`}>${device.id} <span class="dim">${device.name}</span></h2>
       <${Status} value=${device.state} />
       <${Status} value=${device.pressure} label=${`${device.pressure} pressure${missing(device.pressure_ratio) ? "" : `, ${percent(device.pressure_ratio)}`}`} />
-      <span class="num grow"><b>${bytes(used)}</b> of ${bytes(device.total_bytes)}, ${bytes(device.free_bytes)} free</span>
+      <span class="num grow"><b>${bytes(used)}</b> of ${bytes(device.total_bytes)} used, ${bytes(device.free_bytes)} free for models</span>
       ${admin && device.state !== "healthy" && html`<button type="button" onClick=${() => onRecover(device)}>Recover …</button>`}
     </header>
     ${device.reason && html`<p class="reason">${device.reason}</p>`}

@@ -11,6 +11,9 @@ import { html, useMemo, useState } from "../vendor/preact-htm.js";
 const figure = (model, name) => (model.figures || {})[name];
 const status = (model) => model.headgate || {};
 
+/** Only a loaded model has a speed. */
+const speed = (model) => (LOADED.has(status(model).state) ? figure(model, "tokens_per_second") : null);
+
 function kvHits({ kv } = {}) {
   if (!kv) return "–";
   return html`<span title="hits in slots / host memory / disk">${["hot", "ram", "disk"].map((tier) => count(kv[tier] || 0)).join(" / ")}</span>`;
@@ -52,7 +55,7 @@ const COLUMNS = [
   number("real", "Real", (model) => bytes(status(model).actual_bytes), (model) => status(model).actual_bytes, "bytes booked since the load was measured"),
   number("in_flight", "In flight", (model) => count(status(model).in_flight || 0), (model) => status(model).in_flight || 0),
   number("queue", "Queue", (model) => count(status(model).queued || 0), (model) => status(model).queued || 0),
-  number("rate", "Tokens/s", (model) => rate(figure(model, "tokens_per_second")), (model) => figure(model, "tokens_per_second")),
+  number("rate", "Tokens/s", (model) => rate(speed(model)), speed),
   number("p50", "TTFT p50", (model) => duration(figure(model, "ttft_p50")), (model) => figure(model, "ttft_p50"), "time to first token, median of the last five minutes"),
   number("p99", "TTFT p99", (model) => duration(figure(model, "ttft_p99")), (model) => figure(model, "ttft_p99"), "time to first token, 99th percentile of the last five minutes"),
   number("prefix", "Prefix hits", (model) => percent(figure(model, "prefix_hit_ratio")), (model) => figure(model, "prefix_hit_ratio"), "share of prompt tokens that were not computed again"),

@@ -19,7 +19,7 @@ const COLUMNS = [
 
 const LOG = [
   { key: "at", label: "When", style: "when", cell: (line) => html`<${Ago} at=${line.at} />` },
-  { key: "level", label: "Level", cell: (line) => html`<${Status} value=${line.level.toLowerCase()} label=${line.level} tone=${line.level === "WARNING" ? "warn" : "bad"} />` },
+  { key: "level", label: "Level", cell: (line) => html`<${Status} value=${line.level.toLowerCase()} />` },
   { key: "logger", label: "From", style: "id", cell: (line) => line.logger },
   { key: "text", label: "Text", style: "wide mono", cell: (line) => line.text },
 ];
