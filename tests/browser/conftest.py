@@ -27,12 +27,19 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.fixture
-def gateway() -> Iterator[FakeDashboard]:
-    """A gateway with a page, a stream and actions."""
+@pytest.fixture(scope="session")
+def shared_gateway() -> Iterator[FakeDashboard]:
+    """The gateway of all tests of this process."""
     fake = FakeDashboard().start()
     yield fake
     fake.stop()
+
+
+@pytest.fixture
+def gateway(shared_gateway: FakeDashboard) -> FakeDashboard:
+    """A gateway with a page, a stream and actions, as if it were new."""
+    shared_gateway.reset()
+    return shared_gateway
 
 
 @pytest.fixture
@@ -41,11 +48,23 @@ def watched(browser: Any) -> Iterator[Watched]:
     pages = Watched(browser)
     yield pages
     pages.close()
-    assert pages.errors == []
-    assert pages.hosts() <= {"127.0.0.1"}
+    pages.check()
+
+
+@pytest.fixture(scope="session")
+def shared_pages(browser: Any) -> Iterator[Watched]:
+    """The context of tests that need no other options: its files are cached and its session lasts."""
+    pages = Watched(browser)
+    pages.page()
+    yield pages
+    pages.close()
 
 
 @pytest.fixture
-def page(watched: Watched, gateway: FakeDashboard) -> Any:
+def page(shared_pages: Watched, gateway: FakeDashboard) -> Iterator[Any]:
     """A page that is signed in as administrator."""
-    return sign_in(watched.page(), gateway.url)
+    page = shared_pages.pages[0]
+    shared_pages.forget()
+    yield sign_in(page, gateway.url)
+    page.goto("about:blank")
+    shared_pages.check()

@@ -17,16 +17,16 @@ class Watched:
 
     def __init__(self, browser: Any) -> None:
         self._browser = browser
-        self._contexts: list[Any] = []
+        self.pages: list[Any] = []
         self.requests: list[str] = []
         self.errors: list[str] = []
 
     def page(self, **options: Any) -> Any:
         """A page in a context of its own; `options` are those of `Browser.new_context`."""
         context = self._browser.new_context(**({"viewport": WIDE} | options))
-        self._contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
+        self.pages.append(page)
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", self._note)
@@ -37,21 +37,30 @@ class Watched:
         if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
             self.errors.append(message.text)
 
-    def hosts(self) -> set[str]:
-        """The hosts of all requests."""
-        urls = [url for url in self.requests if not url.startswith(("data:", "blob:"))]
-        return {url.split("/")[2].rsplit(":", 1)[0] for url in urls}
+    def check(self) -> None:
+        """Fails after an error in the console, an exception, or a request to another host."""
+        assert self.errors == []
+        urls = [url for url in self.requests if not url.startswith(("data:", "blob:", "about:"))]
+        assert {url.split("/")[2].rsplit(":", 1)[0] for url in urls} <= {"127.0.0.1"}
+
+    def forget(self) -> None:
+        """Forgets requests and errors, for the next test."""
+        self.requests.clear()
+        self.errors.clear()
 
     def close(self) -> None:
         """Closes all pages."""
-        for context in self._contexts:
-            context.close()
+        for page in self.pages:
+            page.context.close()
 
 
 def sign_in(page: Any, url: str, key: str = "admin-key", view: str = "overview") -> Any:
-    """Opens a view and signs in; returns the page when the first snapshot is shown."""
+    """Opens a view, and signs in unless a session lasts; returns the page when the first snapshot is shown."""
     page.goto(f"{url}#/{view}")
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_text("live", exact=True).wait_for()
+    form, live = page.get_by_label("API key"), page.get_by_text("live", exact=True)
+    form.or_(live).first.wait_for()
+    if form.is_visible():
+        form.fill(key)
+        page.get_by_role("button", name="Sign in").click()
+        live.wait_for()
     return page

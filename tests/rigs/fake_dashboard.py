@@ -40,6 +40,16 @@ class FakeDashboard:
     """The seam between page and gateway, with scripted answers."""
 
     def __init__(self) -> None:
+        self._sessions: dict[str, str] = {}
+        self._streams: set[asyncio.Queue[bytes | None]] = set()
+        self._number = 0
+        self._chat_gate = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all but the sessions, for the next test."""
         self.snapshot: Json = page_records.snapshot(time.time())
         self.plans: dict[str, Json] = {}
         """Answers of `/ui/api/plan` by action; others are allowed with one sentence."""
@@ -52,17 +62,10 @@ class FakeDashboard:
         self.chat: list[str] = []
         """Frames of the next streamed answer."""
         self.chats: list[Json] = []
-        self._chat_gate = asyncio.Event()
-        self._chat_gate.set()
         self.left_chats = 0
         self.is_down = False
         """While true the stream is refused."""
-        self.opened = 0
-        self._sessions: dict[str, str] = {}
-        self._streams: set[asyncio.Queue[bytes | None]] = set()
-        self._number = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._chat_gate.set()
 
     # --- control of tests ----------------------------------------------------------------------------------------
     def start(self) -> FakeDashboard:
@@ -197,7 +200,6 @@ class FakeDashboard:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self.is_down:
             return _error(503, "down", "shutting_down")
-        self.opened += 1
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-store"})
         await answer.prepare(request)
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()

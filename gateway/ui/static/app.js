@@ -8,7 +8,7 @@ import { initial, reduce } from "./core/reducer.js";
 import { route } from "./core/router.js";
 import { createStore } from "./core/store.js";
 import { Connectivity, Header, Navigation, ThemeSwitch } from "./parts/frame.js";
-import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { html, render, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { BreakersView } from "./views/breakers.js";
 import { KeysView } from "./views/keys.js";
 import { MemoryView } from "./views/memory.js";
@@ -93,7 +93,7 @@ function useFeed(onSignedOut) {
 function Title({ name, title }) {
   const heading = useRef(null);
   const first = useRef(true);
-  useEffect(() => {
+  useLayoutEffect(() => {
     document.title = `${title} · Headgate`;
     if (!first.current) heading.current.focus();
     first.current = false;
