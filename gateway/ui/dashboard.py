@@ -74,6 +74,8 @@ class Dashboard:
         """See `Observer`."""
         if (entry := self._timeline.note_reachable(is_reachable, time.time())) is not None:
             self.feed.add_entry(entry)
+        if is_reachable:
+            self.feed.retry()
 
     def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         """See `Observer`."""

@@ -73,6 +73,7 @@ class LiveFeed:
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
         self._figures = LiveFigures()
+        self._figures_stream = Events(lambda: runtime.local, self, figures=True)
         self._requests = ShownRequests()
         self._models: dict[str, dict[str, Any]] = {}
         self._shown: dict[str, Any] = {}
@@ -139,11 +140,10 @@ class LiveFeed:
             self._shown.clear()
             self._requests.changed(self._runtime.records)
             self._update(slow=True)
-            figures = Events(lambda: self._runtime.local, self, figures=True)
             loop = asyncio.get_running_loop()
             self._tasks = [
                 loop.create_task(self._run(), name="live-feed"),
-                loop.create_task(figures.run(), name="live-figures"),
+                loop.create_task(self._figures_stream.run(), name="live-figures"),
             ]
         self._pages.add(page)
 
@@ -154,6 +154,10 @@ class LiveFeed:
             for task in tasks:
                 task.cancel()
             self._figures.clear()
+
+    def retry(self) -> None:
+        """The inference service answers again: opens the stream of its figures now."""
+        self._figures_stream.retry()
 
     # --- figures of the inference service ----------------------------------------------------------------------------
     def apply(self, kind: str, data: Mapping[str, Any]) -> None:

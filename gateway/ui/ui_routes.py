@@ -171,7 +171,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         if (found := files.get(path)) is None:
             raise RequestError(Code.NOT_FOUND, f"unknown path {PAGE}/{path[:200]}; the page is at {PAGE}/")
         headers = {"etag": found.etag, "cache-control": "no-cache"}
-        if request.headers.get("if-none-match") == found.etag:
+        if found.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(found.body, headers=headers, media_type=found.type)
 

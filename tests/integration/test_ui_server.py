@@ -245,9 +245,11 @@ async def test_service_that_ends_keeps_its_models_and_returns(gateway: Gateway, 
         refused = await page.post("/ui/api/models/demo/load")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_tier_available")
         fake.models["demo"] = replace(fake.models["demo"], context_length=64)
+        fake.figures = {**FIGURES, "devices": [{"id": "gpu-7", "by_model": {}}]}
         await fake.start()
         await page.next("inference", lambda data: data["reachable"] is True)
         await page.next("model", lambda data: data["model"]["headgate"]["context_length"] == 64)
+        await page.next("devices", lambda data: data["devices"][0]["id"] == "gpu-7")
         assert not [kind for kind, _ in page.events if kind == "removed"]
 
 
