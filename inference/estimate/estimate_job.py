@@ -81,6 +81,11 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
                 note = f"llama.cpp's figures were not plausible: {why}"
             else:
                 found, source = exact, "llama.cpp"
+    if counts and mode != "layer" and source == "header":  # the formula knows whole layers only
+        why = note or "llama.cpp does not measure it"
+        return {
+            "error": f"{path} cannot be shared by several devices with split_mode {mode}: {why}; set split_mode: layer"
+        }
     if mmproj is not None:
         device = accelerators[0] if accelerators else None
         try:

@@ -93,6 +93,23 @@ def test_context_beyond_the_measured_limit_is_estimated_from_the_header() -> Non
     assert estimate_job.run(job)["source"] == "header"
 
 
+@pytest.mark.parametrize(("split_mode", "error"), [("layer", None), ("tensor", "; set split_mode: layer")])
+def test_division_that_llama_cpp_does_not_measure_is_not_computed_from_the_header(
+    split_mode: str, error: str | None
+) -> None:
+    """The formula knows whole layers only."""
+    job = {
+        "path": str(tiny_gguf.generative()),
+        "parameters": {"context_length": 512, "parallel": 1, "gpu_layers": -1},
+        "accelerators": [{"id": "0"}, {"id": "1"}],
+        "counts": [2, 1],
+        "split_mode": split_mode,
+        "exact": False,
+    }
+    answer = estimate_job.run(job)
+    assert answer["error"].endswith(error) if error else answer["source"] == "header"
+
+
 def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
