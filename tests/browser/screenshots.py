@@ -15,21 +15,21 @@ from tests.rigs.fake_dashboard import FakeDashboard
 from tests.rigs.page_records import GIB, MIB
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-SIZES = {"memory": {"width": 1200, "height": 610}, "models": {"width": 1200, "height": 540}}
+SIZES = {"memory": {"width": 1240, "height": 610}, "models": {"width": 1240, "height": 540}}
 
 
 def machine(now: float) -> dict[str, Any]:
     """A snapshot of a machine with two GPUs and seven models."""
     at_work = {"qwen-14b": 15 * GIB, "embed": 1200 * MIB}
     sharing = {"llama-8b": 9 * GIB, "coder-7b": 6 * GIB}
-    loading = {"resident": 0, "reserved": 4 * GIB, "weights": 0, "kv": 0, "compute": 0, "other": 0}
+    loading = {"resident": 0, "reserved": 5 * GIB, "weights": 0, "kv": 0, "compute": 0, "other": 0}
     devices = [
         page_records.device("gpu-0", 24 * GIB, at_work, accounts={"foreign": 500 * MIB}, pressure="moderate"),
         page_records.device(
             "gpu-1",
             24 * GIB,
             sharing,
-            accounts={"reserved": 4 * GIB},
+            accounts={"reserved": 5 * GIB},
             by_model={"vision-4b": loading},
             pressure="high",
         ),
@@ -51,7 +51,7 @@ def machine(now: float) -> dict[str, Any]:
         loaded("llama-8b", "busy", 9 * GIB, "gpu-1", in_flight=2, figures={"tokens_per_second": 61.2}),
         loaded("coder-7b", "ready", 6 * GIB, "gpu-1"),
         loaded("embed", "ready", 1200 * MIB, "gpu-0", figures={"kv": None, "idle_deadline_seconds": None}),
-        page_records.model("vision-4b", "loading", progress=0.6, devices=["gpu-1"], predicted_bytes=4 * GIB),
+        page_records.model("vision-4b", "loading", progress=0.6, devices=["gpu-1"], predicted_bytes=5 * GIB),
         page_records.model("phi-4", "warm", predicted_bytes=9 * GIB),
         page_records.model(
             "llama-70b",
@@ -77,6 +77,7 @@ def main() -> None:
         for view, scheme in (("memory", "light"), ("models", "dark")):
             page = sign_in(pages.page(viewport=SIZES[view], color_scheme=scheme), gateway.url, view=view)
             page.get_by_text("qwen-14b").first.wait_for()
+            page.mouse.move(0, 0)
             page.wait_for_timeout(500)
             page.screenshot(path=IMAGES / f"dashboard-{view}.png")
         pages.close()

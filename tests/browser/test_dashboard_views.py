@@ -133,7 +133,7 @@ def test_views_without_data_say_what_to_do(watched: Watched, gateway: FakeDashbo
 
 def test_a_use_key_sees_the_page_read_only(watched: Watched, gateway: FakeDashboard) -> None:
     page = sign_in(watched.page(), gateway.url, key="use-key")
-    for view in ("models", "breakers", "timeline", "keys"):
+    for view in ("models", "breakers", "requests", "timeline", "keys"):
         assert "no scope “admin”" in show(page, view)
     show(page, "models")
     assert page.get_by_role("button", name="Load").count() == 0

@@ -88,7 +88,7 @@ def device(id: str, total: int, models: dict[str, int], **changes: Any) -> Json:
         "warm": {},
         "pressure": "low",
         "pressure_ratio": used / total,
-        "pressure_levels": {"moderate": 0.6, "high": 0.75, "critical": 0.85, "emergency": 0.95},
+        "pressure_levels": {"moderate": 0.6, "high": 0.8, "critical": 0.9, "emergency": 0.98},
         "reason": "",
     }
     return record | changes

@@ -66,7 +66,7 @@ function useRoute() {
 
 async function isSignedIn() {
   try {
-    await api.session.read();
+    api.useToken((await api.session.read()).csrf);
     return true;
   } catch (error) {
     return error.status !== 401;

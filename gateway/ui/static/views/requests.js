@@ -70,7 +70,7 @@ const EXAMPLE = html`No requests yet. Send one with <code>headgate run demo "Wha
 
 const texts = (one) => `${one.id} ${one.model} ${one.route} ${one.key} ${one.outcome} ${one.status} ${one.tier} ${one.answered_by} ${one.reason}`.toLowerCase();
 
-export function RequestsView({ state, parts }) {
+export function RequestsView({ state, admin, parts }) {
   const [filter, setFilter] = useState("");
   const [only, setOnly] = useState(false);
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -78,6 +78,7 @@ export function RequestsView({ state, parts }) {
   const all = [...state.finished.values()].reverse();
   const shown = all.filter((one) => (!only || failed(one)) && words.every((word) => texts(one).includes(word)));
   return html`
+    ${!admin && html`<p class="lead">This key has no scope “admin”, so only its own requests are shown.</p>`}
     <section aria-labelledby="running"><h2 id="running">Running <span class="dim">${count(live.length)}</span></h2>
       <${Table} name="live" caption="Running requests" hideCaption=${true} columns=${LIVE} rows=${live} id=${(one) => one.id} empty="No request is running." /></section>
     <section aria-labelledby="finished"><h2 id="finished">Finished <span class="dim">the last ${count(all.length)}</span></h2>
