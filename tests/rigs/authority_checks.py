@@ -16,7 +16,7 @@ from inference.authority.handlers.running import device_incidents, replicas, tic
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import ACCEPTING, SERVING, Reason
 from inference.authority.placement.ledger import Ledger, Phase
-from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
+from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
 from inference.authority.pressure.relief import Restriction
 from inference.authority.quarantine import Suspicion
@@ -482,7 +482,8 @@ class CheckedWorld(World):
             if model.state not in (_S.LOADING, _S.RESTORING) or was is None or was.worker == model.worker:
                 continue
             worker = self.state.workers[model.worker or ""]
-            held = [item for item in held_models(self.state, self.now) if item.eviction_state is not EvictionState.WARM]
+            holdings = self.state.ledger.holdings  # a warm model does not count, also while it is dropped
+            held = [item for item in held_models(self.state, self.now) if not holdings[item.holding].exempt]
             most = self.state.settings.max_models
             assert most is None or len(held) <= most, "INFERENCE_MAX_MODELS holds"
             for device in worker.placement.devices:
