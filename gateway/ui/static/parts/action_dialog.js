@@ -57,16 +57,15 @@ function Actions({ model, devices, first }) {
   const [action, setAction] = useState(first);
   const [device, setDevice] = useState("");
   const [result, setResult] = useState({ running: false });
-  const target = action === "move" || action === "load" ? device : "";
+  const target = action === "move" ? device : "";
   const plan = usePlan(id, action, target);
   const held = (model.headgate || {}).devices || [];
-  const choices = devices.filter((one) => action !== "move" || !(held.length === 1 && held[0] === one.id));
+  const choices = devices.filter((one) => !(held.length === 1 && held[0] === one.id));
 
   function choose(name) {
     setAction(name);
     setResult({ running: false });
     if (name === "move") setDevice((choices.find((one) => !held.includes(one.id)) || { id: "" }).id);
-    else setDevice("");
   }
 
   async function confirm() {
@@ -85,9 +84,8 @@ function Actions({ model, devices, first }) {
         <input type="radio" name="action" value=${name} checked=${action === name} onChange=${() => choose(name)} />
         <span>${label}</span></label>`)}
     </fieldset>
-    ${(action === "move" || action === "load") && html`<p class="field"><label for="action-device">Device</label>
+    ${action === "move" && html`<p class="field"><label for="action-device">Device</label>
       <select id="action-device" value=${device} disabled=${result.running} onChange=${(event) => setDevice(event.target.value)}>
-        ${action === "load" && html`<option value="">as planned</option>`}
         ${choices.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}</option>`)}
       </select></p>`}
     <div aria-live="polite">
