@@ -205,6 +205,8 @@ def test_keys_in_the_file_are_not_copied_and_not_sent_to_other_hosts() -> None:
     assert "sk-secret" not in text
     assert "my-key" not in text
     assert found.gateway["providers"]["fake.example.org"]["api_key"] == "${env:KEY_OF_FAKE_EXAMPLE_ORG}"
+    text = "model_list: [{model_name: a, litellm_params: {model: openai/a, api_base: os.environ/BASE, api_key: sk-x}}]"
+    assert recognized(text, {}).gateway["providers"]["base"]["api_key"] == "${env:KEY_OF_BASE}"
     assert found.gateway["providers"]["openai"] == {"kind": "openai", "api_key": "${env:OPENAI_API_KEY}"}
 
 
@@ -235,7 +237,7 @@ def test_presets_of_llama_server() -> None:
         ("-m a.gguf -c 8192 -np 4 -kvu", {"path": "a.gguf", "parallel": 4, "context_length": 8192, "kv_cells": 8192}),
         ("--model=a.gguf -ngl 0 --swa-full", {"path": "a.gguf", "gpu_layers": 0, "swa_full": True}),
         ("-hf o/r -hff f.gguf -a x,y -cmoe", {"path": "hf:o/r/f.gguf", "aliases": ["x", "y"], "experts": "host"}),
-        ("-hf o/r --rerank", {"path": "hf:o/r", "capabilities": ["rerank"]}),
+        ("-hf o/r --rerank -sm row", {"path": "hf:o/r", "capabilities": ["rerank"], "split_mode": "row"}),
         ("-m a.gguf -t -1 -mg 1 -ctk f16 -ctv f16 -ngl many -b x", {"path": "a.gguf", "gpu_index": 1}),
     ],
 )  # fmt: skip

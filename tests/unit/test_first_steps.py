@@ -187,6 +187,14 @@ def test_add_refuses_and_leaves_the_file(place: Path, words: list[str], advice: 
     assert (place / "config" / "models.yaml").read_bytes() == before
 
 
+def test_two_commands_do_not_change_the_file_at_once(place: Path, capsys: Any) -> None:
+    shutil.copy(tiny_gguf.generative(), place / "good.gguf")
+    with models_file.locked(place / "config"):
+        assert main(["add", "good.gguf"]) == 1
+    assert "another command is changing config; try again" in capsys.readouterr().err
+    assert main(["add", "good.gguf"]) == 0
+
+
 def test_add_reports_mistakes_that_the_file_already_has(place: Path, capsys: Any) -> None:
     shutil.copy(tiny_gguf.generative(), place / "good.gguf")
     with (place / "config" / "models.yaml").open("a") as out:
@@ -208,7 +216,7 @@ def test_running_service_reloads_and_plans(place: Path, monkeypatch: pytest.Monk
     assert signals == [2**22 + 1]
     output = capsys.readouterr().err
     assert "good fits: 1.0 MiB on cpu" in output
-    assert 'ask it: headgate run good "Hello"' in output
+    assert 'ask it: headgate run good "Hello", or in a browser: http://127.0.0.1:8080/ui/' in output
 
 
 # --- pull -------------------------------------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
     host = urlsplit(base or "").hostname
     if host and prefix != "azure" and host not in (cloud.base_url or _OWN_HOSTS.get(prefix, "")):
         prefix, cloud = host, Cloud(cloud.kind, base, "")  # the usual key must not be sent to another host
+    elif base and base.startswith("${env:") and prefix in CLOUDS:
+        prefix, cloud = base[6:-1].lower(), Cloud(cloud.kind, base, "")
     settings: dict[str, Any] = {"kind": cloud.kind, "api_key": _key(found, where, host or prefix, cloud, params)}
     if base or cloud.base_url:
         settings["base_url"] = base or cloud.base_url

@@ -50,7 +50,6 @@ SAMPLING = frozenset(
 
 ADVICE: Mapping[str, str] = {
     "tensor-split": "layers are divided by measured sizes",
-    "split-mode": "layers are divided by measured sizes; tensor parallelism does not exist",
     "device": "use gpu_index, or CUDA_VISIBLE_DEVICES for the service",
     "model-draft": "draft models are not set up by an import; see `speculation` in models.yaml",
     "cache-ram": "INFERENCE_KV_RAM_GB bounds stored sequences of all models",
@@ -146,6 +145,8 @@ def entry_of(
         entry["experts"] = moe
     if (gpu := last("main-gpu")) is not None and gpu.isdecimal():
         entry["gpu_index"] = int(gpu)
+    if (mode := last("split-mode")) in ("row", "tensor"):
+        entry["split_mode"] = mode
     if last("fit") in ("on", "true", "1"):
         entry["fit"] = "auto"
     if seconds := _positive(last("sleep-idle-seconds")):
@@ -162,7 +163,7 @@ def entry_of(
 USED = frozenset(
     {"model", "hf-repo", "hf-file", "ctx-size", "kv-unified", "n-gpu-layers", "cache-type-k", "cache-type-v", "alias"}
     | {"mmproj", "lora", "flash-attn", "swa-full", "cpu-moe", "n-cpu-moe", "main-gpu", "fit", "sleep-idle-seconds"}
-    | {"embedding", "reranking", *_SIZES}
+    | {"embedding", "reranking", "split-mode", *_SIZES}
 )
 """Options with a counterpart."""
 

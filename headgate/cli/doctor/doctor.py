@@ -13,7 +13,11 @@ from headgate.shared.errors import Exit, HeadgateError
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", help="also stream an answer through this address, such as a proxy's")
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="also stream an answer through this address, such as a proxy's; the gateway's key is sent",
+    )
     parser.add_argument("--model", metavar="MODEL", help="the model that answers for --url (default: the first one)")
 
 

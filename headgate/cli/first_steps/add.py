@@ -193,20 +193,22 @@ def _write(path: Path, model: str, fields: Mapping[str, Any], environ: Mapping[s
     """Adds the entry if the result is valid. Raises HeadgateError, ConfigError and leaves the file as it is."""
     from headgate.cli.first_steps import models_file
 
-    text = path.read_bytes().decode()
-    try:
-        changed = models_file.with_entry(text, model, fields)
-    except ValueError as error:
-        raise HeadgateError(f"{path}: {error}") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / path.name).write_bytes(changed.encode())
-        _load(Path(scratch), path, environ)
-    models_file.replace_text(path, changed)
+    with models_file.locked(path.parent):
+        text = path.read_bytes().decode()
+        try:
+            changed = models_file.with_entry(text, model, fields)
+        except ValueError as error:
+            raise HeadgateError(f"{path}: {error}") from None
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / path.name).write_bytes(changed.encode())
+            _load(Path(scratch), path, environ)
+        models_file.replace_text(path, changed)
 
 
 def _hints(session: Session, directory: Path, target: Target, model: str) -> None:
     """How to use the model, or why no route leads to it."""
     from gateway import settings
+    from headgate.cli.first_steps.running_service import say_how_to_ask
 
     try:
         routes = settings.load(directory, target.environ).routes
@@ -217,7 +219,7 @@ def _hints(session: Session, directory: Path, target: Target, model: str) -> Non
             f"gateway.yaml has no route for it; add under `routes:`  {model}: {{chain: [local/{model}]}}"
         )
         return
-    session.terminal.say(f'ask it: headgate run {model} "Hello"')
+    say_how_to_ask(session, model)
 
 
 COMMANDS = {"add": Command(_arguments, add)}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from headgate.shared.errors import HeadgateError
 from headgate.shared.state_files import write_atomic
-
-BY_HAND = "add the model by hand"
 
 
 def with_entry(text: str, name: str, fields: Mapping[str, Any]) -> str:
@@ -84,6 +84,21 @@ def _end(node: yaml.Node) -> int:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Excludes other commands that change files in `directory`. Raises HeadgateError when one is doing it."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise HeadgateError(f"another command is changing {directory}; try again") from None
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -50,7 +50,7 @@ def pull(session: Session) -> int:
         plan = None
         if model is not None and (api := running_service.reload(session, target, model)):
             plan = running_service.first_plan(session, api, model)
-            session.terminal.say(f'ask it: headgate run {model} "Hello"')
+            running_service.say_how_to_ask(session, model)
         elif model is not None:
             session.terminal.say(f"{source} is the model {model!r}; start the services with: headgate up")
         files.append({"source": str(source), "path": str(file.path), "model": model, "plan": plan})

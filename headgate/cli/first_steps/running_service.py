@@ -119,3 +119,8 @@ def first_plan(session: Session, api: Api, model: str) -> dict[str, Any] | None:
             if not line.startswith("  ") or line.startswith("  would "):
                 session.terminal.say(line)
     return answer
+
+
+def say_how_to_ask(session: Session, model: str) -> None:
+    """Prints the next step after a model was added."""
+    session.terminal.say(f'ask it: headgate run {model} "Hello", or in a browser: {addresses.gateway_url(session)}/ui/')
