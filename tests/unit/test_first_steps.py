@@ -10,6 +10,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from headgate.cli.main import main
 from headgate.shared.errors import HeadgateError
 from tests.rigs import tiny_gguf
 from tests.rigs.canned_http import Canned, canned_service
-from tests.rigs.processes import forget_own
+from tests.rigs.processes import forget_own, free_port
 from tests.rigs.small_hub import SmallHub, small_hub
 
 SHIPPED = Path(__file__).resolve().parents[2] / "config"
@@ -355,6 +356,23 @@ def test_hub_source_in_the_file_is_pulled_without_arguments(place: Path, hub: Sm
     assert main(["config", "check"]) == 0
     assert main(["pull"]) == 0
     assert "every `hf:` source of models.yaml is here" in capsys.readouterr().err
+
+
+def test_up_downloads_what_the_file_names_before_it_starts(
+    place: Path, hub: SmallHub, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with (place / "config" / "models.yaml").open("a") as out:
+        out.write("  mine: {path: 'hf:org/plain:Q8_0'}\n")
+    monkeypatch.setattr("headgate.cli.up._supervise", started := AsyncMock(return_value=0))
+    for name in ("GATEWAY_PORT", "INFERENCE_PORT"):
+        monkeypatch.setenv(name, str(free_port()))
+    assert main(["up"]) == 0
+    assert (place / "models/org/plain/plain-Q8_0.gguf").is_file()
+    shutil.rmtree(place / "models")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert main(["up"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+    assert started.await_count == 1
 
 
 def test_add_of_a_hub_source_downloads_it(place: Path, hub: SmallHub) -> None:
