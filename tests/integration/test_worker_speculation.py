@@ -27,7 +27,7 @@ def rigs(request: pytest.FixtureRequest) -> Iterator[Rigs]:
     """Without proposals, and with all that fit into a step."""
     path = tiny_gguf.generative() if request.param == "tiny" else bundled_path("demo")
     with engine_rig(path, speculation="off") as plain, engine_rig(path, speculation="ngram") as proposing:
-        proposing.engine._speculation = EagerSpeculation()
+        proposing.engine._verification._speculation = EagerSpeculation()
         yield plain, proposing
 
 

@@ -32,6 +32,7 @@ from inference.worker.engine.prefill_pacing import LONGEST_SECONDS, Pace
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine.sequence_transfers import SequenceTransfers
 from inference.worker.engine.speculation import Speculation
+from inference.worker.engine.verification import Verification
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.kv.sequence_store import SequenceStore
@@ -47,7 +48,6 @@ from inference.worker.steps import (
     Restore,
     Row,
     Save,
-    Step,
     Store,
     performed,
 )
@@ -112,7 +112,7 @@ class Engine:
         self._clock = clock
         self._scheduler = Scheduler(limits, None if store is None else store.catalog)
         self._transfers = SequenceTransfers(self._scheduler, store, self.counters, clock, threshold)
-        self._speculation = speculation
+        self._verification = Verification(speculation, self._scheduler, backend, self.counters)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}
         self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
@@ -263,8 +263,7 @@ class Engine:
         just_begun = prompts > 0 and self._scheduler.just_begun
         allowed = self._pace.seconds(decoding, prompts, just_begun=just_begun)
         transfers = self._transfers.number_in(LONGEST_SECONDS) if just_begun else 1
-        propose = None if self._speculation is None else self._speculation.propose
-        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed), transfers, propose)
+        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed), transfers, self._verification.propose)
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
         if lost := performed(step.operations, self._perform):
@@ -290,14 +289,13 @@ class Engine:
             else:
                 self._fail_step(f"llama.cpp could not compute a step ({status.name.lower()})")
             return True
-        if self._speculation is not None and not step.prefill:
-            self._speculation.note_step(len(step.rows), step.proposed, self.counters.elapsed)
+        self._verification.computed(step, self.counters.elapsed)
         self._runner.succeeded()
         self._scheduler.computed()
         try:
             reused = self._read(step.rows, last)
         finally:
-            self._remove_rejected(step)
+            self._verification.remove_rejected(step)
         seconds = self.counters.end()
         self._next_seconds = seconds if not step.prefill else math.inf
         self.counters.prefill = self.counters.prefill.read(step.prefill + reused, seconds)
@@ -321,12 +319,6 @@ class Engine:
             if row.sample or row.every:
                 self._advance(running, row, index)
         return reused
-
-    def _remove_rejected(self, step: Step) -> None:
-        """Removes the proposals that were not drawn from their slots."""
-        for row in step.rows if step.proposed else ():
-            if row.proposed and (kept := self._scheduler.kept(row.slot)) < row.start + len(row.tokens):
-                self._backend.remove(row.slot, kept)
 
     def _perform(self, operation: Operation) -> bool:
         """Runs a memory operation; returns False if its slot could not be restored or loaded."""
@@ -356,13 +348,10 @@ class Engine:
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a computed row; `index` is the batch index of its last token."""
         try:
-            if row.proposed:
-                self._verify(running, row, index)
-                return
-            if row.every:
+            if row.every and not row.proposed:
                 self._score(running, row, index)
-            if row.sample and (token := self._sample(running, row.job, index)) is not None:
-                self._note_drawn(row.job, [token])
+            if row.sample:
+                self._verification.draw(row, index, lambda at: self._sample(running, row.job, at))
         except BaseException as error:
             reason = _reason(error, "sampling failed")
             self._scheduler.abort(row.job)
@@ -375,27 +364,6 @@ class Engine:
         if scores:
             generation = running.generation
             self._send(running, Output(generation.choice, "", 0, generation.cached or 0, prompt_logprobs=scores))
-
-    def _verify(self, running: _Running, row: Row, index: int) -> None:
-        """Samples after the last token of a sequence and after each proposal, until a token differs from the next one.
-
-        The sampler draws from the same logits in the same order as without proposals.
-        """
-        drawn: list[int] = []
-        first = index - row.proposed
-        for at, proposed in enumerate([*row.tokens[1:], None]):
-            token = self._sample(running, row.job, first + at)
-            if token is not None:
-                drawn.append(token)
-            if token is None or token != proposed:
-                break
-        self.counters.proposed_tokens += row.proposed
-        self.counters.accepted_tokens += at
-        self._note_drawn(row.job, drawn)
-
-    def _note_drawn(self, job: int, tokens: Sequence[int]) -> None:
-        if self._speculation is not None:
-            self._speculation.note_drawn(job, tokens)
 
     def _sample(self, running: _Running, job: int, index: int) -> int | None:
         """Draws the next token of `job`; returns it, or None if the answer ends with it."""
@@ -530,8 +498,7 @@ class Engine:
     def _release(self, job: int) -> None:
         if (running := self._running.pop(job, None)) is None:
             return  # rejected before it had a sampler
-        if self._speculation is not None:
-            self._speculation.end(job)
+        self._verification.end(job)
         siblings = self._jobs_of[running.ticket]
         siblings.discard(job)
         if not siblings:
