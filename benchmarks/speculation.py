@@ -36,6 +36,7 @@ from inference.worker import llama
 from inference.worker.backend import Constraint
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
+from inference.worker.engine.ngram_lookup import NgramSource
 from inference.worker.engine.output_tickets import Delivery, Ticket
 from inference.worker.engine.speculation import Speculation
 from inference.worker.llama.llama_process import LogTail
@@ -212,7 +213,7 @@ def benches(path: Path, streams: int, context_length: int, threads: int | None) 
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)
         found = []
-        for speculation in (None, Speculation()):
+        for speculation in (None, Speculation(NgramSource())):
             found.append(Bench(model, grant, speculation))
             stack.callback(found[-1].close)
         yield found[0], found[1]

@@ -17,6 +17,7 @@ from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
+from inference.worker.engine.ngram_lookup import NgramSource
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.engine.speculation import Speculation
 from inference.worker.engine.vision_context import VisionBackend
@@ -124,7 +125,7 @@ def speculation_of(grant: Grant, limits: Limits) -> Speculation | None:
     if limits.window or not limits.can_trim:
         log.info("speculation is off: this model has sliding-window or recurrent layers, which cannot go back a token")
         return None
-    return Speculation()
+    return Speculation(NgramSource())
 
 
 def app_of(

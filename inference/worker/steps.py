@@ -271,6 +271,15 @@ class Row(NamedTuple):
     proposed: int = 0
 
 
+class Candidate(NamedTuple):
+    """A decoding job that may get proposals: its slot, all of its tokens, and the maximum number of proposals."""
+
+    job: int
+    slot: int
+    tokens: array[int]
+    most: int
+
+
 class Step(NamedTuple):
     """Memory operations to run in order, then one batch with its rows in the order of slots.
 

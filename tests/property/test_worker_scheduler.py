@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from inference.protocol import Priority
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
 from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.steps import (
+    Candidate,
     Copy,
     Fetch,
     Job,
@@ -460,13 +460,16 @@ class Traffic(RuleBasedStateMachine):
         self.remove_rejected(step)
         return step.tokens
 
-    def propose(self, job: int, tokens: array[int], jobs: int, most: int) -> Sequence[int]:
+    def propose(self, candidates: Sequence[Candidate], jobs: int) -> list[list[int]]:
         """The tokens that will be drawn, some of them wrong."""
-        assert list(tokens) == self.live[job].tokens
-        assert most > 0
-        assert jobs > 0
-        count = (job + len(tokens)) % 5
-        return [(job + at + (at % 4 == 0)) % 3 for at in range(len(tokens), len(tokens) + min(most, count))]
+        assert 0 < len(candidates) <= jobs
+        found = []
+        for job, _slot, tokens, most in candidates:
+            assert list(tokens) == self.live[job].tokens
+            assert most > 0
+            count = (job + len(tokens)) % 5
+            found.append([(job + at + (at % 4 == 0)) % 3 for at in range(len(tokens), len(tokens) + min(most, count))])
+        return found
 
     def verify(self, row: Row) -> None:
         """Draws after each token of a row until one differs from the next. The job may be suspended meanwhile."""

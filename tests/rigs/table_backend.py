@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.engine.ngram_lookup import NgramLookup
-from inference.worker.engine.speculation import Speculation
+from inference.worker.engine.ngram_lookup import NgramSource
+from inference.worker.engine.speculation import ProposalSource, Speculation
+from inference.worker.steps import Candidate
 from tests.rigs.fake_backend import END, FakeBackend
 
 LETTERS = 6
@@ -103,14 +103,9 @@ def answer_of(prompt: Sequence[int], seed: int, temperature: float, most: int) -
 class EagerSpeculation(Speculation):
     """Verifies all proposals that fit into a step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lookups: dict[int, NgramLookup] = {}
+    def __init__(self, source: ProposalSource | None = None) -> None:
+        super().__init__(source or NgramSource())
 
-    def propose(self, job: int, tokens: array[int], sequences: int, most: int) -> Sequence[int]:
+    def propose(self, candidates: Sequence[Candidate], sequences: int) -> list[Sequence[int]]:
         """See `Speculation`."""
-        return self._lookups.setdefault(job, NgramLookup()).propose(tokens, most)
-
-    def end(self, job: int) -> None:
-        """See `Speculation`."""
-        self._lookups.pop(job, None)
+        return list(self._source.propose(candidates))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.engine.ngram_lookup import MOST_REPLACED, NgramLookup
+from inference.worker.engine.ngram_lookup import MOST_REPLACED, NgramLookup, NgramSource
 from inference.worker.engine.speculation import (
     ANSWER_MEMORY,
     LEAST_STEPS,
@@ -21,6 +21,7 @@ from inference.worker.engine.speculation import (
     AcceptanceRate,
     Speculation,
 )
+from inference.worker.steps import Candidate
 from inference.worker.worker_errors import UnloadedError
 from tests.unit.test_worker_priority import BODIES, TellingEngine, apps, status
 
@@ -113,13 +114,18 @@ REPEATED = array("i", [*range(10, 40), 10, 11])
 PLAIN_STEPS = LEAST_STEPS
 
 
+def proposals(speculation: Speculation, sequences: int, job: int, most: int = 99) -> Sequence[int]:
+    (found,) = speculation.propose([Candidate(job, 0, REPEATED, most)], sequences)
+    return found
+
+
 def lengths(speculation: Speculation, sequences: int, job: int = 1) -> int:
-    return len(speculation.propose(job, REPEATED, sequences, 99))
+    return len(proposals(speculation, sequences, job))
 
 
 def new(plain: float = 0.010, sequences: int = 1) -> Speculation:
     """A model whose steps without proposals were measured."""
-    speculation = Speculation()
+    speculation = Speculation(NgramSource())
     for _ in range(PLAIN_STEPS):
         speculation.note_step(sequences, 0, plain)
     return speculation
@@ -129,7 +135,7 @@ def measured(plain: float, proposal: float, sequences: int = 1) -> Speculation:
     """A model with measured times; all of its answers repeat themselves."""
     speculation = new(plain, sequences)
     for _ in range(40):
-        speculation.propose(0, REPEATED, sequences, 99)
+        proposals(speculation, sequences, 0)
         speculation.note_drawn(0, list(range(12, 28)))
     for _ in range(3):
         speculation.note_step(sequences, 2, plain + 2 * proposal)
@@ -137,7 +143,7 @@ def measured(plain: float, proposal: float, sequences: int = 1) -> Speculation:
 
 
 def test_nothing_is_verified_before_steps_were_measured() -> None:
-    speculation = Speculation()
+    speculation = Speculation(NgramSource())
     for _ in range(PLAIN_STEPS):
         assert lengths(speculation, 1) == 0
         speculation.note_step(1, 0, 0.010)
@@ -150,7 +156,7 @@ def test_more_is_verified_where_more_is_accepted() -> None:
     assert 0 < before < MOST_PROPOSED
     speculation.note_drawn(1, [12, 13, 14, 15])
     assert before < lengths(speculation, 1)
-    assert len(speculation.propose(1, REPEATED, 1, 2)) == 2, "at most what fits into the step"
+    assert len(proposals(speculation, 1, 1, most=2)) == 2, "at most what fits into the step"
 
 
 def test_nothing_is_verified_where_little_is_accepted() -> None:
@@ -238,13 +244,13 @@ def test_clock_without_resolution_is_no_measurement() -> None:
 
 
 def test_answers_are_forgotten() -> None:
-    speculation = Speculation()
+    speculation = Speculation(NgramSource())
     lengths(speculation, 1)
     speculation.note_drawn(1, [12] * 9)
     speculation.end(1)
     speculation.end(1)
     speculation.note_drawn(1, [12])
-    assert list(speculation.propose(3, array("i", [1, 2, 3]), 1, 9)) == []
+    assert speculation.propose([Candidate(3, 0, array("i", [1, 2, 3]), 9)], 1) == [()]
     speculation.note_drawn(3, [4])
 
 

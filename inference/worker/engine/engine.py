@@ -323,8 +323,9 @@ class Engine:
     def _perform(self, operation: Operation) -> bool:
         """Runs a memory operation; returns False if its slot could not be restored or loaded."""
         match operation:
-            case Remove():
-                self._backend.remove(operation.slot, operation.start)
+            case Remove(slot, start):
+                self._backend.remove(slot, start)
+                self._verification.removed(slot, start)
             case Copy():
                 self._backend.copy(operation.source, operation.target, operation.count)
             case Save():

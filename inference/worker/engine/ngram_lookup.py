@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from inference.worker.steps import Candidate
+
 MOST_REPLACED = 2
 """After up to this many wrong tokens the earlier text is followed further, as if they were replaced: a renamed
 variable, or another value of a JSON key. Only one token is proposed then."""
@@ -93,3 +95,33 @@ class NgramLookup:
         ends = np.arange(2, len(known))
         self._table[self._hash(known[ends - 2], known[ends - 1])] = ends
         self._indexed, self._next, self._wrong = len(known), 0, 0
+
+
+class NgramSource:
+    """Proposals of a lookup per job; see `ProposalSource`."""
+
+    is_free = True
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self._lookups: dict[int, NgramLookup] = {}
+
+    def propose(self, candidates: Sequence[Candidate]) -> list[Sequence[int]]:
+        """The proposals for each candidate."""
+        found = []
+        for job, _slot, tokens, most in candidates:
+            if (lookup := self._lookups.get(job)) is None:
+                lookup = self._lookups[job] = NgramLookup()
+            found.append(lookup.propose(tokens, most))
+        return found
+
+    def behind(self, candidate: Candidate) -> int:
+        """Nothing has to be computed."""
+        return 0
+
+    def removed(self, slot: int, start: int) -> None:
+        """Nothing is kept by slot."""
+
+    def end(self, job: int) -> None:
+        """Forgets a job, which may be unknown."""
+        self._lookups.pop(job, None)

@@ -31,6 +31,7 @@ from inference.worker.steps import (
     PREFILL,
     TRANSITIONS,
     WAITING,
+    Candidate,
     Job,
     Limits,
     Phase,
@@ -57,8 +58,8 @@ llama.cpp computes rows together as far as they have the same length (`llama_bat
 of another length costs a pass over all weights, now and when the prompt is completed."""
 
 
-Propose = Callable[[int, "array[int]", int, int], Sequence[int]]
-"""(job, its tokens, number of jobs in the step, maximum number) -> tokens that may follow, in the order of places."""
+Propose = Callable[[Sequence[Candidate], int], Sequence[Sequence[int]]]
+"""(candidates, each with `most` of at least 1; number of jobs in the step) -> the next tokens proposed for each."""
 
 LEAST_FETCH_SECONDS = 1.0
 """A job waits at least so long for its sequence from disk."""
@@ -495,14 +496,19 @@ class Scheduler:
         Each row gets an equal share, because llama.cpp computes rows together as far as they have the same length.
         """
         room = min(free, self.limits.batch - len(rows), (self.limits.outputs or self.limits.slots) - len(rows))
-        found = []
-        for row in rows:
+        found = list(rows)
+        places, candidates = [], []
+        for place, row in enumerate(rows):
             run = self._runs[row.job]
             most = min(room // len(rows), self.limits.context - len(run.tokens))
-            may_propose = most > 0 and run.phase is DECODE and run.job.speculates
-            if may_propose and (proposed := propose(row.job, run.tokens, len(rows), most)):
-                row = row._replace(tokens=[*row.tokens, *proposed], every=True, proposed=len(proposed))
-            found.append(row)
+            if most > 0 and run.phase is DECODE and run.job.speculates:
+                places.append(place)
+                candidates.append(Candidate(row.job, row.slot, run.tokens, most))
+        if candidates:
+            for place, proposed in zip(places, propose(candidates, len(rows)), strict=True):
+                if proposed:
+                    row = rows[place]
+                    found[place] = row._replace(tokens=[*row.tokens, *proposed], every=True, proposed=len(proposed))
         return found
 
     def _prefilling(self, rows: list[Row], budget: int, free: int) -> None:

@@ -12,13 +12,13 @@ of sequences in a step: with more of them the batch is used better without propo
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
-from inference.worker.engine.ngram_lookup import NgramLookup
+from inference.worker.steps import Candidate
 
 MOST_PROPOSED = 16
 """Maximum number of proposed tokens of a sequence in a step."""
@@ -48,7 +48,39 @@ PLAIN_INTERVAL = 64
 
 TRIAL_STEPS = 16
 """After this number of steps without proposals for each sequence, one likely token per sequence is verified although it
-is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time."""
+is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time. Tokens
+that the source has to compute first delay it by as many steps."""
+
+
+class ProposalSource(Protocol):
+    """Where proposals come from. Used on the engine thread only."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a proposal that is not verified costs no time; then the rates are measured without verification."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """The time that the last call of `propose` took for proposals."""
+        ...
+
+    def propose(self, candidates: Sequence[Candidate]) -> Sequence[Sequence[int]]:
+        """Up to `most` next tokens of each candidate, which may be 0. A job has the tokens of its last call with more
+        at their end."""
+        ...
+
+    def behind(self, candidate: Candidate) -> int:
+        """How many tokens the source has to compute before its first proposal, at most."""
+        ...
+
+    def removed(self, slot: int, start: int) -> None:
+        """The tokens of `slot` from `start` on were removed from the context of the model."""
+        ...
+
+    def end(self, job: int) -> None:
+        """Forgets a job, which may be unknown."""
+        ...
 
 
 @dataclass(slots=True)
@@ -99,7 +131,6 @@ class _Times:
 class _Answer:
     """The state of one answer. `proposed`: what it was expected to continue with before the running step."""
 
-    lookup: NgramLookup = field(default_factory=NgramLookup)
     rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ANSWER_MEMORY))
     proposed: Sequence[int] = ()
 
@@ -107,19 +138,30 @@ class _Answer:
 class Speculation:
     """Proposals for the answers of one model, by job, and the measurements of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: ProposalSource) -> None:
+        self._source = source
         self._rate = AcceptanceRate(MODEL_MEMORY)
         self._answers: dict[int, _Answer] = {}
         self._times: dict[int, _Times] = {}
 
-    def propose(self, job: int, tokens: array[int], sequences: int, most: int) -> Sequence[int]:
-        """The tokens to verify after `tokens` in a step of `sequences` sequences, at most `most` (at least 1)."""
-        if (answer := self._answers.get(job)) is None:
-            answer = self._answers[job] = _Answer()
-        answer.proposed = answer.lookup.propose(tokens, MOST_PROPOSED)
-        if not answer.proposed:
-            return ()
-        return answer.proposed[: min(most, self._length(answer.rate, sequences))]
+    def propose(self, candidates: Sequence[Candidate], sequences: int) -> list[Sequence[int]]:
+        """The tokens to verify for each candidate in a step of `sequences` sequences."""
+        answers = [self._answers.setdefault(candidate.job, _Answer()) for candidate in candidates]
+        lengths = [
+            min(candidate.most, self._length(answer.rate, sequences, self._source.behind(candidate)))
+            for candidate, answer in zip(candidates, answers, strict=True)
+        ]
+        asked = [MOST_PROPOSED] * len(lengths) if self._source.is_free else lengths
+        found = self._source.propose(
+            [candidate._replace(most=most) for candidate, most in zip(candidates, asked, strict=True)]
+        )
+        for answer, proposed in zip(answers, found, strict=True):
+            answer.proposed = proposed
+        return [proposed[:length] for proposed, length in zip(found, lengths, strict=True)]
+
+    def removed(self, slot: int, start: int) -> None:
+        """See `ProposalSource`."""
+        self._source.removed(slot, start)
 
     def note_drawn(self, job: int, tokens: Sequence[int]) -> None:
         """A step has drawn `tokens` for `job`, which were proposed or not."""
@@ -134,15 +176,19 @@ class Speculation:
     def end(self, job: int) -> None:
         """Forgets a job, which may be unknown."""
         self._answers.pop(job, None)
+        self._source.end(job)
 
     def note_step(self, sequences: int, proposed: int, seconds: float) -> None:
-        """A step that only decodes took `seconds`, with `proposed` proposed tokens of all its sequences."""
+        """A step that only decodes took `seconds`, with `proposed` proposed tokens of all its sequences.
+
+        The time of their source is added.
+        """
         times = self._of(sequences)
         times.unmeasured += 1
         longer = max(0.0, seconds - median(times.plain)) if times.plain else 0.0
         if proposed:
             times.steps, times.proposed = 0, proposed
-            times.proposal.append(longer / proposed)
+            times.proposal.append((longer + self._source.seconds) / proposed)
             return
         times.steps += 1
         if times.steps == 1 and times.proposal:  # llama.cpp builds a new graph after a step of another shape
@@ -151,8 +197,8 @@ class Speculation:
             times.unmeasured = 0
             times.plain.append(seconds)
 
-    def _length(self, answer: AcceptanceRate, sequences: int) -> int:
-        """How many proposed tokens are worth their time."""
+    def _length(self, answer: AcceptanceRate, sequences: int, behind: int) -> int:
+        """How many proposed tokens are worth their time. `behind`: see `ProposalSource`."""
         times = self._of(sequences)
         if len(times.plain) < LEAST_STEPS or times.unmeasured >= PLAIN_INTERVAL:
             return 0
@@ -161,7 +207,8 @@ class Speculation:
         if needed < share:  # the n-th proposal is worth its time while share ** n >= needed
             least = share**MOST_PROPOSED
             return MOST_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))
-        return int(share > FIRST_RATE and times.steps >= TRIAL_STEPS * sequences)
+        is_likely = share > FIRST_RATE or not self._source.is_free  # a rate is measured with a trial only
+        return int(is_likely and times.steps >= TRIAL_STEPS * sequences + behind)
 
     def _of(self, sequences: int) -> _Times:
         return self._times.setdefault(sequences, _Times())

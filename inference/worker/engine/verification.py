@@ -5,11 +5,10 @@ The sampler draws from the same logits in the same order as without proposals.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from inference.worker.backend import Backend
-from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine.scheduler import Propose, Scheduler
 from inference.worker.engine.speculation import Speculation
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.steps import Row, Step
@@ -27,7 +26,7 @@ class Verification:
         self._counters = counters
 
     @property
-    def propose(self) -> Callable[[int, array[int], int, int], Sequence[int]] | None:
+    def propose(self) -> Propose | None:
         """The source of proposals for `Scheduler.plan`."""
         return None if self._speculation is None else self._speculation.propose
 
@@ -61,6 +60,11 @@ class Verification:
         for row in step.rows if step.proposed else ():
             if row.proposed and (kept := self._scheduler.kept(row.slot)) < row.start + len(row.tokens):
                 self._backend.remove(row.slot, kept)
+
+    def removed(self, slot: int, start: int) -> None:
+        """The tokens of `slot` from `start` on were removed from the context."""
+        if self._speculation is not None:
+            self._speculation.removed(slot, start)
 
     def end(self, job: int) -> None:
         """Forgets a job, which may be unknown."""
