@@ -82,7 +82,7 @@ bench-turns: machine ## two models with memory for one, under load that never pa
 bench-replicas: machine ## one and two replicas of a model on two paced devices: ROUNDS=5 PACE=0.06; QUICK=1
 	@exec $(RUN) benchmarks.replicas
 
-bench-speculation: machine ## answers with and without proposed tokens: MODELS=135m STREAMS=1,8,32 THREADS=1
+bench-speculation: machine ## answers with and without proposed tokens: SOURCE=ngram|draft MODELS=135m STREAMS=1,8,32 THREADS=1
 	@exec $(RUN) benchmarks.speculation
 
 bench-kv: machine ## stored sequences: restores, alternating conversations, llama-server --cache-ram: MODELS=135m,1b PLACES=cpu,sim PARTS=paths,...; QUICK=1

@@ -90,13 +90,15 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("15m", layers=6, width=288, heads=6, heads_kv=6, feed=768, vocabulary=32_000),
+        Shape("20m", layers=6, width=288, heads=6, heads_kv=6, feed=768, vocabulary=49_152),
         Shape("135m", layers=30, width=576, heads=9, heads_kv=3, feed=1536, vocabulary=49_152),
         Shape("1b", layers=16, width=2048, heads=32, heads_kv=8, feed=8192, vocabulary=128_256, rope_base=500_000.0),
         Shape("moe", layers=16, width=1024, heads=16, heads_kv=4, feed=1024, vocabulary=32_000, experts=32),
         Shape("moe-small", layers=6, width=288, heads=6, heads_kv=6, feed=288, vocabulary=32_000, experts=16),
     )
 }
-"""15m as the TinyStories model of llama2.c, 135m as SmolLM2-135M, 1b as Llama-3.2-1B; `moe` as no known model."""
+"""15m as the TinyStories model of llama2.c, 20m the same with the vocabulary of 135m, as its draft model, 135m as
+SmolLM2-135M, 1b as Llama-3.2-1B; `moe` as no known model."""
 
 
 def path_of(shape: Shape) -> Path:

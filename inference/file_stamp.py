@@ -8,7 +8,8 @@ from pathlib import Path
 
 Stamp = tuple[int, int, int]
 Fingerprint = tuple[tuple[str, Stamp], ...]
-"""The files of a model with their stamps: weights (all parts of a split file), projector, LoRA adapters."""
+"""The files of a model with their stamps: weights (all parts of a split file), projector, draft model,
+LoRA adapters."""
 
 NO_FILE: Stamp = (0, 0, 0)
 _PART = re.compile(r"(?P<prefix>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")

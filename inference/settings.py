@@ -84,6 +84,7 @@ class ModelEntry(BaseModel):
     speculation: Speculation | None = None
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
+    draft: str | None = Field(None, min_length=1)
     idle_timeout: Duration | None = None
     min_residency: Duration | None = None
     pinned: bool = False
@@ -134,6 +135,7 @@ class ModelSpec:
     speculation: str
     lora: tuple[str, ...]
     mmproj: str | None
+    draft: str | None
     idle_timeout: float
     min_residency: float
     pinned: bool
@@ -173,7 +175,13 @@ class ModelSpec:
     @property
     def files(self) -> Fingerprint:
         """The current fingerprint of the files of the model."""
-        return fingerprint(self.path, ([self.mmproj] if self.mmproj else []) + list(self.lora))
+        others = [self.mmproj, self.draft, *self.lora]
+        return fingerprint(self.path, [path for path in others if path is not None])
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether the model is loaded with a projector, adapters or a draft model."""
+        return self.mmproj is not None or self.draft is not None or bool(self.lora)
 
     def changed(self, other: ModelSpec) -> tuple[str, ...]:
         """Names of the settings that differ in `other`."""
@@ -300,11 +308,15 @@ def replica_ids(name: str, most: int) -> list[str]:
 
 def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterator[Problem]:
     at = f"models.{name}"
-    file, problem = resolve_path(entry.path, settings.models_dir)
-    if problem is not None:
-        yield Problem(problem, key=f"{at}.path")
-    elif file is not None and (fault := _fault(file.path)) is not None:
-        yield Problem(f"{fault}; relative paths are below INFERENCE_MODELS_DIR", key=f"{at}.path")
+    for key, source in (("path", entry.path), ("draft", entry.draft)):
+        file, problem = (None, None) if source is None else resolve_path(source, settings.models_dir)
+        if problem is not None:
+            yield Problem(problem, key=f"{at}.{key}")
+        elif file is not None and (fault := _fault(file.path)) is not None:
+            yield Problem(f"{fault}; relative paths are below INFERENCE_MODELS_DIR", key=f"{at}.{key}")
+    if entry.draft is not None and entry.speculation is not None:
+        message = f"draft takes the place of speculation: {entry.speculation}; remove one of them"
+        yield Problem(message, key=f"{at}.draft")
     for item in entry.lora:
         if (fault := _fault(_under(item, settings.models_dir))) is not None:
             yield Problem(fault, key=f"{at}.lora")
@@ -416,6 +428,7 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         if value is None:
             values[field] = getattr(settings, _DEFAULTS.get(field, field), None)
     file, _ = resolve_path(entry.path, settings.models_dir)
+    draft, _ = (None, None) if entry.draft is None else resolve_path(entry.draft, settings.models_dir)
     assert file is not None
     mmproj = file.mmproj if entry.mmproj is None else _under(entry.mmproj, settings.models_dir)
     values |= {
@@ -423,6 +436,7 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         "kv_cells": _kv_cells(entry, settings),
         "lora": tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
         "mmproj": None if mmproj is None else str(mmproj),
+        "draft": None if draft is None else str(draft.path),
     }
     return ModelSpec(id=name, **values)
 

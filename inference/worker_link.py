@@ -118,6 +118,8 @@ class Grant:
     kv: KvTiers = KvTiers()
     lora: tuple[str, ...] = ()
     mmproj: str | None = None
+    draft: str | None = None
+    """A file with a smaller model of the same vocabulary, which proposes tokens instead of `speculation`."""
     capabilities: tuple[str, ...] | None = None
     queue_limit: int = 512
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -338,7 +338,7 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
     if fix := answer.get("fix"):
         lines.append(f"  would fit with {' and '.join(f'{key}: {value}' for key, value in fix.items())}")
     for device, parts in (answer.get("estimate") or {}).get("devices", {}).items():
-        shown = {kind: count for kind, count in parts.items() if count or kind != "headroom_bytes"}
+        shown = {kind: count for kind, count in parts.items() if count or kind not in ("headroom_bytes", "draft_bytes")}
         text = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in shown.items())
         lines.append(f"  estimate for {device}: {text}")
     return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]

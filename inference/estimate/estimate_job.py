@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
 from inference.estimate.host_rate import host_bytes_per_second
 from inference.estimate.layers import Sizes
+from inference.protocol import ExitCause
 from inference.worker.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
@@ -32,14 +34,14 @@ MOST_CELLS = 2**24
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes `{"path", "parameters", "accelerators", "counts", "split_mode", "capabilities", "mmproj", "exact",
+    """Takes `{"path", "parameters", "accelerators", "counts", "split_mode", "capabilities", "mmproj", "draft", "exact",
     "host_bytes_per_second"}`.
 
     `accelerators` is empty for the CPU, else a list of `{"id", "ggml_name"?, "rpc_endpoint"?}`; `counts` are the layers
     of each when there are several, which share the model in `split_mode`. Returns
     `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header",
     "note": ..., "output_bytes": ..., "checkpoint_bytes": ..., "projector_bytes": {device: ...},
-    "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
+    "draft_bytes": {device: ...}, "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
     "host_bytes_per_second": ..., "split_problem": ...}`, or `{"error": message}` for an unusable file. `split_problem`:
     why the accelerators cannot share the model in `split_mode`; empty if they can. The rate of host memory is 0 unless
     the model has experts; it is measured unless the job has it.
@@ -48,12 +50,17 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     parameters = Parameters(**job["parameters"])
     accelerators: Sequence[Mapping[str, Any]] = job.get("accelerators") or ()
     counts: Sequence[int] = job.get("counts") or ()
-    try:
-        facts = read_facts(path)
-    except BadGgufError as error:
-        return {"error": f"{path} is not a usable GGUF file: {error}"}
-    except OSError as error:
-        return {"error": f"{path} cannot be read: {error.strerror or error}"}
+    mmproj: str | None = job.get("mmproj")
+    draft: str | None = job.get("draft")
+    read: list[Facts] = []
+    for file in (path, *([Path(draft)] if draft else [])):
+        try:
+            read.append(read_facts(file))
+        except BadGgufError as error:
+            return {"error": f"{file} is not a usable GGUF file: {error}"}
+        except OSError as error:
+            return {"error": f"{file} cannot be read: {error.strerror or error}"}
+    facts = read[0]
     shares = {item["id"]: count for item, count in zip(accelerators, counts or [-1], strict=False)}
     rough = formula_on(facts, parameters, shares)
     trace = LayerTrace()
@@ -62,15 +69,15 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     output_bytes = checkpoint_bytes = 0
     mode: str = job.get("split_mode") or "layer"
     split_problem = ""
-    mmproj: str | None = job.get("mmproj")
+    draft_bytes = _formula_bytes(read[1], parameters, accelerators) if draft else {}
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
     if is_exact and (cells := parameters.cells) > MOST_CELLS:
         is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
     if is_exact:
         try:
-            exact, output_bytes, checkpoint_bytes, capabilities, split_problem = _exact(
-                path, facts, parameters, accelerators, counts, mode, job.get("capabilities"), mmproj, trace
+            exact, output_bytes, checkpoint_bytes, capabilities, split_problem, measured_draft = _exact(
+                path, facts, parameters, accelerators, counts, mode, job.get("capabilities"), mmproj, draft, trace
             )
         except _UnusableError as error:
             return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
@@ -80,7 +87,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
             if why := plausible(exact, facts, parameters):
                 note = f"llama.cpp's figures were not plausible: {why}"
             else:
-                found, source = exact, "llama.cpp"
+                found, source, draft_bytes = exact, "llama.cpp", measured_draft
     if counts and mode != "layer" and source == "header":  # the formula knows whole layers only
         why = note or "llama.cpp does not measure it"
         return {
@@ -100,6 +107,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "output_bytes": output_bytes,
         "checkpoint_bytes": checkpoint_bytes,
         "projector_bytes": projector,
+        "draft_bytes": draft_bytes,
         "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
         "facts": _facts(facts),
         "capabilities": list(capabilities),
@@ -129,14 +137,16 @@ def _exact(
     mode: str,
     wanted: Sequence[str] | None,
     mmproj: str | None,
+    draft: str | None,
     trace: LayerTrace,
-) -> tuple[dict[str, Parts], int, int, tuple[str, ...], str]:
+) -> tuple[dict[str, Parts], int, int, tuple[str, ...], str, dict[str, int]]:
     """Opens model and context as a worker does, without allocating memory.
 
     Returns the parts, the host memory for outputs (allocated with the first large batch) and for the checkpoints of all
-    sequences, the capabilities, and why the accelerators cannot share the model in this mode.
+    sequences, the capabilities, why the accelerators cannot share the model in this mode, and the bytes of the draft
+    model per device.
     """
-    from inference.worker import llama, loading
+    from inference.worker import draft_loading, llama, loading
     from inference.worker.kv.checkpoints import most_checkpoints
     from inference.worker.llama import ggml_library, split_modes
     from inference.worker.llama.llama_process import LogTail
@@ -177,6 +187,7 @@ def _exact(
         swa_full=parameters.swa_full,
         capabilities=tuple(wanted) if wanted is not None else None,
         mmproj=mmproj,
+        draft=draft,
     )
     try:
         params = llama.model_params(grant, no_alloc=True)
@@ -192,6 +203,14 @@ def _exact(
     except LoadError as error:
         message = "; ".join(line.strip() for line in errors[-2:])
         raise _UnusableError(message or str(error)) from error
+    trace.stop()
+    drafting = None
+    if draft is not None:
+        try:
+            drafting = draft_loading.open_draft(grant, model, context, no_alloc=True)
+        except LoadError as error:
+            lines = [] if error.cause is ExitCause.STARTUP else errors[-2:]
+            raise _UnusableError("; ".join([str(error), *(line.strip() for line in lines)])) from error
     names = {
         ggml_library.buffer_name(handle): device.id for handle, device in zip(params.handles, devices, strict=False)
     }
@@ -207,15 +226,26 @@ def _exact(
             for device, count in zip(devices, counts, strict=True):
                 sums.setdefault(device.id, [0, 0, 0])[0] += math.ceil(amounts[0] * count / sum(counts))
             continue
-        owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")
-        here = sums.setdefault(owner, [0, 0, 0])
+        here = sums.setdefault(_owner(where, names), [0, 0, 0])
         for index, count in enumerate(amounts):
             here[index] += count
     sharing = parameters.parallel if context.cells else 1
     at_once = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
     checkpoint_bytes = parameters.parallel * at_once * most_checkpoints(at_once, parameters.kv_checkpoints)
     parts = {device: Parts(*counts) for device, counts in sums.items()}
-    return parts, context.output_bytes, checkpoint_bytes, capabilities, problem
+    output_bytes = context.output_bytes
+    draft_bytes: dict[str, int] = {}
+    if drafting is not None:
+        output_bytes += drafting.context.output_bytes
+        for where, *amounts in _breakdown(drafting.context.handle):
+            owner = _owner(where, names)
+            draft_bytes[owner] = draft_bytes.get(owner, 0) + sum(amounts)
+    return parts, output_bytes, checkpoint_bytes, capabilities, problem, draft_bytes
+
+
+def _owner(where: str, names: Mapping[str, str]) -> str:
+    """The device of a buffer type; `names` maps those of accelerators to their ids."""
+    return next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")
 
 
 def _tensor_problem(grant: Grant, errors: list[str]) -> str:
@@ -231,6 +261,14 @@ def _tensor_problem(grant: Grant, errors: list[str]) -> str:
         found = next((line for line in errors if "error loading model: " in line), "llama.cpp cannot use it")
         return f"split_mode tensor: {found.partition('error loading model: ')[2].strip() or found}"
     return ""
+
+
+def _formula_bytes(facts: Facts, parameters: Parameters, accelerators: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The bytes of a draft model per device by the formula: all of its layers are on the first device."""
+    has_layers = bool(accelerators) and parameters.gpu_layers != 0
+    own = replace(parameters, gpu_layers=-1 if has_layers else 0, host_expert_layers=0)
+    shares = {accelerators[0]["id"]: -1} if has_layers else {}
+    return {device: parts.total_bytes for device, parts in formula_on(facts, own, shares).items()}
 
 
 def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:
@@ -358,9 +396,16 @@ class LayerTrace:
         self._windows: set[int] = set()
         self._is_window = False
         self._text = ""
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Ignores the rest of the log, which is that of a draft model."""
+        self._is_stopped = True
 
     def feed(self, text: str) -> None:
         """Adds a piece of the log."""
+        if self._is_stopped:
+            return
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             if match := _LAYER_OF_CACHE.match(line):

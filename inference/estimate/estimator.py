@@ -32,7 +32,7 @@ from inference.workers.helper_client import HelperError, run_helper
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 13
+_VERSION = 14
 _KEPT = (
     "parts",
     "source",
@@ -40,6 +40,7 @@ _KEPT = (
     "output_bytes",
     "checkpoint_bytes",
     "projector_bytes",
+    "draft_bytes",
     "layers",
     "facts",
     "capabilities",
@@ -71,6 +72,7 @@ class _Subject:
             "parameters": asdict(parameters_of(self.spec, self.devices[0].id)),
             "capabilities": self.spec.capabilities,
             "mmproj": self.spec.mmproj,
+            "draft": self.spec.draft,
             "counts": self.counts,
             "split_mode": self.spec.split_mode if self.accelerators else "layer",
         }
@@ -227,6 +229,7 @@ class Estimator:
             tuple(entry["capabilities"]),
             layers,
             {device.id: count for device, count in zip(here, subject.counts, strict=True)} if subject.counts else {},
+            draft_bytes={names[where]: int(count) for where, count in entry["draft_bytes"].items()},
             architecture=architecture,
             quantization=quantization,
             expert_share=_share(entry["facts"]),

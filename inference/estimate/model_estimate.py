@@ -16,6 +16,8 @@ from inference.settings import ModelSpec
 class Estimate:
     """The bytes of a model per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is added to both.
 
+    `draft_bytes` are the weights, KV cache and compute buffers of a draft model, which are not among the `parts`.
+
     `sizes` are those of the repeating layers; `counts` are the layers of each device when there are several.
     """
 
@@ -30,6 +32,7 @@ class Estimate:
     counts: Mapping[str, int] = field(default_factory=dict)
     headroom_bytes: Mapping[str, int] = field(default_factory=dict)
     """The part of `overhead_bytes` that was learned after out-of-memory errors."""
+    draft_bytes: Mapping[str, int] = field(default_factory=dict)
     architecture: str = ""
     quantization: str = ""
     """The type of most weights (`Q4_K_M`); empty when the header does not contain it."""
@@ -43,12 +46,18 @@ class Estimate:
     """What its learned overhead belongs to (`inference.estimate.overheads`)."""
 
     @property
+    def beyond_parts(self) -> dict[str, int]:
+        """Bytes per device beyond the `parts`: overhead and draft model."""
+        devices = dict.fromkeys((*self.overhead_bytes, *self.draft_bytes))
+        return {device: self.overhead_bytes.get(device, 0) + self.draft_bytes.get(device, 0) for device in devices}
+
+    @property
     def need(self) -> dict[str, int]:
         """Bytes to reserve per device."""
-        devices = {**dict.fromkeys(self.parts, 0), **dict.fromkeys(self.overhead_bytes, 0)}
+        beyond = self.beyond_parts
         return {
-            device: (self.parts[device].total_bytes if device in self.parts else 0) + self.overhead_bytes.get(device, 0)
-            for device in devices
+            device: (self.parts[device].total_bytes if device in self.parts else 0) + beyond.get(device, 0)
+            for device in dict.fromkeys((*self.parts, *beyond))
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -59,6 +68,7 @@ class Estimate:
                     **asdict(parts),
                     "overhead_bytes": self.overhead_bytes.get(device, 0),
                     "headroom_bytes": self.headroom_bytes.get(device, 0),
+                    "draft_bytes": self.draft_bytes.get(device, 0),
                 }
                 for device, parts in self.parts.items()
             },

@@ -15,6 +15,8 @@ from inference.worker.api.pooled_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler, FormQueue
+from inference.worker.draft_loading import LoadedDraft
+from inference.worker.engine.draft_model import DraftModel
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.ngram_lookup import NgramSource
@@ -113,13 +115,26 @@ def engines_of(
         on_fatal,
         store=store,
         threshold=grant.kv.threshold,
-        speculation=speculation_of(grant, limits),
+        speculation=speculation_of(grant, limits, loaded.draft),
     )
     return engine, None
 
 
-def speculation_of(grant: Grant, limits: Limits) -> Speculation | None:
+def speculation_of(
+    grant: Grant, limits: Limits, draft: LoadedDraft | None = None, clock: Callable[[], float] = time.monotonic
+) -> Speculation | None:
     """Proposals of next tokens, if they are configured and rejected ones can be removed."""
+    if draft is not None:
+        source = DraftModel(
+            draft.context,
+            slots=limits.slots,
+            context=draft.context_length,
+            batch=draft.context.n_batch,
+            vocabulary=draft.n_vocab,
+            cells=draft.context.cells,
+            clock=clock,
+        )
+        return Speculation(source)
     if grant.speculation == "off":
         return None
     if limits.window or not limits.can_trim:

@@ -15,6 +15,7 @@ from typing import Any
 from inference.protocol import ExitCause
 from inference.worker import llama, malloc_trim, sampling
 from inference.worker.cpu_cores import usable_cores
+from inference.worker.draft_loading import LoadedDraft, open_draft, reopen_draft
 from inference.worker.llama import ggml_library
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.llama.split_modes import log_parts
@@ -37,6 +38,12 @@ class Loaded:
     facts: Facts
     ready: Ready
     projector: llama.Projector | None = None
+    draft: LoadedDraft | None = None
+
+    @property
+    def contexts(self) -> tuple[llama.Context, ...]:
+        """The context of the model, and that of its draft model."""
+        return (self.context,) if self.draft is None else (self.context, self.draft.context)
 
 
 def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], parts: Sequence[str] = ()) -> Loaded:
@@ -64,6 +71,9 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], part
             model.tokenize(" ")  # llama.cpp aborts on a wrong vocabulary: here, and not in a request
         template, problem = template_of(model)  # reads the vocabulary during the warm-up
         step.result()
+        draft = _draft(grant, model, context, tail)
+        if draft is not None:
+            alone.submit(draft.context.warm_up).result()
     capabilities = capabilities_of(grant, pooling, template)
     context_length = _context_length(grant, model, context)
     facts = Facts(
@@ -89,7 +99,18 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], part
         capabilities=capabilities,
         template_problem=problem,
     )
-    return Loaded(model, context, template, facts, ready, projector)
+    return Loaded(model, context, template, facts, ready, projector, draft)
+
+
+def _draft(grant: Grant, model: llama.Model, context: llama.Context, tail: LogTail) -> LoadedDraft | None:
+    """The draft model of the grant; raises LoadError."""
+    if grant.draft is None:
+        return None
+    tail.add_up()
+    try:
+        return open_draft(grant, model, context)
+    except LoadError as error:
+        raise _explained(error, tail) from None
 
 
 def _projector(grant: Grant, model: llama.Model, params: Any) -> llama.Projector | None:
@@ -131,10 +152,12 @@ def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
     try:
         context = _context(grant, loaded.model, _pooling(loaded.model, grant), on_gpu=False)
         context.inherit(loaded.context)
+        tail.add_up()
+        draft = None if loaded.draft is None else reopen_draft(grant, loaded.draft)
     except LoadError as error:
         raise _explained(error, tail) from None
     ready = replace(loaded.ready, load_seconds=time.monotonic() - started, buffers=tail.buffers({}))
-    return replace(loaded, context=context, ready=ready)
+    return replace(loaded, context=context, ready=ready, draft=draft)
 
 
 def _context_length(grant: Grant, model: llama.Model, context: llama.Context) -> int:
@@ -159,9 +182,10 @@ def _check(grant: Grant) -> None:
         )
     if grant.parallel > grant.batch:
         raise LoadError(ExitCause.STARTUP, f"parallel {grant.parallel} must be at most batch ({grant.batch})")
-    for path in (grant.path, *grant.lora, *([grant.mmproj] if grant.mmproj else [])):
+    named = {grant.mmproj: " (mmproj)", grant.draft: " (draft)"}
+    for path in (grant.path, *grant.lora, *filter(None, named)):
         if not Path(path).is_file():
-            what = " (mmproj)" if path == grant.mmproj else ""
+            what = named.get(path, "")
             raise LoadError(ExitCause.STARTUP, f"file not found: {path}{what}")
 
 

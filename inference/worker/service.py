@@ -115,7 +115,7 @@ class Worker:
         self._readers: Readers | None = None
         self._vision: Vision | None = None
         self._engine: Engine | None = None
-        self._context: Context | None = None
+        self._contexts: tuple[Context, ...] = ()
         self._threads: int | None = None
         self._kv_budget: int | None = None
         self._pulse: Callable[[], Heartbeat] = _still
@@ -243,9 +243,10 @@ class Worker:
                 malloc_trim.trim()
 
     def _use_threads(self) -> None:
-        """Runs on the loop, as offloading does, so the context stays valid."""
-        if self._context is not None and self._threads is not None:
-            self._context.use_threads(self._threads)
+        """Runs on the loop, as offloading does, so the contexts stay valid."""
+        if self._threads is not None:
+            for context in self._contexts:
+                context.use_threads(self._threads)
 
     def _use_kv_budget(self) -> None:
         """Runs on the loop, so the engine is the present one."""
@@ -291,7 +292,7 @@ class Worker:
         running.start()
         self._loop = loop
         self._pulse = running.counters.beat
-        self._context = model.loaded.context
+        self._contexts = model.loaded.contexts
         self._use_threads()
         self._use_kv_budget()
         self._channel.send(model.loaded.ready)
@@ -319,7 +320,7 @@ class Worker:
                 model.store.close(STORE_SECONDS)
             _exit(0)
         self._loop = None
-        self._pulse, self._engine, self._context = _still, None, None
+        self._pulse, self._engine, self._contexts = _still, None, ()
         from inference.worker.worker_model import free_context
 
         assert self._offloading is not None

@@ -75,14 +75,15 @@ def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
 
 
 def free_context(model: WorkerModel, seconds: float) -> tuple[WorkerModel, Offloaded]:
-    """Frees the context, which must be unused, and closes the store, whose files may take `seconds`.
+    """Frees the contexts, which must be unused, and closes the store, whose files may take `seconds`.
 
     Returns the model without them, and the stored sequences in host memory.
     """
     saved = _stored(model)
     if model.store is not None:
         model.store.close(seconds)
-    model.loaded.context.close()
+    for context in model.loaded.contexts:
+        context.close()
     malloc_trim.trim()
     log.info(
         "offloaded model=%s sequences=%d tokens=%d bytes=%d",

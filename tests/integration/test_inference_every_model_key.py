@@ -42,7 +42,7 @@ async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
 
 @shows(
     "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
-    "lora", "mmproj", "capabilities", "swa_full", "kv_cells", "experts", "split_mode", "speculation",
+    "lora", "mmproj", "capabilities", "swa_full", "kv_cells", "experts", "split_mode", "speculation", "draft",
 )  # fmt: skip
 async def _grant_of_the_worker(directory: Path, start: Start) -> None:
     other = directory / "other.gguf"
@@ -52,6 +52,7 @@ async def _grant_of_the_worker(directory: Path, start: Start) -> None:
         "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False, "swa_full": True, "experts": 3},
         "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"], "kv_cells": 5000},
         "d": {"speculation": "ngram", "split_mode": "row"},
+        "e": {"draft": str(other)},
     }
     behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*settings_of, "plain"]}
     service = await start({**settings_of, "plain": {}}, behavior, accelerator=FakeAccelerator())

@@ -7,27 +7,35 @@ single steps. With other weights (`tiny`) the last digits of logits differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headgate.shared.parameters import Sampling
 from inference.demo import bundled_path
+from inference.estimate import estimate_job
+from inference.worker import llama
 from inference.worker.llama import sequence_state
+from inference.worker.llama.llama_process import LogTail
+from inference.worker.loading import load, reopen
 from tests.rigs import tiny_families, tiny_gguf
 from tests.rigs.engine_rig import GREEDY, EngineRig, engine_rig
-from tests.rigs.table_backend import EagerSpeculation
 from tests.rigs.tiny_families import Form
+from tests.rigs.worker_rig import grant_for
 
 Rigs = tuple[EngineRig, EngineRig]
 
 
-@pytest.fixture(scope="module", params=["tiny", "demo"])
+@pytest.fixture(scope="module", params=["tiny", "demo", "draft"])
 def rigs(request: pytest.FixtureRequest) -> Iterator[Rigs]:
-    """Without proposals, and with all that fit into a step."""
+    """Without proposals, and with all that fit into a step, from earlier text or from a draft model."""
     path = tiny_gguf.generative() if request.param == "tiny" else bundled_path("demo")
-    with engine_rig(path, speculation="off") as plain, engine_rig(path, speculation="ngram") as proposing:
-        proposing.engine._verification._speculation = EagerSpeculation()
+    draft = str(bundled_path("demo-mini")) if request.param == "draft" else None
+    with (
+        engine_rig(path, speculation="off") as plain,
+        engine_rig(path, is_eager=True, speculation="ngram", draft=draft) as proposing,
+    ):
         yield plain, proposing
 
 
@@ -98,3 +106,53 @@ def test_models_that_cannot_go_back_have_no_proposals(family: str) -> None:
         rig.answer(prompt_of(rig, 1), max_tokens=30, sampling=GREEDY)
         counters = rig.engine.counters
         assert (counters.proposed_tokens, counters.steps >= counters.generated_tokens) == (0, True)
+
+
+def test_draft_model_that_cannot_propose_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """At the estimate, so that nothing is loaded."""
+    demo, mini = bundled_path("demo"), bundled_path("demo-mini")
+    window, hybrid = (tiny_families.path(Form(family, layers=2)) for family in ("window", "hybrid"))
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"GGUF")
+    cases = [
+        (
+            demo,
+            tiny_gguf.generative(),
+            f"the draft model {tiny_gguf.generative()} has another vocabulary than the model",
+        ),
+        (window, window, "sliding-window layers, which cannot go back a token; set swa_full: true, or remove draft"),
+        (hybrid, hybrid, "this model has recurrent layers, which cannot go back a token; remove draft"),
+        (tiny_gguf.embedding(), mini, "draft is set, but this model does not generate; remove draft"),
+        (demo, junk, f"{junk} is not a usable GGUF file"),
+        (demo, tmp_path / "none.gguf", f"{tmp_path / 'none.gguf'} cannot be read"),
+    ]
+    for path, draft, reason in cases:
+        job = {"path": str(path), "draft": str(draft), "parameters": {"context_length": 2048, "parallel": 1}}
+        assert reason in estimate_job.run(job).get("error", ""), path
+
+
+@pytest.mark.parametrize("cells", [None, 1500])
+def test_memory_of_the_draft_model_is_estimated_exactly(cells: int | None) -> None:
+    """The estimate of both models is what the buffers of a load have, and of a context that is opened again."""
+    demo, mini = bundled_path("demo"), str(bundled_path("demo-mini"))
+    parameters = {"context_length": 1024, "parallel": 4, "batch": 512, "ubatch": 256, "kv_cells": cells}
+    job = {"path": str(demo), "parameters": parameters}
+    alone, both = estimate_job.run(job), estimate_job.run({**job, "draft": mini})
+    draft_bytes = both["draft_bytes"]["cpu"]
+    assert {**both, "draft_bytes": {}, "output_bytes": 0} == {**alone, "output_bytes": 0}
+    assert both["output_bytes"] == 2 * alone["output_bytes"]
+    assert 0.5 < estimate_job.run({**job, "draft": mini, "exact": False})["draft_bytes"]["cpu"] / draft_bytes < 2
+    tail = LogTail(lambda _line: None)
+    llama.start(tail)
+    grant = grant_for(demo, draft=mini, kv_cells=cells)
+    loaded = load(grant, tail, lambda _fraction: True)
+    planned = sum(both["parts"]["cpu"].values()) + draft_bytes
+    for _ in range(2):
+        found = sum(buffer.bytes for buffer in loaded.ready.buffers if buffer.kind != "other")
+        assert abs(found - planned) < 2**16
+        for context in loaded.contexts:
+            context.close()
+        loaded = reopen(loaded, grant, tail)
+    for context in loaded.contexts:
+        context.close()
+    llama.start(LogTail(lambda _line: None))

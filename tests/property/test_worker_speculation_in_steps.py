@@ -5,9 +5,11 @@ The fake model computes the same logits in any batch, so that the answers must b
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import Output
 from inference.worker.backend import Constraint, Decode
 from inference.worker.engine import engine as engine_module
+from inference.worker.engine.draft_model import DraftModel
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
@@ -32,7 +35,20 @@ TEMPERATURES = st.sampled_from((0.0, 0.3, 1.0))
 class Bench:
     """An engine on the fake model, run in this thread."""
 
-    def __init__(self, limits: Limits, speculation: Speculation | None) -> None:
+    def __init__(self, limits: Limits, speculation: Speculation | None, *, drafts: bool = False) -> None:
+        """`drafts`: a draft model proposes, which is often right, for a shorter context and with a smaller batch."""
+        self.draft = DraftBackend(slots=limits.slots)
+        if drafts:
+            source = DraftModel(
+                self.draft,
+                slots=limits.slots,
+                context=limits.context - 5,
+                batch=limits.batch,
+                vocabulary=LETTERS,
+                cells=limits.cells,
+                clock=lambda: 0.0,
+            )
+            speculation = EagerSpeculation(source)
         self.backend = TableBackend(slots=limits.slots, most_outputs=limits.outputs or limits.slots)
         self.delivered: list[Delivery] = []
         self.engine = Engine(
@@ -66,6 +82,15 @@ class Bench:
         return [ord(letter) for item in self.outputs(ticket) if item.choice == choice for letter in item.text]
 
 
+class DraftBackend(TableBackend):
+    """A model that differs behind some pairs of tokens."""
+
+    def logits(self, index: int) -> np.ndarray:
+        """Other logits for one of four tokens."""
+        found = super().logits(index)
+        return np.roll(found, 1) if sum(map(len, self.held)) % 4 == 0 else found
+
+
 def read(ticket: Mailbox) -> None:
     """Reads all outputs of a ticket."""
     ticket.read = ticket.sent
@@ -91,6 +116,8 @@ LIMITS = Limits(slots=3, context=64, batch=32, queue=20, outputs=11)
     outputs=st.sampled_from((3, 5, 19)),
     full=st.lists(st.integers(0, 60), max_size=3),
     unread=st.sampled_from((2, 5, 1000)),
+    drafts=st.booleans(),
+    broken=st.lists(st.sampled_from((Decode.OK, Decode.COMPUTE_FAILED)), max_size=8),
 )  # fmt: skip
 def test_answers_are_those_of_one_token_per_step(
     requests: list[tuple[list[int], int, float, int, int, int | None]],
@@ -98,12 +125,15 @@ def test_answers_are_those_of_one_token_per_step(
     outputs: int,
     full: list[int],
     unread: int,
+    drafts: bool,
+    broken: list[Decode],
 ) -> None:
     """`requests`: prompt, seed, temperature, tokens, steps before it arrives, steps until it is aborted."""
     limits = Limits(slots=3, context=64, batch=32, queue=20, outputs=outputs, cells=cells, answer_cells=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "UNREAD_OUTPUTS", unread)
-        bench = Bench(limits, EagerSpeculation())
+        bench = Bench(limits, EagerSpeculation(), drafts=drafts)
+        bench.draft.fates = deque(broken)
         tickets: list[Mailbox] = []
         aborts: dict[int, Mailbox] = {}
         expected = []
@@ -130,13 +160,14 @@ def test_answers_are_those_of_one_token_per_step(
         assert sum(output.finish is not None for output in bench.outputs(ticket)) <= 1
     held = {slot.number: slot.computed for slot in bench.engine._scheduler.held()}
     assert {number: len(cells) for number, cells in enumerate(bench.backend.held) if cells} == held
+    assert not cells or sum(map(len, bench.draft.held)) <= cells
 
 
 def test_several_tokens_are_accepted_in_a_step() -> None:
     """Fewer steps than tokens, and the same number of tokens is counted."""
     prompt = [0, 1, 2, 3, 4, 5] * 2
-    for temperature in (0.0, 0.3):
-        bench = Bench(LIMITS, EagerSpeculation())
+    for temperature, drafts in itertools.product((0.0, 0.3), (False, True)):
+        bench = Bench(LIMITS, EagerSpeculation(), drafts=drafts)
         ticket = bench.ask(prompt, 7, temperature, 50)
         bench.run([ticket])
         counters = bench.engine.counters

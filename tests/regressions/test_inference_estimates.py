@@ -234,7 +234,7 @@ def _helper(directory: Path, monkeypatch: pytest.MonkeyPatch, *, changes: int) -
         facts = {"context_trained": 1, "architecture": "", "quantization": "", "experts": 0, "experts_used": 0}
         part = {"weights_bytes": len(found), "kv_bytes": 0, "compute_bytes": 0}
         sizes: dict[str, Any] = {"parts": {"cpu": part}, "source": "llama.cpp", "note": "", "output_bytes": 0}
-        sizes |= {"checkpoint_bytes": 0, "host_bytes_per_second": 0.0, "split_problem": ""}
+        sizes |= {"checkpoint_bytes": 0, "host_bytes_per_second": 0.0, "split_problem": "", "draft_bytes": {}}
         return sizes | {"projector_bytes": {}, "layers": [], "facts": facts, "capabilities": []}
 
     monkeypatch.setattr(estimator, "run_helper", answer)

@@ -26,6 +26,7 @@ from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Limits
+from tests.rigs.table_backend import EagerSpeculation
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)
@@ -88,9 +89,17 @@ class EngineRig:
 
 @contextlib.contextmanager
 def engine_rig(
-    path: Path, *, clock: Callable[[], float] = time.monotonic, threshold: float = 1.0, **changes: Any
+    path: Path,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    threshold: float = 1.0,
+    is_eager: bool = False,
+    **changes: Any,
 ) -> Iterator[EngineRig]:
-    """Opens `path` like a worker (`changes` apply to its grant), without serving it. `kv` opens a store as well."""
+    """Opens `path` like a worker (`changes` apply to its grant), without serving it. `kv` opens a store as well.
+
+    `is_eager`: all proposals that fit into a step are verified.
+    """
     start()
     grant = grant_for(path, **changes)
     loaded = load(grant, LogTail(lambda _line: None), lambda _fraction: True)
@@ -116,15 +125,20 @@ def engine_rig(
     def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
         return ChainSampler(model, context, sampling, choice, most)
 
-    speculation = speculation_of(grant, limits)
+    speculation = speculation_of(grant, limits, loaded.draft, clock)
+    if is_eager and speculation is not None:
+        speculation = EagerSpeculation(speculation._source)
     engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, threshold, speculation)
     try:
         yield EngineRig(loaded, engine, store, delivered)
     finally:
         if store is not None:
             store.close(30.0)
-        context.close()
+        for each in loaded.contexts:
+            each.close()
         model.close()
+        if loaded.draft is not None:
+            loaded.draft.model.close()
 
 
 @functools.cache

@@ -38,6 +38,7 @@ class Case:
     kv_cells: int | None = None
     experts: str | int = "device"
     split_mode: str = "layer"
+    draft: Form | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +60,7 @@ class Case:
             ubatch=self.ubatch,
             experts=self.experts,  # type: ignore[arg-type]
             split_mode=self.split_mode,  # type: ignore[arg-type]
+            draft=None if self.draft is None else str(path(self.draft)),
         )
         return _spec(self.form.family, entry, InferenceSettings())
 
@@ -119,7 +121,8 @@ class EstimateRig:
         estimate = await self.estimate(case)
         allocated, counted = await asyncio.to_thread(self._load, case, asyncio.get_running_loop())
         predicted = {device: parts.total_bytes for device, parts in estimate.parts.items()}
-        predicted[CPU] = predicted.get(CPU, 0)
+        for device in {CPU, *estimate.draft_bytes}:
+            predicted[device] = predicted.get(device, 0) + estimate.draft_bytes.get(device, 0)
         return Outcome(predicted, allocated, counted, estimate.source)
 
     def _load(self, case: Case, loop: asyncio.AbstractEventLoop) -> tuple[dict[str, int], dict[str, int]]:
@@ -139,6 +142,7 @@ class EstimateRig:
             batch=spec.batch,
             ubatch=spec.ubatch,
             threads=1,
+            draft=spec.draft,
         )
         allocated: dict[str, int] = {}
         with WorkerRig(self._root, grant, dict(environment_of(devices))) as worker:

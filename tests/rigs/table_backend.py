@@ -101,11 +101,12 @@ def answer_of(prompt: Sequence[int], seed: int, temperature: float, most: int) -
 
 
 class EagerSpeculation(Speculation):
-    """Verifies all proposals that fit into a step."""
+    """Verifies all proposals that fit into a step, up to four of a source that takes time."""
 
     def __init__(self, source: ProposalSource | None = None) -> None:
         super().__init__(source or NgramSource())
 
     def propose(self, candidates: Sequence[Candidate], sequences: int) -> list[Sequence[int]]:
         """See `Speculation`."""
-        return list(self._source.propose(candidates))
+        most = 99 if self._source.is_free else 4
+        return list(self._source.propose([item._replace(most=min(item.most, most)) for item in candidates]))

@@ -139,8 +139,10 @@ def test_restrictions_limit_workers_refuse_loads_and_end_again() -> None:
     assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
 
 
-def test_models_with_vision_or_adapters_are_refused_before_others() -> None:
-    extras: dict[str, dict[str, Any]] = {"sees": {"mmproj": "/models/x.gguf"}, "adapted": {"lora": ["/models/x.gguf"]}}
+def test_models_with_vision_adapters_or_a_draft_model_are_refused_before_others() -> None:
+    extras: dict[str, dict[str, Any]] = {
+        "sees": {"mmproj": "/x.gguf"}, "adapted": {"lora": ["/x.gguf"]}, "quick": {"draft": "/x.gguf"},
+    }  # fmt: skip
     sizes = {"busy": 300} | dict.fromkeys(["plain", *extras], 40)
     world = begin({"busy": {}, "plain": {}, **extras}, sizes)
     world.leased("busy")
@@ -150,7 +152,8 @@ def test_models_with_vision_or_adapters_are_refused_before_others() -> None:
     world.foreign_mib(GPU, 510)
     world.check_pressure()
     for name in extras:
-        assert "gpu-0 is too full (high) to load a model with vision or LoRA" in refused(world, name).message
+        why = refused(world, name).message
+        assert "gpu-0 is too full (high) to load a model with vision, LoRA or a draft model" in why
     world.used("plain")
     world.foreign_mib(GPU, 100)
     world.check_pressure(2)

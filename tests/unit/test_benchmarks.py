@@ -188,6 +188,7 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
     millions = {name: shape.parameters / 1e6 for name, shape in SHAPES.items()}
     assert millions == {
         "15m": pytest.approx(15.2, abs=0.1),
+        "20m": pytest.approx(20.1, abs=0.1),
         "135m": pytest.approx(134.5, abs=0.1),
         "1b": pytest.approx(1235.8, abs=0.1),
         "moe": pytest.approx(1685.9, abs=0.1),

@@ -169,6 +169,13 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  ' a': {path: tiny.gguf}", ["is not a valid model id"]),
         ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["duplicate key"]),
         ("models:\n  a: {path: tiny.gguf, mmproj: eye.gguf}", ["models.yaml:2", "no file", "eye.gguf", "mmproj"]),
+        ("models:\n  a: {path: tiny.gguf, draft: small.gguf}", ["models.yaml:2", "models.a.draft", "no file"]),
+        ("models:\n  a: {path: tiny.gguf, draft: 'bundled:demo-min'}", ["did you mean bundled:demo-mini?"]),
+        ("models:\n  a: {path: tiny.gguf, draft: small}", ["models.a.draft", "'small' is not a model source"]),
+        (
+            "models:\n  a: {path: tiny.gguf, draft: 'bundled:demo-mini', speculation: ngram}",
+            ["models.a.draft", "draft takes the place of speculation: ngram; remove one of them"],
+        ),
         ("models: [1]", ["models"]),
         ("models:\n  a: {path: tiny.gguf, replicas: many}", ["models.yaml:2", "write N or N..M"]),
         ("models:\n  a: {path: tiny.gguf, replicas: true}", ["write N or N..M"]),
@@ -271,7 +278,7 @@ def test_secret_that_cannot_be_a_header_is_rejected_without_repeating_it(
     assert problems(directory, "models: {}", {name: secret}) == f"{name}: {INVALID_KEY}"
 
 
-@pytest.mark.parametrize("key", ["path", "mmproj", "lora"])
+@pytest.mark.parametrize("key", ["path", "mmproj", "lora", "draft"])
 def test_inaccessible_path_is_reported_with_its_line(directory: Path, key: str) -> None:
     path = "/" + "a" * 300 + ".gguf"
     value = f"[{path}]" if key == "lora" else path

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inference.worker.engine.ngram_lookup import MOST_REPLACED, NgramLookup, NgramSource
 from inference.worker.engine.speculation import (
     ANSWER_MEMORY,
+    COSTLY_TRIAL_STEPS,
     LEAST_STEPS,
     MEASURED_STEPS,
     MOST_PROPOSED,
@@ -254,6 +255,10 @@ def test_answers_are_forgotten() -> None:
     speculation.note_drawn(3, [4])
 
 
+def test_earlier_text_has_nothing_to_compute() -> None:
+    assert NgramSource().behind(Candidate(1, 0, REPEATED, 9)) == 0
+
+
 async def test_requests_with_a_seed_have_no_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
     """They repeat to the byte, and what is proposed depends on measured times."""
     path = "/v1/completions"
@@ -266,3 +271,70 @@ async def test_requests_with_a_seed_have_no_proposals(monkeypatch: pytest.Monkey
             assert await status(app, path, "") == 200
             assert engine.work.speculates == speculates
     assert engine.stop(UnloadedError())
+
+
+class CostlySource:
+    """A source whose proposals take time, and which records how many were asked for."""
+
+    is_free = False
+
+    def __init__(self, seconds: float = 0.0, behind: int = 0) -> None:
+        self.seconds = seconds
+        self.lag = behind
+        self.asked: list[int] = []
+
+    def propose(self, candidates: Sequence[Candidate]) -> list[list[int]]:
+        self.asked = [candidate.most for candidate in candidates]
+        return [list(range(most)) for most in self.asked]
+
+    def behind(self, candidate: Candidate) -> int:
+        return self.lag
+
+    def removed(self, slot: int, start: int) -> None:
+        self.asked = [slot, start]
+
+    def end(self, job: int) -> None:
+        self.asked = []
+
+
+def with_costly(source: CostlySource, plain: float = 0.010) -> Speculation:
+    speculation = Speculation(source)
+    for _ in range(PLAIN_STEPS):
+        speculation.note_step(1, 0, plain)
+    return speculation
+
+
+def test_costly_source_is_asked_for_as_many_tokens_as_are_verified() -> None:
+    source = CostlySource()
+    speculation = with_costly(source)
+    assert lengths(speculation, 1) == source.asked[0] > 0
+    speculation.removed(2, 7)
+    assert source.asked == [2, 7]
+
+
+def test_time_of_a_source_counts() -> None:
+    cheap, costly = CostlySource(), CostlySource(seconds=0.020)
+    found = []
+    for source in (cheap, costly):
+        speculation = with_costly(source)
+        for _ in range(MEASURED_STEPS):
+            proposals(speculation, 1, 0)
+            speculation.note_drawn(0, range(4))
+            speculation.note_step(1, 2, 0.010)
+        found.append(lengths(speculation, 1))
+    assert found == [MOST_PROPOSED, 0]
+
+
+def test_costly_source_is_tried_again_although_it_was_wrong_and_later_with_tokens_to_compute() -> None:
+    for behind in (0, 100):
+        speculation = with_costly(CostlySource(behind=behind))
+        for _ in range(50):
+            proposals(speculation, 1, 0)
+            speculation.note_drawn(0, [99])
+            speculation.note_step(1, 1, 0.030)
+        speculation.note_step(1, 0, 0.010)
+        steps = 1
+        while not lengths(speculation, 1, job=steps + 1):
+            speculation.note_step(1, 0, 0.010)
+            steps += 1
+        assert steps == COSTLY_TRIAL_STEPS + behind // 2

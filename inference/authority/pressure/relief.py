@@ -28,7 +28,7 @@ class Restriction(IntEnum):
     FORGET = 3
     """retained prefixes are dropped"""
     NO_EXTRAS = 4
-    """models with a projector or adapters are not loaded"""
+    """models with a projector, adapters or a draft model are not loaded"""
     NO_LOADS = 5
     """no model is loaded"""
 
@@ -38,7 +38,9 @@ RESTRICTION_TEXTS: Mapping[Restriction, str] = {
     Restriction.WARN: "restrictions begin at the next check",
     Restriction.HALVE: "1/2 of the sequences are admitted at a time",
     Restriction.FORGET: "1/4 of the sequences are admitted at a time, and retained prefixes are dropped",
-    Restriction.NO_EXTRAS: "1/8 of the sequences are admitted at a time, and models with vision or LoRA are not loaded",
+    Restriction.NO_EXTRAS: (
+        "1/8 of the sequences are admitted at a time, and models with vision, LoRA or a draft model are not loaded"
+    ),
     Restriction.NO_LOADS: "1/16 of the sequences are admitted at a time, and no model is loaded",
 }
 
@@ -149,12 +151,13 @@ def step(
 
 
 def refusal(state: Watches, device: str, *, extras: bool) -> str | None:
-    """Why the restriction of `device` rejects a load, or None. `extras`: the model has a projector or adapters."""
+    """Why the restriction of `device` rejects a load, or None. `extras`: see `ModelSpec.has_extras`."""
     watch = state.get(device, Watch())
     if watch.restriction >= Restriction.NO_LOADS:
         return f"{device} is too full ({watch.gauge.level}) for any load until its use is below HIGH"
     if extras and watch.restriction >= Restriction.NO_EXTRAS:
-        return f"{device} is too full ({watch.gauge.level}) to load a model with vision or LoRA until it is below HIGH"
+        what = "a model with vision, LoRA or a draft model"
+        return f"{device} is too full ({watch.gauge.level}) to load {what} until it is below HIGH"
     return None
 
 

@@ -48,8 +48,12 @@ PLAIN_INTERVAL = 64
 
 TRIAL_STEPS = 16
 """After this number of steps without proposals for each sequence, one likely token per sequence is verified although it
-is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time. Tokens
-that the source has to compute first delay it by as many steps."""
+is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time."""
+
+COSTLY_TRIAL_STEPS, COSTLY_TRIAL_TOKENS = 64, 4
+"""The same for a source that takes time. Several tokens are verified, also unlikely ones: their rate is not known
+otherwise, and a single token costs the most time. The first trials come at once; later ones are delayed by half as many
+steps as the source has tokens to compute first."""
 
 
 class ProposalSource(Protocol):
@@ -120,6 +124,12 @@ class _Times:
     unmeasured: int = 0
     proposed: int = 0
 
+    def needed(self, sequences: int) -> float:
+        """The probability from which on a proposal is worth its time; infinite if a step without any is due."""
+        if len(self.plain) < LEAST_STEPS or self.unmeasured >= PLAIN_INTERVAL:
+            return math.inf
+        return MARGIN * self.ratio(sequences)
+
     def ratio(self, sequences: int) -> float:
         """Time of a proposed token over the time of a token without proposals."""
         if not self.proposal or (plain := median(self.plain)) == 0:
@@ -146,15 +156,22 @@ class Speculation:
 
     def propose(self, candidates: Sequence[Candidate], sequences: int) -> list[Sequence[int]]:
         """The tokens to verify for each candidate in a step of `sequences` sequences."""
-        answers = [self._answers.setdefault(candidate.job, _Answer()) for candidate in candidates]
-        lengths = [
-            min(candidate.most, self._length(answer.rate, sequences, self._source.behind(candidate)))
-            for candidate, answer in zip(candidates, answers, strict=True)
-        ]
-        asked = [MOST_PROPOSED] * len(lengths) if self._source.is_free else lengths
-        found = self._source.propose(
-            [candidate._replace(most=most) for candidate, most in zip(candidates, asked, strict=True)]
-        )
+        times = self._of(sequences)
+        needed = times.needed(sequences)
+        answers, lengths = [], []
+        for candidate in candidates:
+            if (answer := self._answers.get(candidate.job)) is None:
+                answer = self._answers[candidate.job] = _Answer()
+            answer.proposed = ()
+            answers.append(answer)
+            lengths.append(min(candidate.most, self._length(candidate, answer.rate, times, needed, sequences)))
+        if self._source.is_free:
+            asked = [candidate._replace(most=MOST_PROPOSED) for candidate in candidates]
+        elif any(lengths):
+            asked = [candidate._replace(most=length) for candidate, length in zip(candidates, lengths, strict=True)]
+        else:
+            return [()] * len(candidates)
+        found = self._source.propose(asked)
         for answer, proposed in zip(answers, found, strict=True):
             answer.proposed = proposed
         return [proposed[:length] for proposed, length in zip(found, lengths, strict=True)]
@@ -197,18 +214,22 @@ class Speculation:
             times.unmeasured = 0
             times.plain.append(seconds)
 
-    def _length(self, answer: AcceptanceRate, sequences: int, behind: int) -> int:
-        """How many proposed tokens are worth their time. `behind`: see `ProposalSource`."""
-        times = self._of(sequences)
-        if len(times.plain) < LEAST_STEPS or times.unmeasured >= PLAIN_INTERVAL:
+    def _length(
+        self, candidate: Candidate, answer: AcceptanceRate, times: _Times, needed: float, sequences: int
+    ) -> int:
+        """How many proposed tokens are worth their time, if a token must be accepted with the probability `needed`."""
+        if needed == math.inf:
             return 0
+        if not self._source.is_free and len(times.proposal) < LEAST_STEPS:
+            return COSTLY_TRIAL_TOKENS
         share = answer.share(self._rate.share(FIRST_RATE))
-        needed = MARGIN * times.ratio(sequences)
         if needed < share:  # the n-th proposal is worth its time while share ** n >= needed
             least = share**MOST_PROPOSED
             return MOST_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))
-        is_likely = share > FIRST_RATE or not self._source.is_free  # a rate is measured with a trial only
-        return int(is_likely and times.steps >= TRIAL_STEPS * sequences + behind)
+        if self._source.is_free:
+            return int(share > FIRST_RATE and times.steps >= TRIAL_STEPS * sequences)
+        waited = times.steps - COSTLY_TRIAL_STEPS * sequences
+        return COSTLY_TRIAL_TOKENS if waited >= 0 and waited >= self._source.behind(candidate) // 2 else 0
 
     def _of(self, sequences: int) -> _Times:
         return self._times.setdefault(sequences, _Times())

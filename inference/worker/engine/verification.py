@@ -5,13 +5,13 @@ The sampler draws from the same logits in the same order as without proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from inference.worker.backend import Backend
 from inference.worker.engine.scheduler import Propose, Scheduler
 from inference.worker.engine.speculation import Speculation
 from inference.worker.engine_stats import EngineCounters
-from inference.worker.steps import Row, Step
+from inference.worker.steps import Candidate, Row, Step
 
 
 class Verification:
@@ -28,7 +28,15 @@ class Verification:
     @property
     def propose(self) -> Propose | None:
         """The source of proposals for `Scheduler.plan`."""
-        return None if self._speculation is None else self._speculation.propose
+        return None if self._speculation is None else self._propose
+
+    def _propose(self, candidates: Sequence[Candidate], sequences: int) -> Sequence[Sequence[int]]:
+        assert self._speculation is not None
+        self._counters.begin(sequences)  # a draft model that hangs is a step that hangs
+        try:
+            return self._speculation.propose(candidates, sequences)
+        finally:
+            self._counters.step_started = None
 
     def computed(self, step: Step, seconds: float) -> None:
         """Notes the time of a step."""

@@ -325,6 +325,10 @@ class Model:
         """Whether the tokenizer adds SEP between two texts."""
         return bool(lib.llama_vocab_get_add_sep(self.vocab)) and self.sep is not None
 
+    def raw_text(self, token: int) -> bytes:
+        """The text of a token as the file has it."""
+        return _text(self.vocab, token) or b""
+
     def text_of(self, token: int | None) -> str:
         """The text of a special token, empty for None."""
         return "" if token is None else self.piece(token, special=True).decode("utf-8", "replace")

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +44,7 @@ class LogTail:
         self._echo = echo
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._buffers: dict[tuple[str, str], int] = {}
+        self._earlier: Counter[tuple[str, str]] = Counter()
         self._partial = ""
         self._level = 0
 
@@ -73,9 +74,15 @@ class LogTail:
         if self._level >= _LEVEL_WARN:
             self._echo(line)
 
+    def add_up(self) -> None:
+        """Adds the buffers from now on to those so far: they belong to another model, and replace none of them."""
+        self._earlier.update(self._buffers)
+        self._buffers = {}
+
     def forget_context(self) -> None:
-        """Removes all buffers except the weights, because the context was freed."""
-        self._buffers = {key: size for key, size in self._buffers.items() if key[1] == "weights"}
+        """Removes all buffers except the weights, because the contexts were freed."""
+        self.add_up()
+        self._earlier = Counter({key: size for key, size in self._earlier.items() if key[1] == "weights"})
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -100,7 +107,7 @@ class LogTail:
         belongs to its device.
         """
         found: dict[tuple[str, str], int] = {}
-        for (where, kind), size in self._buffers.items():
+        for (where, kind), size in (self._earlier + Counter(self._buffers)).items():
             owner = next((ours for ggml, ours in names.items() if _belongs(where, ggml)), "cpu")
             parts = {owner: 1.0}
             if owner == "cpu" and kind in shared and (where.startswith(META) or where.endswith(ROWS)):

@@ -72,9 +72,9 @@ def _spread(
     if layers is None:
         return None
     layers = replace(layers, by_tensor=spec.split_mode == "tensor")
-    overhead = dict(measured.overhead_bytes)
+    overhead = measured.beyond_parts
     for name in over:
-        overhead[name] = estimates[name].overhead_bytes.get(name, 0)
+        overhead[name] = estimates[name].beyond_parts.get(name, 0)
     known = dict(overhead)
     for item in splits:
         modelled = layers.need(item.counts, known)
@@ -157,6 +157,7 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
         kv=kv,
         lora=spec.lora,
         mmproj=spec.mmproj,
+        draft=spec.draft,
         capabilities=spec.capabilities,
         queue_limit=ENGINE_QUEUE,
         reserved_bytes=dict(placement.need),
@@ -173,7 +174,7 @@ def excess(estimate: Estimate, ready: Ready) -> str | None:
         allocated[buffer.device] = allocated.get(buffer.device, 0) + buffer.bytes
     for name, count in allocated.items():
         parts = estimate.parts.get(name)
-        planned = parts.total_bytes if parts else 0
+        planned = (parts.total_bytes if parts else 0) + estimate.draft_bytes.get(name, 0)
         slack = TOLERANCE_BYTES + estimate.overhead_bytes.get(name, 0) + planned // 10
         if count > planned + slack:
             return f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned"

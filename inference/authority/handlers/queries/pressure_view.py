@@ -71,9 +71,9 @@ def restrictions(state: State) -> Mapping[str, Restriction]:
 
 def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
     """Those of `devices` whose restriction allows a load of the model, or the refusal."""
-    extras = spec.mmproj is not None or bool(spec.lora)
     refusals = {
-        item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=extras) for item in devices
+        item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=spec.has_extras)
+        for item in devices
     }
     allowed = tuple(item for item in devices if refusals[item.id] is None)
     if allowed or not devices:
