@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.apis.messages.messages_api import MessagesApi
+from gateway.apis.ollama.ollama_api import PATHS, OllamaApi
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.openai_api import OpenAIApi
 from gateway.apis.public_api import PublicApi
@@ -20,6 +21,7 @@ from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, Respo
 from gateway.apis.responses.responses_store import Store
 from gateway.endpoints import (
     model_routes,
+    ollama_routes,
     operator_routes,
     response_routes,
     token_count_routes,
@@ -35,7 +37,10 @@ from gateway.ui.dashboard import Dashboard
 from headgate.shared.asgi import App
 from inference.protocol import Code
 
-STATELESS_APIS: tuple[PublicApi, ...] = tuple(OpenAIApi(endpoint) for endpoint in Endpoint)
+STATELESS_APIS: tuple[PublicApi, ...] = (
+    *(OpenAIApi(endpoint) for endpoint in Endpoint),
+    *(OllamaApi(path) for path in PATHS),
+)
 """The public APIs without state."""
 
 
@@ -72,6 +77,7 @@ def make_app(runtime: Runtime) -> Edge:
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     app.include_router(operator_routes.health_router(runtime))
     app.include_router(model_routes.router(runtime))
+    app.include_router(ollama_routes.router(runtime))
     app.include_router(operator_routes.admin_router(runtime))
     app.include_router(response_routes.router(runtime, store))
     app.include_router(operator_routes.openapi_router(runtime, app))

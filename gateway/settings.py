@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from gateway.apis.image_policy import is_host_entry
 from gateway.apis.openai.frames import Flavor
+from gateway.apis.openai.route_parameters import TEMPLATE_VARIABLES, problem_of_name, problems_of_values
 from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
 from headgate.shared.configfile import Bytes, Duration, Path_, as_written, problems_of, read_yaml, unset_name
@@ -112,6 +113,16 @@ class ProviderSettings(_Model):
         return value
 
 
+class RouteParameterSettings(_Model):
+    """Parameters of the requests of one route: `defaults` for absent ones, `overrides` instead of the client's, names
+    to `remove`. Template variables (`chat_template_kwargs`) are merged.
+    """
+
+    defaults: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    remove: tuple[str, ...] = ()
+
+
 class RouteSettings(_Model):
     """One model name and its chain of PROVIDER/MODEL, `load_wait` in seconds. `local/smaller` in a chain stands for a
     model that is chosen for each request. `same_vectors`: all models of the chain give the same vectors and scores, so
@@ -119,6 +130,8 @@ class RouteSettings(_Model):
 
     `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
     ends in an error frame.
+
+    `parameters` make routes with the same chain variants of one loaded model.
     """
 
     chain: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -127,6 +140,7 @@ class RouteSettings(_Model):
     load_wait: Duration = 120.0
     fit_check: bool = True
     same_vectors: bool = False
+    parameters: RouteParameterSettings = RouteParameterSettings()
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -428,6 +442,7 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
                 yield at, f"{entry!r}: unknown provider; {advice}"
             elif "*" in model and model != "*":
                 yield at, f"{entry!r}: `*` must be the whole model name"
+        yield from _parameter_problems(("routes", route, "parameters"), settings.parameters)
         if settings.load_wait == 0:
             yield ("routes", route, "load_wait"), "0 would never let a cold model load; write for example 120s"
     names, hashes = [key.name for key in config.keys], [key.hash for key in config.keys]
@@ -445,6 +460,17 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
         yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"
     if config.max_body < 1024:
         yield ("max_body",), "too small for any request; an example is 32MB"
+
+
+def _parameter_problems(at: Path_, rules: RouteParameterSettings) -> Iterator[tuple[Path_, str]]:
+    for kind, values in (("defaults", rules.defaults), ("overrides", rules.overrides)):
+        for name, problem in problems_of_values(values):
+            yield (*at, kind, name), problem
+    for name in sorted(rules.defaults.keys() & rules.overrides.keys() - {TEMPLATE_VARIABLES}):
+        yield (*at, "defaults", name), "it has no effect, because `overrides` has the same parameter"
+    for index, name in enumerate(rules.remove):
+        if (advice := problem_of_name(name)) is not None:
+            yield (*at, "remove", index), advice
 
 
 def changes(old: GatewayConfig, new: GatewayConfig) -> list[str]:

@@ -20,6 +20,11 @@ from gateway.errors import GatewayError
 class Writer(Protocol):
     """Writes the streamed answer of one request."""
 
+    @property
+    def media_type(self) -> bytes:
+        """The media type of the stream."""
+        ...
+
     def write(self, frames: Sequence[Frame]) -> bytes:
         """The bytes for `frames` (without Done); empty if the client does not get them."""
         ...
@@ -41,12 +46,20 @@ class ApiRequest(Protocol):
         """The request in OpenAI's format."""
         ...
 
+    def with_request(self, request: InferenceRequest) -> ApiRequest:
+        """The same, with another request in OpenAI's format."""
+        ...
+
     def writer(self) -> Writer:
         """A writer for a streamed answer."""
         ...
 
     def whole(self, answer: dict[str, Any]) -> bytes:
         """The body of an answer without a stream, from OpenAI's object (`chat.completion` or `text_completion`)."""
+        ...
+
+    def unary(self, answer: bytes) -> bytes:
+        """The body of an answer of an endpoint without streams, from the JSON of OpenAI's object."""
         ...
 
 

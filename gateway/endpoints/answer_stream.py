@@ -20,7 +20,6 @@ from headgate.shared.asgi import Send
 from inference.protocol import Code
 
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -65,7 +64,7 @@ async def relay(
             await send({"type": "http.response.body", "body": last})
 
     try:
-        await send_head(send, exchange, _HEADERS)
+        await send_head(send, exchange, [(b"content-type", writer.media_type), *_HEADERS])
         frames = answer.begin()
         before = time.perf_counter()
         answer.pass_on(pass_on)

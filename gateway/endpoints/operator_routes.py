@@ -13,6 +13,9 @@ from starlette.responses import PlainTextResponse, Response
 from gateway.apis.messages import messages_errors
 from gateway.apis.messages.messages_api import MessagesApi
 from gateway.apis.messages_body import CountedRequest, MessagesRequest
+from gateway.apis.ollama import ollama_answer
+from gateway.apis.ollama.ollama_answer import OllamaLines
+from gateway.apis.ollama.ollama_api import PATHS as OLLAMA_PATHS
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.responses import responses_api
@@ -174,6 +177,9 @@ def description(app: FastAPI) -> dict[str, Any]:
     for path, body in ((MessagesApi.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
         hot[path], parts = json_schema(body)
         schemas |= parts
+    for path, ollama in OLLAMA_PATHS.items():
+        hot[path], parts = json_schema(ollama.body)
+        schemas |= parts
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
     streams += [responses_api.PATH, MessagesApi.path]
     found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams, schemas)
@@ -182,4 +188,13 @@ def description(app: FastAPI) -> dict[str, Any]:
         found["paths"][path]["post"]["responses"]["default"]["content"] = {
             "application/json": {"schema": {"$ref": "#/components/schemas/MessagesError"}}
         }
+    found["components"]["schemas"]["OllamaError"] = ollama_answer.ERROR
+    for path in [path for path in found["paths"] if path.startswith("/api/")]:
+        for operation in found["paths"][path].values():
+            operation["responses"]["default"]["content"] = {
+                "application/json": {"schema": {"$ref": "#/components/schemas/OllamaError"}}
+            }
+        if path in OLLAMA_PATHS and OLLAMA_PATHS[path].streams:
+            content = found["paths"][path]["post"]["responses"]["200"]["content"]
+            content[OllamaLines.media_type.decode()] = {}
     return found

@@ -19,6 +19,7 @@ from typing import TypeVar
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.generation_request import VISION
+from gateway.apis.openai.route_parameters import with_route_parameters
 from gateway.apis.public_api import ApiRequest
 from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
@@ -40,6 +41,7 @@ from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
+from gateway.settings import RouteSettings
 from gateway.telemetry.quote_redaction import without_quotes
 from gateway.telemetry.traffic_counters import Finished
 from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
@@ -158,6 +160,7 @@ class RequestApp(ABC):
             check_allowed(key, request.model)
             match = await find_route(runtime, request.model, exchange)
             state, record.route = runtime.gateway_state, match.route
+            parsed = with_parameters_of(state.policies[match.route].route, parsed, record)
             runtime.records.add(record)
             with (
                 runtime.bodies.room(built_on_bytes, max_body),
@@ -249,7 +252,7 @@ class Generation(RequestApp):
             if streams:
                 assembled, answer = await runner.whole()
             else:
-                body = await runner.unary()
+                body = job.parsed.unary(await runner.unary())
         finally:  # the time of the providers is not the gateway's own, also when all of them failed
             job.exchange.upstream_seconds = runner.upstream_seconds
         try:
@@ -272,6 +275,15 @@ class Generation(RequestApp):
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
         self.runtime.telemetry.overhead.observe(record.overhead_seconds)
+
+
+def with_parameters_of(route: RouteSettings, parsed: ApiRequest, record: Record) -> ApiRequest:
+    """`parsed` with the parameters of its route; the record gets the changed ones."""
+    rules = route.parameters
+    request, record.changed_parameters = with_route_parameters(
+        parsed.request, defaults=rules.defaults, overrides=rules.overrides, remove=rules.remove
+    )
+    return parsed if request is parsed.request else parsed.with_request(request)
 
 
 def _finished(record: Record, tier: str) -> Finished:

@@ -15,6 +15,7 @@ import orjson
 from starlette.responses import Response
 
 from gateway.apis.messages import messages_errors
+from gateway.apis.ollama import ollama_answer
 from gateway.breaker.outcome import End
 from gateway.errors import GatewayError, PassedOnError, RequestError
 from headgate.shared import asgi, wire
@@ -39,6 +40,7 @@ BODY_SECONDS = 120.0
 
 _JSON_LINE = b"content-type: application/json\r\n"
 _MESSAGES = "/v1/messages"
+_OLLAMA = "/api/"
 _MESSAGES_ID = "request-id"
 _ENCODING = "content-encoding"
 _VERSION = "anthropic-version"
@@ -120,6 +122,8 @@ def new_exchange(scope: Scope) -> Exchange:
     exchange = Exchange(asgi.request_id_of(headers), headers, wire=wire.take(scope))
     if scope["path"].startswith(_MESSAGES) or _VERSION in headers:
         exchange.is_messages, exchange.error_body = True, messages_errors.envelope
+    elif scope["path"].startswith(_OLLAMA):
+        exchange.error_body = ollama_answer.error_body
     return exchange
 
 

@@ -97,6 +97,8 @@ class Record:
     key: str = ""
     priority: str = ""
     retries: int = 0
+    changed_parameters: dict[str, Any] = field(default_factory=dict)
+    """The parameters that the route changed, with its values; None for a removed one."""
     chain: Sequence[Candidate] = ()
     chosen: dict[str, str] = field(default_factory=dict)
     """The candidate that `local/smaller` stood for."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.apis.lenient_json import arguments, count, dumps, is_complete, mapping, objects, text
 from gateway.apis.messages.messages_errors import frame_error
-from gateway.apis.openai.frames import Data, Frame
+from gateway.apis.openai.frames import EVENT_STREAM, Data, Frame
 
 UNSIGNED = "headgate"
 """The placeholder signature of thinking from other tiers. Clients require one and send it back; such thinking is not
@@ -192,6 +192,8 @@ class MessageEvents:
     The order is message_start, the blocks one after the other (each with start, deltas and stop), message_delta with
     the stop reason and the usage, message_stop. Comments become pings.
     """
+
+    media_type = EVENT_STREAM
 
     def __init__(self, bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self._bounds = bounds

@@ -31,11 +31,17 @@ class _Request:
         origin = self._chat.origin
         return {} if origin is None else messages_request.long_names(origin)
 
+    def with_request(self, request: InferenceRequest) -> _Request:
+        return _Request(request)
+
     def writer(self) -> MessageEvents:
         return MessageEvents(self._bounds, self._names)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
         return dumps(messages_answer.whole(answer, self._bounds, self._names))
+
+    def unary(self, answer: bytes) -> bytes:
+        return answer
 
 
 class MessagesApi:

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from gateway.apis.lenient_json import loads, objects
 
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+"""The media type of server-sent events."""
+
 
 class Endpoint(StrEnum):
     """An endpoint; the value is the path below `/v1/`."""

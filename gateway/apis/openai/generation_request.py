@@ -247,6 +247,15 @@ def normalize_chat(body: ChatRequest) -> None:
     body.n_probs = None
 
 
+def normalized(body: Generation) -> Generation:
+    """`body`, normalized in place."""
+    if isinstance(body, ChatRequest):
+        normalize_chat(body)
+    elif isinstance(body, CompletionRequest):
+        _normalize_completion(body)
+    return body
+
+
 def _normalize_completion(body: CompletionRequest) -> None:
     """Normalizes a decoded completion. Its default limit is 16 tokens, so -1 is not neutral."""
     _normalize(body)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from gateway.apis.lenient_json import dumps
-from gateway.apis.openai.frames import USAGE, Comment, Data, Endpoint, Frame
+from gateway.apis.openai.frames import EVENT_STREAM, USAGE, Comment, Data, Endpoint, Frame
 from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.errors import GatewayError
 from inference.protocol import DONE, Code, error_body
@@ -29,6 +29,8 @@ def _without_usage(frame: Data) -> bytes:
 
 class OpenAIWriter:
     """Relays payloads and comments; `usage` only to clients that requested it."""
+
+    media_type = EVENT_STREAM
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -60,11 +62,17 @@ class OpenAIWriter:
 class _Request:
     request: InferenceRequest
 
+    def with_request(self, request: InferenceRequest) -> _Request:
+        return _Request(request)
+
     def writer(self) -> OpenAIWriter:
         return OpenAIWriter(self.request.include_usage)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
         return dumps(answer)
+
+    def unary(self, answer: bytes) -> bytes:
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

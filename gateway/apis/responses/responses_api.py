@@ -9,10 +9,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gateway.apis.lenient_json import dumps, loads
-from gateway.apis.openai.frames import Frame
+from gateway.apis.openai.frames import EVENT_STREAM, Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.apis.responses.responses_events import Answer, Head, Stream, answered
 from gateway.apis.responses.responses_items import listed
@@ -116,6 +117,9 @@ class _Request:
         self._owner = owner
         self.request: InferenceRequest = request.request
 
+    def with_request(self, request: InferenceRequest) -> _Request:
+        return _Request(replace(self._request, request=request), self._store, self._owner)
+
     def head(self) -> Head:
         request = self._request
         id, now = secrets.token_hex(24), int(time.time())
@@ -127,6 +131,9 @@ class _Request:
     def whole(self, answer: dict[str, Any]) -> bytes:
         now = int(time.time())
         return self.keep(answered(self.head(), answer, now), now)
+
+    def unary(self, answer: bytes) -> bytes:
+        return answer
 
     def keep(self, answer: Answer, now: int) -> bytes:
         """The Response as JSON; stored unless the request has `store: false`."""
@@ -141,6 +148,8 @@ class _Request:
 
 
 class _Writer:
+    media_type = EVENT_STREAM
+
     def __init__(self, request: _Request) -> None:
         self._request = request
         self._stream = Stream(request.head())
