@@ -133,8 +133,10 @@ def test_empty_request_loads_the_model() -> None:
 
 
 def test_embeddings_of_both_forms() -> None:
-    assert sent("embed", input=["a", "b"], dimensions=8, truncate=True) == {"input": ["a", "b"], "dimensions": 8}
-    assert sent("embeddings", prompt="a") == {"input": "a"}
+    assert sent("embed", input=["a", "b"], dimensions=8, truncate=True) == {
+        "input": ["a", "b"], "dimensions": 8, "encoding_format": "float",
+    }  # fmt: skip
+    assert sent("embeddings", prompt="a") == {"input": "a", "encoding_format": "float"}
 
 
 @pytest.mark.parametrize(
@@ -235,9 +237,9 @@ def test_streamed_chat_with_calls() -> None:
             {"delta": {"tool_calls": [second]}, "finish_reason": "tool_calls"},
         )
     )
-    thought, said = lines(raw)
+    thought, shown = lines(raw)
     assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
-    assert (said["message"]["content"], said["logprobs"], said["done"]) == ("a", [LOGPROB], False)
+    assert (shown["message"]["content"], shown["logprobs"], shown["done"]) == ("a", [LOGPROB], False)
     called, last = lines(writer.end())
     assert called["message"]["tool_calls"] == [{"id": "c", "function": {"name": "look", "arguments": {}}}]
     assert (last["model"], last["message"], last["done_reason"]) == (

@@ -109,6 +109,7 @@ def parse_embed(raw: bytes) -> ParsedRequest:
         model=plain_name(body.model),
         input=texts if isinstance(texts, str) else [*texts],
         dimensions=body.dimensions,
+        encoding_format="float",
     )
     return ParsedRequest(typed(Endpoint.EMBEDDINGS, request, len(raw)))
 
@@ -117,7 +118,7 @@ def parse_embed(raw: bytes) -> ParsedRequest:
 def parse_embeddings(raw: bytes) -> ParsedRequest:
     """The body of `/api/embeddings`; raises RequestError that names the parameter."""
     body = decode_ollama_embeddings(parse_json(raw))
-    request = EmbeddingRequest(model=plain_name(body.model), input=body.prompt)
+    request = EmbeddingRequest(model=plain_name(body.model), input=body.prompt, encoding_format="float")
     return ParsedRequest(typed(Endpoint.EMBEDDINGS, request, len(raw)))
 
 
