@@ -251,7 +251,8 @@ def normalized(body: Generation) -> Generation:
     """`body`, normalized in place."""
     if isinstance(body, ChatRequest):
         normalize_chat(body)
-    elif isinstance(body, CompletionRequest):
+    else:
+        assert isinstance(body, CompletionRequest), "all other generating requests are completions"
         _normalize_completion(body)
     return body
 
