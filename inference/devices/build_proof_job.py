@@ -53,8 +53,13 @@ class Weights:
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `{"buffers": [names], "answer": text}`, or `{"error": message}`. `job` is empty."""
+    """Returns `{"buffers": [names], "answer": text, "system_info": text}`, or `{"error": message}`. `job` is empty.
+
+    `system_info` lists the instruction sets of the build, as llama.cpp prints them.
+    """
     os.environ.update(HIDDEN)
+    import llama_cpp
+
     from inference.worker import llama
     from inference.worker.llama.llama_process import LogTail
 
@@ -64,7 +69,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         answer = _check_model()
     except ProofError as error:
         return {"error": str(error)}
-    return {"buffers": buffers, "answer": answer}
+    return {"buffers": buffers, "answer": answer, "system_info": llama_cpp.llama_print_system_info().decode()}
 
 
 # --- products --------------------------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ def test_check_sees_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_proof_job, "_check_model", lambda: "")
     for name in HIDDEN:
         monkeypatch.setenv(name, "0")  # monkeypatch restores it
-    assert build_proof_job.run({}) == {"buffers": [], "answer": ""}
+    answer = build_proof_job.run({})
+    assert (answer["buffers"], answer["answer"]) == ([], "")
+    assert "CPU : " in answer["system_info"]
     assert seen == [""]
 
 

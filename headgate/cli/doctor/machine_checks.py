@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +25,10 @@ from inference.workers.helper_client import HelperError, run_helper
 from inference.workers.os_api import cgroup_folders
 
 BACKENDS = ("cuda", "hip", "vulkan", "sycl", "musa", "cann", "opencl", "metal")
-IMPORT_SECONDS = 30.0
 LEAST_MEMORY_BYTES = 512 * MIB
 LEAST_FILES = 4096
 LEAST_PROCESSES = 200
 
-_SYSTEM_INFO = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
 _INSTRUCTIONS: Mapping[str, str] = {
     "avx": "AVX",
     "f16c": "F16C",
@@ -80,28 +76,22 @@ AMD = Vendor(
 )
 
 
-def build(cpu: Cpu | None = None) -> Iterator[Finding]:
+def build() -> Iterator[Finding]:
     """llama.cpp: installed, computes here, and uses the instructions of the CPU."""
     folder = package()
     if folder is None:
         yield problem("llama.cpp", "llama-cpp-python is not installed", "in a clone: `make serve` compiles it")
         return
     try:
-        failure = asyncio.run(run_helper("proof", {}, seconds=START_SECONDS)).get("error")
+        answer = asyncio.run(run_helper("proof", {}, seconds=START_SECONDS))
     except HelperError as error:
-        failure = str(error)
-    if failure is not None:
-        yield problem("llama.cpp", f"the build does not compute on this CPU: {failure}", ADVICE)
+        answer = {"error": str(error)}
+    if "error" in answer:
+        yield problem("llama.cpp", f"the build does not compute on this CPU: {answer['error']}", ADVICE)
         return
-    cpu = cpu or this_cpu()
+    cpu = this_cpu()
     yield ok("llama.cpp", f"computes on {cpu}")
-    words = [sys.executable, "-c", _SYSTEM_INFO]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=IMPORT_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
-        yield warning("instructions", f"llama.cpp does not describe its build: {error}", "compile it again: make clean")
-        return
-    yield instructions(cpu, done.stdout)
+    yield instructions(cpu, answer["system_info"])
 
 
 def instructions(cpu: Cpu, system_info: str) -> Finding:

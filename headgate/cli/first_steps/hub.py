@@ -25,6 +25,7 @@ from inference.models_dir import HubSource, ModelFile, is_projector
 ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
+DESCRIPTION_SECONDS = 60.0
 TRIES = 5
 """Attempts in a row that bring no new bytes."""
 RETRY_SECONDS = 1.0
@@ -189,12 +190,15 @@ class Hub:
                 restarted = False
 
     def _json(self, source: HubSource, url: str) -> Any:
+        ends = time.monotonic() + DESCRIPTION_SECONDS
         try:
             with self._client.stream("GET", url) as response:
                 self._check(source, response)
                 raw = bytearray()
                 for chunk in response.iter_bytes():
                     raw += chunk
+                    if time.monotonic() > ends:
+                        raise httpx2.ReadTimeout(f"no complete answer within {DESCRIPTION_SECONDS:g} s")
                     if len(raw) > MOST_ANSWER_BYTES:
                         raise HubError(f"the answer of {self._host()} about {source.repository} is too long")
         except (httpx2.TransportError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
