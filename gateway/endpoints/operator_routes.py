@@ -149,7 +149,7 @@ async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, A
     return {"by": query.by, "prices_of": LIST_PRICES_DATE, "rows": await runtime.usage.sums(*query)}
 
 
-OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")
+OPEN_PATHS = ("/", "/livez", "/readyz", "/health", "/metrics")
 
 
 def openapi_router(runtime: Runtime, app: FastAPI) -> APIRouter:
