@@ -362,7 +362,7 @@ def test_up_downloads_what_the_file_names_before_it_starts(
     place: Path, hub: SmallHub, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     with (place / "config" / "models.yaml").open("a") as out:
-        out.write("  mine: {path: 'hf:org/plain:Q8_0'}\n")
+        out.write("  mine: {path: 'bundled:demo', draft: 'hf:org/plain:Q8_0'}\n")
     monkeypatch.setattr("headgate.cli.up._supervise", started := AsyncMock(return_value=0))
     for name in ("GATEWAY_PORT", "INFERENCE_PORT"):
         monkeypatch.setenv(name, str(free_port()))

@@ -90,12 +90,13 @@ def missing_sources(directory: Path, environ: Mapping[str, str], models_dir: Pat
     if data.get("models") is None:
         return []
     missing = {}
-    for entry in configfile.validated(data, lines, path, ModelsFile).models.values():
-        if entry.path.startswith(HUB):
+    entries = configfile.validated(data, lines, path, ModelsFile).models.values()
+    for text in (text for entry in entries for text in (entry.path, entry.draft)):
+        if text is not None and text.startswith(HUB):
             with contextlib.suppress(ValueError):  # reported by the check of the configuration
-                source = HubSource.parse(entry.path)
+                source = HubSource.parse(text)
                 if not _is_here(source, models_dir):
-                    missing[entry.path] = source
+                    missing[text] = source
     return list(missing.values())
 
 
