@@ -61,4 +61,6 @@ async def test_gateway_describes_itself(tmp_path: Path) -> None:
         async with httpx2.AsyncClient(base_url=gateway.url) as stranger:
             assert (await stranger.get("/openapi.json")).status_code == 401
         described = (await gateway.client.get("/openapi.json")).json()
-        check(described, {f"/v1/{endpoint}" for endpoint in Endpoint}, {"/livez", "/readyz", "/health", "/metrics"})
+        check(
+            described, {f"/v1/{endpoint}" for endpoint in Endpoint}, {"/", "/livez", "/readyz", "/health", "/metrics"}
+        )
