@@ -30,11 +30,12 @@ function facts(model) {
 function usePlan(id, action, device) {
   const [plan, setPlan] = useState(null);
   useEffect(() => {
-    setPlan(null);
-    if (!action || (action === "move" && !device)) return undefined;
+    const nowhere = action === "move" && !device;
+    setPlan(nowhere ? { allowed: false, sentences: [`There is no other device for ${id}.`] } : null);
+    if (!action || nowhere) return undefined;
     const control = new AbortController();
     api.plan(id, action, device, control.signal).then(setPlan, (error) => {
-      if (error.name !== "AbortError") setPlan({ allowed: false, sentences: [error.message], failed: true });
+      if (error.name !== "AbortError") setPlan({ allowed: false, sentences: [error.message] });
     });
     return () => control.abort();
   }, [id, action, device]);
