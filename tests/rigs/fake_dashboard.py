@@ -169,7 +169,7 @@ class FakeDashboard:
             "content-security-policy": POLICY,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
+            "cache-control": "max-age=3600",  # each test opens the page anew
         }
         return web.FileResponse(path, headers=headers)
 
