@@ -237,6 +237,8 @@ def test_presets_of_llama_server() -> None:
         ("-m a.gguf -c 8192 -np 4 -kvu", {"path": "a.gguf", "parallel": 4, "context_length": 8192, "kv_cells": 8192}),
         ("--model=a.gguf -ngl 0 --swa-full", {"path": "a.gguf", "gpu_layers": 0, "swa_full": True}),
         ("-hf o/r -hff f.gguf -a x,y -cmoe", {"path": "hf:o/r/f.gguf", "aliases": ["x", "y"], "experts": "host"}),
+        ("-m a.gguf -md d.gguf", {"path": "a.gguf", "draft": "d.gguf"}),
+        ("-hf o/r -hfd o/d:Q4_0", {"path": "hf:o/r", "draft": "hf:o/d:Q4_0"}),
         ("-hf o/r --rerank -sm row", {"path": "hf:o/r", "capabilities": ["rerank"], "split_mode": "row"}),
         ("-m a.gguf -t -1 -mg 1 -ctk f16 -ctv f16 -ngl many -b x", {"path": "a.gguf", "gpu_index": 1}),
     ],

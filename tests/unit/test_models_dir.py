@@ -31,8 +31,16 @@ def problems(root: Path, text: str, **environ: str) -> str:
 
 
 def test_files_without_an_entry_are_models_by_their_names(tmp_path: Path) -> None:
-    put(tmp_path / "models", "qwen-q4.gguf", "org/repo/llama-q8.gguf", "listed.gguf", "notes.txt", ".cache/x.gguf")
-    config = load(tmp_path, "models:\n  mine: {path: listed.gguf, aliases: [x]}")
+    put(
+        tmp_path / "models",
+        "qwen-q4.gguf",
+        "org/repo/llama-q8.gguf",
+        "listed.gguf",
+        "notes.txt",
+        ".cache/x.gguf",
+        "d.gguf",
+    )
+    config = load(tmp_path, "models:\n  mine: {path: listed.gguf, aliases: [x], draft: d.gguf}")
     assert list(config.models) == ["mine", "qwen-q4", "llama-q8"]
     assert config.found == {"qwen-q4", "llama-q8"}
     assert config.names["org/repo/llama-q8.gguf"] == "llama-q8"

@@ -14,7 +14,8 @@ SHORT: Mapping[str, str] = {
     "fa": "flash-attn", "ctk": "cache-type-k", "ctv": "cache-type-v", "mm": "mmproj", "a": "alias", "kvu": "kv-unified",
     "cmoe": "cpu-moe", "ncmoe": "n-cpu-moe", "mg": "main-gpu", "ts": "tensor-split", "sm": "split-mode",
     "embeddings": "embedding", "rerank": "reranking", "cram": "cache-ram", "dev": "device", "tb": "threads-batch",
-    "temperature": "temp", "md": "model-draft", "ctxcp": "ctx-checkpoints", "s": "seed", "n": "n-predict",
+    "temperature": "temp", "md": "model-draft",
+    "hfd": "hf-repo-draft", "hfrd": "hf-repo-draft", "ctxcp": "ctx-checkpoints", "s": "seed", "n": "n-predict",
     "predict": "n-predict", "v": "verbose", "cb": "cont-batching", "to": "timeout", "e": "escape",
 }  # fmt: skip
 """Short and second names of options."""
@@ -51,7 +52,6 @@ SAMPLING = frozenset(
 ADVICE: Mapping[str, str] = {
     "tensor-split": "layers are divided by measured sizes",
     "device": "use gpu_index, or CUDA_VISIBLE_DEVICES for the service",
-    "model-draft": "draft models are not set up by an import; see `speculation` in models.yaml",
     "cache-ram": "INFERENCE_KV_RAM_GB bounds stored sequences of all models",
     "slot-save-path": "INFERENCE_KV_DISK_GB and INFERENCE_KV_DIR store sequences on disk",
     "ctx-checkpoints": "kv_checkpoints is the memory for them",
@@ -133,6 +133,8 @@ def entry_of(
         entry["aliases"] = aliases
     if mmproj := last("mmproj"):
         entry["mmproj"] = path_of(mmproj)
+    if draft := _source(last("model-draft"), last("hf-repo-draft"), None, path_of):
+        entry["draft"] = draft
     if lora := [path_of(part) for value in options.get("lora", ()) for part in value.split(",")]:
         entry["lora"] = lora
     if last("flash-attn") in ("off", "0", "false"):
@@ -163,7 +165,7 @@ def entry_of(
 USED = frozenset(
     {"model", "hf-repo", "hf-file", "ctx-size", "kv-unified", "n-gpu-layers", "cache-type-k", "cache-type-v", "alias"}
     | {"mmproj", "lora", "flash-attn", "swa-full", "cpu-moe", "n-cpu-moe", "main-gpu", "fit", "sleep-idle-seconds"}
-    | {"embedding", "reranking", "split-mode", *_SIZES}
+    | {"embedding", "reranking", "split-mode", "model-draft", "hf-repo-draft", *_SIZES}
 )
 """Options with a counterpart."""
 
