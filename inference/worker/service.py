@@ -53,9 +53,9 @@ from inference.worker_link import (
 if TYPE_CHECKING:
     from inference.worker.assembly import Readers
     from inference.worker.engine.engine import Engine
-    from inference.worker.kv.standby import HeldFile
     from inference.worker.llama.context import Context
     from inference.worker.prompt.vision import Vision
+    from inference.worker.warm.standby import HeldFile
     from inference.worker.worker_model import WorkerModel
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class Worker:
     # --- before serving ----------------------------------------------------------------------------------------------
     def _hold(self, order: Hold) -> tuple[HeldFile, Grant]:
         """Reads the file into memory and waits for the grant, without a device."""
-        from inference.worker.kv.standby import hold
+        from inference.worker.warm.standby import hold
 
         held = self._loading(partial(hold, order.path, self._on_progress))
         self._channel.send(Held(held.count_bytes, held.locked_bytes))

@@ -11,10 +11,10 @@ from pathlib import Path
 from inference.file_stamp import fingerprint
 from inference.worker import llama, malloc_trim
 from inference.worker.kv.sequence_key import file_keys
-from inference.worker.kv.standby import HeldFile
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load, reopen
+from inference.worker.warm.standby import HeldFile
 from inference.worker_link import Grant, Offloaded
 
 log = logging.getLogger("headgate.worker")

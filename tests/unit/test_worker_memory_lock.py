@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker.kv import memory_lock, standby
+from inference.worker.warm import memory_lock, standby
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="models are held in memory on Linux only")
 SIZE = 256 * 1024

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from inference.file_stamp import Fingerprint, Stamp, fingerprint, parts_of
 from inference.protocol import ExitCause
-from inference.worker.kv import memory_lock
+from inference.worker.warm import memory_lock
 from inference.worker.worker_errors import LoadError
 
 CHUNK_BYTES = 32 * 2**20

@@ -1,0 +1,1 @@
+"""Weights of warm models: copies in host memory for a later load onto an accelerator."""
