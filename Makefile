@@ -58,7 +58,7 @@ cover: machine ## a coverage report of everything, in htmlcov/
 bench-engine: machine ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b; QUICK=1 for at most five minutes
 	@exec $(RUN) benchmarks.engine
 
-bench-gateway: machine ## what the gateway costs, beside a bare hop, LiteLLM and Portkey: PARTS=alone,crowds,...; QUICK=1
+bench-gateway: machine ## what the gateway costs, beside a bare hop, LiteLLM and Portkey: PARTS=alone,crowds,clouds,...; QUICK=1
 	@exec $(RUN) benchmarks.gateway
 
 bench-outage: machine ## a minute without the inference service, and without a cloud: OUTAGE=60 SITUATIONS=gone,silent; QUICK=1

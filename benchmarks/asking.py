@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 import orjson
 
-_CONTENT = re.compile(rb'"(?:content|text)":\s?"[^"]')
+_CONTENT = re.compile(rb'"(?:content|text|arguments)":\s?"[^"]')
 TIMEOUT_SECONDS = 60.0
 
 

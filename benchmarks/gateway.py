@@ -4,7 +4,7 @@ Upstream and load generator share one core in this process; the measured system 
 all systems in random order; ratios and differences are taken within a round. The last lines are one BAR per target. Raw
 samples go to benchmarks/results/gateway.json.
 
-Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,paced,failover,memory,departures),
+Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,clouds,paced,failover,memory,departures),
 HEADGATE_PEERS_DIR.
 """
 
@@ -30,13 +30,13 @@ from typing import Any
 import uvloop
 
 from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
-from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Paced, Results
+from benchmarks.gateway_samples import CLOUD_STREAMS, CLOUD_WHOLE, STREAMED, WHOLE, Alone, Crowd, Paced, Results
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Target
 from benchmarks.upstream import Upstream
 from headgate.cli.bench import percentile
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
-PARTS = ("alone", "crowds", "paced", "failover", "memory", "departures")
+PARTS = ("alone", "crowds", "clouds", "paced", "failover", "memory", "departures")
 ALONE_PER_SECOND = 250.0
 CONNECTIONS, STREAMS = 32, 256
 REST_SECONDS = 0.2
@@ -98,9 +98,24 @@ class Bench:
                     self.found.crowds.append(await self._crowd(target, kind, number))
         self.found.memory = {name: target.rss_bytes() for name, target in self.targets.items()}
 
-    async def _crowd(self, target: Target, kind: str, number: int) -> Crowd:
+    async def clouds(self) -> None:
+        """The throughput of many connections to models of a cloud, with a chunk for each token."""
+        kinds = dict(zip(CLOUD_STREAMS, upstream.CLOUD_MODELS, strict=True)) | {CLOUD_WHOLE: upstream.CLOUD_SHORT}
+        for number in range(self.plan.rounds):
+            say(f"clouds: round {number + 1} of {self.plan.rounds}")
+            for kind, model in kinds.items():
+                targets = [
+                    target
+                    for target in self.targets.values()
+                    if kind == CLOUD_WHOLE or target.name != gateway_peers.PORTKEY
+                ]
+                for target in self.shuffled(targets):
+                    await self._settle(target, kind, CONNECTIONS, model)
+                    self.found.crowds.append(await self._crowd(target, kind, number, model))
+
+    async def _crowd(self, target: Target, kind: str, number: int, model: str = upstream.AT_ONCE) -> Crowd:
         used, own = target.cpu_seconds(), time.process_time()
-        rush = await asking.as_they_come(target.port, chat(target, kind), CONNECTIONS, self.plan.crowd)
+        rush = await asking.as_they_come(target.port, chat(target, kind, model), CONNECTIONS, self.plan.crowd)
         used, own = target.cpu_seconds() - used, time.process_time() - own
         p50, p99 = (percentile(rush.whole, share) for share in (0.5, 0.99))
         shares = (used / rush.seconds, own / rush.seconds)
@@ -128,10 +143,10 @@ class Bench:
             )
             self.found.held.after.append((number * tenth, target.rss_bytes()))
 
-    async def _settle(self, target: Target, kind: str, connections: int) -> None:
+    async def _settle(self, target: Target, kind: str, connections: int, model: str = upstream.AT_ONCE) -> None:
         await asyncio.sleep(REST_SECONDS)
         most = WARM_UP_REQUESTS if target.name != gateway_peers.LITELLM else connections
-        await asking.as_they_come(target.port, chat(target, kind), connections, 0.5, most=most)
+        await asking.as_they_come(target.port, chat(target, kind, model), connections, 0.5, most=most)
         gc.collect()
 
 
@@ -154,7 +169,7 @@ def chat(target: Target, kind: str, model: str = upstream.AT_ONCE) -> bytes:
         "max_tokens": 64,
         "temperature": 0.7,
     }
-    if kind == STREAMED:
+    if kind in (STREAMED, *CLOUD_STREAMS):
         body["stream"] = True
     return asking.request(target.port, body, target.headers)
 
@@ -168,7 +183,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(Upstream(plan.tokens))
         bench = Bench(plan, service, found)
-        starts = _who(service.url, root, core, found, with_peers="crowds" in parts)
+        starts = _who(service.url, root, core, found, with_peers=bool({"crowds", "clouds"}.intersection(parts)))
         for name, start in starts.items():
             say(f"starting {name}")
             bench.targets[name] = await asyncio.to_thread(stack.enter_context, start())
@@ -200,7 +215,7 @@ def _who(
     """The measured systems and how each starts."""
     found.versions = {GATEWAY: version("headgate"), "fastapi": version("fastapi"), "aiohttp": version("aiohttp")}
     starts: dict[str, Callable[[], AbstractContextManager[Target]]] = {
-        GATEWAY: lambda: gateways.headgate(url, root, core),
+        GATEWAY: lambda: gateways.headgate(url, root, core, gateways.with_cloud(url)),
         PASS_THROUGH: lambda: gateways.pass_through(url, root, core),
     }
     if not with_peers:

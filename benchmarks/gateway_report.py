@@ -12,7 +12,16 @@ from statistics import median
 
 from benchmarks.figures import Bar, Middle, ratios
 from benchmarks.gateway_peers import LITELLM, PORTKEY
-from benchmarks.gateway_samples import FIRST_TOKEN_SECONDS, STREAMED, WHOLE, Alone, Failed, Results
+from benchmarks.gateway_samples import (
+    CLOUD_STREAMS,
+    CLOUD_WHOLE,
+    FIRST_TOKEN_SECONDS,
+    STREAMED,
+    WHOLE,
+    Alone,
+    Failed,
+    Results,
+)
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import PACE_SECONDS
 from headgate.cli.bench import percentile
@@ -21,6 +30,7 @@ ADDED_P50_MS, ADDED_P99_MS, ADDED_TTFT_P99_MS = 0.6, 2.0, 2.0
 ADDED_OF_PASS_THROUGH = 1.0
 """Added latency relative to the bare proxy in the same round. Independent of the machine's speed; our own target."""
 OF_PASS_THROUGH, OVER_LITELLM, OVER_PORTKEY = 0.65, 20.0, 3.0
+CLOUD_OF_PASS_THROUGH = 0.5
 MOST_PACES = 10
 IDLE_MB, GROWTH_PERCENT = 120.0, 5.0
 FAILOVER_P50_MS = 10.0
@@ -71,7 +81,7 @@ def _alone(found: Results) -> Iterator[str]:
 
 
 def _crowds(found: Results) -> Iterator[str]:
-    for kind in (WHOLE, STREAMED):
+    for kind in (WHOLE, STREAMED, CLOUD_WHOLE, *CLOUD_STREAMS):
         systems = dict.fromkeys(one.system for one in found.crowds if one.kind == kind)
         if not systems:
             continue
@@ -158,6 +168,12 @@ def _bars_crowds(found: Results) -> Iterator[Bar]:
             if ours and theirs:
                 name = f"throughput_per_core_over_{system}_{kind}"
                 yield Bar(name, median(ratios(ours, theirs)), "ratio", ">=", target)
+    for kind in (CLOUD_WHOLE, *CLOUD_STREAMS):
+        ours = [one.per_core_second for one in found.crowds_of(GATEWAY, kind)]
+        theirs = [one.per_core_second for one in found.crowds_of(PASS_THROUGH, kind)]
+        if ours and theirs:
+            name = f"throughput_per_core_over_{PASS_THROUGH}_{kind.replace(', ', '_').replace(' ', '_')}"
+            yield Bar(name, median(ratios(ours, theirs)), "ratio", ">=", CLOUD_OF_PASS_THROUGH)
 
 
 def _bars_paced(found: Results) -> Iterator[Bar]:

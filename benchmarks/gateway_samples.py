@@ -13,6 +13,10 @@ from headgate.cli.bench import percentile
 WHOLE, STREAMED = "whole", "streamed"
 """Kinds of answers."""
 
+CLOUD_WHOLE = "cloud, whole"
+CLOUD_STREAMS = ("cloud, 100 chunks", "cloud, 1000 chunks", "cloud, tool call")
+"""Kinds of answers of a cloud; a stream has one token per chunk."""
+
 FIRST_TOKEN_SECONDS = 0.5
 """`deadlines.first_token` in the failover part: how long the gateway waits for a silent tier."""
 

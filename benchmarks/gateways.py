@@ -26,6 +26,13 @@ START_SECONDS = 180.0
 CONFIG: Mapping[str, Any] = {"routes": {"*": {"chain": ["local/*"]}}}
 
 
+def with_cloud(url: str) -> Mapping[str, Any]:
+    """`CONFIG` with the upstream as a cloud, too, which is asked for whole answers in one piece."""
+    routes = {model: {"chain": [f"cloud/{model}"], "whole_answers": "whole"} for model in upstream.CLOUD_MODELS}
+    cloud = {"kind": "openai", "flavor": "openai", "api_key": KEY, "base_url": f"{url}/v1"}
+    return {"providers": {"cloud": cloud}, "routes": {**CONFIG["routes"], **routes}}
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The address of a system. `pid`: its topmost process, 0 for the upstream."""
@@ -100,8 +107,10 @@ def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Target]:
     env = private_env(
         place, {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     )
-    asked = {"model": f"openai/{upstream.AT_ONCE}", "api_base": f"{url}/v1", "api_key": KEY}
-    config = {"model_list": [{"model_name": upstream.AT_ONCE, "litellm_params": asked}]}
+    asked = {"api_base": f"{url}/v1", "api_key": KEY}
+    names = (upstream.AT_ONCE, *upstream.CLOUD_MODELS)
+    models = [{"model_name": name, "litellm_params": {"model": f"openai/{name}", **asked}} for name in names]
+    config = {"model_list": models}
     (place / "config.yaml").write_text(json.dumps(config))
     options = ["--config", str(place / "config.yaml"), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
     argv = [*peer.argv, *options, "--telemetry", "False"]

@@ -19,6 +19,10 @@ from inference.protocol import DONE, H_STREAM_INTERVAL, Code, ModelState, ModelS
 AT_ONCE, PACED, ENDLESS, BUSY, SILENT = "bench", "bench-paced", "bench-endless", "bench-busy", "bench-silent"
 """Models: an immediate answer, a paced one, an endless one, a 503, and no answer."""
 
+CLOUD_SHORT, CLOUD_LONG, CLOUD_TOOLS = "cloud-100", "cloud-1000", "cloud-tools"
+CLOUD_MODELS = (CLOUD_SHORT, CLOUD_LONG, CLOUD_TOOLS)
+"""Models of a cloud: answers of 100 and 1,000 tokens with one token per chunk, and a tool call in 100 chunks."""
+
 PACE_SECONDS = 0.02
 """Time between two tokens of a paced stream: 50 tokens per second."""
 PHASES = 20
@@ -59,6 +63,41 @@ _JOINED = _STREAM_HEAD + _ROLE + TOKEN + _chunk(b'{"content":"%b"}' % (_WORD * (
 UNREAD_MILLISECONDS = 100
 
 
+def _cloud_chunk(delta: bytes, finish: bytes = b"null", usage: bytes = b"null") -> bytes:
+    """A chunk as OpenAI writes it, as a chunk of HTTP."""
+    choices = (
+        b"" if usage != b"null" else b'{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}' % (delta, finish)
+    )
+    return _framed(
+        b'data: {"id":"chatcmpl-CkR3q0D7Vh4iWbQ0oZ2mN8uXyT1aB","object":"chat.completion.chunk","created":1764000000,'
+        b'"model":"gpt-4o-mini-2024-07-18","service_tier":"default","system_fingerprint":"fp_560af6e559",'
+        b'"choices":[%b],"usage":%b,"obfuscation":"x7Yq"}\n\n' % (choices, usage)
+    )
+
+
+def _cloud_usage(tokens: int) -> bytes:
+    return orjson.dumps(
+        {
+            "prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens,
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+        }
+    )  # fmt: skip
+
+
+def _cloud_stream(deltas: list[bytes], finish: bytes) -> bytes:
+    begin = _cloud_chunk(b'{"role":"assistant","content":"","refusal":null}')
+    end = _cloud_chunk(b"{}", finish) + _cloud_chunk(b"", usage=_cloud_usage(len(deltas)))
+    return _STREAM_HEAD + begin + b"".join(map(_cloud_chunk, deltas)) + end + _framed(DONE) + b"0\r\n\r\n"
+
+
+def _tool_delta(number: int) -> bytes:
+    if not number:
+        return b'{"tool_calls":[{"index":0,"id":"call_1","type":"function","function":{"name":"f","arguments":""}}]}'
+    arguments = {1: b'{\\"text\\":\\"', 99: b'\\"}'}.get(number, b"water ")
+    return b'{"tool_calls":[{"index":0,"function":{"arguments":"%b"}}]}' % arguments
+
+
 def _json(status: bytes, body: object) -> bytes:
     content = body if isinstance(body, bytes) else orjson.dumps(body)
     return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
@@ -84,6 +123,31 @@ _WHOLE = _json(
         "usage": _USAGE,
     },
 )
+
+
+def _cloud_whole(message: Mapping[str, object], finish: str) -> bytes:
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+    return _json(
+        b"200 OK",
+        {
+            "id": "chatcmpl-CkR3q0D7Vh4iWbQ0oZ2mN8uXyT1aB", "object": "chat.completion", "created": 1764000000,
+            "model": "gpt-4o-mini-2024-07-18", "choices": [choice], "usage": orjson.loads(_cloud_usage(100)),
+            "service_tier": "default", "system_fingerprint": "fp_560af6e559",
+        },
+    )  # fmt: skip
+
+
+_WORDS: Mapping[str, object] = {"role": "assistant", "content": _WORD * 100, "refusal": None, "annotations": []}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"text":"water"}'}}
+_CLOUD: Mapping[str, tuple[bytes, bytes]] = {
+    CLOUD_SHORT: (_cloud_stream([b'{"content":"water "}'] * 100, b'"stop"'), _cloud_whole(_WORDS, "stop")),
+    CLOUD_LONG: (_cloud_stream([b'{"content":"water "}'] * 1000, b'"stop"'), _cloud_whole(_WORDS, "stop")),
+    CLOUD_TOOLS: (
+        _cloud_stream([_tool_delta(number) for number in range(100)], b'"tool_calls"'),
+        _cloud_whole({"role": "assistant", "content": None, "tool_calls": [_CALL]}, "tool_calls"),
+    ),
+}
+"""The stream and the whole answer of each model of the cloud."""
 _MODELS = [
     ModelStatus(
         name, ModelState.READY, context_length=4096, parallel=256, devices=("cpu",), fits=True,
@@ -218,7 +282,9 @@ class _Connection(asyncio.Protocol):
         self._upstream.served += 1
         asked = orjson.loads(body)
         model, streams = asked.get("model"), bool(asked.get("stream"))
-        if model == AT_ONCE:
+        if model in _CLOUD:
+            self.write(_CLOUD[model][0 if streams else 1])
+        elif model == AT_ONCE:
             self.write((_JOINED if unread else _STREAM) if streams else _WHOLE)
         elif model == BUSY:
             self.write(_REFUSAL)

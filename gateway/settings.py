@@ -129,7 +129,7 @@ class RouteSettings(_Model):
     that one may replace another.
 
     `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
-    ends in an error frame.
+    ends in an error frame. `whole_answers`: how a cloud is asked for an answer that the client does not stream.
 
     `parameters` make routes with the same chain variants of one loaded model.
     """
@@ -140,6 +140,7 @@ class RouteSettings(_Model):
     load_wait: Duration = 120.0
     fit_check: bool = True
     same_vectors: bool = False
+    whole_answers: Literal["stream", "whole"] = "stream"
     parameters: RouteParameterSettings = RouteParameterSettings()
 
     @field_validator("resume", mode="before")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from ssl import SSLContext
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import aiohttp
 import httpx2
 from aiohttp.abc import AbstractResolver
 
+from gateway.providers.aiohttp_transport import AiohttpTransport
 from headgate.shared import hop
+
+KEEPALIVE_SECONDS = 30.0
+"""Of connections to clouds."""
 
 LOCAL_KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's own (uvicorn: 5 s), so that no request uses a connection that is being closed."""
@@ -61,10 +66,12 @@ def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
 
     The number of connections is not limited, because admission limits the calls, and a wait for a free connection would
     look like a fault of the provider. Certificates are always verified. Redirects are not followed, so that prompts and
-    keys go to the configured address only. Proxies of the environment (`HTTPS_PROXY`) are used.
+    keys go to the configured address only. Proxies of the environment (`HTTPS_PROXY`) are used, by httpx2's own
+    transport.
     """
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(None, connect=connect_seconds),
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_SECONDS),
         follow_redirects=False,
+        transport=None if getproxies() else AiohttpTransport(KEEPALIVE_SECONDS),
     )

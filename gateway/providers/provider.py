@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.apis.openai.generation_request import AnyRequest
@@ -75,4 +75,13 @@ class CountsTokens(Protocol):
 
     async def count_tokens(self, call: Call) -> int:
         """Prompt tokens of a chat call; raises UpstreamError."""
+        ...
+
+
+@runtime_checkable
+class AnswersWhole(Protocol):
+    """A provider that can also answer chat and completions with one object."""
+
+    async def whole(self, call: Call) -> dict[str, Any]:
+        """The complete answer in OpenAI's format; raises UpstreamError."""
         ...

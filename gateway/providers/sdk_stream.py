@@ -1,7 +1,7 @@
-"""Opens, relays and closes one streamed response of a cloud SDK.
+"""Opens, relays and closes one streamed response of a provider that an SDK describes.
 
-The SDK builds, authenticates and sends the request. The response stays raw (`cast_to=httpx2.Response`), because its
-frames are relayed or translated without the SDK's models.
+The SDK gives the address, the credentials and the headers. Requests and responses are raw, because frames are relayed
+or translated without the SDK's models.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx2
 
@@ -110,6 +110,63 @@ def _kind_of(cause: BaseException) -> tuple[UpstreamKind, str]:
     return UpstreamKind.READ, "broken connection to"
 
 
+class SdkClient(Protocol):
+    """What both SDKs know of their provider."""
+
+    @property
+    def base_url(self) -> httpx2.URL:
+        """The address below which the paths are."""
+        ...
+
+    @property
+    def default_headers(self) -> Mapping[str, Any]:
+        """Version and platform; values may be markers for absent headers."""
+        ...
+
+    @property
+    def auth_headers(self) -> Mapping[str, str]:
+        """The credentials."""
+        ...
+
+
+class RawSender:
+    """Sends requests to the address of an SDK client with its headers.
+
+    The SDK's own calls add options, retries and models, which are not used here, and take as much CPU time as the rest
+    of an answer in one piece.
+    """
+
+    def __init__(self, client: SdkClient, http: httpx2.AsyncClient, secrets: Sequence[str]) -> None:
+        self._http = http
+        self._base = f"{str(client.base_url).rstrip('/')}/"
+        self._secrets = secrets
+        headers = {**client.default_headers, **client.auth_headers}
+        self._headers = {name.lower(): value for name, value in headers.items() if isinstance(value, str)}
+
+    async def post(
+        self, path: str, body: bytes, connect_seconds: float, headers: Mapping[str, str], *, stream: bool
+    ) -> httpx2.Response:
+        """The response with a status below 300, with its body unless it is a stream. `headers`: names in lower case.
+
+        Raises UpstreamError for another status, and exceptions of httpx2.
+        """
+        request = self._http.build_request(
+            "POST",
+            self._base + path,
+            content=body,
+            headers={**self._headers, **headers},
+            timeout=timeout_of(connect_seconds),
+        )
+        response = await self._http.send(request, stream=stream)
+        if response.status_code >= 300:
+            try:
+                text = await response.aread()
+            finally:
+                await response.aclose()
+            raise status_error(response.status_code, response.headers, text, now=time.time(), secrets=self._secrets)
+        return response
+
+
 class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
     """One streamed call: entering opens it, iterating relays its frames, leaving closes the connection at once."""
 
@@ -163,6 +220,12 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
                 raise StopAsyncIteration
             await self._read()
         return self._ready.popleft()
+
+    def take_ready(self) -> list[Frame]:
+        """The frames that have arrived already."""
+        frames = list(self._ready)
+        self._ready.clear()
+        return frames
 
     async def _read(self) -> None:
         """Reads until frames are ready; an error is raised after the frames before it."""

@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
+from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Ignore, Next, Observation, Verdict
 from gateway.breaker.permits import Refused
 from gateway.errors import GatewayError, PassedOnError
-from gateway.providers.provider import Provider
+from gateway.providers.provider import AnswersWhole, Provider
 from gateway.routing.attempt import Attempt
-from gateway.routing.budget import unary_deadline
+from gateway.routing.budget import Deadline, unary_deadline
 from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import (
     CandidateOutcome,
@@ -101,6 +102,9 @@ class ChainRunner:
         """
 
         async def work(attempt: Attempt) -> tuple[dict[str, Any], Answer | None]:
+            provider = attempt.provider
+            if self._state.policy.route.whole_answers == "whole" and isinstance(provider, AnswersWhole):
+                return await self._in_one_piece(attempt, provider), None
             await attempt.open(forward_comments=False)
             answer = Answer(self._state, self._filter, attempt, whole=True)
             try:
@@ -117,6 +121,22 @@ class ChainRunner:
         if self._may_delay_text:
             self._state.stream_interval = self._state.policy.whole_interval
         return self._first(work)
+
+    async def _in_one_piece(self, attempt: Attempt, provider: AnswersWhole) -> dict[str, Any]:
+        """An answer without a stream. It shows no progress, so all remaining time is its limit."""
+        state, budget = self._state, self._state.budget
+        now = state.loop.time()
+        try:
+            async with asyncio.timeout_at(budget.commit_by):
+                answer = await provider.whole(attempt.call)
+        except TimeoutError:
+            raise ExpiredError(Deadline(budget.commit_by, budget.commit_due), budget.commit_by - now) from None
+        usage = dumps(answer.get("usage"))
+        state.record.note_usage(usage)
+        attempt.succeed()
+        if state.context.meter is not None:
+            state.context.meter.note_whole(usage)
+        return answer
 
     def unary(self) -> Awaitable[bytes]:
         """The bytes of an answer that has no stream."""

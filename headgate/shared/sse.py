@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_FRAME_BYTES = 16 * 2**20
 """The size limit of a frame; a longer one is an error."""
@@ -14,8 +14,7 @@ _LINES = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class SseFrame:
+class SseFrame(NamedTuple):
     """One frame. `raw` is its bytes with the blank line that ended it.
 
     `data` is the joined `data:` lines or None without any; `event` the event type or None. A frame of comment lines

@@ -14,6 +14,7 @@ import httpx2
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
@@ -21,7 +22,7 @@ from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
-from gateway.providers.provider import Call, Provider
+from gateway.providers.provider import AnswersWhole, Call, Provider
 from inference.protocol import Code
 from tests.rigs import fake_inference
 from tests.rigs.canned_http import Canned, canned_service
@@ -515,6 +516,33 @@ async def test_embeddings_fail_as_streams_do(rig: Rig) -> None:
             await rig.provider.unary(rig.call(fault, {"input": "a"}, endpoint=Endpoint.EMBEDDINGS))
         assert caught.value.kind is kind
     assert len(rig.fake.records) == 2
+
+
+@pytest.mark.parametrize("rig", ["openai", "google"], indirect=True)
+async def test_answer_in_one_piece_equals_the_assembled_stream(rig: Rig) -> None:
+    assert isinstance(rig.provider, AnswersWhole)
+    whole = await rig.provider.whole(rig.call())
+    assembly = Assembly()
+    async with rig.provider.stream(rig.call()) as frames:
+        async for frame in frames:
+            if isinstance(frame, Data):
+                assembly.add(frame.parsed())
+    streamed = assembly.result()
+    for answer in (whole, streamed):
+        assert answer["object"] == "chat.completion"
+    assert whole["choices"][0]["message"]["content"] == streamed["choices"][0]["message"]["content"]
+    assert whole["choices"][0]["finish_reason"] == streamed["choices"][0]["finish_reason"]
+    assert whole["usage"]["total_tokens"] == streamed["usage"]["total_tokens"]
+
+
+@pytest.mark.parametrize("rig", ["openai", "google"], indirect=True)
+async def test_answers_in_one_piece_fail_as_streams_do(rig: Rig) -> None:
+    assert isinstance(rig.provider, AnswersWhole)
+    faults = {"fault-503": UpstreamKind.STATUS, "fault-reset": UpstreamKind.READ, "fault-html": MALFORMED}
+    for fault, kind in faults.items():
+        with pytest.raises(UpstreamError) as caught:
+            await rig.provider.whole(rig.call(fault))
+        assert caught.value.kind is kind, fault
 
 
 async def test_embedding_that_is_not_a_json_object_is_malformed() -> None:

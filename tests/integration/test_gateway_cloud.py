@@ -34,6 +34,9 @@ routes:
   context: {{chain: [openai/fault-context, anthropic/claude]}}
   thinks: {{chain: [local/demo, itself/gpt-5-mini, anthropic/claude]}}
   unknown: {{chain: [openai/gpt-5-mini, anthropic/claude]}}
+  whole: {{chain: [openai/gpt, anthropic/claude], whole_answers: whole}}
+  whole-busy: {{chain: [openai/fault-503=9, anthropic/claude], whole_answers: whole}}
+  whole-silent: {{chain: [openai/fault-silence], whole_answers: whole}}
   stops: {{chain: [itself/gpt-4.1, google/gemini, anthropic/claude]}}
 breaker: {{open: 60s}}
 """
@@ -173,3 +176,25 @@ async def test_cloud_is_skipped_for_more_stop_strings_than_it_supports(gateway: 
 async def test_prompt_too_long_for_the_only_tier_is_a_client_error(gateway: Gateway) -> None:
     answer = await gateway.chat("context")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_whole_answers_are_asked_whole_where_the_route_says_so(gateway: Gateway, cloud: FakeProvider) -> None:
+    answer = await gateway.chat("whole")
+    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
+    assert answer.json()["choices"][0]["message"]["content"].endswith("Hello!")
+    record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert record["completion_tokens"] == answer.json()["usage"]["completion_tokens"]
+    await gateway.chat("whole", stream=True)
+    assert [bool(one.body.get("stream")) for one in cloud.records] == [False, True]
+    body = {"model": "whole", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello!"}]}
+    message = (await gateway.client.post("/v1/messages", json=body)).json()
+    assert message["content"][0]["text"].endswith("Hello!")
+    assert not cloud.records[-1].body.get("stream")
+    assert (await gateway.chat("whole-busy")).headers["x-headgate-model"] == "anthropic/claude"
+
+
+async def test_silent_provider_that_is_asked_whole_is_left_when_the_time_is_over(gateway: Gateway) -> None:
+    gateway.write((gateway.root / "gateway.yaml").read_text() + "deadlines: {total: 1s, connect: 1s}\n")
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    answer = await gateway.chat("whole-silent")
+    assert answer.status_code in (503, 504)

@@ -14,7 +14,7 @@ from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic import anthropic_events
 from gateway.providers.anthropic.anthropic_events import AnthropicStream
-from gateway.providers.openai.openai_events import CallNumbers, OpenAIStream
+from gateway.providers.openai.openai_events import CallNumbers, OpenAIStream, whole_answer
 from headgate.shared.sse import SseFrame, SseSplitter
 from tests.rigs.fake_provider import documented
 from tests.rigs.fake_provider.strict import strictly
@@ -356,7 +356,8 @@ def test_invalid_or_cut_openai_stream_raises(stream: bytes, kind: UpstreamKind) 
 def test_lone_surrogate_is_relayed_unchanged() -> None:
     half = b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"},"finish_reason":null}]}\n\n'
     frames = openai(half + chunk(part({}, "stop")) + END)
-    assert frames[0] == Data(half[6:-2], DeltaKind.CONTENT)
+    assert isinstance(frames[0], Data)
+    assert frames[0][:2] == (half[6:-2], DeltaKind.CONTENT)
 
 
 def test_frames_after_the_end_are_ignored() -> None:
@@ -458,3 +459,29 @@ def test_parallel_calls_of_google_are_separate_calls() -> None:
             assembly.add(json.loads(one.payload))
     calls = assembly.result()["choices"][0]["message"]["tool_calls"]
     assert [(call["id"], call["function"]["arguments"]) for call in calls] == [("a", '{"x":1}'), ("b", '{"x":2}')]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"<html>", UpstreamKind.MALFORMED),
+        (b"[]", UpstreamKind.MALFORMED),
+        (b'{"object": "chat.completion"}', UpstreamKind.MALFORMED),
+        (b'{"choices": []}', UpstreamKind.EMPTY),
+        (b'{"choices": [1]}', UpstreamKind.MALFORMED),
+        (b'{"choices": [{"finish_reason": "stop"}]}', UpstreamKind.MALFORMED),
+        (b'{"choices": [{"message": {"content": "x"}}]}', UpstreamKind.READ),
+        (b'{"error": {"message": "no"}, "choices": []}', UpstreamKind.ERROR_FRAME),
+        (b'{"error": "no"}', UpstreamKind.ERROR_FRAME),
+    ],
+)
+def test_incomplete_answer_in_one_piece_is_an_error(body: bytes, kind: UpstreamKind) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        whole_answer(body)
+    assert caught.value.kind is kind
+
+
+def test_complete_answer_in_one_piece_is_taken_as_it_is() -> None:
+    for choice in ({"message": {"content": ""}, "finish_reason": "stop"}, {"text": "x", "finish_reason": "length"}):
+        answer = {"choices": [choice], "error": None}
+        assert whole_answer(json.dumps(answer).encode()) == answer

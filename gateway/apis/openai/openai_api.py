@@ -14,6 +14,8 @@ from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.errors import GatewayError
 from inference.protocol import DONE, Code, error_body
 
+_NO_USAGE = b',"usage":null'
+
 
 def _without_usage(frame: Data) -> bytes:
     """The chunk without `usage`. The gateway requests usage from every tier, and some write it into each chunk."""
@@ -24,6 +26,9 @@ def _without_usage(frame: Data) -> bytes:
         chunk = frame.parsed()
     except ValueError:
         return payload  # malformed, which the client will see
+    # Quotes inside a string are escaped, so these bytes are a member of an object.
+    if chunk.get("usage") is None and payload.count(_NO_USAGE) == 1 and payload.count(b'"usage"') == 1:
+        return payload.replace(_NO_USAGE, b"")
     return dumps({name: value for name, value in chunk.items() if name != "usage"})
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import httpx2
-from anthropic import AsyncAnthropic, AsyncStream
+from anthropic import AsyncAnthropic
 
+from gateway.apis.lenient_json import dumps
 from gateway.apis.messages_body import CountedRequest
 from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest
@@ -28,7 +28,7 @@ from gateway.providers.anthropic.anthropic_request import (
 )
 from gateway.providers.openai.openai_request import no_endpoint
 from gateway.providers.provider import Call
-from gateway.providers.sdk_stream import SdkStream, build_request, timeout_of, upstream_error
+from gateway.providers.sdk_stream import RawSender, SdkStream, build_request, timeout_of, upstream_error
 from headgate.shared.bodies.body_decoder import as_json
 
 BASE_URL = "https://api.anthropic.com"
@@ -48,6 +48,7 @@ class AnthropicProvider:
         self._client = AsyncAnthropic(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)
         self._host = self._client.base_url.host
         self._secrets = (api_key,)
+        self._sender = RawSender(self._client, http, self._secrets)
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """See `gateway.providers.provider.Provider`."""
@@ -81,19 +82,15 @@ class AnthropicProvider:
 
     async def _send(self, call: Call) -> httpx2.Response:
         body = build_request(lambda: _request(call))
-        headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in blocks instead of token by token
-        if needs_sampling_version(body):
-            headers["anthropic-version"] = SAMPLING_VERSION
-        response: Any = await self._client.post(
-            "/v1/messages",
-            cast_to=httpx2.Response,
-            body=as_json(body),
-            options={"timeout": timeout_of(call.connect_seconds), "headers": headers},
-            stream=True,
-            stream_cls=AsyncStream[Any],
+        headers = _ACCEPT if not needs_sampling_version(body) else _ACCEPT_SAMPLING
+        return await self._sender.post(
+            "v1/messages", dumps({**as_json(body), "stream": True}), call.connect_seconds, headers, stream=True
         )
-        assert isinstance(response, httpx2.Response)
-        return response
+
+
+_ACCEPT = {"accept": "text/event-stream", "accept-encoding": "identity"}
+"""A compressed stream would arrive in the compressor's blocks instead of token by token."""
+_ACCEPT_SAMPLING = {**_ACCEPT, "anthropic-version": SAMPLING_VERSION}
 
 
 def _request(call: Call) -> CountedRequest:

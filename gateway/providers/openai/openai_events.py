@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.apis.lenient_json import dumps, loads, mapping, objects
-from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Frame, has_content, kind_of
+from gateway.apis.openai.frames import CONTENT, FINISH, OTHER, USAGE, Comment, Data, Done, Frame, has_content
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider_errors import error_in, frame_error
 from headgate.shared.sse import SseFrame
@@ -49,33 +49,42 @@ class OpenAIStream:
             chunk = loads(data)
         except ValueError:
             raise _malformed("a chunk that is not JSON") from None
-        if error := error_in(chunk):
+        is_chunk = isinstance(chunk, dict) and isinstance(chunk.get("choices"), list)
+        if (not is_chunk or "error" in chunk) and (error := error_in(chunk)):
             raise frame_error(error, secrets=self._secrets)
-        if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
+        if not is_chunk:
             raise _malformed("a chunk without choices")
+        choices = chunk["choices"]
         is_changed = b"\n" in data  # a chunk written over several `data:` lines is sent as one
         has_usage = isinstance(chunk.get("usage"), dict)
         if not choices:
             self._is_usage_relayed |= has_usage
         elif has_usage:
             self._usage = chunk
+        kind = OTHER if choices or not has_usage else USAGE
         for choice in choices:
+            if not isinstance(choice, dict):
+                raise _malformed("a choice that is not an object")
             is_changed |= self._read(choice)
-        kind = kind_of(choices) if choices or has_usage else DeltaKind.OTHER
-        return [Data(dumps(chunk) if is_changed else data, kind)]
+            if choice.get("finish_reason") is not None:
+                kind = FINISH
+            elif has_content(choice):
+                self._has_content = True
+                kind = CONTENT if kind is OTHER else kind
+        return [Data(dumps(chunk) if is_changed else data, kind, chunk)]
 
-    def _read(self, choice: Any) -> bool:
+    def _read(self, choice: dict[str, Any]) -> bool:
         """Notes a choice, and gives its tool calls their indices; returns whether one changed."""
-        if not isinstance(choice, dict):
-            raise _malformed("a choice that is not an object")
         index = choice.get("index", 0)
         if not isinstance(index, int):
             raise _malformed("a choice whose index is not a number")
         self._opened.add(index)
-        self._has_content = self._has_content or has_content(choice)
         if choice.get("finish_reason") is not None:
             self._finished.add(index)
-        pieces = objects(mapping(choice, "delta"), "tool_calls")
+        delta = choice.get("delta")
+        if not isinstance(delta, dict) or "tool_calls" not in delta:
+            return False
+        pieces = objects(delta, "tool_calls")
         return bool(pieces) and self._calls.setdefault(index, CallNumbers()).number(pieces)
 
     def end(self) -> list[Frame]:
@@ -91,7 +100,27 @@ class OpenAIStream:
             raise UpstreamError(UpstreamKind.EMPTY, "the stream ended with no content and no finish reason")
         if self._usage is None or self._is_usage_relayed:
             return [Done()]
-        return [Data(dumps({**self._usage, "choices": []}), DeltaKind.USAGE), Done()]
+        return [Data(dumps({**self._usage, "choices": []}), USAGE), Done()]
+
+
+def whole_answer(body: bytes, secrets: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The object of an answer without a stream; raises UpstreamError unless every choice has its finish reason."""
+    try:
+        answer = loads(body)
+    except ValueError:
+        raise _malformed("an answer that is not JSON") from None
+    if error := error_in(answer):
+        raise frame_error(error, secrets=secrets)
+    if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices"), list):
+        raise _malformed("an answer without choices")
+    if not choices:
+        raise UpstreamError(UpstreamKind.EMPTY, "the answer has no choices")
+    for choice in choices:
+        if not isinstance(choice, dict) or not (isinstance(choice.get("message"), dict) or "text" in choice):
+            raise _malformed("a choice without a message")
+        if choice.get("finish_reason") is None:
+            raise UpstreamError(UpstreamKind.READ, "the answer has no finish reason")
+    return answer
 
 
 def _malformed(what: str) -> UpstreamError:

@@ -118,8 +118,10 @@ def _unknown_to(model: str, effort: str | None) -> tuple[str, ...]:
     return _PENALTIES + stop + (() if takes_sampling(model, effort) else _LOGPROBS + _SAMPLING)
 
 
-def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) -> dict[str, Any]:
-    """The request to send: a stream with usage, except for embeddings. Raises UpstreamError naming a rejected param."""
+def to_openai(
+    endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor, *, stream: bool = True
+) -> dict[str, Any]:
+    """The request to send, with usage in a stream. Raises UpstreamError naming a rejected param."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         raise no_endpoint(endpoint)
@@ -129,10 +131,11 @@ def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) 
     sent = _chat(body, model, flavor) if isinstance(body, ChatRequest) else replace(body, model=model)
     if isinstance(sent, ChatRequest | CompletionRequest):
         options = sent.stream_options if flavor is Flavor.OPENAI else None
-        sent.stream = True
-        sent.stream_options = StreamOptions(
-            include_usage=True, include_obfuscation=options.include_obfuscation if options is not None else None
-        )
+        sent.stream, sent.stream_options = stream, None
+        if stream:
+            sent.stream_options = StreamOptions(
+                include_usage=True, include_obfuscation=options.include_obfuscation if options is not None else None
+            )
     return profile.kept(sent)
 
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import httpx2
 import orjson
-from openai import AsyncOpenAI, AsyncStream
+from openai import AsyncOpenAI
 
+from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.frames import Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import AnyRequest, choices_of
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.openai import openai_request
-from gateway.providers.openai.openai_events import OpenAIStream
+from gateway.providers.openai.openai_events import OpenAIStream, whole_answer
 from gateway.providers.openai.openai_request import flavor_of, to_openai
 from gateway.providers.provider import Call
-from gateway.providers.sdk_stream import SdkStream, build_request, timeout_of, upstream_error
+from gateway.providers.sdk_stream import RawSender, SdkStream, build_request, upstream_error
 
 BASE_URL = "https://api.openai.com/v1"
 
@@ -43,6 +44,7 @@ class OpenAIProvider:
             self._client.organization = self._client.project = None
         self._host = url.host
         self._secrets = (api_key,)
+        self._sender = RawSender(self._client, http, self._secrets)
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """See `gateway.providers.provider.Provider`."""
@@ -65,23 +67,23 @@ class OpenAIProvider:
             raise upstream_error(error, self._host, self._secrets) from error
         return response.content
 
+    async def whole(self, call: Call) -> dict[str, Any]:
+        """See `gateway.providers.provider.AnswersWhole`."""
+        try:
+            response = await self._send(call, stream=False)
+            return whole_answer(response.content, self._secrets)
+        except Exception as error:
+            raise upstream_error(error, self._host, self._secrets) from error
+
     async def aclose(self) -> None:
         """Closes every connection."""
         await self._client.close()
 
     async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
-        body = build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor))
-        response: Any = await self._client.post(
-            f"/{call.endpoint}",
-            cast_to=httpx2.Response,
-            body=body,
-            options={"timeout": timeout_of(call.connect_seconds), "headers": _ACCEPT if stream else {}},
-            stream=stream,
-            stream_cls=AsyncStream[Any],
-        )
-        assert isinstance(response, httpx2.Response)
-        return response
+        body = build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor, stream=stream))
+        headers = _ACCEPT if stream else {}
+        return await self._sender.post(call.endpoint, dumps(body), call.connect_seconds, headers, stream=stream)
 
 
-_ACCEPT = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
+_ACCEPT = {"accept": "text/event-stream", "accept-encoding": "identity"}
 """A compressed stream would arrive in the compressor's blocks instead of token by token."""

@@ -1,0 +1,94 @@
+"""An HTTP transport for httpx2 clients that uses aiohttp: all bytes that have arrived are one piece.
+
+httpcore2 gives each chunk of HTTP its own piece. Providers send a chunk per token, and each piece costs as much as ten
+tokens that arrive together. The transport of the SDKs for aiohttp reports a broken connection as one that could not be
+opened, and allows 100 connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import httpx2
+
+_ERRORS: tuple[tuple[type[BaseException], type[httpx2.TransportError]], ...] = (
+    (aiohttp.ConnectionTimeoutError, httpx2.ConnectTimeout),
+    (aiohttp.ServerTimeoutError, httpx2.ReadTimeout),
+    (aiohttp.ClientConnectorError, httpx2.ConnectError),
+    (aiohttp.ServerDisconnectedError, httpx2.RemoteProtocolError),
+    (aiohttp.ClientPayloadError, httpx2.RemoteProtocolError),
+    (aiohttp.ClientResponseError, httpx2.RemoteProtocolError),
+    (aiohttp.InvalidURL, httpx2.UnsupportedProtocol),
+    (aiohttp.ClientError, httpx2.ReadError),
+    (OSError, httpx2.ReadError),
+)
+"""The first class that fits decides."""
+
+
+@contextmanager
+def _as_httpx_errors(request: httpx2.Request) -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, OSError) as error:
+        kind = next(kind for found, kind in _ERRORS if isinstance(error, found))
+        raise kind(str(error) or type(error).__name__, request=request) from error
+
+
+class _Body(httpx2.AsyncByteStream):
+    def __init__(self, request: httpx2.Request, response: aiohttp.ClientResponse) -> None:
+        self._request = request
+        self._response = response
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        content = self._response.content
+        with _as_httpx_errors(self._request):
+            while piece := await content.readany():
+                yield piece
+
+    async def aclose(self) -> None:
+        """Returns the connection if the body was read to its end, else closes it."""
+        self._response.close() if not self._response.content.is_eof() else self._response.release()
+
+
+class AiohttpTransport(httpx2.AsyncBaseTransport):
+    """Connections by aiohttp, without limit, for one event loop. Redirects, cookies and proxies are not handled."""
+
+    def __init__(self, keepalive_seconds: float) -> None:
+        self._keepalive = keepalive_seconds
+        self._trust = httpx2.create_ssl_context()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Sends a request whose body is in memory."""
+        timeout = request.extensions.get("timeout", {})
+        with _as_httpx_errors(request):
+            response = await self._open_session().request(
+                request.method,
+                str(request.url),
+                headers=request.headers.multi_items(),
+                data=request.content or None,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(sock_connect=timeout.get("connect"), sock_read=timeout.get("read")),
+            )
+        return httpx2.Response(
+            response.status, headers=response.raw_headers, stream=_Body(request, response), request=request
+        )
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:  # a session belongs to the running loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive, ssl=self._trust),
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                read_bufsize=2**18,
+            )
+        return self._session
