@@ -40,13 +40,13 @@ from inference import demo
 from inference.protocol import Code
 from inference.worker import llama
 from inference.worker.backend import Constraint, TokenSampler
-from inference.worker.draft_loading import open_draft
 from inference.worker.engine.draft_model import DraftModel
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.ngram_lookup import NgramSource
 from inference.worker.engine.output_tickets import Delivery, Ticket
 from inference.worker.engine.speculation import Speculation
+from inference.worker.llama.draft_loading import open_draft
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.sampling import ChainSampler
 from inference.worker.steps import Candidate, Limits

@@ -146,9 +146,9 @@ def _exact(
     sequences, the capabilities, why the accelerators cannot share the model in this mode, and the bytes of the draft
     model per device.
     """
-    from inference.worker import draft_loading, llama, loading
+    from inference.worker import llama, loading
     from inference.worker.kv.checkpoints import most_checkpoints
-    from inference.worker.llama import ggml_library, split_modes
+    from inference.worker.llama import draft_loading, ggml_library, split_modes
     from inference.worker.llama.llama_process import LogTail
     from inference.worker.worker_errors import LoadError
     from inference.worker_link import DeviceGrant, Grant

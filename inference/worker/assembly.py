@@ -15,7 +15,6 @@ from inference.worker.api.pooled_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
 from inference.worker.constraints import Compiler, FormQueue
-from inference.worker.draft_loading import LoadedDraft
 from inference.worker.engine.draft_model import DraftModel
 from inference.worker.engine.embedder import Embedder
 from inference.worker.engine.engine import Engine
@@ -25,6 +24,7 @@ from inference.worker.engine.speculation import Speculation
 from inference.worker.engine.vision_context import VisionBackend
 from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.kv.sequence_store import SequenceStore
+from inference.worker.llama.draft_loading import LoadedDraft
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.prompt.templates import ControlTextSplitter

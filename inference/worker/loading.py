@@ -15,8 +15,8 @@ from typing import Any
 from inference.protocol import ExitCause
 from inference.worker import llama, malloc_trim, sampling
 from inference.worker.cpu_cores import usable_cores
-from inference.worker.draft_loading import LoadedDraft, open_draft, reopen_draft
 from inference.worker.llama import ggml_library
+from inference.worker.llama.draft_loading import LoadedDraft, open_draft, reopen_draft
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.llama.split_modes import log_parts
 from inference.worker.prompt.templates import ChatTemplate

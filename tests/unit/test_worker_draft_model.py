@@ -14,9 +14,9 @@ from inference.authority.handlers.queries.plan_inputs import excess
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from inference.worker.backend import Decode
-from inference.worker.draft_loading import MOST_PADDING, vocabulary_difference
 from inference.worker.engine.draft_model import MOST_FAILURES, PIECE_SECONDS, DraftModel
 from inference.worker.engine.prefill_pacing import SMALLEST
+from inference.worker.llama.draft_loading import MOST_PADDING, vocabulary_difference
 from inference.worker.steps import Candidate
 from inference.worker_link import Buffer, Ready
 from tests.rigs.table_backend import LETTERS, TableBackend, logits_after
