@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -159,5 +160,5 @@ def test_times_on_the_page_follow_the_clock(page: Any, gateway: Any) -> None:
     gateway.push("timeline", {"entry": page_records.entry(time.time(), "state", "x", "just happened")})
     page.locator('nav a[href="#/timeline"]').click()
     row = page.get_by_role("row", name="just happened")
-    row.get_by_text("2 s ago").wait_for()
+    row.get_by_text(re.compile(r"^[2-9] s ago$")).wait_for()
     assert row.locator("time").get_attribute("title").startswith("20")

@@ -8,7 +8,7 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """The browser of this machine, or None."""
 ARGUMENTS = ["--no-sandbox", "--enable-precise-memory-info", "--js-flags=--expose-gc"]
-PATIENCE_MS = 10_000
+PATIENCE_MS = 20_000
 WIDE = {"width": 1280, "height": 800}
 
 
