@@ -62,7 +62,7 @@ def test_state_follows_the_events_and_stays_bounded(page: Any) -> None:
 def test_lost_stream_keeps_the_state_and_the_time_of_the_loss(page: Any) -> None:
     events: list[tuple[str, Any]] = [("snapshot", page_records.snapshot(1000.0)), ("down", None), ("down", None)]
     models, connected, since = reduce(page, events, "models", "connected", "down_since")
-    assert (len(models), connected, since) == (5, False, 100)
+    assert (len(models), connected, since) == (5, False, 1000)
     connected, since = reduce(page, [*events, ("snapshot", page_records.snapshot(1000.0))], "connected", "down_since")
     assert (connected, since) == (True, None)
 

@@ -143,7 +143,7 @@ const HANDLERS = {
   /** The stream broke, or could not be opened. */
   down(draft, _data, at) {
     draft.next.connected = false;
-    if (draft.next.down_since === null) draft.next.down_since = at;
+    if (draft.next.down_since === null) draft.next.down_since = at + draft.next.offset;
   },
   /** Signed out: nothing of the session stays. */
   reset(draft) {

@@ -1,9 +1,10 @@
 /** What stands around every view: header, navigation, and the notices about lost connections. */
 
+import { timeOfDay } from "../core/format.js";
 import { READ_ONLY } from "../core/words.js";
 import { html } from "../vendor/preact-htm.js";
 import { Notice, Status } from "./status.js";
-import { Ago, Elapsed } from "./time.js";
+import { Elapsed } from "./time.js";
 
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
@@ -52,14 +53,17 @@ export function Navigation({ views, current, state }) {
     <a href=${`#/${name}`} aria-current=${name === current ? "page" : undefined}>${short || title}${marks[name]}</a></li>`)}</ul></nav>`;
 }
 
+/** Screen readers would read a time that changes every second again and again, so they get only the time of day. */
+const Since = ({ at }) => html`${timeOfDay(at)}<span aria-hidden="true"> (<${Elapsed} at=${at} />)</span>`;
+
 /** The region is always there, so that screen readers announce what appears in it. */
 export function Connectivity({ state }) {
   const { connected, down_since: since, inference } = state;
   return html`<div aria-live="polite" class="notices">
-    ${!connected && since !== null && html`<${Notice} tone="bad">Not connected, since <${Ago} at=${since} />. ${state.loaded
+    ${!connected && since !== null && html`<${Notice} tone="bad">Not connected, since <${Since} at=${since} />. ${state.loaded
       ? "The page shows the last known state and connects again by itself."
       : "The page connects by itself as soon as the gateway answers."}<//>`}
     ${connected && inference.reachable === false && html`<${Notice} tone="warn">The inference service does not answer${inference.since
-      ? html`, for <${Elapsed} at=${inference.since} />` : ""}. Clouds still answer where a route has one; local models return when it does.<//>`}
+      ? html`, since <${Since} at=${inference.since} />` : ""}. Clouds still answer where a route has one; local models return when it does.<//>`}
   </div>`;
 }
