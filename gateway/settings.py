@@ -131,6 +131,8 @@ class RouteSettings(_Model):
     `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
     ends in an error frame. `whole_answers`: how a cloud is asked for an answer that the client does not stream.
 
+    `capture`: whether bodies of requests and answers are stored, see `UsageSettings.redact`.
+
     `parameters` make routes with the same chain variants of one loaded model.
     """
 
@@ -141,6 +143,7 @@ class RouteSettings(_Model):
     fit_check: bool = True
     same_vectors: bool = False
     whole_answers: Literal["stream", "whole"] = "stream"
+    capture: bool = False
     parameters: RouteParameterSettings = RouteParameterSettings()
 
     @field_validator("resume", mode="before")
@@ -243,11 +246,25 @@ class PriceSettings(_Model):
 
 
 class UsageSettings(_Model):
-    """Whether usage is stored, for how long, and in how many bytes."""
+    """Whether usage is stored, for how long, and in how many bytes.
+
+    `redact`: regular expressions of text that is left out of captured bodies, besides secrets.
+    """
 
     store: bool = True
     keep: Annotated[Duration, AfterValidator(_some_time)] = 90 * 86400.0
     max_bytes: Annotated[Bytes, Field(ge=2**20)] = 256 * 2**20
+    redact: tuple[str, ...] = ()
+
+    @field_validator("redact")
+    @classmethod
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return value
 
 
 class KeySettings(_Model):
@@ -453,6 +470,9 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
         if key.hash in hashes[:index]:
             first = names[hashes.index(key.hash)]
             yield ("keys", index, "hash"), f"the key {first!r} has the same hash; give each its own key"
+    for route, settings in config.routes.items():
+        if settings.capture and not config.usage.store:
+            yield ("routes", route, "capture"), "nothing is stored with `usage: {store: false}`"
     for name in config.prices:
         if not all(name.partition("/")):
             yield ("prices", name), "a price is for PROVIDER/MODEL; write for example openai/gpt-4o-mini"

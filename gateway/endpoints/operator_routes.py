@@ -116,6 +116,12 @@ def admin_router(runtime: Runtime) -> APIRouter:
             )
         return json_response(record.to_json())
 
+    @routes.get("/captures/{request_id}")
+    async def captured(request: Request, request_id: str) -> Response:
+        """The bodies of a request on a route with `capture: true`."""
+        admit(request)
+        return json_response((await runtime.usage.captured(request_id))._asdict())
+
     @routes.get("/usage")
     async def usage(request: Request, by: str = "model", since: str = "", until: str = "") -> Response:
         """What requests used, grouped `by` key, model, day, route, tier or outcome."""

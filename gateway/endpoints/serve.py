@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Meter
+from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.generation_request import VISION
 from gateway.apis.openai.route_parameters import with_route_parameters
 from gateway.apis.public_api import ApiRequest
@@ -44,7 +45,9 @@ from gateway.runtime import Runtime
 from gateway.settings import RouteSettings
 from gateway.telemetry.quote_redaction import without_quotes
 from gateway.telemetry.traffic_counters import Finished
+from gateway.usage.capture import CapturingWriter, KeptAnswer
 from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
+from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.kv_hint import parse_kv_hint
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
@@ -82,6 +85,11 @@ class Job:
     record: Record
     send: Send
     queued: float = field(default_factory=time.monotonic)
+
+    @property
+    def captures(self) -> bool:
+        """Whether the route stores bodies."""
+        return self.state.policies[self.match.route].route.capture
 
     def note_waited(self) -> float:
         """The seconds that the request waited until now; they are not the gateway's own time."""
@@ -242,7 +250,14 @@ class Generation(RequestApp):
         except BaseException as error:
             await answer.attempt.abandon(error)
             raise
-        return await relay(answer, job.send, job.watch, self.runtime.telemetry, job.parsed.writer(), job.exchange)
+        writer, kept = job.parsed.writer(), KeptAnswer()
+        if job.captures:
+            writer = CapturingWriter(writer, kept)
+        try:
+            return await relay(answer, job.send, job.watch, self.runtime.telemetry, writer, job.exchange)
+        finally:
+            if job.captures:
+                self._keep_bodies(job, kept)
 
     async def _whole(self, runner: ChainRunner, job: Job) -> bytes | None:
         """The body of an answer that is one object; None when it is sent already."""
@@ -259,12 +274,19 @@ class Generation(RequestApp):
             self._note(runner, job, 0 if answer is None or answer.attempt.is_settled else 1)
             if streams:
                 body = job.parsed.whole(assembled)
+            if job.captures:
+                kept = KeptAnswer()
+                kept.add(body)
+                self._keep_bodies(job, kept)
             if is_sent := send_at_once(job.exchange, body):
                 job.watch.release()
         finally:
             if answer is not None:
                 await answer.conclude()
         return None if is_sent else body
+
+    def _keep_bodies(self, job: Job, answer: KeptAnswer) -> None:
+        self.runtime.usage.keep_bodies(job.record, dumps(as_json(job.parsed.request.body)), answer)
 
     def _note(self, runner: ChainRunner, job: Job, unsettled: int) -> None:
         """Fills in the response headers. `unsettled` is the number of attempts that are not in the record yet."""

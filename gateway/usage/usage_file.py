@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.access.budgets import Spent, month_of
+from gateway.usage.capture import Captured
 from gateway.usage.usage_query import GROUPS
 from headgate.shared.errors import HeadgateError
 
@@ -32,6 +33,12 @@ CREATE TABLE months (
     month TEXT NOT NULL, key TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL, dollars REAL NOT NULL,
     PRIMARY KEY (month, key)
 ) WITHOUT ROWID;
+CREATE TABLE captures (
+    at REAL NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, route TEXT NOT NULL, request TEXT NOT NULL,
+    answer TEXT NOT NULL
+);
+CREATE INDEX captures_at ON captures (at);
+CREATE INDEX captures_id ON captures (id);
 CREATE TABLE keys (
     name TEXT PRIMARY KEY, settings TEXT NOT NULL, created REAL NOT NULL, revoked REAL
 ) WITHOUT ROWID;
@@ -125,9 +132,10 @@ class UsageFile:
         return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     # --- requests ----------------------------------------------------------------------------------------------------
-    def add(self, rows: Sequence[UsageRow]) -> None:
-        """Stores requests and adds them to the sums of their month, all or none."""
+    def add(self, rows: Sequence[UsageRow], captures: Sequence[Captured] = ()) -> None:
+        """Stores requests, adds them to the sums of their month, and stores bodies, all or none."""
         with self._transaction():
+            self._db.executemany("INSERT INTO captures VALUES (?, ?, ?, ?, ?, ?)", captures)
             self._db.executemany(_INSERT, rows)
             self._db.executemany(
                 _ADD_MONTH,
@@ -161,21 +169,34 @@ class UsageFile:
         rows = [dict(zip(names, row, strict=True)) for row in found]
         return [row for row in rows if row["requests"]]
 
+    def captured(self, id: str) -> Captured | None:
+        """The bodies of the last request with this id; None if they are not stored."""
+        row = self._db.execute("SELECT * FROM captures WHERE id = ? ORDER BY at DESC LIMIT 1", (id,)).fetchone()
+        return None if row is None else Captured(*row)
+
     def drop_before(self, at: float) -> int:
-        """Removes the requests before a Unix time; the number of them. Sums of months stay."""
+        """Removes the requests and bodies before a Unix time; the number of requests. Sums of months stay."""
+        self._db.execute("DELETE FROM captures WHERE at < ?", (at,))
         return self._db.execute("DELETE FROM requests WHERE at < ?", (at,)).rowcount
 
     def shrink_to(self, max_bytes: int) -> int:
-        """Removes the oldest requests until the data fit into `max_bytes`; the number of removed requests."""
+        """Removes the oldest bodies, then the oldest requests until the data fit into `max_bytes`.
+
+        Returns the number of removed rows.
+        """
+        return self._shrink("captures", max_bytes) + self._shrink("requests", max_bytes)
+
+    def _shrink(self, table: str, max_bytes: int) -> int:
         removed = 0
         while (excess := self.data_bytes() - max_bytes) > 0:
-            total = self._db.execute("SELECT COUNT(*) FROM requests").fetchone()[0]
+            total = self._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]  # noqa: S608
             if not total:
                 break
             share = min(1.0, excess / max(1, self.data_bytes()))
             count = max(1, int(total * share))
             removed += self._db.execute(
-                "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests ORDER BY at LIMIT ?)", (count,)
+                f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} ORDER BY at LIMIT ?)",  # noqa: S608
+                (count,),
             ).rowcount
         if removed:
             self._db.execute("PRAGMA incremental_vacuum").fetchall()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,6 +18,7 @@ from gateway.access.budgets import Budgets, month_of
 from gateway.errors import RefusedError, RequestError
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, KeySettings
+from gateway.usage.capture import Captured, KeptAnswer, kept_text, redacted
 from gateway.usage.prices import Price
 from gateway.usage.usage_file import StoredKey, UsageFile
 from gateway.usage.usage_row import usage_row
@@ -27,6 +29,8 @@ from inference.protocol import Code
 log = logging.getLogger("gateway.usage")
 
 READ_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 class UsageService:
@@ -48,6 +52,7 @@ class UsageService:
     def apply(self, config: GatewayConfig) -> None:
         """Applies a configuration; `usage.store` takes effect at the next start."""
         self._settings = config.usage
+        self._patterns = [re.compile(pattern) for pattern in config.usage.redact]
         self._prices = {
             name: Price(price.input, price.output, price.cached_input) for name, price in config.prices.items()
         }
@@ -62,7 +67,9 @@ class UsageService:
             self._on_keys(accepted(keys))
         except (sqlite3.Error, OSError, HeadgateError) as error:
             log.warning("the usage file cannot be read, so budgets begin at zero: %s", error)
-        self._writer = UsageWriter(self._directory, self._retention, self._note_keys)
+        self._writer = UsageWriter(
+            self._directory, self._retention, self._note_keys, redact=lambda text: redacted(text, self._patterns)
+        )
         self._writer.start()
 
     async def aclose(self) -> None:
@@ -86,22 +93,44 @@ class UsageService:
         self._budgets.note(row.key, row.dollars or 0.0, row.prompt_tokens + row.completion_tokens, row.at)
         self._writer.put(row)
 
+    def keep_bodies(self, record: Record, request: bytes, answer: KeptAnswer) -> None:
+        """Stores a request and its answer without secrets; does not block."""
+        if self._writer is not None:
+            texts = kept_text(request), answer.text()
+            self._writer.put_bodies(Captured(record.started, record.id, record.key, record.route, *texts))
+
+    async def captured(self, request_id: str) -> Captured:
+        """The stored bodies of a request; raises RequestError (404)."""
+        found = None if self._writer is None else await self._read_file(lambda file: file.captured(request_id))
+        if found is None:
+            raise RequestError(
+                Code.NOT_FOUND,
+                f"no bodies of request {request_id[:128]!r} are stored; routes with `capture: true` store them",
+                param="request_id",
+            )
+        return found
+
     async def sums(self, by: Sequence[str], since: float, until: float) -> list[dict[str, Any]]:
         """See `UsageFile.sums`; raises RequestError while nothing is stored."""
         if self._writer is None:
             raise RequestError(Code.NOT_FOUND, "usage is not stored; set `usage: {store: true}` in gateway.yaml")
+        return await self._read_file(lambda file: file.sums(by, since, until))
+
+    async def _read_file(self, read: Callable[[UsageFile], T]) -> T:
+        """What `read` returns, in a thread; raises RequestError for a file that cannot be read."""
+
+        def run() -> T:
+            file = UsageFile(self._directory)
+            try:
+                return read(file)
+            finally:
+                file.close()
+
         try:
             async with asyncio.timeout(READ_SECONDS):
-                return await asyncio.to_thread(self._sums, by, since, until)
+                return await asyncio.to_thread(run)
         except (sqlite3.Error, OSError, HeadgateError) as error:
             raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {error}") from error
-
-    def _sums(self, by: Sequence[str], since: float, until: float) -> list[dict[str, Any]]:
-        file = UsageFile(self._directory)
-        try:
-            return file.sums(by, since, until)
-        finally:
-            file.close()
 
     def _read(self) -> tuple[Budgets, list[StoredKey]]:
         file = UsageFile(self._directory)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gateway.usage.capture import Captured, redacted
 from gateway.usage.usage_file import StoredKey, UsageFile, UsageRow
 from headgate.shared.errors import HeadgateError
 
@@ -20,6 +21,8 @@ WRITE_SECONDS = 1.0
 """Time between two batches; a new or revoked key takes effect within this time."""
 MOST_WAITING = 20_000
 """Rows that wait for a disk that is full or slow; the oldest are lost beyond it."""
+MOST_CAPTURES = 200
+"""Bodies that wait."""
 CLEAN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 
@@ -40,12 +43,15 @@ class UsageWriter:
         retention: Callable[[], Retention],
         on_keys: Callable[[Sequence[StoredKey]], None],
         now: Callable[[], float] = time.time,
+        redact: Callable[[str], str] = redacted,
     ) -> None:
         self._directory = directory
         self._retention = retention
         self._on_keys = on_keys
         self._now = now
+        self._redact = redact
         self._rows: deque[UsageRow] = deque()
+        self._captures: deque[Captured] = deque(maxlen=MOST_CAPTURES)
         self._lost = 0
         self._is_failing = False
         self._file: UsageFile | None = None
@@ -66,6 +72,10 @@ class UsageWriter:
             self._lost += 1
         self._rows.append(row)
 
+    def put_bodies(self, captured: Captured) -> None:
+        """Queues bodies; does not block."""
+        self._captures.append(captured)
+
     def close(self) -> None:
         """Writes what is queued and ends the thread; waits CLOSE_SECONDS at most."""
         self._stopping = True
@@ -80,9 +90,15 @@ class UsageWriter:
                 self._file = UsageFile(self._directory)
             while self._rows:
                 batch.append(self._rows.popleft())
-            if batch:
-                self._file.add(batch)
+            captures = [
+                body._replace(request=self._redact(body.request), answer=self._redact(body.answer))
+                for body in tuple(self._captures)
+            ]
+            if batch or captures:
+                self._file.add(batch, captures)
                 batch = []
+                for _ in captures:
+                    self._captures.popleft()
             self._note_keys(self._file)
             self._clean(self._file)
         except (sqlite3.Error, OSError, HeadgateError) as error:

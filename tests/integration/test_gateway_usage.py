@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,24 @@ async def test_nothing_is_stored_where_usage_is_off(tmp_path: Path, fake: FakeIn
         assert (await gateway.chat()).status_code == 200
         assert (await gateway.admin("GET", "/admin/usage")).status_code == 404
     assert not (tmp_path / "state" / NAME).exists()
+
+
+async def test_bodies_are_stored_where_the_route_says_so(tmp_path: Path, fake: FakeInference) -> None:
+    config = 'routes: {demo: {chain: [local/demo], capture: true}, "*": {chain: ["local/*"]}}\n'
+    async with Gateway(tmp_path, fake.url, config + "usage: {redact: ['[0-9]{4}']}\n") as gateway:
+        messages = [{"role": "user", "content": "my pin is 1234, my key sk-abcdefghijklmnopqrst"}]
+        whole = await gateway.chat(messages=messages)
+        streamed = await gateway.chat(stream=True)
+        other = await gateway.chat("demo-mini")
+
+        async def captured(answer: Any) -> Any:
+            found = await gateway.admin("GET", f"/admin/captures/{answer.headers['x-request-id']}")
+            return found.json() if found.status_code == 200 else None
+
+        found = await until("the bodies are stored", lambda: captured(whole))
+        assert "my pin is [redacted], my key [redacted]" in found["request"]
+        assert json.loads(found["answer"]) == whole.json()
+        assert (found["route"], found["key"]) == ("demo", "GATEWAY_API_KEY")
+        found = await until("the bodies are stored", lambda: captured(streamed))
+        assert found["answer"] == streamed.text
+        assert await captured(other) is None

@@ -1,0 +1,91 @@
+"""Bodies of requests and answers that a route keeps, without secrets and without the bytes of files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.apis.openai.frames import Frame
+from gateway.apis.public_api import Writer
+
+MOST_BYTES = 2**18
+"""Bytes that are kept of a request, and of an answer."""
+REDACTED = "[redacted]"
+
+_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=-]+)*;base64,([A-Za-z0-9+/_-]+)=*")
+_SECRETS = re.compile(
+    r"\b(?:sk|pk|rk|hg|gsk|xai|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"
+    r"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{30,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
+)
+_BEARER = re.compile(r"\b([Bb]earer\s+)[A-Za-z0-9._~+/-]{16,}=*")
+
+
+class Captured(NamedTuple):
+    """A request and its answer as text; each is cut at MOST_BYTES."""
+
+    at: float
+    id: str
+    key: str
+    route: str
+    request: str
+    answer: str
+
+
+def redacted(text: str, patterns: Sequence[re.Pattern[str]] = ()) -> str:
+    """`text` without API keys, tokens, private keys, the content of data: URLs, and what `patterns` find."""
+    text = _DATA.sub(lambda found: f"data:{found[1] or ''};base64,[{len(found[2]) * 3 // 4} bytes]", text)
+    text = _BEARER.sub(rf"\1{REDACTED}", _SECRETS.sub(REDACTED, text))
+    for pattern in patterns:
+        text = pattern.sub(REDACTED, text)
+    return text
+
+
+class KeptAnswer:
+    """The beginning of an answer's bytes."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, piece: bytes) -> bytes:
+        """Keeps `piece` while there is room; returns it unchanged."""
+        if self._bytes < MOST_BYTES:
+            self._pieces.append(piece)
+            self._bytes += len(piece)
+        return piece
+
+    def text(self) -> str:
+        """What is kept."""
+        return kept_text(b"".join(self._pieces))
+
+
+def kept_text(body: bytes) -> str:
+    """The beginning of `body` as text."""
+    return body[:MOST_BYTES].decode("utf-8", "replace")
+
+
+class CapturingWriter:
+    """A writer that keeps what it writes."""
+
+    def __init__(self, writer: Writer, kept: KeptAnswer) -> None:
+        self._writer = writer
+        self._kept = kept
+
+    @property
+    def media_type(self) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        return self._writer.media_type
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        return self._kept.add(self._writer.write(frames))
+
+    def end(self) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        return self._kept.add(self._writer.end())
+
+    def end_with_error(self, code: str, message: str) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        return self._kept.add(self._writer.end_with_error(code, message))
