@@ -58,7 +58,10 @@ def make_app(runtime: Runtime) -> Edge:
             dashboard.stop()
             await runtime.stop()
 
-    app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = FastAPI(
+        title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan,
+        telemetry={"tracing": False},  # the gateway has spans of its own
+    )  # fmt: skip
     store = Store(KEPT_BYTES, KEPT_SECONDS)
 
     def omit_hosted_tools() -> bool:

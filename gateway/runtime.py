@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gateway import settings
 from gateway.access.admission import Admission
@@ -35,7 +35,11 @@ from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
 from gateway.usage.usage_service import UsageService
+from headgate.shared import tracing
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
+
+if TYPE_CHECKING:
+    from headgate.shared.otlp_tracer import Tracer
 
 log = logging.getLogger("gateway.runtime")
 
@@ -103,6 +107,7 @@ class Runtime:
         self.bodies = Bodies()
         self.images = Images(config.images)
         self.is_draining = False
+        self.tracer: Tracer | None = None
         self.view: InferenceView
         self.counter: TokenCounter
         self.gateway_state: GatewayState
@@ -120,6 +125,7 @@ class Runtime:
 
     async def start(self) -> None:
         """Builds the providers and starts the background tasks; raises errors of invalid providers."""
+        self.tracer = tracing.start("headgate-gateway", self._source.environ())
         self._registry = await registry.build(self.config, self._token())
         prober = self.prober
         self.view = InferenceView(
@@ -170,6 +176,8 @@ class Runtime:
             *(_close(provider) for provider in self._registry.providers.values()),
             *(_close(provider) for _, provider in self._retired),
         )
+        if self.tracer is not None:
+            self.tracer.close()
 
     @property
     def uptime_seconds(self) -> float:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -25,13 +25,16 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from headgate.shared import tracing
 from headgate.shared.asgi import App, Receive, Response, Scope, Send, error_headers, request_id
 from headgate.shared.errors import ConfigError, Exit
+from headgate.shared.span_ids import new_span_id
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.wire import QuietServer, server_config
 from inference import settings
 from inference.api import kv_routes, local_model_routes, memory_routes, service_routes
 from inference.api.relay import Relay
+from inference.api.relay_spans import worker_spans
 from inference.api.service_routes import OPEN_PATHS
 from inference.authority.clock import Clock
 from inference.authority.shell import Authority
@@ -48,11 +51,15 @@ from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.settings import InferenceConfig
+from inference.worker_link import Timings
 from inference.workers import orphans
 from inference.workers.crash_records import CrashStore
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import socket_directory
 from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
+
+if TYPE_CHECKING:
+    from headgate.shared.otlp_tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +89,12 @@ class Service:
         timing: Timing | None = None,
         cores: int | None = None,
         clock: Clock | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """The parameters from `command` on replace parts in tests."""
+        """The parameters from `command` to `clock` replace parts in tests. `tracer`: None without traces."""
         settings = config.settings
         self.draining = False
+        self.tracer = tracer
         self.metrics = Metrics()
         self.crashes = CrashStore(state)
         self.build_check = BuildCheck(state)
@@ -101,7 +110,13 @@ class Service:
             inventory=inventory or Inventory.of(settings, socket_directory(state)),
             estimator=estimator or Estimator(state, seconds=settings.estimate_timeout_seconds),
             supervisor=supervisor
-            or Supervisor(state, hang_timeouts, command=command, build_is_trusted=lambda: self.build_check.is_trusted),
+            or Supervisor(
+                state,
+                hang_timeouts,
+                command=command,
+                build_is_trusted=lambda: self.build_check.is_trusted,
+                on_timings=self._export_timings,
+            ),
             crashes=self.crashes,
             bus=Bus(),
             metrics=self.metrics,
@@ -119,9 +134,16 @@ class Service:
         self.authority.observe()
         return gauges(self.authority.state, self.authority.now)
 
+    def _export_timings(self, model: str, timings: Timings) -> None:
+        if self.tracer is not None:
+            self.tracer.export(worker_spans(timings, model, new_span_id))
+
     def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> App:
-        app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
-        relay = Relay(self.authority, max_body_bytes=max_body_bytes)
+        app = FastAPI(
+            title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None,
+            telemetry={"tracing": False},  # the relay has spans of its own
+        )  # fmt: skip
+        relay = Relay(self.authority, max_body_bytes=max_body_bytes, tracer=self.tracer)
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
         app.include_router(service_routes.router(app, self.authority, self.metrics, lambda: self.draining))
         app.include_router(local_model_routes.router(self.authority, self.crashes))
@@ -141,7 +163,8 @@ async def serve(
     state = StateDir.from_env(environ)
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
     await asyncio.to_thread(orphans.end_orphans, state, os.environ)
-    running = Service(config, state, token)
+    tracer = tracing.start("headgate-inference", environ)
+    running = Service(config, state, token, tracer=tracer)
     accelerator_record = AcceleratorRecord(state, Circumstances.now(config.settings.devices))
     cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
     drain_seconds = round(config.settings.drain_seconds + CUT_SECONDS)
@@ -174,6 +197,8 @@ async def serve(
         running.authority.bus.close()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
+        if tracer is not None:
+            tracer.close()
     if stopping.status is Exit.RESTART_OUTSIDE:
         accelerator_record.note(len(running.authority.inventory.accelerators()))
     log.info("the inference service has stopped")

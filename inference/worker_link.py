@@ -9,6 +9,7 @@ One JSON object per line, in this order (`*`: any number of times):
     worker -> service   progress *   0.0 .. 1.0 while loading
     worker -> service   ready        allocated buffers and capabilities; or `failed`, then exit
     worker -> service   beat *       heartbeat every BEAT_SECONDS
+    worker -> service   timings *    the times of a traced request that has ended
     service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
     worker -> service   offloaded    done
     service -> worker   limit *      the number of concurrent sequences
@@ -273,6 +274,26 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """The times of a request with the header `traceparent`, in Unix seconds; None where it did not get so far.
+
+    `arrived`: at the worker. `queued`: the prompt is tokenized. `begun`: the first step with its tokens began.
+    `prefilled`: all its choices have a first token.
+    """
+
+    tag: ClassVar[str] = "timings"
+    traceparent: str
+    arrived: float
+    queued: float
+    begun: float | None
+    prefilled: float | None
+    ended: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """Compute at most `sequences` (1 or more) concurrently. Running ones continue."""
 
@@ -326,6 +347,7 @@ Message = (
     | Ready
     | Failed
     | Heartbeat
+    | Timings
     | Offload
     | Offloaded
     | Limit

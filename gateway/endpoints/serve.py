@@ -40,6 +40,7 @@ from gateway.routing.chain import SMALLER, RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext
+from gateway.routing.request_spans import request_spans
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
 from gateway.settings import RouteSettings
@@ -124,6 +125,8 @@ class RequestApp(ABC):
         """Serves one request."""
         runtime, exchange = self.runtime, exchange_of(scope)
         record = Record(exchange.request_id, time.time(), scope["path"])
+        if (tracer := runtime.tracer) is not None:
+            record.trace = tracer.begin(exchange.headers)
         generation = runtime.join()
         try:
             await self._with_key(exchange, record, receive, send)
@@ -141,6 +144,8 @@ class RequestApp(ABC):
             runtime.leave(generation)
             record.note_end(time.monotonic() - exchange.began)
             self.finish(record)
+            if tracer is not None:
+                tracer.export(request_spans(record, runtime.gateway_state.addresses))
 
     async def _with_key(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
         """Serves a request with a valid key: body, route, chain."""

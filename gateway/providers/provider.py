@@ -27,8 +27,9 @@ class Call:
     """One attempt at one provider. Treat it as immutable, except `response_headers` and `restored`.
 
     `body` is the decoded request; providers copy what they change. `model` is the provider's name of the model.
-    `headers` are extra headers for the inference service (request id, priority, tenant, deadline, probe). The provider
-    fills `response_headers` (the device of the model) and `restored` (prompt tokens that were not computed).
+    `headers` are extra headers of the request: the trace and, for the inference service, priority, tenant, deadline and
+    probe. The provider fills `response_headers` (the device of the model) and `restored` (prompt tokens that were not
+    computed).
     """
 
     endpoint: Endpoint

@@ -20,6 +20,7 @@ from gateway.routing.explain_record import AttemptRecord
 from gateway.routing.request_context import RequestState
 from gateway.routing.stream_reader import ANSWERS, ExpiredError, StreamReader
 from gateway.telemetry.quote_redaction import without_quotes
+from headgate.shared.span_ids import new_span_id
 from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")
@@ -58,7 +59,9 @@ class Attempt:
         self._lease = lease
         self.began = time.monotonic()
         budget = budget or state.budget
-        self.call = state.call(candidate, last, budget, body)
+        trace = state.record.trace
+        self._span = None if trace is None else trace.child(new_span_id())
+        self.call = state.call(candidate, last, budget, body, self._span)
         meter = state.context.meter
         on_frame = None if meter is None else meter.note
         self.reader = StreamReader(
@@ -128,7 +131,13 @@ class Attempt:
             state.record.note_usage(self.reader.usage)
         state.record.attempts.append(
             AttemptRecord(
-                candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6), self.call.restored
+                candidate.name,
+                outcome,
+                message[:500],
+                round(time.monotonic() - self.began, 6),
+                self.call.restored,
+                round(self.began - state.began, 6),
+                self._span,
             )
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):

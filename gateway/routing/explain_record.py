@@ -15,6 +15,7 @@ from gateway.routing.candidate_checks import Prediction
 from gateway.routing.chain import Candidate
 from gateway.telemetry.quote_redaction import WITHHELD, without_quotes
 from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
+from headgate.shared.trace_context import SpanContext
 from inference.protocol import Code, Progress, Restored
 
 KEPT = 1000
@@ -60,13 +61,25 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt: its candidate, how it ended, how long it took, and which prompt tokens it did not compute."""
+    """One attempt: its candidate, how it ended, how long it took, and which prompt tokens it did not compute.
+
+    It began `began_seconds` after the request. `span` is None without a trace.
+    """
 
     name: str
     outcome: str
     message: str
     seconds: float
     restored: Sequence[Restored] = ()
+    began_seconds: float = 0.0
+    span: SpanContext | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields except the span as JSON."""
+        return {
+            "name": self.name, "outcome": self.outcome, "message": self.message, "began_seconds": self.began_seconds,
+            "seconds": self.seconds, "restored": [asdict(one) for one in self.restored],
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -134,6 +147,8 @@ class Record:
     """Those prompt tokens that the provider had computed before."""
     pieces: int = 0
     """Pieces of attempts that ended without a usage."""
+    trace: SpanContext | None = None
+    """The span of the request, if traces are on."""
 
     def note_attempt(self) -> None:
         """An attempt begins."""
@@ -182,8 +197,9 @@ class Record:
         fields["needs"] = sorted(self.needs)
         considered = zip(fields["chain"], self.considered, strict=False)
         fields["considered"] = {name: found.to_json() for name, found in considered}
-        fields["attempts"] = [asdict(attempt) for attempt in self.attempts]
+        fields["attempts"] = [attempt.to_json() for attempt in self.attempts]
         fields["breaks"] = [asdict(one) for one in self.breaks]
+        fields["trace"] = None if self.trace is None else f"{self.trace.trace_id:032x}"
         return fields
 
 

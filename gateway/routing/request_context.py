@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.conversation_key import conversation_key
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
-from gateway.breaker.outcome import End
+from gateway.breaker.outcome import LOCAL, End
 from gateway.breaker.permits import Refused
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter
@@ -24,11 +25,16 @@ from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry.gateway_metrics import Telemetry
+from headgate.shared.trace_context import TRACEPARENT, SpanContext
 from inference.protocol import H_CONVERSATION, H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
 
 WHOLE_ANSWER_INTERVAL_SECONDS = 0.25
 """Longest time between two frames of a local answer that the client gets as one object. Without frames
 the deadline for silence would pass."""
+
+
+_CLOUD_URLS = {"openai": "https://api.openai.com", "anthropic": "https://api.anthropic.com"}
+"""Of clouds without `base_url`, by kind."""
 
 
 class RequestContext(NamedTuple):
@@ -92,6 +98,15 @@ class GatewayState:
             for name, route in self.config.routes.items()
         }
 
+    @functools.cached_property
+    def addresses(self) -> Mapping[str, tuple[str, int]]:
+        """Host and port by provider."""
+        urls = {name: cloud.base_url or _CLOUD_URLS[cloud.kind] for name, cloud in self.config.providers.items()}
+        found = {name: urlsplit(url) for name, url in {**urls, LOCAL: self.config.inference.url}.items()}
+        return {
+            name: (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)) for name, url in found.items()
+        }
+
 
 def _interval(wanted_seconds: float, silence_seconds: float) -> str:
     """Milliseconds that text of a local answer may wait for more text: well below the deadline for silence."""
@@ -131,9 +146,19 @@ class RequestState:
         """The candidate's model as a metric label; unknown names that clients send share the label `*`."""
         return candidate.model if candidate.named or candidate.model in self.gateway.view.models else "*"
 
-    def call(self, candidate: Candidate, last: bool, budget: Budget, body: AnyRequest | None = None) -> Call:
-        """The request to the provider. The local hop also gets priority, tenant and deadline as headers."""
-        headers: dict[str, str] = {}
+    def call(
+        self,
+        candidate: Candidate,
+        last: bool,
+        budget: Budget,
+        body: AnyRequest | None = None,
+        span: SpanContext | None = None,
+    ) -> Call:
+        """The request to the provider. The local hop also gets priority, tenant and deadline as headers.
+
+        A trace goes to every provider, the client's `tracestate` only to the local hop.
+        """
+        headers: dict[str, str] = {} if span is None else {TRACEPARENT: span.traceparent}
         if body is None:
             body = self.request.body
         if candidate.is_local:
@@ -146,6 +171,8 @@ class RequestState:
                 H_TENANT: self.context.tenant,
                 H_DEADLINE: str(max(1, int(wait * 1000))),
             }
+            if span is not None:
+                headers |= span.headers()
             if self.stream_interval:
                 headers[H_STREAM_INTERVAL] = self.stream_interval
             if self.context.kv is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -29,6 +31,8 @@ from headgate.shared.asgi import (
     wait_for_disconnect,
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
+from headgate.shared.span_ids import new_span_id
+from inference.api.relay_spans import RelayTrace, Wait, relay_spans
 from inference.api.relayed_request import RelayedRequest, read_request
 from inference.api.reruns import CrashedError, Rerun
 from inference.authority.leases import Lease, Ticket
@@ -48,6 +52,9 @@ from inference.protocol import (
     device_frame,
 )
 from inference.workers.exit_cause import WorkerExit
+
+if TYPE_CHECKING:
+    from headgate.shared.otlp_tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +78,10 @@ class _WorkerEndedError(Exception):
 class Relay:
     """An ASGI endpoint that passes requests to the worker of their model."""
 
-    def __init__(self, authority: Authority, *, max_body_bytes: int) -> None:
+    def __init__(self, authority: Authority, *, max_body_bytes: int, tracer: Tracer | None = None) -> None:
+        """`tracer`: None without traces."""
         self._authority = authority
+        self._tracer = tracer
         self._max_body_bytes = max_body_bytes
         self._vocabulary = cold_tokenizer.Vocabulary()
 
@@ -110,8 +119,9 @@ class Relay:
     async def _answer(self, path: str, headers: Headers, body: bytes, out: Response) -> None:
         model, outcome = OTHER_MODEL, CLIENT_LEFT
         is_counted = True
+        trace = self._begin_trace(path, headers)
         try:
-            request = await read_request(path, headers, body)
+            request = await read_request(path, headers, body, trace)
             is_counted = not request.probe and not request.only_tokenizes
             model = self._authority.resolve(request.model)
             if request.probe and await self._probe(model, out):
@@ -144,6 +154,14 @@ class Relay:
         finally:
             if is_counted:
                 self._authority.metrics.requests.labels(model, outcome).inc()
+            if trace is not None and self._tracer is not None and is_counted:
+                trace.model, trace.outcome = model, outcome
+                self._tracer.export(relay_spans(trace, self._authority.now, new_span_id))
+
+    def _begin_trace(self, path: str, headers: Headers) -> RelayTrace | None:
+        if self._tracer is None:
+            return None
+        return RelayTrace(self._tracer.begin(headers), path, time.time(), self._authority.now)
 
     async def _count(self, model: str, request: RelayedRequest, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
@@ -181,8 +199,11 @@ class Relay:
             conversation=request.conversation,
             any_replica=True,
         ) as ticket:
+            wait = None if request.trace is None else request.trace.begin_wait(self._authority.now)
             lease = await (self._wait_with_progress(ticket, out) if request.stream else ticket.wait())
             assert lease is not None
+            if wait is not None:
+                self._note_lease(wait, lease)
             await rerun.admit(model)  # the same request may be in quarantine meanwhile
             alone = lease.alone
             lease.shape = lambda: {**request.shape(), "alone": alone}
@@ -190,6 +211,12 @@ class Relay:
             status = await answer(lease, request, out)
             lease.release(completed=status == 200 and not request.only_tokenizes)
             return status
+
+    def _note_lease(self, wait: Wait, lease: Lease) -> None:
+        """Notes the end of a wait, and when the worker loaded its model."""
+        wait.ended_at = self._authority.now
+        if (worker := self._authority.state.workers.get(lease.record.worker)) is not None:
+            wait.load_began_at, wait.load_ended_at = worker.began_at, worker.ready_at
 
     async def _probe(self, model: str, out: Response) -> bool:
         """Answers a probe, which must not load a model; False if the model is ready and can serve it."""

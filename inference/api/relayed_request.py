@@ -11,6 +11,8 @@ from msgspec import Raw
 
 from headgate.shared.asgi import Headers
 from headgate.shared.kv_hint import parse_kv_hint
+from headgate.shared.trace_context import TRACEPARENT
+from inference.api.relay_spans import RelayTrace
 from inference.errors import InvalidRequestError
 from inference.estimate import cold_tokenizer
 from inference.protocol import (
@@ -73,6 +75,7 @@ class RelayedRequest:
     deadline_seconds: float | None
     probe: bool
     arrived_at: float
+    trace: RelayTrace | None = None
 
     @property
     def only_tokenizes(self) -> bool:
@@ -97,6 +100,8 @@ class RelayedRequest:
         passed["content-type"] = "application/json"
         if (left := self.seconds_left(now)) is not None:
             passed[H_DEADLINE] = str(max(1, int(left * 1000)))
+        if self.trace is not None and self.trace.span.is_sampled:
+            passed[TRACEPARENT] = self.trace.span.traceparent
         return passed
 
     def shape(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class RelayedRequest:
         return shape
 
 
-async def read_request(path: str, headers: Headers, body: bytes) -> RelayedRequest:
+async def read_request(path: str, headers: Headers, body: bytes, trace: RelayTrace | None = None) -> RelayedRequest:
     """The request with this body. Raises InvalidRequestError."""
     arrived_at = asyncio.get_running_loop().time()
     envelope = await asyncio.to_thread(_envelope, body) if len(body) > _BIG_BODY_BYTES else _envelope(body)
@@ -135,6 +140,7 @@ async def read_request(path: str, headers: Headers, body: bytes) -> RelayedReque
         _deadline(headers),
         headers.get(H_PROBE) == "1",
         arrived_at,
+        trace,
     )
 
 

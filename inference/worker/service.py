@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ from inference.worker_link import (
     Offload,
     Stop,
     Threads,
+    Timings,
 )
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ class Worker:
         self._threads: int | None = None
         self._kv_budget: int | None = None
         self._pulse: Callable[[], Heartbeat] = _still
+        self._timings: deque[Timings] = deque()
         self._draining = False
         self._fraction: float | None = None
 
@@ -283,6 +286,7 @@ class Worker:
         assert running is not None
         readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._vision)
         app = assembly.app_of(model.loaded, engine, embedder, readers, self._vision)
+        self._timings = app.timings
         # Connections are kept: the only client owns the socket.
         config = server_config(
             app, lifespan="off", date_header=False, timeout_keep_alive=3600, timeout_graceful_shutdown=5
@@ -313,6 +317,7 @@ class Worker:
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, STOP_SECONDS)
+        self._send_timings()
         if engine is not None and ended:
             engine.store_all(STORE_SECONDS)
         if order != "offload" or not ended:
@@ -335,7 +340,13 @@ class Worker:
         while until is None or not until.is_set():
             beat = self._pulse()
             self._channel.send(beat if self._vision is None else longer(beat, self._vision.counters.beat()))
+            self._send_timings()
             time.sleep(BEAT_SECONDS)
+
+    def _send_timings(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread removed the last one
+            while self._timings:
+                self._channel.send(self._timings.popleft())
 
     def _fatal(self, message: str) -> None:
         """The engine failed: ends the process after the requests got their errors."""

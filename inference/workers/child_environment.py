@@ -14,7 +14,7 @@ from headgate.shared import child_process
 NOTICE = b"!\n"
 """A line that a serving helper sends between two answers, when its next answer will contain an event."""
 _SECRET_NAME = re.compile(
-    r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|_PASS|_PWD|_AUTH|_DSN)$|SECRET", re.IGNORECASE
+    r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|_PASS|_PWD|_AUTH|_DSN|_HEADERS)$|SECRET", re.IGNORECASE
 )
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _SPILLS = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"

@@ -42,6 +42,7 @@ from inference.worker_link import (
     Ready,
     Stop,
     Threads,
+    Timings,
     decode,
     encode,
 )
@@ -85,6 +86,7 @@ class WorkerProcess:
         arena: int | None = None,
         kills: KernelOomKills | None = None,
         build_is_trusted: Callable[[], bool] = lambda: False,
+        on_timings: Callable[[str, Timings], None] = lambda _name, _timings: None,
     ) -> None:
         """Starts the process. Raises HeadgateError.
 
@@ -99,6 +101,7 @@ class WorkerProcess:
         self.progress = 0.0
         self.beat: Heartbeat | None = None
         self._on_change = on_change
+        self._on_timings = on_timings
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -259,6 +262,8 @@ class WorkerProcess:
                 self.beat = message
                 self._has_computed = self._has_computed or message.prompt_tokens + message.generated_tokens > 0
                 self._on_change()
+            case Timings():
+                self._on_timings(self.name, message)
             case _:
                 log.error("worker %s sent %s, which only the service sends", self.name, message.tag)
 

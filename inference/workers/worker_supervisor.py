@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headgate.shared.state_directory import StateDir
 from inference.worker import malloc_trim
-from inference.worker_link import BEAT_SECONDS
+from inference.worker_link import BEAT_SECONDS, Timings
 from inference.workers.arenas import Arenas
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import KernelOomKills, private_bytes, socket_directory
@@ -37,8 +37,10 @@ class Supervisor:
         *,
         command: Sequence[str] = WORKER_COMMAND,
         build_is_trusted: Callable[[], bool] = lambda: False,
+        on_timings: Callable[[str, Timings], None] = lambda _name, _timings: None,
     ) -> None:
-        """`build_is_trusted`: see WorkerProcess."""
+        """`build_is_trusted`: see WorkerProcess. `on_timings` gets the times of traced requests, by model."""
+        self._on_timings = on_timings
         self._build_is_trusted = build_is_trusted
         self._timeouts = timeouts
         self._command = tuple(command)
@@ -77,6 +79,7 @@ class Supervisor:
             self.arenas.open(name) if stores else None,
             self.kills,
             self._build_is_trusted,
+            self._on_timings,
         )
         self.workers.add(worker)
         worker.exited.add_done_callback(lambda _: self._ended(worker))

@@ -67,7 +67,7 @@ def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str,
     keep = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith((*OWN, "OPENAI_", "ANTHROPIC_", "GEMINI_", "XDG_"))
+        if not key.startswith((*OWN, "OPENAI_", "ANTHROPIC_", "GEMINI_", "OTEL_", "XDG_"))
     }
     state = root / "state"
     locks = root / "locks"

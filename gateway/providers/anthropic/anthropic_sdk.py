@@ -82,7 +82,7 @@ class AnthropicProvider:
 
     async def _send(self, call: Call) -> httpx2.Response:
         body = build_request(lambda: _request(call))
-        headers = _ACCEPT if not needs_sampling_version(body) else _ACCEPT_SAMPLING
+        headers = {**call.headers, **(_ACCEPT_SAMPLING if needs_sampling_version(body) else _ACCEPT)}
         return await self._sender.post(
             "v1/messages", dumps({**as_json(body), "stream": True}), call.connect_seconds, headers, stream=True
         )

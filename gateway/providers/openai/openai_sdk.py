@@ -81,7 +81,7 @@ class OpenAIProvider:
 
     async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
         body = build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor, stream=stream))
-        headers = _ACCEPT if stream else {}
+        headers = {**call.headers, **_ACCEPT} if stream else call.headers
         return await self._sender.post(call.endpoint, dumps(body), call.connect_seconds, headers, stream=stream)
 
 

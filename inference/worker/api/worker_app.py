@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 
 from headgate.shared.asgi import Receive, Scope, Send, error_frame
 from headgate.shared.parameters import Sampling
+from headgate.shared.trace_context import TRACEPARENT
 from inference.protocol import (
     DONE,
     H_TENANT,
@@ -45,11 +47,14 @@ from inference.worker.prompt.prompts import Prepared, Prompts
 from inference.worker.prompt.vision import Vision
 from inference.worker.worker_errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.worker_requests import Facts, GenerateRequest
+from inference.worker_link import Timings
 
 log = logging.getLogger("headgate.worker.http")
 
 MAX_LOGPROBS_BYTES = 2**25
 """Limit for answers that are not streamed, which are held until they are complete."""
+MOST_TIMINGS = 1000
+"""Traced requests between two heartbeats; the times of more are lost."""
 COMMIT_SECONDS = 1.0
 """Time that a stream waits for its first output before it sends its status, so that a refusal has its own status."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
@@ -79,6 +84,8 @@ class App:
     ) -> None:
         self.in_flight = 0
         self.draining = False
+        self.timings: deque[Timings] = deque(maxlen=MOST_TIMINGS)
+        """Of traced requests that have ended; the reader removes them."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._facts = facts
@@ -229,16 +236,18 @@ class App:
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images
+        queued = time.monotonic()
         engine.submit(work, ticket)
+        usage: Usage | None = None
         try:
-            if request.stream:
-                await self._stream(exchange, request, work, ticket, engine)
-            else:
-                await self._whole(exchange, request, work, ticket)
+            answer = self._stream if request.stream else self._whole
+            usage = await answer(exchange, request, work, ticket)
         finally:
             engine.abort(ticket)
+            if traceparent := exchange.header(TRACEPARENT):
+                self.timings.append(_timings(traceparent, arrival, queued, ticket, usage or _usage(work, {})))
 
-    async def _whole(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> None:
+    async def _whole(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> Usage:
         echoes = await self._echoes(request, work) or [NO_ECHO] * (len(work.prompts) * work.n)
         answers = [Answer(request.kind, echo) for echo in echoes]
         unfinished = len(answers)
@@ -257,20 +266,22 @@ class App:
         counts = {
             index: (answer.tokens, answer.cached, answer.reasoning_tokens) for index, answer in enumerate(answers)
         }
+        usage = _usage(work, counts)
         await exchange.json_bytes(
             response_writer.whole(
                 request.kind,
                 self._facts.model_id,
                 int(time.time()),
                 answers,
-                _usage(work, counts),
+                usage,
                 with_logprobs=request.logprobs is not None,
             )
         )
+        return usage
 
-    async def _stream(
-        self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output], engine: Engine
-    ) -> None:
+    async def _stream(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> Usage:
+        engine = self._engine
+        assert engine is not None, "requests without an engine are refused"
         stream = response_writer.Stream(
             request.kind,
             self._facts.model_id,
@@ -312,7 +323,7 @@ class App:
                     await exchange.begin_stream()
                     await exchange.data(b"".join(frames) + error_frame(output.error))
                     await exchange.end()
-                    return
+                    return _usage(work, counts)
                 counts[output.choice] = (output.tokens, output.cached, output.reasoning_tokens)
                 unfinished -= output.finish is not None
                 frames.append(restores() + stream.frames(output))
@@ -327,9 +338,11 @@ class App:
                 await exchange.data(b"".join(frames))
             if unfinished:
                 outputs = await ticket.take(_PROGRESS_SECONDS)
-        last = stream.usage(_usage(work, counts)) if request.include_usage else b""
+        usage = _usage(work, counts)
+        last = stream.usage(usage) if request.include_usage else b""
         await exchange.data(last + DONE)
         await exchange.end()
+        return usage
 
     async def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
         """The echoed prompt of each choice; empty without `echo`."""
@@ -366,6 +379,16 @@ def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
         cached=min(prompt, sum(counts[index * work.n][1] for index in range(len(work.prompts)))) if counts else 0,
         reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
     )
+
+
+def _timings(traceparent: str, arrival: float, queued: float, ticket: Ticket[Output], usage: Usage) -> Timings:
+    """The times of a request that has ended; the arguments are on the monotonic clock."""
+    unix = time.time() - time.monotonic()
+    begun, prefilled = (None if at is None else unix + at for at in (ticket.begun_at, ticket.prefilled_at))
+    return Timings(
+        traceparent, unix + arrival, unix + queued, begun, prefilled, time.time(), usage.prompt, usage.cached,
+        usage.completion,
+    )  # fmt: skip
 
 
 def _without_inputs(request: GenerateRequest) -> GenerateRequest:

@@ -311,11 +311,15 @@ class Engine:
             running = self._running[row.job]
             if running.started is None:
                 running.started = self._clock()
+                if running.ticket.begun_at is None:
+                    running.ticket.begun_at = self.counters.step_started
                 running.generation.cached = row.start
                 reused += row.start
                 self._note_restore(running, row)
             if running.generation.is_fresh:
                 self.counters.prompt_tokens += len(row.tokens)
+                if row.sample:
+                    running.ticket.prefilled_at = self._clock()
             if row.sample or row.every:
                 self._advance(running, row, index)
         return reused

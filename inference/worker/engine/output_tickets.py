@@ -24,10 +24,10 @@ _MAX_WAIT_SECONDS = 3600.0
 
 
 class Ticket(Generic[T]):
-    """The outputs of one request. Used on the event loop, except for four attributes of the engine thread.
+    """The outputs of one request. Used on the event loop, except for six attributes of the engine thread.
 
-    The engine thread writes `progress`, `restored`, `sent` and `stalled`. It sets `stalled` when too many outputs are
-    unread; the reader clears it and calls `on_room` after it has read.
+    The engine thread writes `progress`, `restored`, `begun_at`, `prefilled_at`, `sent` and `stalled`. It sets `stalled`
+    when too many outputs are unread; the reader clears it and calls `on_room` after it has read.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -44,6 +44,10 @@ class Ticket(Generic[T]):
         """What the request waits for; may lag by one step."""
         self.restored: list[Restored] = []
         """Restores of its choices, each added before the first output of the choice. The reader removes them."""
+        self.begun_at: float | None = None
+        """When the first step with tokens of the request began, on the engine's clock."""
+        self.prefilled_at: float | None = None
+        """When the prompt of its last choice was computed."""
         self.sent = 0
         """Number of sent outputs, without the last one of each choice."""
         self.read = 0

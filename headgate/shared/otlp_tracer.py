@@ -1,0 +1,111 @@
+"""Exports spans by OTLP over HTTP with OpenTelemetry's SDK.
+
+Spans are made from plain data after a request has ended. A thread of the SDK sends them in batches. Its queue is
+bounded: with a slow or dead collector spans are dropped, and requests go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from headgate import __version__
+from headgate.shared.span_ids import new_span_id, new_trace_id
+from headgate.shared.trace_context import TRACEPARENT, TRACESTATE, Span, SpanContext, parse
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 2.0
+"""How long a service waits at its end for the last spans to be sent."""
+
+_KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
+_OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCode.ERROR)
+_SCOPE = InstrumentationScope("headgate", __version__)
+
+
+def make_tracer(service: str) -> Tracer:
+    """A tracer with the settings of the process environment (OTEL_*); raises errors of the SDK for invalid ones."""
+    attributes = {"service.version": __version__}
+    is_named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    if not is_named:
+        attributes["service.name"] = service
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    return Tracer(provider, BatchSpanProcessor(OTLPSpanExporter()))
+
+
+class Tracer:
+    """Begins spans and exports them. `export` does not raise."""
+
+    def __init__(self, provider: TracerProvider, processor: BatchSpanProcessor) -> None:
+        """`provider` has the sampler and the attributes of the service."""
+        self._sampler = provider.sampler
+        self._resource = provider.resource
+        self._processor = processor
+
+    def begin(self, headers: Mapping[str, str]) -> SpanContext:
+        """The context of the span of a request with these headers: a child of the client's, or a new trace."""
+        remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
+        own = SpanContext(new_trace_id(), new_span_id()) if remote is None else remote.child(new_span_id())
+        return own._replace(is_sampled=self._is_sampled(own.trace_id, remote))
+
+    def export(self, spans: Iterable[Span]) -> None:
+        """Queues the spans of sampled traces. An error is logged."""
+        try:
+            for span in spans:
+                if span.context.is_sampled:
+                    self._processor.on_end(self._converted(span))
+        except Exception:
+            log.exception("a trace could not be exported")
+
+    def close(self) -> None:
+        """Sends the queued spans within CLOSE_SECONDS; the rest is lost."""
+        closing = threading.Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning("the collector of traces did not take the last spans within %g s", CLOSE_SECONDS)
+
+    def _is_sampled(self, trace_id: int, parent: SpanContext | None) -> bool:
+        """The decision of the sampler (OTEL_TRACES_SAMPLER; by default that of the parent, else yes)."""
+        context = Context()
+        if parent is not None:
+            context = trace.set_span_in_context(trace.NonRecordingSpan(_sdk_context(parent, is_remote=True)), context)
+        decision: Decision = self._sampler.should_sample(context, trace_id, "request").decision
+        return decision is Decision.RECORD_AND_SAMPLE
+
+    def _converted(self, span: Span) -> ReadableSpan:
+        own = span.context
+        attributes = {name: value for name, value in span.attributes.items() if value is not None}
+        if span.error is not None:
+            attributes["error.type"] = span.error
+        parent = None
+        if own.parent_id is not None:
+            parent = _sdk_context(own._replace(span_id=own.parent_id), is_remote=span.kind == "server")
+        return ReadableSpan(
+            span.name,
+            context=_sdk_context(own),
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
+            kind=_KINDS[span.kind],
+            status=_OK if span.error is None else _FAILED,
+            start_time=round(span.began * 1e9),
+            end_time=round(max(span.began, span.ended) * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _sdk_context(own: SpanContext, *, is_remote: bool = False) -> trace.SpanContext:
+    state = trace.TraceState.from_header([own.state]) if own.state else None
+    return trace.SpanContext(own.trace_id, own.span_id, is_remote, trace.TraceFlags(own.is_sampled), state)
