@@ -51,7 +51,7 @@ def ask(stack: Stack, trace: str, flags: str = "01", **more: Any) -> bytes:
 
 
 def test_one_trace_leads_from_the_client_to_the_tokens(stack: Stack, collector: TraceCollector) -> None:
-    """The first request loads the model. Every stage has a span with the right parent, within the time of its parent."""
+    """The first request loads the model. Each stage has a span with the right parent, within its time."""
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     ask(stack, trace, stream=True, stream_options={"include_usage": True})
     front, back = "headgate-gateway", "headgate-inference"
