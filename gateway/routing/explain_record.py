@@ -75,11 +75,11 @@ class AttemptRecord:
     span: SpanContext | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields except the span as JSON."""
-        return {
-            "name": self.name, "outcome": self.outcome, "message": self.message, "began_seconds": self.began_seconds,
-            "seconds": self.seconds, "restored": [asdict(one) for one in self.restored],
-        }  # fmt: skip
+        """All fields as JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["restored"] = [asdict(one) for one in self.restored]
+        fields["span"] = None if self.span is None else f"{self.span.span_id:016x}"
+        return fields
 
 
 @dataclass(slots=True)
