@@ -134,9 +134,9 @@ class Service:
         self.authority.observe()
         return gauges(self.authority.state, self.authority.now)
 
-    def _export_timings(self, model: str, timings: Timings) -> None:
+    def _export_timings(self, timings: Timings) -> None:
         if self.tracer is not None:
-            self.tracer.export(worker_spans(timings, model, new_span_id))
+            self.tracer.export(worker_spans(timings, new_span_id))
 
     def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> App:
         app = FastAPI(

@@ -38,7 +38,6 @@ def request_spans(record: Record, addresses: Mapping[str, tuple[str, int]]) -> I
         "server",
         {
             "http.request.method": "POST",
-            "http.route": record.endpoint,
             "url.path": record.endpoint,
             "http.response.status_code": record.status,
             "gen_ai.request.model": record.model or None,
@@ -47,8 +46,8 @@ def request_spans(record: Record, addresses: Mapping[str, tuple[str, int]]) -> I
             "headgate.route": record.route or None,
             "headgate.answered_by": record.answered_by,
             "headgate.tier": record.tier,
-            "headgate.reason": record.reason,
-            "headgate.outcome": record.outcome,
+            "headgate.reason": _unless(record.reason, "none"),
+            "headgate.outcome": _unless(record.outcome, "success"),
         },
         None if is_refused or record.outcome in _NO_FAILURE else record.outcome,
     )
@@ -85,7 +84,12 @@ def _attempt(
             "gen_ai.usage.cache_read.input_tokens": record.cached_tokens if is_last else None,
             "server.address": host,
             "server.port": port,
-            "headgate.outcome": attempt.outcome,
+            "headgate.outcome": _unless(attempt.outcome, "success"),
         },
         None if attempt.outcome in _NO_FAILURE else attempt.outcome,
     )
+
+
+def _unless(value: str, usual: str) -> str | None:
+    """None for the usual value: every attribute has a cost."""
+    return None if value == usual else value

@@ -34,6 +34,17 @@ _OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCo
 _SCOPE = InstrumentationScope("headgate", __version__)
 
 
+class _Resource(Resource):
+    """Attributes of the service whose hash is computed once: the exporter needs it for each span."""
+
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(resource.attributes, resource.schema_url)
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def make_tracer(service: str) -> Tracer:
     """A tracer with the settings of the process environment (OTEL_*); raises errors of the SDK for invalid ones."""
     attributes = {"service.version": __version__}
@@ -50,7 +61,7 @@ class Tracer:
     def __init__(self, provider: TracerProvider, processor: BatchSpanProcessor) -> None:
         """`provider` has the sampler and the attributes of the service."""
         self._sampler = provider.sampler
-        self._resource = provider.resource
+        self._resource = _Resource(provider.resource)
         self._processor = processor
 
     def begin(self, headers: Mapping[str, str]) -> SpanContext:

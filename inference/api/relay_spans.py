@@ -14,6 +14,9 @@ _NO_FAILURE = ("success", "client_left")
 _STAGES = ("prepare", "slot", "prefill", "decode")
 """Between the times of `Timings`."""
 
+SHORTEST_WAIT_SECONDS = 0.001
+"""Shorter waits (`queue`, `slot`) have no span."""
+
 NewId = Callable[[], int]
 
 
@@ -50,40 +53,39 @@ class RelayTrace:
 
 def relay_spans(trace: RelayTrace, now: float, new_id: NewId) -> Iterator[Span]:
     """The spans of a request that ends `now`, on the authority's clock."""
-
-    def child(name: str, parent: SpanContext, began_at: float, ended_at: float) -> Span:
-        offset = trace.began - trace.began_at
-        return Span(name, parent.child(new_id()), began_at + offset, ended_at + offset, attributes=about)
-
-    about = {"headgate.model": trace.model}
+    offset = trace.began - trace.began_at
     number = trace.outcome.removeprefix("status_")
     status = 200 if trace.outcome == "success" else int(number) if number.isdigit() else None
     yield Span(
         f"POST {trace.path}",
         trace.span,
         trace.began,
-        trace.began + now - trace.began_at,
+        now + offset,
         "server",
         {
             "http.request.method": "POST",
-            "http.route": trace.path,
             "url.path": trace.path,
-            "http.response.status_code": status,
-            "headgate.outcome": trace.outcome,
-            **about,
+            "http.response.status_code": 200
+            if trace.outcome == "success"
+            else int(number)
+            if number.isdigit()
+            else None,
+            "gen_ai.request.model": trace.model,
         },
         None if trace.outcome in _NO_FAILURE else trace.outcome,
     )
     for wait in trace.waits:
         ended_at = now if wait.ended_at is None else wait.ended_at
-        queue = child("queue", trace.span, wait.began_at, ended_at)
-        yield queue
+        if ended_at - wait.began_at < SHORTEST_WAIT_SECONDS:
+            continue
+        queue = trace.span.child(new_id())
+        yield Span("queue", queue, wait.began_at + offset, ended_at + offset)
         load_began_at = max(wait.began_at, wait.load_began_at)
         if load_began_at < min(wait.load_ended_at, ended_at):
-            yield child("load", queue.context, load_began_at, wait.load_ended_at)
+            yield Span("load", queue.child(new_id()), load_began_at + offset, wait.load_ended_at + offset)
 
 
-def worker_spans(timings: Timings, model: str, new_id: NewId) -> Iterator[Span]:
+def worker_spans(timings: Timings, new_id: NewId) -> Iterator[Span]:
     """The stages of an answer in its worker, up to the last one that began."""
     if (parent := parse(timings.traceparent)) is None:
         return
@@ -96,6 +98,5 @@ def worker_spans(timings: Timings, model: str, new_id: NewId) -> Iterator[Span]:
         "decode": {"gen_ai.usage.output_tokens": timings.completion_tokens},
     }
     for stage, began, ended in zip(_STAGES, times, [*times[1:], timings.ended], strict=False):
-        yield Span(
-            stage, parent.child(new_id()), began, ended, attributes={"headgate.model": model, **usage.get(stage, {})}
-        )
+        if stage != "slot" or ended - began >= SHORTEST_WAIT_SECONDS:
+            yield Span(stage, parent.child(new_id()), began, ended, attributes=usage.get(stage, {}))

@@ -86,7 +86,7 @@ class WorkerProcess:
         arena: int | None = None,
         kills: KernelOomKills | None = None,
         build_is_trusted: Callable[[], bool] = lambda: False,
-        on_timings: Callable[[str, Timings], None] = lambda _name, _timings: None,
+        on_timings: Callable[[Timings], None] = lambda _timings: None,
     ) -> None:
         """Starts the process. Raises HeadgateError.
 
@@ -263,7 +263,7 @@ class WorkerProcess:
                 self._has_computed = self._has_computed or message.prompt_tokens + message.generated_tokens > 0
                 self._on_change()
             case Timings():
-                self._on_timings(self.name, message)
+                self._on_timings(message)
             case _:
                 log.error("worker %s sent %s, which only the service sends", self.name, message.tag)
 

@@ -37,9 +37,9 @@ class Supervisor:
         *,
         command: Sequence[str] = WORKER_COMMAND,
         build_is_trusted: Callable[[], bool] = lambda: False,
-        on_timings: Callable[[str, Timings], None] = lambda _name, _timings: None,
+        on_timings: Callable[[Timings], None] = lambda _timings: None,
     ) -> None:
-        """`build_is_trusted`: see WorkerProcess. `on_timings` gets the times of traced requests, by model."""
+        """`build_is_trusted`: see WorkerProcess. `on_timings` gets the times of traced requests."""
         self._on_timings = on_timings
         self._build_is_trusted = build_is_trusted
         self._timeouts = timeouts

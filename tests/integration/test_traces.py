@@ -55,10 +55,11 @@ def test_one_trace_leads_from_the_client_to_the_tokens(stack: Stack, collector: 
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     ask(stack, trace, stream=True, stream_options={"include_usage": True})
     front, back = "headgate-gateway", "headgate-inference"
-    stages = [f"{back} {stage}" for stage in ("prepare", "slot", "prefill", "decode")]
+    stages = [f"{back} {stage}" for stage in ("prepare", "prefill", "decode")]
     server, attempt = f"{front} POST /v1/chat/completions", f"{front} chat demo"
     relay, queue, load = (f"{back} {name}" for name in ("POST /v1/chat/completions", "queue", "load"))
     spans = collector.wait_for(trace, server, attempt, relay, queue, load, *stages)
+    spans.pop(f"{back} slot", None)  # only where the wait is not short
     assert {name: span.parent for name, span in spans.items()} == {
         server: CLIENT_SPAN,
         attempt: spans[server].id,
@@ -73,7 +74,7 @@ def test_one_trace_leads_from_the_client_to_the_tokens(stack: Stack, collector: 
         outer = by_id.get(span.parent, span)
         assert outer.began - CLOCKS_NS <= span.began <= span.ended <= outer.ended + CLOCKS_NS, span
     assert spans[load].ended <= spans[stages[0]].began + CLOCKS_NS
-    about, prefill, decode = (spans[name].attributes for name in (attempt, stages[2], stages[3]))
+    about, prefill, decode = (spans[name].attributes for name in (attempt, *stages[1:]))
     assert about["gen_ai.operation.name"] == "chat"
     assert about["gen_ai.provider.name"] == "llama.cpp"
     assert about["gen_ai.request.model"] == about["gen_ai.response.model"] == "demo"
