@@ -65,11 +65,7 @@ def relay_spans(trace: RelayTrace, now: float, new_id: NewId) -> Iterator[Span]:
         {
             "http.request.method": "POST",
             "url.path": trace.path,
-            "http.response.status_code": 200
-            if trace.outcome == "success"
-            else int(number)
-            if number.isdigit()
-            else None,
+            "http.response.status_code": status,
             "gen_ai.request.model": trace.model,
         },
         None if trace.outcome in _NO_FAILURE else trace.outcome,
