@@ -202,6 +202,15 @@ async def test_body_of_the_client_is_not_changed(rig: Rig) -> None:
     assert body == before
 
 
+async def test_headers_of_the_call_are_sent(rig: Rig) -> None:
+    """Such as those of a trace."""
+    call = rig.call()
+    call.headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    await rig.frames(call)
+    sent = {name.lower(): value for name, value in rig.fake.records[-1].headers.items()}
+    assert sent["traceparent"] == call.headers["traceparent"]
+
+
 async def test_concurrent_streams_are_independent(rig: Rig) -> None:
     bodies = [{"messages": [{"role": "user", "content": word * 5}]} for word in ("ab ", "xy ", "mn ")]
     answers = await asyncio.gather(*(rig.frames(rig.call("fault-pace=0.001", body)) for body in bodies))
