@@ -29,9 +29,33 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 """How long a service waits at its end for the last spans to be sent."""
 
+COMPLAINT_SECONDS = 60.0
+"""Shortest time between two log lines of the SDK about its collector."""
+
+SDK_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
+"""They log each retry and each dropped span while the collector is dead."""
+
 _KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
 _OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCode.ERROR)
 _SCOPE = InstrumentationScope("headgate", __version__)
+
+
+class _RareLines(logging.Filter):
+    """Passes one line per COMPLAINT_SECONDS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is logged."""
+        if record.created < self._next:
+            return False
+        self._next = record.created + COMPLAINT_SECONDS
+        return True
+
+
+_rare_lines = _RareLines()
 
 
 class _Resource(Resource):
@@ -47,6 +71,8 @@ class _Resource(Resource):
 
 def make_tracer(service: str) -> Tracer:
     """A tracer with the settings of the process environment (OTEL_*); raises errors of the SDK for invalid ones."""
+    for name in SDK_LOGGERS:
+        logging.getLogger(name).addFilter(_rare_lines)
     attributes = {"service.version": __version__}
     is_named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     if not is_named:

@@ -234,7 +234,7 @@ def test_the_sampler_and_the_name_of_the_environment_are_used(monkeypatch: pytes
 def test_a_dead_collector_delays_nothing(
     answers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More spans than the queue holds are dropped at once, and the end waits a limited time."""
+    """More spans than the queue holds are dropped at once, the end waits a limited time, the SDK logs once a minute."""
     monkeypatch.setattr(otlp_tracer, "CLOSE_SECONDS", 0.2)
     with socket.socket() as listening:
         port = free_port()
@@ -250,7 +250,11 @@ def test_a_dead_collector_delays_nothing(
         assert time.monotonic() - began < 0.5
         tracer.close()
         assert time.monotonic() - began < 2.0
+        for name in otlp_tracer.SDK_LOGGERS:
+            for number in range(3):
+                logging.getLogger(name).warning("dropped %d", number)
     assert "did not take the last spans" in caplog.text
+    assert sum(line.name in otlp_tracer.SDK_LOGGERS for line in caplog.records) <= 1
 
 
 def test_a_defect_in_a_span_is_logged_and_fails_no_request(
