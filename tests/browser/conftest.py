@@ -15,9 +15,12 @@ from tests.rigs.dashboard_pages import ARGUMENTS, CHROMIUM, Watched, sign_in
 from tests.rigs.fake_dashboard import FakeDashboard
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser of this process; each test has a context of its own."""
+    """The browser of a module; each test has a context of its own.
+
+    Playwright keeps an event loop running in this thread, and with it other tests of this process could not run theirs.
+    """
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine (Debian and Ubuntu: apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="the package playwright is missing (make ready)")
@@ -27,9 +30,9 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_gateway() -> Iterator[FakeDashboard]:
-    """The gateway of all tests of this process."""
+    """The gateway of all tests of a module."""
     fake = FakeDashboard().start()
     yield fake
     fake.stop()
@@ -51,7 +54,7 @@ def watched(browser: Any) -> Iterator[Watched]:
     pages.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_pages(browser: Any) -> Iterator[Watched]:
     """The context of tests that need no other options: its files are cached and its session lasts."""
     pages = Watched(browser)
