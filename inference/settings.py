@@ -256,7 +256,7 @@ def _add_files(
 
     The id is the name of the file, or its path below the directory if another model has that name.
     """
-    files = [file for spec in models.values() for file in (str(spec.path), spec.draft, *spec.lora) if file]
+    files = [file for spec in models.values() for file in (str(spec.path), spec.draft, spec.mmproj, *spec.lora) if file]
     used = {os.path.realpath(file) for file in files}
     found = [file for file in models_below(settings.models_dir) if os.path.realpath(file.path) not in used]
     counts = Counter(model_name(file.path.name) for file in found)

@@ -39,8 +39,9 @@ def test_files_without_an_entry_are_models_by_their_names(tmp_path: Path) -> Non
         "notes.txt",
         ".cache/x.gguf",
         "d.gguf",
+        "eye.gguf",
     )
-    config = load(tmp_path, "models:\n  mine: {path: listed.gguf, aliases: [x], draft: d.gguf}")
+    config = load(tmp_path, "models:\n  mine: {path: listed.gguf, aliases: [x], draft: d.gguf, mmproj: eye.gguf}")
     assert list(config.models) == ["mine", "qwen-q4", "llama-q8"]
     assert config.found == {"qwen-q4", "llama-q8"}
     assert config.names["org/repo/llama-q8.gguf"] == "llama-q8"

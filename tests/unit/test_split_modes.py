@@ -43,6 +43,11 @@ def test_buffer_of_all_devices_counts_on_each_with_its_part() -> None:
     assert found == (Buffer("gpu-0", "weights", 3 * MIB), Buffer("gpu-1", "weights", 2 * MIB))
 
 
+@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+def test_mode_makes_no_difference_on_one_device(mode: str) -> None:
+    assert log_parts(mode, (), None) == {}
+
+
 @pytest.mark.parametrize("undivided", ["", "split_mode row needs split buffers; set split_mode: layer"])
 def test_refusal_has_the_reason_why_several_devices_do_not_share_the_model(undivided: str) -> None:
     message = MemoryLimitExceededError("m", (), reason="it is too large", undivided=undivided).message

@@ -338,3 +338,15 @@ def test_costly_source_is_tried_again_although_it_was_wrong_and_later_with_token
             speculation.note_step(1, 0, 0.010)
             steps += 1
         assert steps == COSTLY_TRIAL_STEPS + behind // 2
+
+
+def test_first_trial_of_a_costly_source_waits_where_proposals_are_not_expected_to_pay() -> None:
+    """The source would compute the prompts of all sequences for it."""
+    speculation = Speculation(CostlySource())
+    for steps in range(COSTLY_TRIAL_STEPS * 8):
+        assert lengths(speculation, 8) == 0, steps
+        speculation.note_step(8, 0, 0.010)
+    assert lengths(speculation, 8) > 0
+    for _ in range(LEAST_STEPS):
+        speculation.note_step(8, 8, 0.011)
+    assert lengths(speculation, 8) > 0, "one that pays goes on"

@@ -77,14 +77,14 @@ class DraftModel:
         self._cells = cells
         self._clock = clock
         self._pace = Pace.first(batch)
-        self._foreign: set[int] = set()  # jobs with tokens that the draft model does not have, such as images
+        self._unsupported: set[int] = set()  # jobs with tokens that the draft model does not have, such as images
         self._failures = 0
 
     def propose(self, candidates: Sequence[Candidate]) -> list[Sequence[int]]:
         """Up to `most` tokens for each candidate; none while tokens before them are missing."""
         self.seconds = 0.0
         proposals: dict[int, list[int]] = {}
-        wanted = self._fitting([item for item in candidates if item.most > 0 and item.job not in self._foreign])
+        wanted = self._fitting([item for item in candidates if item.most > 0 and item.job not in self._unsupported])
         if wanted and self._failures < MOST_FAILURES:
             try:
                 ready = self._catch_up(wanted)
@@ -114,7 +114,7 @@ class DraftModel:
 
     def end(self, job: int) -> None:
         """Forgets a job; its slot keeps its tokens as that of the model does."""
-        self._foreign.discard(job)
+        self._unsupported.discard(job)
 
     def _fitting(self, wanted: Sequence[Candidate]) -> list[Candidate]:
         """The candidates for whose tokens and proposals there is room. Other sequences make room in a pool."""
@@ -143,7 +143,7 @@ class DraftModel:
             missing = len(item.tokens) - start
             piece = item.tokens[start : start + min(missing - 1, left)] if missing > USUAL_LAG else item.tokens[start:]
             if not all(0 <= token < self._vocabulary for token in (*piece, item.tokens[-1])):
-                self._foreign.add(item.job)
+                self._unsupported.add(item.job)
                 continue
             if missing > USUAL_LAG and piece:
                 rows.append(_Row(item.slot, start, piece, sample=False))

@@ -52,8 +52,8 @@ is not worth its time, so that the times are measured again. With eight sequence
 
 COSTLY_TRIAL_STEPS, COSTLY_TRIAL_TOKENS = 64, 4
 """The same for a source that takes time. Several tokens are verified, also unlikely ones: their rate is not known
-otherwise, and a single token costs the most time. The first trials come at once; later ones are delayed by half as many
-steps as the source has tokens to compute first."""
+otherwise, and a single token costs the most time. The first trials come at once if a proposal is worth its assumed time
+(up to three sequences); the others are delayed by half as many steps as the source has tokens to compute first."""
 
 
 class ProposalSource(Protocol):
@@ -220,7 +220,8 @@ class Speculation:
         """How many proposed tokens are worth their time, if a token must be accepted with the probability `needed`."""
         if needed == math.inf:
             return 0
-        if not self._source.is_free and len(times.proposal) < LEAST_STEPS:
+        is_promising = MARGIN * FIRST_RATIO * sequences < 1
+        if not self._source.is_free and is_promising and len(times.proposal) < LEAST_STEPS:
             return COSTLY_TRIAL_TOKENS
         share = answer.share(self._rate.share(FIRST_RATE))
         if needed < share:  # the n-th proposal is worth its time while share ** n >= needed

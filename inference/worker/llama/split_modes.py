@@ -133,7 +133,9 @@ def division(model: Any, devices: int) -> Division:
 
 
 def log_parts(mode: str, tensor_split: Sequence[float], model: Any) -> Mapping[str, Sequence[float]]:
-    """Per kind of buffer, the part of each device of the size in the log of a load on several devices."""
+    """Per kind of buffer, the part of each device of the size in the log; empty for a load on one device."""
+    if not tensor_split:
+        return {}
     if mode == "tensor":
         return division(model, len(tensor_split)).of_largest()
     if mode == "row":
