@@ -470,6 +470,8 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
         if key.hash in hashes[:index]:
             first = names[hashes.index(key.hash)]
             yield ("keys", index, "hash"), f"the key {first!r} has the same hash; give each its own key"
+        if key.budget != BudgetSettings() and not config.usage.store:
+            yield ("keys", index, "budget"), "a budget needs stored usage; set `usage: {store: true}`"
     for route, settings in config.routes.items():
         if settings.capture and not config.usage.store:
             yield ("routes", route, "capture"), "nothing is stored with `usage: {store: false}`"

@@ -66,8 +66,10 @@ class Budgets:
         return self._spent.get(key, Spent()) if month_of(now) == self._month else Spent()
 
     def note(self, key: str, dollars: float, tokens: int, now: float) -> None:
-        """Adds one answer."""
-        if (month := month_of(now)) != self._month:
+        """Adds one answer. One of an earlier month does not count for the current one."""
+        if (month := month_of(now)) < self._month:
+            return
+        if month > self._month:
             self._month, self._spent = month, {}
         self._spent[key] = self._spent.get(key, Spent()).plus(dollars, tokens)
 

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.access.authentication import Key
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
@@ -26,7 +27,7 @@ def router(runtime: Runtime) -> APIRouter:
         exchange = exchange_of(request.scope)
         key, _ = runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        found = [entry for name, entry in models_of(runtime).items() if key.may_use(name)]
+        found = list(models_of(runtime, key).values())
         return json_response(anthropic_list(found) if exchange.is_messages else {"object": "list", "data": found})
 
     @routes.get("/v1/models/{name:path}")
@@ -34,7 +35,7 @@ def router(runtime: Runtime) -> APIRouter:
         exchange = exchange_of(request.scope)
         key, _ = runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        models = {name: entry for name, entry in models_of(runtime).items() if key.may_use(name)}
+        models = models_of(runtime, key)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
         if found is None:
             known = ", ".join(sorted(models)[:20]) or "none"
@@ -46,8 +47,8 @@ def router(runtime: Runtime) -> APIRouter:
     return routes
 
 
-def models_of(runtime: Runtime) -> dict[str, dict[str, Any]]:
-    """All models by id: named routes first, then models of the inference service."""
+def models_of(runtime: Runtime, key: Key) -> dict[str, dict[str, Any]]:
+    """The models that `key` may use, by id: named routes first, then models of the inference service."""
     local = runtime.view.models
     found: dict[str, dict[str, Any]] = {}
     for name, route in runtime.config.routes.items():
@@ -59,7 +60,7 @@ def models_of(runtime: Runtime) -> dict[str, dict[str, Any]]:
     if "*" in runtime.config.routes:
         for name, status in local.items():
             found.setdefault(name, status.to_json())
-    return found
+    return {name: entry for name, entry in found.items() if key.may_use(name)}
 
 
 UNKNOWN_DATE = "1970-01-01T00:00:00Z"

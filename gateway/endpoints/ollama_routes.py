@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.access.authentication import Key
 from gateway.apis.ollama.ollama_request import plain_name
 from gateway.breaker.outcome import LOCAL
 from gateway.endpoints.model_routes import UNKNOWN_DATE, VIEW_SECONDS, models_of
@@ -47,9 +48,10 @@ def router(runtime: Runtime) -> APIRouter:
     """The routes; all but `/` need a use key."""
     routes = APIRouter()
 
-    async def admit(request: Request) -> None:
-        runtime.keys.admit(exchange_of(request.scope).headers, "use")
+    async def admit(request: Request) -> Key:
+        key, _ = runtime.keys.admit(exchange_of(request.scope).headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
+        return key
 
     @routes.get("/", response_class=PlainTextResponse)
     @routes.head("/", include_in_schema=False)
@@ -64,21 +66,19 @@ def router(runtime: Runtime) -> APIRouter:
 
     @routes.get("/api/tags")
     async def tags(request: Request) -> Response:
-        await admit(request)
-        return json_response({"models": [_listed(name, _status(runtime, name)) for name in models_of(runtime)]})
+        names = models_of(runtime, await admit(request))
+        return json_response({"models": [_listed(name, _status(runtime, name)) for name in names]})
 
     @routes.get("/api/ps")
     async def loaded(request: Request) -> Response:
-        await admit(request)
-        return json_response(
-            {"models": [_loaded(model) for model in runtime.view.models.values() if model.state in _LOADED]}
-        )
+        key = await admit(request)
+        found = [model for model in runtime.view.models.values() if model.state in _LOADED and key.may_use(model.id)]
+        return json_response({"models": [_loaded(model) for model in found]})
 
     @routes.post("/api/show")
     async def show(request: Request, body: ShowRequest) -> Response:
-        await admit(request)
+        known = models_of(runtime, await admit(request))
         given = plain_name(body.model or body.name)
-        known = models_of(runtime)
         name = given if given in known else runtime.view.aliases.get(given, "")
         if name not in known:
             near = difflib.get_close_matches(given, known, n=1)

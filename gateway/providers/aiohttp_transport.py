@@ -7,6 +7,7 @@ opened, and allows 100 connections.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -33,13 +34,43 @@ def _as_httpx_errors(request: httpx2.Request) -> Iterator[None]:
         yield
     except (aiohttp.ClientError, OSError) as error:
         kind = next(kind for found, kind in _ERRORS if isinstance(error, found))
-        raise kind(str(error) or type(error).__name__, request=request) from error
+        raise kind(_text_of(error), request=request) from error
+
+
+def _text_of(error: BaseException) -> str:
+    """The message of an error without the bytes of the answer that some quote."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "server disconnected"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the body is incomplete or has invalid chunks"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.message.partition(":")[0]
+    return str(error) or type(error).__name__
+
+
+def _retrieve(closed: asyncio.Future[None]) -> None:
+    """Marks the error of a closed connection as seen; asyncio logs others."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 class _Body(httpx2.AsyncByteStream):
     def __init__(self, request: httpx2.Request, response: aiohttp.ClientResponse) -> None:
         self._request = request
         self._response = response
+        connection = response.connection  # None when all of the body has arrived
+        protocol = None if connection is None else connection.protocol
+        self._closed = None if protocol is None else protocol.closed
+        if self._closed is not None:
+            self._closed.remove_done_callback(_retrieve)  # that of an earlier response
+            self._closed.add_done_callback(_retrieve)
+            self._closed.add_done_callback(self._on_closed)
+
+    def _on_closed(self, closed: asyncio.Future[None]) -> None:
+        """Ends the body: after an invalid chunk aiohttp closes the connection, and the reader would wait for ever."""
+        content = self._response.content
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError())
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         content = self._response.content
@@ -49,7 +80,12 @@ class _Body(httpx2.AsyncByteStream):
 
     async def aclose(self) -> None:
         """Returns the connection if the body was read to its end, else closes it."""
-        self._response.close() if not self._response.content.is_eof() else self._response.release()
+        if self._closed is not None:
+            self._closed.remove_done_callback(self._on_closed)
+        if self._response.content.is_eof():
+            self._response.release()
+        else:
+            self._response.close()
 
 
 class AiohttpTransport(httpx2.AsyncBaseTransport):
@@ -70,7 +106,7 @@ class AiohttpTransport(httpx2.AsyncBaseTransport):
                 headers=request.headers.multi_items(),
                 data=request.content or None,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(sock_connect=timeout.get("connect"), sock_read=timeout.get("read")),
+                timeout=aiohttp.ClientTimeout(connect=timeout.get("connect"), sock_read=timeout.get("read")),
             )
         return httpx2.Response(
             response.status, headers=response.raw_headers, stream=_Body(request, response), request=request
@@ -90,5 +126,6 @@ class AiohttpTransport(httpx2.AsyncBaseTransport):
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 read_bufsize=2**18,
+                max_field_size=2**16,
             )
         return self._session

@@ -208,7 +208,7 @@ class StreamReader:
                     self._note_usage(frame)
 
     def _note_usage(self, frame: Data) -> None:
-        if frame.kind is USAGE or (frame.kind is FINISH and b'"usage"' in frame.payload):
+        if frame.kind is USAGE or (frame.kind is FINISH and b'"prompt_tokens"' in frame.payload):
             self.usage = frame.payload
 
     def _note(self, frame: Frame) -> None:

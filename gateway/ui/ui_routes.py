@@ -151,9 +151,9 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     # --- playground: its chat is in `gateway.app`, as the other paths of generation --------------------------------
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
-        signed_in(request)
+        key = signed_in(request).key
         await runtime.view.ensure(VIEW_SECONDS)
-        return _json({"object": "list", "data": list(models_of(runtime).values())})
+        return _json({"object": "list", "data": list(models_of(runtime, key).values())})
 
     # --- files -------------------------------------------------------------------------------------------------------
     @routes.get("")

@@ -129,6 +129,10 @@ class UsageService:
         try:
             async with asyncio.timeout(READ_SECONDS):
                 return await asyncio.to_thread(run)
+        except TimeoutError:
+            raise RequestError(
+                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose less of it"
+            ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
             raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {error}") from error
 

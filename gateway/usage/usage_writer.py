@@ -50,7 +50,7 @@ class UsageWriter:
         self._on_keys = on_keys
         self._now = now
         self._redact = redact
-        self._rows: deque[UsageRow] = deque()
+        self._rows: deque[UsageRow] = deque(maxlen=MOST_WAITING)
         self._captures: deque[Captured] = deque(maxlen=MOST_CAPTURES)
         self._lost = 0
         self._is_failing = False
@@ -67,9 +67,7 @@ class UsageWriter:
 
     def put(self, row: UsageRow) -> None:
         """Queues a row; does not block."""
-        if len(self._rows) >= MOST_WAITING:
-            self._rows.popleft()
-            self._lost += 1
+        self._lost += len(self._rows) == MOST_WAITING
         self._rows.append(row)
 
     def put_bodies(self, captured: Captured) -> None:
@@ -102,7 +100,9 @@ class UsageWriter:
             self._note_keys(self._file)
             self._clean(self._file)
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            self._rows.extendleft(reversed(batch))
+            kept = batch[max(0, len(batch) + len(self._rows) - MOST_WAITING) :]
+            self._lost += len(batch) - len(kept)
+            self._rows.extendleft(reversed(kept))
             if not self._is_failing:
                 log.warning(
                     "usage cannot be stored in %s: %s; up to %d requests are kept in memory until it can",

@@ -117,6 +117,10 @@ async def test_key_may_use_its_models_only(tmp_path: Path, fake: FakeInference) 
         listed = (await gateway.client.get("/v1/models", headers=AS_TEAM)).json()["data"]
         assert [entry["id"] for entry in listed] == ["demo-mini"]
         assert (await gateway.client.get("/v1/models/demo", headers=AS_TEAM)).status_code == 404
+        tags = (await gateway.client.get("/api/tags", headers=AS_TEAM)).json()["models"]
+        assert [entry["name"] for entry in tags] == ["demo-mini"]
+        shown = await gateway.client.post("/api/show", json={"model": "demo"}, headers=AS_TEAM)
+        assert shown.status_code == 404
         count = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
         refused = await gateway.client.post("/v1/messages/count_tokens", json=count, headers=AS_TEAM)
         assert refused.status_code == 403

@@ -27,6 +27,8 @@ def test_budget_is_used_up_by_dollars_or_tokens_and_begins_again_with_the_month(
     budgets.note("bob", 1.0, 1, NOW + 60)
     assert budgets.spent("ann", NOW + 60) == Spent()
     assert budgets.spent("bob", NOW + 60) == Spent(1.0, 1)
+    budgets.note("bob", 5.0, 5, NOW)  # a request that began before the end of the month
+    assert budgets.spent("bob", NOW + 60) == Spent(1.0, 1)
 
 
 def test_key_without_a_budget_has_none() -> None:

@@ -113,6 +113,10 @@ def test_errors_have_line_and_advice(tmp_path: Path) -> None:
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: b, hash: 'sha256:{'0' * 64}', scopes: [admin]}}]",
             "keys.1.hash: the key 'a' has the same hash",
         ),
+        (
+            f"usage: {{store: false}}\nkeys: [{{name: a, hash: 'sha256:{'0' * 64}', budget: {{tokens_per_month: 5}}}}]",
+            "a budget needs stored usage",
+        ),
     ],
 )
 def test_contradictions_are_errors(tmp_path: Path, text: str, message: str) -> None:
