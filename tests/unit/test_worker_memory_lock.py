@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -51,11 +52,13 @@ def test_too_small_limit_is_logged_with_its_numbers_and_nothing_stays_locked(
 ) -> None:
     """The first part could be locked, the second one could not."""
     before, calls = locked_bytes(), []
+    libc = ctypes.CDLL(None)
 
-    def mlock(_address: int, count_bytes: int) -> None:
+    def mlock(address: int, count_bytes: int) -> None:
         calls.append(count_bytes)
         if len(calls) == 2:
             raise OSError(12, "Cannot allocate memory")
+        libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(count_bytes))
 
     with caplog.at_level(logging.INFO, "headgate.worker"):
         assert memory_lock.lock(handles, mlock) == ()
