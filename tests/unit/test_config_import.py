@@ -193,7 +193,7 @@ def test_litellm_routes_fallbacks_aliases_and_keys() -> None:
     ]
     report = left(found)
     assert "anthropic/*" not in chains
-    assert report["general_settings.database_url"] == "keys are in gateway.yaml: headgate key new NAME"
+    assert report["general_settings.database_url"] == "keys are in a file: headgate key create NAME"
     assert {"fallbacks: gpt -> gone", "fallbacks of absent", "model_group_alias.bad", "guardrails", "large: rpm",
             "environment_variables", "litellm_settings.num_retries", "model_list[11] bed",
             "a second openai/gpt-5 of large"} <= {key.removeprefix("model_list[3] ") for key in report}  # fmt: skip
@@ -208,6 +208,8 @@ def test_keys_in_the_file_are_not_copied_and_not_sent_to_other_hosts() -> None:
     text = "model_list: [{model_name: a, litellm_params: {model: openai/a, api_base: os.environ/BASE, api_key: sk-x}}]"
     assert recognized(text, {}).gateway["providers"]["base"]["api_key"] == "${env:KEY_OF_BASE}"
     assert found.gateway["providers"]["openai"] == {"kind": "openai", "api_key": "${env:OPENAI_API_KEY}"}
+    text = "model_list: [{model_name: a, litellm_params: {model: mistral/a, api_base: https://l.ai/v1, api_key: x}}]"
+    assert recognized(text, {}).gateway["providers"]["l.ai"]["api_key"] == "${env:KEY_OF_L_AI}"
 
 
 def test_presets_of_llama_server() -> None:

@@ -61,10 +61,10 @@ _ADVICE = {
     "stream_timeout": "deadlines",
     "rpm": "limits apply to keys, not to providers",
     "tpm": "limits apply to keys, not to providers",
-    "drop_params": "parameters that a provider does not know are adapted by themselves",
+    "drop_params": "unsupported parameters are always adapted",
     "routing_strategy": "a chain is tried in its order",
     "redis_host": "limits and breakers belong to one process",
-    "database_url": "keys are in gateway.yaml: headgate key new NAME",
+    "database_url": "keys are in a file: headgate key create NAME",
     "telemetry": "there is none",
     "cache": "answers are not cached",
     "success_callback": "metrics and /admin/requests/{id}",
@@ -118,7 +118,7 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
         return
     found.route(name, entry)
     for key in [*(params.keys() - set(_PARAMS)), *(deployment.keys() & {"rpm", "tpm"})]:
-        found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart; clients send parameters themselves"))
+        found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart; see `parameters` of a route"))
 
 
 def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) -> str | None:
@@ -153,7 +153,8 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
         found.leave(where, f"the provider {prefix!r} is not supported; one with an OpenAI-compatible api_base is")
         return None
     host = urlsplit(base or "").hostname
-    if host and prefix != "azure" and host not in (cloud.base_url or _OWN_HOSTS.get(prefix, "")):
+    own_host = urlsplit(cloud.base_url or "").hostname or _OWN_HOSTS.get(prefix)
+    if host and prefix != "azure" and host != own_host:
         prefix, cloud = host, Cloud(cloud.kind, base, "")  # the usual key must not be sent to another host
     elif base and base.startswith("${env:") and prefix in CLOUDS:
         prefix, cloud = base[6:-1].lower(), Cloud(cloud.kind, base, "")

@@ -157,7 +157,7 @@ def entry_of(
         if name in options:
             entry["capabilities"] = [capability]
     for name in options.keys() - USED - NEEDLESS:
-        sampled = "clients send sampling parameters with each request" if name in SAMPLING else "has no counterpart"
+        sampled = "a route has defaults of parameters: `parameters`" if name in SAMPLING else "has no counterpart"
         leave(name, ADVICE.get(name, sampled))
     return entry
 

@@ -85,7 +85,7 @@ def _model(found: Imported, name: str, settings: Mapping[str, Any], common: Mapp
         else:
             found.leave(f"{name}: env {variable}", "set it for the whole service, or use gpu_index")
     if settings.get("filters"):
-        found.leave(f"{name}: filters", "parameters of requests are not changed")
+        found.leave(f"{name}: filters", "a route changes parameters of requests: `parameters`")
     found.leave_unknown(f"{name}: ", settings, (*_MODEL_KNOWN, *_MODEL_NEEDLESS))
     found.models[name] = entry
 
@@ -147,4 +147,4 @@ def _peer(found: Imported, name: str, peer: Mapping[str, Any], macros: Mapping[s
     for model in as_list(peer.get("models")):
         found.route(str(model), f"{provider}/{model}")
     if peer.get("filters"):
-        found.leave(f"peers.{name}.filters", "parameters of requests are not changed")
+        found.leave(f"peers.{name}.filters", "a route changes parameters of requests: `parameters`")

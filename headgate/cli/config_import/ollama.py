@@ -117,5 +117,5 @@ def _parameters(found: Imported, name: str, path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     for key in values.keys() - _PARAMETERS.keys():
-        found.leave(f"{name}: {key}", "clients send parameters with each request")
+        found.leave(f"{name}: {key}", "a route has defaults of parameters: `parameters`")
     return {_PARAMETERS[key]: value for key, value in values.items() if key in _PARAMETERS and isinstance(value, int)}

@@ -17,7 +17,7 @@ from headgate.cli.doctor.findings import Finding, note, ok, problem, warning
 from headgate.shared import ports
 from headgate.shared.configfile import unset_name
 from headgate.shared.errors import ConfigError, HeadgateError, NotRunningError
-from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir, lock_path
+from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, lock_path
 from headgate.shared.units import GIB, format_bytes, format_duration
 
 LEAST_DISK_BYTES = GIB
@@ -161,11 +161,3 @@ def proxies(session: Session, gateway: Any) -> Iterator[Finding]:
         f"default; AWS load balancers: idle time-out, 60 s), no buffering and no compression of text/event-stream, and "
         f"a body limit of {format_bytes(gateway.max_body)}. `headgate doctor --url URL` streams an answer through it",
     )
-
-
-def state_of(session: Session) -> StateDir | None:
-    """The state directory, or None if it cannot be used."""
-    try:
-        return session.state
-    except HeadgateError:
-        return None
