@@ -15,7 +15,7 @@ from tests.rigs.dashboard_pages import ARGUMENTS, CHROMIUM, Watched, sign_in
 from tests.rigs.fake_dashboard import FakeDashboard
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     """The browser of a module; each test has a context of its own.
 
@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared_gateway() -> Iterator[FakeDashboard]:
     """The gateway of all tests of a module."""
     fake = FakeDashboard().start()
@@ -54,7 +54,7 @@ def watched(browser: Any) -> Iterator[Watched]:
     pages.check()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared_pages(browser: Any) -> Iterator[Watched]:
     """The context of tests that need no other options: its files are cached and its session lasts."""
     pages = Watched(browser)
