@@ -20,6 +20,7 @@ from headgate.shared.errors import HeadgateError
 NAME = "usage.sqlite3"
 VERSION = 1
 BUSY_SECONDS = 5.0
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA = """
 CREATE TABLE requests (
@@ -81,12 +82,21 @@ SET requests = requests + 1, tokens = tokens + excluded.tokens, dollars = dollar
 _GROUP_SQL = {name: name for name in GROUPS} | {"day": "strftime('%Y-%m-%d', at, 'unixepoch')"}
 
 
+def advice(error: Exception) -> str:
+    """What happened to the usage file, and what to do about a damaged one."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if isinstance(code, int) and code & 0xFF in _DAMAGED:
+        return f"{error}; move {NAME} away, then a new one is created"
+    return str(error) or type(error).__name__
+
+
 class UsageFile:
     """An open usage file, created if it is missing. Raises sqlite3.Error, and HeadgateError for a newer format."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / NAME
         path.touch(mode=0o600, exist_ok=True)
+        self._path, self._identity = path, _identity(path)
         # Statements run one after the other, but not always in the thread that opened the file.
         self._db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
@@ -126,6 +136,10 @@ class UsageFile:
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+    def is_in_place(self) -> bool:
+        """Whether the file is still the one in the directory, and not removed or replaced."""
+        return _identity(self._path) == self._identity
 
     def revision(self) -> int:
         """Changes whenever another connection has changed the file."""
@@ -223,3 +237,12 @@ class UsageFile:
         """Revokes a key; False if none with this name is accepted."""
         done = self._db.execute("UPDATE keys SET revoked = ? WHERE name = ? AND revoked IS NULL", (now, name))
         return done.rowcount > 0
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None without a file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

@@ -20,7 +20,7 @@ from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, KeySettings
 from gateway.usage.capture import Captured, KeptAnswer, kept_text, redacted
 from gateway.usage.prices import Price
-from gateway.usage.usage_file import StoredKey, UsageFile
+from gateway.usage.usage_file import StoredKey, UsageFile, advice
 from gateway.usage.usage_row import usage_row
 from gateway.usage.usage_writer import Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
@@ -66,7 +66,7 @@ class UsageService:
             self._budgets, keys = await asyncio.to_thread(self._read)
             self._on_keys(accepted(keys))
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            log.warning("the usage file cannot be read, so budgets begin at zero: %s", error)
+            log.warning("the usage file cannot be read, so budgets begin at zero: %s", advice(error))
         self._writer = UsageWriter(
             self._directory, self._retention, self._note_keys, redact=lambda text: redacted(text, self._patterns)
         )
@@ -134,7 +134,7 @@ class UsageService:
                 Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose less of it"
             ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {error}") from error
+            raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error
 
     def _read(self) -> tuple[Budgets, list[StoredKey]]:
         file = UsageFile(self._directory)

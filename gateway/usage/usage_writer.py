@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.usage.capture import Captured, redacted
-from gateway.usage.usage_file import StoredKey, UsageFile, UsageRow
+from gateway.usage.usage_file import StoredKey, UsageFile, UsageRow, advice
 from headgate.shared.errors import HeadgateError
 
 log = logging.getLogger("gateway.usage")
@@ -84,6 +84,9 @@ class UsageWriter:
         """One batch: writes, applies changed keys, removes old rows. Errors are logged once, until it works again."""
         batch: list[UsageRow] = []
         try:
+            if self._file is not None and not self._file.is_in_place():
+                log.warning("the usage file in %s was removed or replaced; it is opened again", self._directory)
+                self._close_file()
             if self._file is None:
                 self._file = UsageFile(self._directory)
             while self._rows:
@@ -106,16 +109,20 @@ class UsageWriter:
             if not self._is_failing:
                 log.warning(
                     "usage cannot be stored in %s: %s; up to %d requests are kept in memory until it can",
-                    self._directory, error, MOST_WAITING,
+                    self._directory, advice(error), MOST_WAITING,
                 )  # fmt: skip
             self._is_failing = True
-            if isinstance(error, sqlite3.DatabaseError) and self._file is not None:
-                self._file.close()
-                self._file = self._revision = None
+            if isinstance(error, sqlite3.DatabaseError):
+                self._close_file()
         else:
             if self._is_failing:
                 log.warning("usage is stored again; %d requests were lost", self._lost)
             self._is_failing, self._lost = False, 0
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._revision = None
 
     def _note_keys(self, file: UsageFile) -> None:
         if (revision := file.revision()) != self._revision:
@@ -136,8 +143,7 @@ class UsageWriter:
             self._wake.wait(WRITE_SECONDS)
             self._try_flush()
         self._try_flush()  # what came while the last batch was written
-        if self._file is not None:
-            self._file.close()
+        self._close_file()
 
     def _try_flush(self) -> None:
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.access.budgets import Spent
 from gateway.usage import usage_writer
-from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow
+from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow, advice
 from gateway.usage.usage_writer import Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
 from tests.rigs.processes import wait_until
@@ -136,6 +136,38 @@ def test_rows_are_kept_until_the_file_can_be_used_and_the_log_says_so_once(
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         f"usage cannot be stored in {tmp_path}", "usage is stored again; 2 requests were lost",
     ]  # fmt: skip
+
+
+def test_a_file_that_is_removed_or_replaced_while_it_is_open_is_opened_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = _Writer(tmp_path)
+    rig.writer.put(row())
+    rig.writer.flush()
+    (tmp_path / NAME).unlink()
+    for companion in tmp_path.glob(f"{NAME}-*"):
+        companion.unlink()
+    other = UsageFile(tmp_path)
+    other.put_key("ann", {}, 1.0)
+    other.close()
+    rig.writer.put(row(AT + 1))
+    rig.writer.flush()
+    assert _requests(tmp_path) == 1
+    assert [key.name for key in rig.keys[-1]] == ["ann"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the usage file in {tmp_path} was removed or replaced; it is opened again"
+    ]
+
+
+def test_an_error_of_a_damaged_file_says_what_to_do(tmp_path: Path, file: UsageFile) -> None:
+    other = tmp_path / "damaged"
+    other.mkdir()
+    (other / NAME).write_bytes(b"not a database" * 100)
+    with pytest.raises(sqlite3.DatabaseError) as damaged:
+        UsageFile(other)
+    assert advice(damaged.value) == f"file is not a database; move {NAME} away, then a new one is created"
+    assert advice(sqlite3.OperationalError("database is locked")) == "database is locked"
+    assert advice(TimeoutError()) == "TimeoutError"
 
 
 def test_changed_keys_are_reported_and_old_rows_removed(tmp_path: Path) -> None:

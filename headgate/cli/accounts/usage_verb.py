@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.usage.usage_file import NAME, UsageFile
+from gateway.usage.usage_file import NAME, UsageFile, advice
 from gateway.usage.usage_query import GROUPS, csv_text, usage_query
 from headgate.cli.command import Command, Session, UsageError
 from headgate.shared.errors import Exit, HeadgateError, NotRunningError
@@ -36,7 +36,7 @@ def usage_file(state: StateDir) -> Iterator[UsageFile]:
         finally:
             file.close()
     except (sqlite3.Error, OSError) as error:
-        raise HeadgateError(f"{state.root / NAME} cannot be used: {error}") from error
+        raise HeadgateError(f"{state.root / NAME} cannot be used: {advice(error)}") from error
 
 
 def run(session: Session) -> int:
