@@ -70,7 +70,7 @@ def _short(value: float) -> float:
 
 Url = Annotated[str, AfterValidator(_http_url)]
 SomeTime = Annotated[Duration, AfterValidator(_some_time)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

@@ -28,6 +28,10 @@ log = logging.getLogger("gateway.providers.sdk_stream")
 DRAIN_SECONDS = 0.05
 """How long to wait for the end of the body after the last frame; reading it makes the connection reusable."""
 
+MAX_ANSWER_BYTES = 128 * 2**20
+"""Of an answer in one piece, decompressed; 2048 embeddings of 3072 numbers as text are 130 MB."""
+MAX_ERROR_BYTES = 2**20
+
 Request = TypeVar("Request")
 
 
@@ -143,10 +147,10 @@ class RawSender:
         headers = {**client.default_headers, **client.auth_headers}
         self._headers = {name.lower(): value for name, value in headers.items() if isinstance(value, str)}
 
-    async def post(
-        self, path: str, body: bytes, connect_seconds: float, headers: Mapping[str, str], *, stream: bool
+    async def stream(
+        self, path: str, body: bytes, connect_seconds: float, headers: Mapping[str, str]
     ) -> httpx2.Response:
-        """The response with a status below 300, with its body unless it is a stream. `headers`: names in lower case.
+        """The open response with a status below 300. `headers`: names in lower case.
 
         Raises UpstreamError for another status, and exceptions of httpx2.
         """
@@ -157,14 +161,30 @@ class RawSender:
             headers={**self._headers, **headers},
             timeout=timeout_of(connect_seconds),
         )
-        response = await self._http.send(request, stream=stream)
+        response = await self._http.send(request, stream=True)
         if response.status_code >= 300:
-            try:
-                text = await response.aread()
-            finally:
-                await response.aclose()
+            text = await _read_body(response, MAX_ERROR_BYTES)
             raise status_error(response.status_code, response.headers, text, now=time.time(), secrets=self._secrets)
         return response
+
+    async def whole(self, path: str, body: bytes, connect_seconds: float, headers: Mapping[str, str]) -> bytes:
+        """The body of a response with a status below 300; raises as `stream`, and UpstreamError if it is too long."""
+        return await _read_body(await self.stream(path, body, connect_seconds, headers), MAX_ANSWER_BYTES)
+
+
+async def _read_body(response: httpx2.Response, max_bytes: int) -> bytes:
+    """The whole body; the connection is closed. Raises UpstreamError beyond `max_bytes`."""
+    pieces, size = [], 0
+    try:
+        async for piece in response.aiter_bytes():
+            pieces.append(piece)
+            if (size := size + len(piece)) > max_bytes:
+                raise UpstreamError(
+                    UpstreamKind.MALFORMED, f"the answer with status {response.status_code} exceeds {max_bytes} bytes"
+                )
+    finally:
+        await response.aclose()
+    return b"".join(pieces)
 
 
 class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
@@ -189,6 +209,8 @@ class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
     async def __aenter__(self) -> AsyncIterator[Frame]:
         try:
             self._response = await self._send()
+        except UpstreamError:
+            raise
         except Exception as error:
             raise self._error(error) from error
         kind = self._response.headers.get("content-type", "")

@@ -18,6 +18,7 @@ from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers import sdk_stream
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
@@ -568,6 +569,19 @@ async def test_embedding_that_is_not_a_json_object_is_malformed() -> None:
         with pytest.raises(UpstreamError, match="streamed"):
             await provider.unary(typed_call(Endpoint.CHAT, "m", ASK, "r"))
         await provider.aclose()
+
+
+async def test_answer_in_one_piece_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small compressed body may contain gigabytes."""
+    monkeypatch.setattr(sdk_stream, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(sdk_stream, "MAX_ERROR_BYTES", 1000)
+    for status in (200, 500):
+        answer = Canned({"data": ["x" * 1000]}, status=status)
+        with canned_service({"POST /v1/embeddings": answer}) as canned:
+            provider = _make_openai(canned.url, KEY)
+            with pytest.raises(UpstreamError, match=f"the answer with status {status} exceeds 1000 bytes"):
+                await provider.unary(typed_call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
+            await provider.aclose()
 
 
 async def test_anthropic_has_no_embeddings() -> None:

@@ -105,6 +105,7 @@ def test_errors_have_line_and_advice(tmp_path: Path) -> None:
         ("deadlines: {first_token: never}", "not `never`"),
         ("deadlines: {connect: 400s}", "longer than deadlines.total"),
         ("max_body: 10", "too small for any request"),
+        ("limits: {concurrent: 99999999999999999999}", "less than or equal to 9007199254740992"),
         (
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: a, hash: 'sha256:{'1' * 64}'}}]",
             "two keys are named",

@@ -83,8 +83,8 @@ class AnthropicProvider:
     async def _send(self, call: Call) -> httpx2.Response:
         body = build_request(lambda: _request(call))
         headers = {**call.headers, **(_ACCEPT_SAMPLING if needs_sampling_version(body) else _ACCEPT)}
-        return await self._sender.post(
-            "v1/messages", dumps({**as_json(body), "stream": True}), call.connect_seconds, headers, stream=True
+        return await self._sender.stream(
+            "v1/messages", dumps({**as_json(body), "stream": True}), call.connect_seconds, headers
         )
 
 

@@ -53,25 +53,28 @@ class OpenAIProvider:
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
         reader = OpenAIStream(choices_of(call.body), self._secrets)
-        return SdkStream(lambda: self._send(call, stream=True), reader, self._host, self._secrets)
+        return SdkStream(lambda: self._open(call), reader, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
         """The JSON bytes that answer a call without a stream; raises UpstreamError."""
         if call.endpoint.streams:
             raise UpstreamError(UpstreamKind.MALFORMED, f"/v1/{call.endpoint} is always streamed")
         try:
-            response = await self._send(call, stream=False)
-            if not isinstance(orjson.loads(response.content), dict):
+            answer = await self._whole(call)
+            if not isinstance(orjson.loads(answer), dict):
                 raise ValueError("a JSON object was expected")
+        except UpstreamError:
+            raise
         except Exception as error:
             raise upstream_error(error, self._host, self._secrets) from error
-        return response.content
+        return answer
 
     async def whole(self, call: Call) -> dict[str, Any]:
         """See `gateway.providers.provider.AnswersWhole`."""
         try:
-            response = await self._send(call, stream=False)
-            return whole_answer(response.content, self._secrets)
+            return whole_answer(await self._whole(call), self._secrets)
+        except UpstreamError:
+            raise
         except Exception as error:
             raise upstream_error(error, self._host, self._secrets) from error
 
@@ -79,10 +82,16 @@ class OpenAIProvider:
         """Closes every connection."""
         await self._client.close()
 
-    async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
-        body = build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor, stream=stream))
-        headers = {**call.headers, **_ACCEPT} if stream else call.headers
-        return await self._sender.post(call.endpoint, dumps(body), call.connect_seconds, headers, stream=stream)
+    async def _open(self, call: Call) -> httpx2.Response:
+        body = self._body(call, stream=True)
+        return await self._sender.stream(call.endpoint, body, call.connect_seconds, {**call.headers, **_ACCEPT})
+
+    async def _whole(self, call: Call) -> bytes:
+        body = self._body(call, stream=False)
+        return await self._sender.whole(call.endpoint, body, call.connect_seconds, call.headers)
+
+    def _body(self, call: Call, *, stream: bool) -> bytes:
+        return dumps(build_request(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor, stream=stream)))
 
 
 _ACCEPT = {"accept": "text/event-stream", "accept-encoding": "identity"}
