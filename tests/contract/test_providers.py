@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -582,6 +585,26 @@ async def test_answer_in_one_piece_is_read_up_to_a_bound(monkeypatch: pytest.Mon
             with pytest.raises(UpstreamError, match=f"the answer with status {status} exceeds 1000 bytes"):
                 await provider.unary(typed_call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
             await provider.aclose()
+
+
+@pytest.mark.parametrize("rig", ["openai"], indirect=True)
+@pytest.mark.parametrize("fault", ["fault-503", "fault-html", "fault-reset"])
+async def test_failed_attempt_is_freed_without_the_garbage_collector(rig: Rig, fault: str) -> None:
+    """A cycle would keep the answer in memory until a full collection, which is rare in the gateway."""
+    assert isinstance(rig.provider, AnswersWhole)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sys.getrefcount(rig.provider)
+        for _ in range(3):
+            with suppress(UpstreamError):
+                await rig.provider.whole(rig.call(fault))
+            with suppress(UpstreamError):
+                await rig.frames(rig.call(fault))
+        after = sys.getrefcount(rig.provider)
+    finally:
+        gc.enable()
+    assert after == before
 
 
 async def test_anthropic_has_no_embeddings() -> None:
