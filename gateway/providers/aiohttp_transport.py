@@ -8,7 +8,7 @@ opened, and allows 100 connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -89,18 +89,22 @@ class _Body(httpx2.AsyncByteStream):
 
 
 class AiohttpTransport(httpx2.AsyncBaseTransport):
-    """Connections by aiohttp, without limit, for one event loop. Redirects, cookies and proxies are not handled."""
+    """Connections of the session that `open_session` creates at the first request, for one event loop.
 
-    def __init__(self, keepalive_seconds: float) -> None:
-        self._keepalive = keepalive_seconds
-        self._trust = httpx2.create_ssl_context()
+    Redirects, cookies and proxies are not handled.
+    """
+
+    def __init__(self, open_session: Callable[[], aiohttp.ClientSession]) -> None:
+        self._open_session = open_session
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Sends a request whose body is in memory."""
         timeout = request.extensions.get("timeout", {})
+        if self._session is None:  # a session belongs to the running loop
+            self._session = self._open_session()
         with _as_httpx_errors(request):
-            response = await self._open_session().request(
+            response = await self._session.request(
                 request.method,
                 str(request.url),
                 headers=request.headers.multi_items(),
@@ -116,16 +120,3 @@ class AiohttpTransport(httpx2.AsyncBaseTransport):
         """Closes all connections."""
         if self._session is not None:
             await self._session.close()
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # a session belongs to the running loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive, ssl=self._trust),
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-                read_bufsize=2**18,
-                max_field_size=2**16,
-            )
-        return self._session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from ssl import SSLContext
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -73,5 +74,18 @@ def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
         timeout=httpx2.Timeout(None, connect=connect_seconds),
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_SECONDS),
         follow_redirects=False,
-        transport=None if getproxies() else AiohttpTransport(KEEPALIVE_SECONDS),
+        transport=None if getproxies() else AiohttpTransport(partial(_make_cloud_session, httpx2.create_ssl_context())),
+    )
+
+
+def _make_cloud_session(trust: SSLContext) -> aiohttp.ClientSession:
+    """The session below an SDK's client: no cookies, no limit of connections, deadlines per call only."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=trust),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        read_bufsize=2**18,
+        max_field_size=2**16,
     )

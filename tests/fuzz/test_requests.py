@@ -124,6 +124,8 @@ def complaint(case: Case | SimpleNamespace, answer: Any) -> str | None:
     if answer.status_code == 401 or (answer.status_code >= 500 and answer.status_code not in BUSY):
         return shown
     is_whole = _is_anthropics if case.path.startswith(ANTHROPICS) else _is_openais
+    if case.path.startswith("/api/"):
+        is_whole = _is_ollamas
     try:
         is_known = is_whole(json.loads(answer.content))
     except (ValueError, KeyError, TypeError):
@@ -134,6 +136,10 @@ def complaint(case: Case | SimpleNamespace, answer: Any) -> str | None:
 def _is_openais(body: Any) -> bool:
     error = body["error"]
     return bool(error["message"]) and error["code"] in CODES and "param" in error and bool(error["type"])
+
+
+def _is_ollamas(body: Any) -> bool:
+    return bool(body["error"]) and isinstance(body["error"], str)
 
 
 def _is_anthropics(body: Any) -> bool:
