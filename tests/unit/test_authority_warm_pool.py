@@ -78,6 +78,21 @@ def test_model_of_an_accelerator_is_offloaded_and_kept_by_another_process() -> N
     assert (world.booked("gpu-0"), world.booked("cpu")) == (before, 0)
 
 
+@pytest.mark.parametrize("gpus", [(), GPU])
+def test_model_that_becomes_free_while_the_service_stops_is_not_kept(gpus: tuple[str, ...]) -> None:
+    """No process is started after the others were stopped."""
+    world = begin({"a": {}}, gpus=gpus)
+    lease = world.leased("a")
+    world.send(events.DepartureWanted("a", Reason.IDLE, Action.OFFLOAD))
+    assert world.model("a").state is S.DRAINING
+    world.send(events.Closing())
+    world.finish(lease)
+    world.live(5)
+    assert world.model("a").state is S.COLD
+    assert not world.state.workers
+    assert not world.state.ledger.holdings
+
+
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize(
     ("gpus", "step"), [((), events.ContextFreed), (GPU, events.ContextFreed), (GPU, events.FileHeld)]

@@ -22,6 +22,8 @@ _S = ModelState
 def obstacle(state: State, model: ModelRecord) -> str | None:
     """Why a loaded model cannot be kept, regardless of memory, or None."""
     worker = state.worker_of(model)
+    if state.closing:
+        return "the service stops"
     if not state.settings.enable_cpu_offload:
         return "INFERENCE_ENABLE_CPU_OFFLOAD is false"
     if not model.spec.warm:
