@@ -83,7 +83,7 @@ def test_model_that_becomes_free_while_the_service_stops_is_not_kept(gpus: tuple
     """No process is started after the others were stopped."""
     world = begin({"a": {}}, gpus=gpus)
     lease = world.leased("a")
-    world.send(events.DepartureWanted("a", Reason.IDLE, Action.OFFLOAD))
+    world.command(events.Offload("a"))
     assert world.model("a").state is S.DRAINING
     world.send(events.Closing())
     world.finish(lease)
