@@ -42,6 +42,8 @@ class Mailbox:
         self.stalled = False
         self.on_room: object = None
         self.restored: list[object] = []
+        self.begun_at: float | None = None
+        self.prefilled_at: float | None = None
 
 
 @dataclass(repr=False)
