@@ -18,29 +18,30 @@ from gateway.usage.usage_query import GROUPS
 from headgate.shared.errors import HeadgateError
 
 NAME = "usage.sqlite3"
-VERSION = 1
+VERSION = 2
+"""Of the tables. 2 added `captures`."""
 BUSY_SECONDS = 5.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA = """
-CREATE TABLE requests (
+CREATE TABLE IF NOT EXISTS requests (
     at REAL NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, endpoint TEXT NOT NULL, route TEXT NOT NULL,
     tier TEXT NOT NULL, model TEXT NOT NULL, requested TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, ttft_seconds REAL, seconds REAL NOT NULL,
     outcome TEXT NOT NULL, reason TEXT NOT NULL, dollars REAL
 );
-CREATE INDEX requests_at ON requests (at);
-CREATE TABLE months (
+CREATE INDEX IF NOT EXISTS requests_at ON requests (at);
+CREATE TABLE IF NOT EXISTS months (
     month TEXT NOT NULL, key TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL, dollars REAL NOT NULL,
     PRIMARY KEY (month, key)
 ) WITHOUT ROWID;
-CREATE TABLE captures (
+CREATE TABLE IF NOT EXISTS captures (
     at REAL NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, route TEXT NOT NULL, request TEXT NOT NULL,
     answer TEXT NOT NULL
 );
-CREATE INDEX captures_at ON captures (at);
-CREATE INDEX captures_id ON captures (id);
-CREATE TABLE keys (
+CREATE INDEX IF NOT EXISTS captures_at ON captures (at);
+CREATE INDEX IF NOT EXISTS captures_id ON captures (id);
+CREATE TABLE IF NOT EXISTS keys (
     name TEXT PRIMARY KEY, settings TEXT NOT NULL, created REAL NOT NULL, revoked REAL
 ) WITHOUT ROWID;
 """
@@ -116,7 +117,7 @@ class UsageFile:
                     f"{path} was written by a newer version of Headgate (format {version}, this one reads {VERSION}); "
                     "move the file away or install the newer version"
                 )
-            if version == 0:
+            if version < VERSION:
                 for statement in filter(str.strip, _SCHEMA.split(";")):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {VERSION}")

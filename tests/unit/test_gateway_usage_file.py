@@ -85,6 +85,21 @@ def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
         UsageFile(tmp_path)
 
 
+def test_a_file_of_an_older_version_gets_the_tables_that_it_lacks(tmp_path: Path) -> None:
+    file = UsageFile(tmp_path)
+    file.add([row()])
+    file.close()
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("DROP TABLE captures")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    file = UsageFile(tmp_path)
+    assert file.drop_before(AT) == 0
+    file.add([row()])
+    assert file.sums([], 0, 2e9)[0]["requests"] == 2
+    file.close()
+
+
 def test_file_is_private(tmp_path: Path, file: UsageFile) -> None:
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
 
