@@ -35,11 +35,11 @@ from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
 from gateway.usage.usage_service import UsageService
-from headgate.shared import tracing
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
+from headgate.shared.traces import tracing
 
 if TYPE_CHECKING:
-    from headgate.shared.otlp_tracer import Tracer
+    from headgate.shared.traces.otlp_tracer import Tracer
 
 log = logging.getLogger("gateway.runtime")
 

@@ -25,11 +25,11 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from headgate.shared import tracing
 from headgate.shared.asgi import App, Receive, Response, Scope, Send, error_headers, request_id
 from headgate.shared.errors import ConfigError, Exit
-from headgate.shared.span_ids import new_span_id
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
+from headgate.shared.traces import tracing
+from headgate.shared.traces.span_ids import new_span_id
 from headgate.shared.wire import QuietServer, server_config
 from inference import settings
 from inference.api import kv_routes, local_model_routes, memory_routes, service_routes
@@ -59,7 +59,7 @@ from inference.workers.os_api import socket_directory
 from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 
 if TYPE_CHECKING:
-    from headgate.shared.otlp_tracer import Tracer
+    from headgate.shared.traces.otlp_tracer import Tracer
 
 log = logging.getLogger(__name__)
 

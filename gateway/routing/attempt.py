@@ -20,7 +20,7 @@ from gateway.routing.explain_record import AttemptRecord
 from gateway.routing.request_context import RequestState
 from gateway.routing.stream_reader import ANSWERS, ExpiredError, StreamReader
 from gateway.telemetry.quote_redaction import without_quotes
-from headgate.shared.span_ids import new_span_id
+from headgate.shared.traces.span_ids import new_span_id
 from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")

@@ -15,7 +15,7 @@ from gateway.routing.candidate_checks import Prediction
 from gateway.routing.chain import Candidate
 from gateway.telemetry.quote_redaction import WITHHELD, without_quotes
 from headgate.shared.bodies.openai_bodies import MAX_MODEL_CHARS
-from headgate.shared.trace_context import SpanContext
+from headgate.shared.traces.trace_context import SpanContext
 from inference.protocol import Code, Progress, Restored
 
 KEPT = 1000

@@ -25,7 +25,7 @@ from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry.gateway_metrics import Telemetry
-from headgate.shared.trace_context import TRACEPARENT, SpanContext
+from headgate.shared.traces.trace_context import TRACEPARENT, SpanContext
 from inference.protocol import H_CONVERSATION, H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
 
 WHOLE_ANSWER_INTERVAL_SECONDS = 0.25

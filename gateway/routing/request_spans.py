@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from gateway.breaker.outcome import LOCAL, End
 from gateway.routing.explain_record import AttemptRecord, Record
-from headgate.shared.trace_context import Span, SpanContext
+from headgate.shared.traces.trace_context import Span, SpanContext
 
 LOCAL_PROVIDER = "llama.cpp"
 """`gen_ai.provider.name` of local models; a cloud has its name in gateway.yaml."""

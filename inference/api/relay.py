@@ -31,7 +31,7 @@ from headgate.shared.asgi import (
     wait_for_disconnect,
 )
 from headgate.shared.hop import Answer, BrokenError, Hop
-from headgate.shared.span_ids import new_span_id
+from headgate.shared.traces.span_ids import new_span_id
 from inference.api.relay_spans import RelayTrace, Wait, relay_spans
 from inference.api.relayed_request import RelayedRequest, read_request
 from inference.api.reruns import CrashedError, Rerun
@@ -54,7 +54,7 @@ from inference.protocol import (
 from inference.workers.exit_cause import WorkerExit
 
 if TYPE_CHECKING:
-    from headgate.shared.otlp_tracer import Tracer
+    from headgate.shared.traces.otlp_tracer import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headgate.shared.trace_context import Span, SpanContext, parse
+from headgate.shared.traces.trace_context import Span, SpanContext, parse
 from inference.worker_link import Timings
 
 _NO_FAILURE = ("success", "client_left")

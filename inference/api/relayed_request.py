@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from headgate.shared.asgi import Headers
 from headgate.shared.kv_hint import parse_kv_hint
-from headgate.shared.trace_context import TRACEPARENT
+from headgate.shared.traces.trace_context import TRACEPARENT
 from inference.api.relay_spans import RelayTrace
 from inference.errors import InvalidRequestError
 from inference.estimate import cold_tokenizer

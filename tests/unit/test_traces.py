@@ -13,9 +13,9 @@ import pytest
 
 from gateway.routing.explain_record import AttemptRecord, Record
 from gateway.routing.request_spans import request_spans
-from headgate.shared import otlp_tracer, tracing
-from headgate.shared.otlp_tracer import Tracer
-from headgate.shared.trace_context import Span, SpanContext, parse
+from headgate.shared.traces import otlp_tracer, tracing
+from headgate.shared.traces.otlp_tracer import Tracer
+from headgate.shared.traces.trace_context import Span, SpanContext, parse
 from inference.api.relay_spans import RelayTrace, relay_spans, worker_spans
 from inference.worker_link import Timings
 from tests.rigs.processes import free_port
@@ -295,7 +295,7 @@ def test_unusable_settings_turn_traces_off_with_a_reason(
 def test_a_missing_extra_is_one_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(sys.modules, "headgate.shared.otlp_tracer", raising=False)
+    monkeypatch.delitem(sys.modules, "headgate.shared.traces.otlp_tracer", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert started(monkeypatch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:4318") is None
     assert len(caplog.records) == 1

@@ -19,7 +19,7 @@ from typing import Any
 
 from headgate.shared.asgi import Receive, Scope, Send, error_frame
 from headgate.shared.parameters import Sampling
-from headgate.shared.trace_context import TRACEPARENT
+from headgate.shared.traces.trace_context import TRACEPARENT
 from inference.protocol import (
     DONE,
     H_TENANT,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from headgate.shared.otlp_tracer import Tracer
+    from headgate.shared.traces.otlp_tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def start(service: str, environ: Mapping[str, str]) -> Tracer | None:
         if name.startswith("OTEL_"):
             os.environ.setdefault(name, value)
     try:
-        from headgate.shared.otlp_tracer import make_tracer
+        from headgate.shared.traces.otlp_tracer import make_tracer
 
         tracer = make_tracer(service)
     except ImportError as error:

@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headgate import __version__
-from headgate.shared.span_ids import new_span_id, new_trace_id
-from headgate.shared.trace_context import TRACEPARENT, TRACESTATE, Span, SpanContext, parse
+from headgate.shared.traces.span_ids import new_span_id, new_trace_id
+from headgate.shared.traces.trace_context import TRACEPARENT, TRACESTATE, Span, SpanContext, parse
 
 log = logging.getLogger(__name__)
 

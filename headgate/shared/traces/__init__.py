@@ -1,0 +1,1 @@
+"""Traces by OpenTelemetry: spans, their context in headers, and their export."""
