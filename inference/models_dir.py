@@ -116,12 +116,18 @@ def model_name(file_name: str) -> str:
 
 
 def _gguf_files(directory: Path) -> Iterator[Path]:
-    """GGUF files below `directory`, sorted within their folders. Hidden and unreadable folders are left out."""
+    """GGUF files below `directory`, sorted within their folders.
+
+    Left out are hidden and unreadable folders, and links to a folder that contains them.
+    """
     left = MOST_ENTRIES
-    folders = [(directory, 0)]
+    folders: list[tuple[Path, tuple[os.stat_result, ...]]] = [(directory, ())]
     while folders:
-        folder, depth = folders.pop()
+        folder, outer = folders.pop()
         try:
+            here = folder.stat()
+            if any(os.path.samestat(here, other) for other in outer):
+                continue
             with os.scandir(folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError:
@@ -136,8 +142,8 @@ def _gguf_files(directory: Path) -> Iterator[Path]:
             try:
                 if entry.name.endswith(".gguf") and entry.is_file() and os.access(entry.path, os.R_OK):
                     yield folder / entry.name
-                elif depth < MOST_DEPTH and entry.is_dir():
-                    inner.append((folder / entry.name, depth + 1))
+                elif len(outer) < MOST_DEPTH and entry.is_dir():
+                    inner.append((folder / entry.name, (*outer, here)))
             except OSError:
                 continue
         folders += reversed(inner)

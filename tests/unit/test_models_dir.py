@@ -79,6 +79,14 @@ def test_names_that_cannot_be_ids_are_left_out(tmp_path: Path) -> None:
     assert list(load(tmp_path).models) == ["ok"]
 
 
+def test_link_to_a_folder_that_contains_it_adds_no_models(tmp_path: Path) -> None:
+    put(tmp_path, "a/x.gguf", "b/y.gguf")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    (tmp_path / "c").symlink_to("b")
+    found = [str(model.path.relative_to(tmp_path)) for model in models_below(tmp_path)]
+    assert found == ["a/x.gguf", "b/y.gguf", "c/y.gguf"]
+
+
 def test_directory_may_be_missing_or_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(tmp_path).models == {}
     put(tmp_path / "models", *(f"m{number}.gguf" for number in range(9)), "a/b/c/d/e/deep.gguf")
