@@ -338,6 +338,19 @@ def test_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, endpoint:
     assert "HF_ENDPOINT" in output
 
 
+def test_server_that_is_not_a_hub_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    path = "/api/models/org/plain?blobs=true"
+    answers = (
+        (Canned(status=302, headers={"location": path}), "cannot be reached (Exceeded maximum allowed redirects.)"),
+        (Canned(frames=[b"[" * 100_000]), "is not a hub: its answer is not JSON"),
+    )
+    for answer, advice in answers:
+        with canned_service({f"GET {path}": answer}) as service:
+            monkeypatch.setenv("HF_ENDPOINT", service.url)
+            assert main(["pull", "hf:org/plain:Q8_0"]) == 1
+            assert advice in capsys.readouterr().err
+
+
 def test_interrupted_download_says_how_it_continues(hub: SmallHub, monkeypatch: Any, capsys: Any) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -156,7 +156,7 @@ class Hub:
                         progress.at(done)
                     if done < file.bytes:
                         raise httpx2.RemoteProtocolError("the connection ended early")
-                except httpx2.TransportError as error:
+                except httpx2.RequestError as error:
                     failures = 0 if done > before else failures + 1
                     before = done
                     if failures >= TRIES:
@@ -201,14 +201,14 @@ class Hub:
                         raise httpx2.ReadTimeout(f"no complete answer within {DESCRIPTION_SECONDS:g} s")
                     if len(raw) > MOST_ANSWER_BYTES:
                         raise HubError(f"the answer of {self._host()} about {source.repository} is too long")
-        except (httpx2.TransportError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise HubError(
                 f"{self.endpoint} cannot be reached ({_reason(error)}); HF_ENDPOINT names another hub, HTTPS_PROXY a "
                 f"proxy. A file that you copied here yourself is added with: headgate add FILE.gguf"
             ) from error
         try:
             return httpx2.Response(200, content=bytes(raw)).json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HubError(f"{self.endpoint} is not a hub: its answer is not JSON; check HF_ENDPOINT") from error
 
     def _check(self, source: HubSource, response: httpx2.Response) -> None:
