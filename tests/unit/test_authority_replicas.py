@@ -81,6 +81,19 @@ def test_further_replica_that_avoids_accelerators_shows_that_it_is_not_loaded_on
     assert "a further replica of 'a' is not loaded on the CPU" in str(reasons["a@2"])
 
 
+def test_further_replica_does_not_take_the_memory_of_another_one() -> None:
+    """Otherwise they would replace each other again and again."""
+    world = begin({"a": {"replicas": 2, "min_residency": 0}}, gpus=TWO, memory_limit_gb=0.3)
+    world.finish(world.leased("a"))
+    first = world.model("a").worker
+    assert first is not None
+    world.live(31)
+    world.finish(world.grants[world.want("a")])
+    world.live(5)
+    assert [world.model(name).loads for name in ("a", "a@2")] == [1, 0]
+    assert world.model("a").worker == first
+
+
 def test_further_replica_evicts_no_model_in_use_but_an_idle_one() -> None:
     sizes = {"a": 600, "b": 600}
     world = begin({"a": {"replicas": 2}, "b": {"min_residency": 5}}, sizes, gpus=TWO)

@@ -154,14 +154,18 @@ def _is_optional(draft: Draft, id: str) -> bool:
 
 def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
     """Whether an optional load has room, perhaps with a change that its configuration allows: at the start without
-    evictions, for a replica after those of idle models.
+    evictions, for a replica after those of idle models that are no replicas of the same one.
     """
     if outcome.result in _FITS or (isinstance(outcome, Refusal) and fit_of(draft.model(id).spec).allows(outcome.fix)):
         return True
     if Purpose.REPLICA not in _purposes(draft, id):
         return False
     if isinstance(outcome, Placement):
-        return all(draft.state.eviction_state(draft.model(name), draft.now) in EVICTABLE for name in outcome.evict)
+        leaving = [draft.model(name) for name in outcome.evict]
+        others = replicas.replicas_of(draft.state, draft.model(id))
+        return all(
+            draft.state.eviction_state(model, draft.now) in EVICTABLE and model not in others for model in leaving
+        )
     is_left = [
         name not in draft.state.models or draft.model(name).state not in replicas.UP for name in outcome.waits_for
     ]
