@@ -91,10 +91,7 @@ class UsageWriter:
                 self._file = UsageFile(self._directory)
             while self._rows:
                 batch.append(self._rows.popleft())
-            captures = [
-                body._replace(request=self._redact(body.request), answer=self._redact(body.answer))
-                for body in tuple(self._captures)
-            ]
+            captures = self._redacted_bodies()
             if batch or captures:
                 self._file.add(batch, captures)
                 batch = []
@@ -118,6 +115,19 @@ class UsageWriter:
             if self._is_failing:
                 log.warning("usage is stored again; %d requests were lost", self._lost)
             self._is_failing, self._lost = False, 0
+
+    def _redacted_bodies(self) -> list[Captured]:
+        """The queued bodies without secrets. One that cannot be redacted is dropped, so that rows are stored."""
+        found = []
+        for body in tuple(self._captures):
+            try:
+                texts = self._redact(body.request), self._redact(body.answer)
+            except Exception:
+                log.exception("the bodies of request %s are not stored: defect in the gateway", body.id)
+                self._captures.remove(body)
+            else:
+                found.append(body._replace(request=texts[0], answer=texts[1]))
+        return found
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.access.budgets import Spent
 from gateway.usage import usage_writer
+from gateway.usage.capture import Captured
 from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow, advice
 from gateway.usage.usage_writer import Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
@@ -208,3 +209,22 @@ def test_closing_stores_what_is_queued(tmp_path: Path) -> None:
     rig.writer.put(row())
     rig.writer.close()
     assert _requests(tmp_path) == 1
+
+
+def test_bodies_that_cannot_be_redacted_are_dropped_and_rows_stored(tmp_path: Path) -> None:
+    def redact(text: str) -> str:
+        if text == "bad":
+            raise RecursionError("too deep")
+        return text.upper()
+
+    writer = UsageWriter(tmp_path, lambda: Retention(1e9, 2**30), lambda _: None, lambda: AT + 100, redact)
+    writer.put(row())
+    writer.put_bodies(Captured(AT, "one", "ann", "demo", "bad", "x"))
+    writer.put_bodies(Captured(AT, "two", "ann", "demo", "good", "x"))
+    writer.flush()
+    writer.flush()
+    assert _requests(tmp_path) == 1
+    file = UsageFile(tmp_path)
+    assert file.captured("one") is None
+    assert file.captured("two") == Captured(AT, "two", "ann", "demo", "GOOD", "X")
+    file.close()

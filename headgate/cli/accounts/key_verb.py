@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gateway.settings import KeySettings
+from gateway.settings import KeySettings, load
 from headgate.cli.accounts.usage_verb import usage_file
 from headgate.cli.addresses import gateway_key, has_keys
 from headgate.cli.command import Command, Session, UsageError
@@ -99,6 +99,11 @@ def _create(session: Session) -> int:
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         raise UsageError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from error
+    config = load(session.config_dir, session.environ)
+    if any(key.name == args.name for key in config.keys):
+        raise UsageError(f"gateway.yaml has a key {args.name!r} already, which comes first; choose another name")
+    if not config.usage.store:
+        raise HeadgateError("gateway.yaml has `usage: {store: false}`, so the gateway does not read created keys")
     with usage_file(session.state) as file:
         replaced = any(key.name == args.name and key.revoked is None for key in file.stored_keys())
         file.put_key(args.name, settings, time.time())

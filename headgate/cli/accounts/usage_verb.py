@@ -66,9 +66,7 @@ def run(session: Session) -> int:
         none="no requests in this time",
     )
     if unpriced := sum(row["unpriced"] for row in rows):
-        session.terminal.say(
-            f"{unpriced} answers have no known price and are not in COST; set `prices` in gateway.yaml"
-        )
+        session.terminal.say(f"not in COST: {unpriced} without a known price; set `prices` in gateway.yaml")
     return Exit.OK
 
 
