@@ -55,6 +55,14 @@ def _answers_in_the_playground(page: Any) -> None:
     page.get_by_role("dialog").get_by_text("local/demo (local: the first choice").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("table", name="Finished requests").get_by_text("200 success").wait_for()
+    page.locator('nav a[href="#/keys"]').click()
+    usage = page.get_by_role("table", name="Usage by key")
+    for _ in range(20):  # rows are stored once a second
+        if usage.get_by_text("generated").count():
+            break
+        page.get_by_role("button", name="Read again").last.click()
+        page.wait_for_timeout(200)
+    usage.get_by_text("generated").wait_for()
 
 
 def _shows_the_death_of_the_inference_service(page: Any, stack: Stack) -> None:

@@ -93,7 +93,7 @@ def test_requests_change_phase_and_finished_ones_have_their_record(page: Any, ga
     dialog.get_by_text("64 tokens from ram").wait_for()
     page.keyboard.press("Escape")
     dialog.wait_for(state="hidden")
-    assert page.url.endswith("#/requests")
+    page.wait_for_url("**#/requests")
 
 
 def test_a_record_that_is_gone_is_explained(page: Any, gateway: FakeDashboard) -> None:
@@ -116,7 +116,7 @@ def test_keys_and_usage(page: Any, gateway: FakeDashboard) -> None:
     show(page, "keys")
     page.get_by_text("This gateway does not store usage.").wait_for()
     assert "requests per minute 60; concurrent 4" in page.get_by_role("table", name="Keys").inner_text()
-    gateway.usage = {"usage": [{"key": "ops", "requests": 7, "completion_tokens": 1234567}]}
+    gateway.usage = {"by": ["key"], "rows": [{"key": "ops", "requests": 7, "completion_tokens": 1234567}]}
     page.get_by_role("button", name="Read again").last.click()
     page.get_by_role("table", name="Usage by key").get_by_text("1,234,567").wait_for()
 

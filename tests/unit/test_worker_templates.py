@@ -21,8 +21,9 @@ def template(source: str = CHATML) -> ChatTemplate:
 
 
 def limited(source: str, render_seconds: float = 0.3) -> ChatTemplate:
-    """A template in its own process with a short time limit."""
-    return ChatTemplate(source, bos="", eos="", control_texts=(), process=TemplateProcess(render_seconds))
+    """A template in its own process with a short time limit and little memory, which is used up soon."""
+    process = TemplateProcess(render_seconds, 320 * 2**20)
+    return ChatTemplate(source, bos="", eos="", control_texts=(), process=process)
 
 
 def user(text: str) -> list[dict[str, Any]]:

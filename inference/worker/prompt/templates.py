@@ -55,9 +55,10 @@ class TemplateProcess:
     only the end of a process stops.
     """
 
-    def __init__(self, render_seconds: float = RENDER_SECONDS) -> None:
+    def __init__(self, render_seconds: float = RENDER_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         self._render_seconds = render_seconds
-        orders = orjson.dumps([render_seconds, MEMORY_BYTES]).decode()
+        self._memory_bytes = memory_bytes
+        orders = orjson.dumps([render_seconds, memory_bytes]).decode()
         self._child = bounded_child.BoundedChild("inference.worker.prompt.template_sandbox", orders)
         self._lock = threading.Lock()
 
@@ -84,7 +85,7 @@ class TemplateProcess:
                 answer = self._child.call(orjson.dumps([source, variables]))
         except bounded_child.OverLimitsError:
             raise OverLimitsError(
-                f"it took longer than {self._render_seconds:g} s or more than {MEMORY_BYTES >> 20} MiB of memory"
+                f"it took longer than {self._render_seconds:g} s or more than {self._memory_bytes >> 20} MiB of memory"
             ) from None
         except (OSError, orjson.JSONEncodeError) as error:
             raise RefusedError(f"it cannot be rendered now ({type(error).__name__})") from None

@@ -56,15 +56,15 @@ function Usage() {
     <div class="filters"><fieldset class="choices"><legend>By</legend>
       ${["key", "model", "day"].map((name) => html`<label key=${name}><input type="radio" name="by" checked=${by === name} onChange=${() => setBy(name)} /><span>${name}</span></label>`)}
     </fieldset><button type="button" disabled=${answer.loading} onClick=${load}>Read again</button></div>
-    <${Rows} key=${by} answer=${answer} field="usage" first=${by} caption=${`Usage by ${by}`} empty="No usage is stored yet." /></section>`;
+    <${Rows} key=${by} answer=${answer} field="rows" first=${by} caption=${`Usage by ${by}`} empty="No usage is stored yet." /></section>`;
 }
 
 function Keys() {
   const [answer, load] = useAnswer(api.keys, []);
   return html`<section aria-labelledby="keys"><h2 id="keys">Keys</h2>
     <p class="buttons"><button type="button" disabled=${answer.loading} onClick=${load}>Read again</button>
-      <span class="dim">Create one with <code>headgate key new NAME</code>.</span></p>
-    <${Rows} answer=${answer} field="keys" first="name" caption="Keys" empty=${html`No keys yet. Create one with <code>headgate key new NAME</code>.`} /></section>`;
+      <span class="dim">Create one with <code>headgate key create NAME</code>.</span></p>
+    <${Rows} answer=${answer} field="keys" first="name" caption="Keys" empty=${html`No keys yet. Create one with <code>headgate key create NAME</code>.`} /></section>`;
 }
 
 export function KeysView({ admin }) {
