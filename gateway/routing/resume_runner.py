@@ -36,6 +36,9 @@ from headgate.shared.bodies.openai_bodies import CompletionRequest
 
 log = logging.getLogger("gateway.routing.resume_runner")
 
+MAX_STREAM_BYTES = 2**29
+"""Of a stream that is assembled to one object; a chunk takes 100 bytes to 4 KiB."""
+
 Sink = Callable[[list[Frame]], bool]
 """Takes frames as they arrive; False leaves them to the reading task."""
 
@@ -329,7 +332,7 @@ async def assemble(answer: Answer) -> dict[str, Any]:
         try:
             _read(frames, assembly)
         except ValueError as error:
-            raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
+            raise UpstreamError(UpstreamKind.MALFORMED, f"a malformed stream: {error}") from error
         if isinstance(frames[-1], Done):
             if not assembly.is_complete:
                 raise UpstreamError(UpstreamKind.READ, "the stream ended before every choice had its finish reason")
@@ -343,4 +346,7 @@ async def assemble(answer: Answer) -> dict[str, Any]:
 def _read(frames: list[Frame], assembly: Assembly) -> None:
     for frame in frames:
         if isinstance(frame, Data):
+            assembly.stream_bytes += len(frame.payload)
+            if assembly.stream_bytes > MAX_STREAM_BYTES:
+                raise ValueError(f"it is longer than {MAX_STREAM_BYTES >> 20} MiB")
             assembly.add(frame.chunk or frame.parsed())

@@ -198,3 +198,13 @@ async def test_silent_provider_that_is_asked_whole_is_left_when_the_time_is_over
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
     answer = await gateway.chat("whole-silent")
     assert answer.status_code in (503, 504)
+
+
+async def test_endless_stream_for_a_whole_answer_ends_at_a_bound(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.routing.resume_runner.MAX_STREAM_BYTES", 200)
+    answer = await gateway.chat("demo")
+    assert answer.status_code == 503
+    assert "a malformed stream: it is longer than" in answer.json()["error"]["message"]
+    assert (await gateway.chat("demo", stream=True)).text.endswith("data: [DONE]\n\n"), "only whole answers are held"

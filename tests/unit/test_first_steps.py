@@ -328,14 +328,16 @@ def test_gated_repository_needs_the_token(hub: SmallHub, monkeypatch: pytest.Mon
         ("http://127.0.0.1:9", "cannot be reached"),
         ("no address", "cannot be reached"),
         ("ftp://x", "cannot be reached"),
+        ("http://ann:pass-word@127.0.0.1:9", "http://127.0.0.1:9 cannot be reached"),
     ],
 )
 def test_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, endpoint: str, advice: str, capsys: Any) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     assert main(["pull", "hf:org/plain:Q8_0"]) == 1
     output = capsys.readouterr().err
-    assert "cannot be reached" in output
+    assert advice in output
     assert "HF_ENDPOINT" in output
+    assert "pass-word" not in output
 
 
 def test_server_that_is_not_a_hub_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -42,6 +42,8 @@ class Assembly:
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
+        self.stream_bytes = 0
+        """Of the chunks, as the caller counts them."""
 
     def add(self, chunk: Any) -> None:
         """Adds one parsed chunk, in the order of the stream; raises ValueError for an invalid one."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,8 @@ class Hub:
     def __init__(self, environ: Mapping[str, str], *, say: Report, status: Report) -> None:
         """`say` gets lines, `status` the progress, which each next call replaces."""
         self.endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+        self._shown = re.sub(r"//[^/]*@", "//", self.endpoint)
+        """Without a user name and password."""
         token = environ.get("HF_TOKEN")
         self._client = httpx2.Client(
             headers={"User-Agent": "headgate", **({"Authorization": f"Bearer {token}"} if token else {})},
@@ -106,7 +109,7 @@ class Hub:
             files = {file.name: file for file in map(_file, answer["siblings"])}
             commit = str(answer["sha"])
         except (KeyError, TypeError, ValueError) as error:
-            raise HubError(f"{self.endpoint} answered with an unknown description of {source.repository}") from error
+            raise HubError(f"{self._shown} answered with an unknown description of {source.repository}") from error
         try:
             first = source.choose(list(files))
         except ValueError as error:
@@ -203,13 +206,13 @@ class Hub:
                         raise HubError(f"the answer of {self._host()} about {source.repository} is too long")
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise HubError(
-                f"{self.endpoint} cannot be reached ({_reason(error)}); HF_ENDPOINT names another hub, HTTPS_PROXY a "
+                f"{self._shown} cannot be reached ({_reason(error)}); HF_ENDPOINT names another hub, HTTPS_PROXY a "
                 f"proxy. A file that you copied here yourself is added with: headgate add FILE.gguf"
             ) from error
         try:
             return httpx2.Response(200, content=bytes(raw)).json()
         except (ValueError, RecursionError) as error:
-            raise HubError(f"{self.endpoint} is not a hub: its answer is not JSON; check HF_ENDPOINT") from error
+            raise HubError(f"{self._shown} is not a hub: its answer is not JSON; check HF_ENDPOINT") from error
 
     def _check(self, source: HubSource, response: httpx2.Response) -> None:
         """Raises HubError for an error status."""
@@ -219,16 +222,16 @@ class Hub:
         if status in (401, 403):
             raise HubError(
                 f"{self._host()} refuses {name} ({status}): the name is wrong, or the repository is private or gated. "
-                f"Accept its terms at {self.endpoint}/{name}, and set HF_TOKEN to a token from "
-                f"{self.endpoint}/settings/tokens"
+                f"Accept its terms at {self._shown}/{name}, and set HF_TOKEN to a token from "
+                f"{self._shown}/settings/tokens"
             )
         if status == 404:
-            raise HubError(f"{self._host()} has no {source}; check the spelling at {self.endpoint}/{name}")
+            raise HubError(f"{self._host()} has no {source}; check the spelling at {self._shown}/{name}")
         wait = response.headers.get("retry-after")
         raise HubError(f"{self._host()} answered {status} for {name}; try again {f'in {wait} s' if wait else 'later'}")
 
     def _host(self) -> str:
-        return self.endpoint.partition("://")[2]
+        return self._shown.partition("://")[2]
 
 
 def _file(entry: Any) -> HubFile:
