@@ -317,7 +317,7 @@ def _finished(record: Record, tier: str) -> Finished:
     provider, _, model = (record.answered_by or "").partition("/")
     return Finished(
         record.key, model if provider == LOCAL else "", tier, record.outcome, record.reason,
-        record.first_token_seconds, (record.prompt_tokens or 0) + (record.completion_tokens or 0),
+        record.first_token_seconds, sum(record.tokens),
     )  # fmt: skip
 
 

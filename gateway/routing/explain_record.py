@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
+from gateway.access.rate_limits import BYTES_PER_TOKEN
 from gateway.apis.body_parser import refused_body
 from gateway.errors import GatewayError
 from gateway.providers.local.candidate_facts import Facts
@@ -149,6 +150,14 @@ class Record:
     """Pieces of attempts that ended without a usage."""
     trace: SpanContext | None = None
     """The span of the request, if traces are on."""
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Prompt and answer tokens for usage: without a usage, the size of the prompt and the pieces of the answer."""
+        prompt = self.prompt_tokens
+        if prompt is None:
+            prompt = self.size_bytes // BYTES_PER_TOKEN if self.pieces else 0
+        return prompt, (self.completion_tokens or 0) + self.pieces
 
     def note_attempt(self) -> None:
         """An attempt begins."""

@@ -8,16 +8,10 @@ from gateway.routing.explain_record import Record
 from gateway.usage.prices import Price, cost, price_of
 from gateway.usage.usage_file import UsageRow
 
-BYTES_PER_TOKEN = 4
-"""An estimate for prompts of answers that ended without a usage."""
-
 
 def usage_row(record: Record, tier: str, prices: Mapping[str, Price]) -> UsageRow:
-    """The row of an ended request. An attempt without a usage counts its pieces, and its prompt by its size."""
-    prompt, cached = record.prompt_tokens, record.cached_tokens or 0
-    if prompt is None:
-        prompt = record.size_bytes // BYTES_PER_TOKEN if record.pieces else 0
-    completion = (record.completion_tokens or 0) + record.pieces
+    """The row of an ended request."""
+    (prompt, completion), cached = record.tokens, record.cached_tokens or 0
     price = price_of(record.answered_by, prices) if record.answered_by else Price(0.0, 0.0)
     return UsageRow(
         at=record.started,

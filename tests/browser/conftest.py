@@ -17,7 +17,7 @@ from tests.rigs.fake_dashboard import FakeDashboard
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """The browser of a module; each test has a context of its own.
+    """The browser of the folder; each test has a context of its own.
 
     Playwright keeps an event loop running in this thread, and with it other tests of this process could not run theirs.
     """
@@ -32,7 +32,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def shared_gateway() -> Iterator[FakeDashboard]:
-    """The gateway of all tests of a module."""
+    """The gateway of all tests of the folder."""
     fake = FakeDashboard().start()
     yield fake
     fake.stop()
