@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gateway import settings
+from gateway import configuration
 from gateway.access.admission import Admission
 from gateway.access.authentication import Keys
 from gateway.access.key_usage import Limiter
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gateway.runtime")
 
-NEEDS_RESTART = ("host", "port")
+NEEDS_RESTART = ("host", "port", "state")
 CLOSE_SECONDS = 5.0
 
 FIRST_CONTACT_SECONDS = 10.0
@@ -60,7 +60,7 @@ class Source:
 
     def load(self) -> GatewayConfig:
         """The current configuration; raises ConfigError."""
-        return settings.load(self.config_dir, self.environ(), self.overrides)
+        return configuration.load(self.config_dir, self.environ(), self.overrides)
 
 
 class Observer(Protocol):
@@ -231,7 +231,7 @@ class Runtime:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
             keys = self._keys(config)
             built = await registry.build(config, self._token(), self._registry)
-            changed = settings.changes(self.config, config)
+            changed = configuration.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
             gone = self._registry.gone(built)
             if built.local is not self._registry.local:

@@ -1,30 +1,18 @@
-"""Settings of the gateway: gateway.yaml, environment variables and command line.
-
-Precedence: command line > GATEWAY_* variables > file > default. In the name of a variable `__` separates levels:
-GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
-"""
+"""The settings of the gateway: names, types, defaults and the checks of single values."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from gateway.apis.image_policy import is_host_entry
 from gateway.apis.openai.frames import Flavor
-from gateway.apis.openai.route_parameters import TEMPLATE_VARIABLES, problem_of_name, problems_of_values
-from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
-from headgate.shared.configfile import Bytes, Duration, Path_, as_written, problems_of, read_yaml, unset_name
-from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.state_directory import INVALID_KEY, fits_a_header
+from headgate.shared.configfile import Bytes, Duration, unset_name
 from inference.protocol import Priority
 
 FILE = "gateway.yaml"
@@ -34,6 +22,7 @@ KEY_VARIABLES = ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
 
 TOKEN_VARIABLE = "INFERENCE_TOKEN"
 
+_NODE_NAME = re.compile(r"[A-Za-z0-9_.:-]+|\[[0-9A-Fa-f:]+\](:\d+)?")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -74,10 +63,77 @@ Positive = Annotated[int, Field(ge=1, le=2**53)]
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class NodeSource(NamedTuple):
+    """An entry of `inference.nodes`. `address` is a URL, HOST:PORT of a DNS name, or the address of a Ray cluster
+    (empty for the one of this machine). `name` is that of a single node, else empty.
+    """
+
+    kind: Literal["url", "dns", "ray"]
+    address: str
+    name: str = ""
+
+
+def node_source(entry: str) -> NodeSource:
+    """The source that an entry of `inference.nodes` means; raises ValueError."""
+    kind, _, address = entry.partition(":")
+    if kind == "ray":
+        return NodeSource("ray", address)
+    if kind == "dns":
+        host, _, port = address.rpartition(":")
+        if not host or re.search(r"[\s/@]", host) or not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError(f"{entry!r}: write dns:NAME:PORT, for example dns:headgate-inference:8085")
+        return NodeSource("dns", address)
+    name, separator, url = entry.partition("=")
+    if not separator or "/" in name:
+        name, url = "", entry
+    try:
+        url = _http_url(url).rstrip("/")
+    except ValueError as error:
+        raise ValueError(f"{entry!r}: {error}; or write NAME=URL, dns:NAME:PORT or ray:ADDRESS") from error
+    name = name or urlsplit(url).netloc
+    if not _NODE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name of a node: use letters, digits, `-`, `_`, `.` and `:`")
+    return NodeSource("url", url, name)
+
+
+def _node_entry(value: str) -> str:
+    node_source(value)
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _redis_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
+        raise ValueError("not the address of a Redis or Valkey server; write for example redis://127.0.0.1:6379/0")
+    return value
+
+
+class TlsSettings(_Model):
+    """Files in PEM format for https to the inference services. `ca` replaces the system's certificate authorities;
+    `certificate` and `key` identify this gateway.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+
 class InferenceSettings(_Model):
-    """The address of the inference service; its token is in INFERENCE_TOKEN or the state directory."""
+    """The address of the inference service, or of several (`nodes`, then `url` has no effect); their token is in
+    INFERENCE_TOKEN or the state directory.
+
+    `nodes`: URL, NAME=URL, dns:NAME:PORT (one node per address) or ray:[ADDRESS]. `replicas`: on how many nodes a model
+    is kept loaded.
+    """
 
     url: Url = "http://127.0.0.1:8085"
+    nodes: Annotated[tuple[Annotated[str, AfterValidator(_node_entry)], ...], BeforeValidator(_as_list)] = ()
+    tls: TlsSettings = TlsSettings()
+    replicas: dict[str, Positive] = {}
 
     @field_validator("url")
     @classmethod
@@ -303,7 +359,8 @@ class GatewayConfig(_Model):
     `drain_seconds`: time for open answers at shutdown. `share_prefixes`: which requests may reuse computed prefixes,
     those of the same key (`tenant`) or `all`. `limits`: for keys without their own. `stream_interval`: shortest time in
     seconds between two pieces of a local answer. `hosted_tools`: whether tools that run at another provider are refused
-    or left out of requests to `/v1/responses` and `/v1/messages`. `prices`: by PROVIDER/MODEL.
+    or left out of requests to `/v1/responses` and `/v1/messages`. `prices`: by PROVIDER/MODEL. `state`: the address of
+    the Redis or Valkey server that gateways share; without one a gateway keeps its own state.
     """
 
     host: str = "127.0.0.1"
@@ -326,190 +383,4 @@ class GatewayConfig(_Model):
     keys: tuple[KeySettings, ...] = ()
     usage: UsageSettings = UsageSettings()
     prices: dict[str, PriceSettings] = {}
-
-
-def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """The configuration in force for `config_dir`; raises ConfigError with every problem, each with file and line.
-
-    `overrides` are top-level settings from the command line; None values are ignored.
-    """
-    path = config_dir / FILE
-    data, lines = read_yaml(path, environ)
-    sources: dict[Path_, str] = {}
-    problems = _merge_environ(data, environ, sources)
-    for name, value in (overrides or {}).items():
-        if value is not None:
-            data[name] = value
-            sources[(name,)] = f"--{name}"
-    try:
-        config = GatewayConfig.model_validate(data)
-    except ValidationError as error:
-        found = zip(error.errors(include_url=False), problems_of(error, GatewayConfig, path, lines), strict=True)
-        raise ConfigError(
-            [*problems, *(_placed(problem, tuple(item["loc"]), sources) for item, problem in found)]
-        ) from (error)
-    problems += [
-        Problem(as_written(message, _at(data, at)), key=".".join(map(str, at)), file=path, line=_line(lines, at))
-        for at, message in _semantic_problems(config)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _placed(problem: Problem, at: Path_, sources: Mapping[Path_, str]) -> Problem:
-    """`problem` with the variable or option that set the value, if one did."""
-    source = next((sources[at[:end]] for end in range(len(at), 0, -1) if at[:end] in sources), None)
-    return problem if source is None else Problem(problem.message, key=source)
-
-
-def _at(data: Any, at: Path_) -> Any:
-    """The value at `at`; None for a default."""
-    try:
-        for part in at:
-            data = data[part]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return data
-
-
-def _line(lines: Mapping[Path_, int], at: Path_) -> int | None:
-    return next((lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in lines), None)
-
-
-def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: dict[Path_, str]) -> list[Problem]:
-    """Writes GATEWAY_* values into `data`; returns what was wrong with them.
-
-    A name that is similar to a setting is a problem. Other unknown names are ignored, because container orchestrators
-    create variables such as GATEWAY_SERVICE_HOST.
-    """
-    problems = [
-        Problem(INVALID_KEY, key=name)
-        for name in (*KEY_VARIABLES, TOKEN_VARIABLE)
-        if (key := environ.get(name)) and not fits_a_header(key)
-    ]
-    known = {PREFIX + "__".join(at).upper(): at for at in _paths(GatewayConfig, ())}
-    for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in KEY_VARIABLES or not environ[name]:
-            continue
-        at = known.get(name.upper())
-        if at is None:
-            within = next((one for one in known if one.startswith(f"{name.upper()}__")), None)
-            near = difflib.get_close_matches(name, [*known, *KEY_VARIABLES], n=1, cutoff=0.85)
-            if within is not None:
-                problems.append(Problem(f"this is a section; set one of its settings, for example {within}", key=name))
-            elif near or "__" in name:
-                problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=name))
-            continue
-        try:
-            _put(data, at, _value(environ[name]))
-        except yaml.YAMLError:
-            problems.append(Problem("the value must be valid YAML", key=name))
-        sources[at] = name
-    return problems
-
-
-def _value(text: str) -> Any:
-    """Parses lists and mappings; other values stay text for the type of the field."""
-    return yaml.safe_load(text) if text.lstrip().startswith(("[", "{")) else text
-
-
-def _put(data: dict[str, Any], at: tuple[str, ...], value: Any) -> None:
-    for name in at[:-1]:
-        inner = data.get(name)
-        if not isinstance(inner, dict):
-            inner = data[name] = {}
-        data = inner
-    data[at[-1]] = value
-
-
-def _paths(model: type[BaseModel], at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The paths of all settings that a variable can set."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _paths(field.annotation, (*at, name))
-        else:
-            yield (*at, name)
-
-
-def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
-    """Problems that types do not show: unknown names, entries without effect."""
-    for name in config.providers:
-        if name == LOCAL:
-            yield (
-                ("providers", name),
-                f"`{LOCAL}` is the inference service and cannot be a provider; choose another name",
-            )
-        elif not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            yield ("providers", name), "a provider's name may hold letters, digits, `-`, `_` and `.`"
-    known = sorted({LOCAL, *config.providers})
-    for route, settings in config.routes.items():
-        if "*" in route and route != "*":
-            yield ("routes", route), "no request would match it: use `*` alone for all other names, or a full name"
-        for index, entry in enumerate(settings.chain):
-            at: Path_ = ("routes", route, "chain", index)
-            provider, slash, model = entry.partition("/")
-            if not slash or not model:
-                yield (
-                    at,
-                    f"{entry!r} is not PROVIDER/MODEL; write for example local/{route if route != '*' else 'demo'}",
-                )
-            elif provider not in known:
-                near = difflib.get_close_matches(provider, known, n=1)
-                advice = f"did you mean {near[0]!r}?" if near else f"known providers: {', '.join(known)}"
-                yield at, f"{entry!r}: unknown provider; {advice}"
-            elif "*" in model and model != "*":
-                yield at, f"{entry!r}: `*` must be the whole model name"
-        yield from _parameter_problems(("routes", route, "parameters"), settings.parameters)
-        if settings.load_wait == 0:
-            yield ("routes", route, "load_wait"), "0 would never let a cold model load; write for example 120s"
-    names, hashes = [key.name for key in config.keys], [key.hash for key in config.keys]
-    for index, key in enumerate(config.keys):
-        if key.name in names[:index]:
-            yield ("keys", index, "name"), f"two keys are named {key.name!r}; give each its own name"
-        if key.hash in hashes[:index]:
-            first = names[hashes.index(key.hash)]
-            yield ("keys", index, "hash"), f"the key {first!r} has the same hash; give each its own key"
-        if key.budget != BudgetSettings() and not config.usage.store:
-            yield ("keys", index, "budget"), "a budget needs stored usage; set `usage: {store: true}`"
-    for route, settings in config.routes.items():
-        if settings.capture and not config.usage.store:
-            yield ("routes", route, "capture"), "nothing is stored with `usage: {store: false}`"
-    for name in config.prices:
-        if not all(name.partition("/")):
-            yield ("prices", name), "a price is for PROVIDER/MODEL; write for example openai/gpt-4o-mini"
-    deadlines = config.deadlines
-    if deadlines.connect > deadlines.total:
-        yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"
-    if config.max_body < 1024:
-        yield ("max_body",), "too small for any request; an example is 32MB"
-
-
-def _parameter_problems(at: Path_, rules: RouteParameterSettings) -> Iterator[tuple[Path_, str]]:
-    for kind, values in (("defaults", rules.defaults), ("overrides", rules.overrides)):
-        for name, problem in problems_of_values(values):
-            yield (*at, kind, name), problem
-    for name in sorted(rules.defaults.keys() & rules.overrides.keys() - {TEMPLATE_VARIABLES}):
-        yield (*at, "defaults", name), "it has no effect, because `overrides` has the same parameter"
-    for index, name in enumerate(rules.remove):
-        if (advice := problem_of_name(name)) is not None:
-            yield (*at, "remove", index), advice
-
-
-def changes(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """The differences, one line per setting, without secrets."""
-    return list(_diff(old.model_dump(), new.model_dump(), ""))
-
-
-def _diff(old: Any, new: Any, at: str) -> Iterator[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
-            here = f"{at}.{name}" if at else name
-            if name not in new:
-                yield f"{here}: removed"
-            elif name not in old:
-                yield f"{here}: added"
-            else:
-                yield from _diff(old[name], new[name], here)
-    elif old != new:
-        yield f"{at}: changed" if at.endswith(("api_key", "keys")) else f"{at}: {old!r} -> {new!r}"
+    state: Annotated[str, AfterValidator(_redis_url)] | None = None

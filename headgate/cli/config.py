@@ -46,7 +46,7 @@ class File:
 
 
 MODELS = File("models", "inference.settings", "ModelsFile")
-GATEWAY = File("gateway", "gateway.settings", "GatewayConfig")
+GATEWAY = File("gateway", "gateway.configuration", "GatewayConfig")
 FILES = (MODELS, GATEWAY)
 
 

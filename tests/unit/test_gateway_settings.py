@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.settings import GatewayConfig, changes, load
+from gateway.configuration import changes, load
+from gateway.settings import GatewayConfig, node_source
 from headgate.shared.configfile import unset_name
 from headgate.shared.errors import ConfigError
 from headgate.shared.state_directory import packaged_defaults
@@ -64,6 +65,47 @@ def test_key_from_an_unset_variable_is_marked(tmp_path: Path) -> None:
     text = 'providers: {o: {kind: openai, api_key: "${env:NO_SUCH}"}}'
     assert unset_name(_load(tmp_path, text).providers["o"].api_key) == "NO_SUCH"
     assert _load(tmp_path, text, {"NO_SUCH": "sk"}).providers["o"].api_key == "sk"
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        ("http://gpu-1:8085/", ("url", "http://gpu-1:8085", "gpu-1:8085")),
+        ("big=https://10.0.0.7:8085", ("url", "https://10.0.0.7:8085", "big")),
+        ("http://[::1]:8085", ("url", "http://[::1]:8085", "[::1]:8085")),
+        ("dns:headgate-inference:8085", ("dns", "headgate-inference:8085", "")),
+        ("ray:", ("ray", "", "")),
+        ("ray:10.0.0.1:6379", ("ray", "10.0.0.1:6379", "")),
+    ],
+)
+def test_entry_of_nodes_names_its_source(tmp_path: Path, entry: str, source: tuple[str, str, str]) -> None:
+    assert node_source(entry) == source
+    assert _load(tmp_path, f"inference: {{nodes: '{entry}'}}").inference.nodes == (entry,)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("inference: {nodes: [gpu-1]}", "inference.nodes.0", "or write NAME=URL, dns:NAME:PORT or ray:ADDRESS"),
+        ("inference: {nodes: ['dns:gpu']}", "inference.nodes.0", "write dns:NAME:PORT"),
+        ("inference: {nodes: ['dns:gpu:0']}", "inference.nodes.0", "write dns:NAME:PORT"),
+        ("inference: {nodes: ['ü=http://gpu-1:1']}", "inference.nodes.0", "is not a name of a node"),
+        ("inference: {nodes: ['a=http://b:1', 'a=http://c:1']}", "inference.nodes.1", "two nodes are named 'a'"),
+        ("inference: {tls: {key: k.pem}}", "inference.tls", "set both or none"),
+        ("state: http://redis", "state", "not the address of a Redis or Valkey server"),
+    ],
+)
+def test_invalid_nodes_and_shared_state_are_refused(tmp_path: Path, text: str, key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, text)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert message in problem.message
+
+
+def test_changed_password_of_the_shared_state_is_not_shown(tmp_path: Path) -> None:
+    before, after = (_load(tmp_path, f"state: redis://:{password}@redis") for password in ("old", "new"))
+    assert changes(before, after) == ["state: changed"]
 
 
 def test_errors_have_line_and_advice(tmp_path: Path) -> None:
